@@ -15,7 +15,7 @@ import statistics
 
 from side_by_side import benchmark_parser, finish, read_options
 
-from rlt_lightning.numerics.balance import divide, imbalance
+from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.packing import Extent, micro_batches, split_to
 
 PROBLEMS, GROUP_SIZE, LIMIT = 16, 64, 16384
@@ -61,7 +61,7 @@ def main() -> None:
             ]
             for name, parts in (
                 ("by problem", by_problem),
-                ("by tokens", divide(families, tokens, world_size)),
+                ("by tokens", balance_shards(families, tokens, world_size)),
             ):
                 loads = [sum(tokens[i] for i in part) for part in parts]
                 found.setdefault(name, []).append(imbalance(loads))

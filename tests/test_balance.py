@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from balance import GROUP_SIZE, lengths_of_step
 
-from rlt_lightning.numerics.balance import compute_room, divide, imbalance
+from rlt_lightning.numerics.balance import balance_shards, compute_room, imbalance
 
 
 def lognormal_step(seed: int) -> tuple[list[list[int]], list[int]]:
@@ -20,38 +20,38 @@ def loads_of(parts: list[list[int]], tokens: list[int]) -> list[int]:
 
 def test_a_division_by_hand() -> None:
     # In line 6 2 | 2 2 is 8 and 4; the heavy rank gives a 2.
-    assert divide([[0, 1], [2, 3]], [6, 2, 2, 2], 2) == [[0], [1, 2, 3]]
+    assert balance_shards([[0, 1], [2, 3]], [6, 2, 2, 2], 2) == [[0], [1, 2, 3]]
     # Equal families stay whole.
-    assert divide([[0, 1], [2, 3]], [5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
+    assert balance_shards([[0, 1], [2, 3]], [5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
     # One swap makes 10 and 6 equal: 5 for 3.
-    assert sorted(loads_of(divide([[0, 1], [2, 3]], [5, 5, 3, 3], 2), [5, 5, 3, 3])) == [8, 8]
-    assert divide([[0, 1]], [4, 4], 1) == [[0, 1]]
+    assert sorted(loads_of(balance_shards([[0, 1], [2, 3]], [5, 5, 3, 3], 2), [5, 5, 3, 3])) == [8, 8]
+    assert balance_shards([[0, 1]], [4, 4], 1) == [[0, 1]]
 
 
 def test_what_ranks_have_already_counts() -> None:
     assert compute_room([10, 0], 4) == [0, 4]
     assert compute_room([10, 0], 20) == [5, 15]
     # 8 + 4 and 4 + 4 are as good as 8 and 4 + 4 + 4, and no rank is idle.
-    assert divide([[0, 1, 2]], [4, 4, 4], 2, loads=[8, 0]) == [[0], [1, 2]]
-    parts = divide([[0, 1, 2, 3]], [2, 2, 2, 2], 2, loads=[4, 0])
+    assert balance_shards([[0, 1, 2]], [4, 4, 4], 2, loads=[8, 0]) == [[0], [1, 2]]
+    parts = balance_shards([[0, 1, 2, 3]], [2, 2, 2, 2], 2, loads=[4, 0])
     assert loads_of(parts, [2, 2, 2, 2]) == [2, 6]
 
 
 def test_the_heaviest_rank_may_get_nothing_of_a_chunk() -> None:
-    assert divide([[0]], [10], 2, loads=[100, 0]) == [[], [0]]
-    assert divide([], [], 2, loads=[5, 3]) == [[], []]  # the last chunk may be empty
+    assert balance_shards([[0]], [10], 2, loads=[100, 0]) == [[], [0]]
+    assert balance_shards([], [], 2, loads=[5, 3]) == [[], []]  # the last chunk may be empty
     # The two others share it; then the idle rank gets one of two.
-    assert divide([[0, 1, 2]], [6, 3, 3], 3, loads=[100, 0, 1]) == [[1], [0], [2]]
+    assert balance_shards([[0, 1, 2]], [6, 3, 3], 3, loads=[100, 0, 1]) == [[1], [0], [2]]
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 16])
 def test_no_rank_has_five_per_cent_more_than_the_mean(world_size: int) -> None:
     for seed in range(3):
         families, tokens = lognormal_step(seed)
-        parts = divide(families, tokens, world_size)
+        parts = balance_shards(families, tokens, world_size)
         assert sorted(i for part in parts for i in part) == list(range(len(tokens)))
         assert imbalance(loads_of(parts, tokens)) <= 1.05
-        assert divide(families, tokens, world_size) == parts
+        assert balance_shards(families, tokens, world_size) == parts
         # Few families are cut: a prefix is computed by about two ranks, not by all.
         pieces = sum(len({i // 64 for i in part}) for part in parts)
         assert pieces <= len(families) + 2 * world_size
@@ -66,7 +66,7 @@ def test_chunks_divided_one_after_another_end_balanced() -> None:
     loads = [0] * 8
     for family in sorted(families, key=lambda family: min(tokens[i] for i in family)):
         own = [tokens[i] for i in family]
-        parts = divide([range(64)], own, 8, loads)
+        parts = balance_shards([range(64)], own, 8, loads)
         loads = [load + sum(own[i] for i in part) for load, part in zip(loads, parts, strict=True)]
     assert imbalance(loads) <= 1.05
 
@@ -74,7 +74,7 @@ def test_chunks_divided_one_after_another_end_balanced() -> None:
 @pytest.mark.parametrize("num_sequences", [1, 3, 4, 9])
 def test_every_rank_gets_a_sequence_if_there_are_enough(num_sequences: int) -> None:
     tokens = [1000, *[1] * (num_sequences - 1)]
-    parts = divide([range(num_sequences)], tokens, 4)
+    parts = balance_shards([range(num_sequences)], tokens, 4)
     assert sorted(i for part in parts for i in part) == list(range(num_sequences))
     assert sum(bool(part) for part in parts) == min(4, num_sequences)
 

@@ -34,7 +34,7 @@ from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.python.teacher import EXACT, Teacher
 from rlt_lightning.scoring.one_problem import ExplanationScorer
-from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import ModelView, Problem
 
 ROWS = [row for _, row in read_rows("chains", num_embedded_rows=4)]
@@ -229,7 +229,7 @@ def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> Non
     rollout = scorer.format.build_rollout(
         problem, scorer.format.completion_from_text(problem, row["completion"])
     )
-    terms: Any = scorer.score([rollout], Entry(load_model("miniature")), torch.device("cpu"))
+    terms: Any = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
     [score] = teachers[1].score([row])
     assert float(terms.reward) == pytest.approx(score.reward, abs=1e-5)
     assert float(terms.solution_log_prob_reward) == pytest.approx(score.r_ss, abs=1e-5)

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import FIXED
+from rlt_lightning.callbacks.rollout_checks import FIXED_PIECES
 from rlt_lightning.datamodules import StratosDataModule, student_views
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.formats import ChatFormat
@@ -37,7 +37,7 @@ from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.scoring.one_problem import ExplanationScorer
-from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "golden" / "rlt_reward.jsonl").open()]
@@ -157,8 +157,8 @@ def scorer(teacher: Any, student: Any, **options: Any) -> Scorer:
         return [(row, 1.0) for row in micro_batches(extents, max_tokens=3000, layout="packed")]
 
     reward, students = RLTReward(**options), Students.of("student", None)
-    models = [ReadModel(Entry(student))]
-    return Scorer(reward, students, models, Entry(teacher), plan, torch.device("cpu"))
+    models = [ReadModel(ModelEntry(student))]
+    return Scorer(reward, students, models, ModelEntry(teacher), plan, torch.device("cpu"))
 
 
 # What the student reads
@@ -494,7 +494,7 @@ def test_a_plan_counts_the_students_own_tokens(tiny_model: str) -> None:
     data = StratosDataModule("chains", tokenizer=tiny_model, student_tokenizer="miniature", tags="r1",
                              teacher_system_prompt="", student_system_prompt="")  # fmt: skip
     data.setup("fit")
-    lengths = data.all_items.sum_columns(*FIXED["student"])
+    lengths = data.all_items.sum_columns(*FIXED_PIECES["student"])
     assert int(found[1]) == max(lengths)
 
 
@@ -505,7 +505,7 @@ def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
     ours = ExplanationScorer("miniature", tiny_model, **texts)  # type: ignore[arg-type]
     [problem] = ours.build_problems(rows)
     rollout = ours.format.build_rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))
-    terms = ours.score([rollout], Entry(load_model(tiny_model)), torch.device("cpu"))
+    terms = ours.score([rollout], ModelEntry(load_model(tiny_model)), torch.device("cpu"))
     assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
     with pytest.raises(InputError, match="exact sums over a vocabulary"):
         ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scored_completions import choose_rows, find_replaced_rows
+from rlt_lightning.modules.scored_completions import find_replaced_rows, merge_rows
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms
@@ -65,7 +65,7 @@ def test_every_part_of_the_scores_is_replaced() -> None:
         return Scores(RLTRewardTerms(**terms, extra={"own": numbers(*values)}), *lists)
 
     rows = find_replaced_rows(2, [1], size=2)
-    found = choose_rows(rlt_scores(1, 2, 3, 4), rlt_scores(8, 9), rows)
+    found = merge_rows(rlt_scores(1, 2, 3, 4), rlt_scores(8, 9), rows)
     expected = rlt_scores(1, 2, 8, 9)
     assert {n: v.tolist() for n, v in found.terms.recorded().items()} == {
         n: v.tolist() for n, v in expected.terms.recorded().items()
@@ -76,7 +76,7 @@ def test_every_part_of_the_scores_is_replaced() -> None:
 
     old = CorrectnessTerms(numbers(1, 1), numbers(1, 1), numbers(1, 1), numbers(0, 0), ["a", "b"])
     new = CorrectnessTerms(numbers(0, 1), numbers(0, 1), numbers(1, 1), numbers(0, 0), ["c", None])
-    found = choose_rows(Scores(old, [], [], []), Scores(new, [], [], []), find_replaced_rows(1, [0], size=2))
+    found = merge_rows(Scores(old, [], [], []), Scores(new, [], [], []), find_replaced_rows(1, [0], size=2))
     assert found.terms.correct.tolist() == [0, 1]
     assert found.terms.answers == ["c", None]
     assert found.kl == []  # no model was asked

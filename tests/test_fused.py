@@ -34,7 +34,7 @@ from rlt_lightning.modules.on_policy import get_frozen_ready
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.strategies.sharding import Whole
+from rlt_lightning.strategies.sharding import Unsharded
 from rlt_lightning.types import InputError
 
 needs_compiler = pytest.mark.skipif(
@@ -262,7 +262,7 @@ def test_the_exact_kl_is_checked_where_the_reward_uses_it(
     )
     student = FrozenModel(StrictEntry(tiny_qwen()))
     frozen = {"reference": None}
-    places = {"device": CPU, "sharding": Whole(None)}
+    places = {"device": CPU, "sharding": Unsharded(None)}
     reward = RLTReward(kl_estimator=estimator)
     module = module_on_a_gpu(HeadOptions(), reward=reward, **frozen, **places)
     get_frozen_ready(module, [("tiny", student)])

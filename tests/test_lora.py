@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.models.lora import LoRA, add_adapter, defer_merge, merge_weights, without_adapter
-from rlt_lightning.models.weights import stored_once, trained, whole_tensors
+from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.pretrained import empty_model, load_model
@@ -57,7 +57,7 @@ def merged(model: Any) -> dict[str, Tensor]:
 
 def test_a_layer_by_hand_and_nothing_else_is_trained(tiny_model: str) -> None:
     model = adapted(tiny_model, LoRA(rank=2, alpha=3.0, targets=["q_proj"]))
-    assert {name.rpartition("self_attn.")[2] for name in trained(model)} == {
+    assert {name.rpartition("self_attn.")[2] for name in trained_tensors(model)} == {
         "q_proj.lora_A.default.weight",
         "q_proj.lora_B.default.weight",
     }
@@ -73,7 +73,7 @@ def test_training_starts_at_the_pretrained_model(tiny_model: str) -> None:
     model = load_model(tiny_model)
     add_adapter(model, LORA, seed=0)
     assert torch.equal(log_probs(model), log_probs(load_model(tiny_model)))
-    size = sum(tensor.numel() for tensor in trained(model).values())
+    size = sum(tensor.numel() for tensor in trained_tensors(model).values())
     inputs_and_outputs = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)  # q, o; k, v; gate, up, down
     assert size == 2 * LORA.rank * inputs_and_outputs  # of 2 layers
 
@@ -93,7 +93,7 @@ def test_an_empty_model_gets_the_values_of_a_loaded_one(tiny_model: str) -> None
     other_seed = load_model(tiny_model)
     add_adapter(other_seed, LORA, seed=4)
     a = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    assert not torch.equal(trained(loaded)[a], trained(other_seed)[a])
+    assert not torch.equal(trained_tensors(loaded)[a], trained_tensors(other_seed)[a])
 
 
 def test_an_adapter_is_drawn_in_main_memory_under_any_default_device(tiny_model: str) -> None:
@@ -103,8 +103,8 @@ def test_an_adapter_is_drawn_in_main_memory_under_any_default_device(tiny_model:
     # Lightning calls configure_model with the GPU as the default device, which refuses a CPU's generator.
     with torch.device("meta"):
         read = add_adapter(model, LORA, 0, read)
-        drawn = {name: read(name) for name in trained(model)}
-    for name, tensor in trained(expected).items():
+        drawn = {name: read(name) for name in trained_tensors(model)}
+    for name, tensor in trained_tensors(expected).items():
         assert drawn[name].device.type == "cpu"
         assert torch.equal(drawn[name], tensor), name
 
@@ -268,7 +268,7 @@ def test_half_precision_rounds_neither_the_start_nor_the_export(tiny_model: str,
     start = load_model(tiny_model)
     add_adapter(start, LORA, seed=0)
     initial = load_file(folder / "initial.ckpt" / "weights" / "model.safetensors")
-    assert all(torch.equal(initial[name], tensor) for name, tensor in trained(start).items())
+    assert all(torch.equal(initial[name], tensor) for name, tensor in trained_tensors(start).items())
     result = rlt("export", f"--ckpt_path={folder}", f"--output_dir={tmp_path / 'model'}")
     assert result.returncode == 0, result.stderr
     ours, theirs = (load_file(f / "model.safetensors") for f in (folder / "model", tmp_path / "model"))

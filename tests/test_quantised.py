@@ -27,7 +27,7 @@ from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.models.lora import LoRA, add_adapter, merge_weights, without_adapter
 from rlt_lightning.models.quantised import quantise, quantised_layers, require_settings
-from rlt_lightning.models.weights import stored_once, trained, whole_tensors
+from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import flops
@@ -48,7 +48,7 @@ def adapted(name: str, dtype: str = "float32") -> Any:
     """A model with a base in 4 bits, whose adapter does something."""
     model = load_model(name, dtype)
     add_adapter(model, LORA, seed=0)
-    for name, parameter in trained(model).items():
+    for name, parameter in trained_tensors(model).items():
         if ".lora_B." in name:
             parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 10
     return model
@@ -71,7 +71,9 @@ def merged(model: Any) -> dict[str, Tensor]:
 def test_only_the_adapter_is_trained_and_it_is_in_fp32(tiny_model: str) -> None:
     model, plain = adapted(tiny_model, "bfloat16"), load_model(tiny_model, "bfloat16")
     assert len(list(quantised_layers(model))) == 7 * 2  # of 2 layers
-    assert all(".lora_" in name and tensor.dtype == torch.float32 for name, tensor in trained(model).items())
+    assert all(
+        ".lora_" in name and tensor.dtype == torch.float32 for name, tensor in trained_tensors(model).items()
+    )
     assert model.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
     assert model.get_output_embeddings().weight.dtype == torch.bfloat16
     assert flops(model, 1, 0, 0) == flops(adapted_plain(plain), 1, 0, 0)
@@ -153,7 +155,7 @@ def test_a_teacher_is_reinforced_with_both(tiny_model: str, tmp_path: Path) -> N
     rlt = module(tiny_model, lora=LORA, optimizer=OptimizerConfig(lr=1e-3, states="8bit"))
     trainer(tmp_path, rollout_callback(), losses, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.reference is None
-    assert any(tensor.any() for name, tensor in trained(rlt.policy).items() if ".lora_B." in name)
+    assert any(tensor.any() for name, tensor in trained_tensors(rlt.policy).items() if ".lora_B." in name)
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
-from rlt_lightning.strategies.sharding import Whole
+from rlt_lightning.strategies.sharding import Unsharded
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
 
 TEMPERATURE = 0.7
@@ -296,7 +296,7 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Sc
 @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_frozen_models_are_on_the_device_only_while_they_are_used(name: str, tiny_model: str) -> None:
     entry = module(tiny_model).load(tiny_model, "float32")
-    device, whole = torch.device(name), Whole(None)
+    device, whole = torch.device(name), Unsharded(None)
 
     def devices() -> set[str]:
         return {tensor.device.type for tensor in FrozenModel(entry).tensors()}
@@ -304,13 +304,13 @@ def test_frozen_models_are_on_the_device_only_while_they_are_used(name: str, tin
     frozen = FrozenModel(entry, offload=True)
     frozen.place(device, whole)
     kept = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
-    with frozen.on(device):
+    with frozen.loaded_on(device):
         assert devices() == {name}
     for key, tensor in frozen.model.state_dict().items():
         assert torch.equal(tensor, kept[key]), key
     stays = FrozenModel(entry)
     stays.place(device, whole)
-    with stays.on(torch.device("cpu")):
+    with stays.loaded_on(torch.device("cpu")):
         assert devices() == {name}
 
 

@@ -36,7 +36,7 @@ from rlt_lightning.numerics.students import combine_terms
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.run import metrics as catalogue
 from rlt_lightning.scoring.one_problem import ExplanationScorer
-from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import STRATOS
 from rlt_lightning.types import InputError, PromptBatch, Scores
 
@@ -246,10 +246,10 @@ class Visits(FrozenModel):
     most: ClassVar[int] = 0
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[Any]:
+    def loaded_on(self, device: torch.device) -> Iterator[Any]:
         Visits.now += 1
         Visits.most = max(Visits.most, Visits.now)
-        with super().on(device) as run:
+        with super().loaded_on(device) as run:
             yield run
         Visits.now -= 1
 
@@ -441,7 +441,7 @@ def test_python_and_other_trainers_score_against_several(renumbered: str) -> Non
     rollout = scorer.build_rollout(
         told, scorer.format.completion_from_trace(told, problem["reasoning_trace"])
     )
-    terms = scorer.score([rollout], Entry(load_model("miniature")), torch.device("cpu"))
+    terms = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
     assert terms.reward.item() == pytest.approx(score.reward, abs=1e-5)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlt_lightning.cli.configs import read_launch_line
 from rlt_lightning.run.shipped import find_config
-from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.strategies.sharding import ModelEntry
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
@@ -120,7 +120,7 @@ def uses_workers(config: Path) -> bool:
     return config in OVERLAYS and ("VLLMEngine" in config.read_text() or config.stem == "vllm_async")
 
 
-class StrictEntry(Entry):
+class StrictEntry(ModelEntry):
     """An entry that returns only what the hooks of DeepSpeed ZeRO-3 can read."""
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -67,7 +67,7 @@ class Checkpoint(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,  # a run that went back replaces the later checkpoints
         )
-        self.superseded: list[Path] = []
+        self.older_checkpoints: list[Path] = []
         # The metrics of the step that training resumes from.
         self.resumed_metrics: dict[str, float] = {}
         self.best_metric = monitor
@@ -106,7 +106,7 @@ class Checkpoint(ModelCheckpoint):
         self.num_steps = pl_module.total_steps()  # type: ignore[operator]
         self._resume_best(trainer)
         keeps_all = self.save_top_k == -1
-        self.superseded = [] if keeps_all else sorted(self.folder.glob("step=*.ckpt"))
+        self.older_checkpoints = [] if keeps_all else sorted(self.folder.glob("step=*.ckpt"))
         if self.is_evaluated and self._is_written(trainer.global_step):
             # A kill may have come between this checkpoint and best.json.
             self._consider(trainer, self.resumed_metrics.get(str(self.best_metric), math.nan))
@@ -134,12 +134,12 @@ class Checkpoint(ModelCheckpoint):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         written = self._last_global_step_saved == trainer.global_step
-        if written and self.superseded and trainer.is_global_zero:
+        if written and self.older_checkpoints and trainer.is_global_zero:
             kept = (name_checkpoint(trainer.global_step), self.best.get("checkpoint"))
-            for path in self.superseded:
+            for path in self.older_checkpoints:
                 if path.name not in kept:
                     discard(path)
-            self.superseded = []
+            self.older_checkpoints = []
         if self.is_evaluated and self.best_metric in pl_module.step_metrics:  # type: ignore[operator]
             self._consider(trainer, float(trainer.callback_metrics[str(self.best_metric)]))
         if trainer.global_step < self.num_steps:

@@ -21,7 +21,7 @@ from rlt_lightning.console import announce_writing
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.hub.client import PushError, open_repository
 from rlt_lightning.hub.push import push
-from rlt_lightning.models.weights import trained, weights_size
+from rlt_lightning.models.weights import trained_tensors, weights_size
 from rlt_lightning.types import InputError
 
 
@@ -71,7 +71,7 @@ class ModelExporter(Callback):
             # DeepSpeed computes with rounded copies of the weights that it trains, and of the frozen weights.
             strategy: Any = trainer.strategy
             named = isinstance(strategy, NamedCheckpoints)
-            tensors: dict[str, Any] = strategy.weights(policy) if named else trained(policy)
+            tensors: dict[str, Any] = strategy.weights(policy) if named else trained_tensors(policy)
             if module.lora is not None:
                 tensors = load_pretrained_tensors(metadata)[1] | tensors
             announce_writing(folder, weights_size(tensors.values()))

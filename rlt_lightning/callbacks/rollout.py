@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout_checks import (
-    FIXED,
+    FIXED_PIECES,
     announce_unused,
     choose_weights,
     list_model_contexts,
@@ -274,5 +274,5 @@ class RolloutCallback(Callback):
         if isinstance(pl_module, OnPolicyModule):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             data = get_stratos_data(trainer)
-            longest += int(data.all_items.sum_columns(*FIXED["teacher"]).max())
+            longest += int(data.all_items.sum_columns(*FIXED_PIECES["teacher"]).max())
             self.dispatcher.start(trainer, pl_module, data.problems[0].teacher_prompt, longest)

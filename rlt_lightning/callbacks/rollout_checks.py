@@ -24,7 +24,7 @@ from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError, Problem
 
 # The pieces of a problem that stand around a completion in a sequence of the teacher, or of the student.
-FIXED = {
+FIXED_PIECES = {
     "teacher": ("teacher_prefix", "think_prefix"),
     "student": ("student_prefix", "think_prefix", "student_suffix", "solution_ids"),
 }
@@ -173,7 +173,7 @@ def list_model_contexts(module: OnPolicyModule, data: StratosDataModule) -> Iter
     def context(name: str) -> int:
         return context_length(name, bool(module.trust_remote_code))
 
-    trained = items.sum_columns(*FIXED["teacher"])
+    trained = items.sum_columns(*FIXED_PIECES["teacher"])
     if isinstance(module, OPDModule):
         teacher = module.teacher_name or module.pretrained
         yield ModelContext("student", context(module.pretrained), trained)
@@ -189,7 +189,7 @@ def list_model_contexts(module: OnPolicyModule, data: StratosDataModule) -> Iter
 
 def count_student_tokens(data: StratosDataModule) -> Iterator[np.ndarray]:
     """Yield each student's tokens of all problems, beside the completion's; the held-out ones last."""
-    yield (first := data.all_items.sum_columns(*FIXED["student"]))
+    yield (first := data.all_items.sum_columns(*FIXED_PIECES["student"]))
     for view in data.student_views.others:
         if view is None:
             yield first
@@ -223,4 +223,4 @@ def require_room(problems: StoredItems, model: ModelContext, max_completion_leng
 
 def count_fixed_tokens(problem: Problem, role: str) -> int:
     """Return the tokens of a sequence of the teacher, or of the student, beside the completion's."""
-    return sum(len(getattr(problem, name)) for name in FIXED[role])
+    return sum(len(getattr(problem, name)) for name in FIXED_PIECES[role])

@@ -40,7 +40,7 @@ from rlt_lightning.models.weights import (
     Read,
     WeightFiles,
     stored_once,
-    trained,
+    trained_tensors,
     weights_size,
     write_weights,
 )
@@ -172,7 +172,7 @@ def write_model_folder(
         adapter = "merged"
     model, tensors = load_pretrained_tensors(metadata)
     files = WeightFiles(str(path / WEIGHTS))
-    tensors |= {name: defer_reading(files, name, tensor) for name, tensor in trained(model).items()}
+    tensors |= {name: defer_reading(files, name, tensor) for name, tensor in trained_tensors(model).items()}
     tokenizer = load_tokenizer(metadata["tokenizer"], metadata["trust_remote_code"])
     announce_writing(folder, weights_size(tensors.values()))
     with replace_folder(folder, ONE_PROCESS) as scratch:

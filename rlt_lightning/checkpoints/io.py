@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_state, write_checkpoint
 from rlt_lightning.console import announce_reading
-from rlt_lightning.models.weights import NamedTensor, WeightFiles, fill_in_place, set_whole, trained
+from rlt_lightning.models.weights import NamedTensor, WeightFiles, fill_in_place, set_whole, trained_tensors
 
 # The LightningModule's prefix of the names of the policy's weights.
 MODULE_PREFIX = "entry.model."
@@ -168,7 +168,7 @@ class NamedCheckpoints:
         # Lightning calls it only after the weights have been filled.
         self.lightning_module.on_load_checkpoint(state)
         policy = self.lightning_module.policy
-        fill_in_place(trained(policy), WeightFiles(str(folder / WEIGHTS)))
+        fill_in_place(trained_tensors(policy), WeightFiles(str(folder / WEIGHTS)))
         if self.optimizers and "optimizer_groups" in state:
             [optimizer] = self.optimizers
             groups = keep_implementation(optimizer, {"param_groups": state["optimizer_groups"]})[
@@ -182,7 +182,7 @@ class NamedCheckpoints:
 
     def weights(self, policy: Any) -> dict[str, Any]:
         """Return the policy's weights that are written, by name."""
-        return trained(policy)
+        return trained_tensors(policy)
 
     def moments(self, policy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the optimizer's state of every parameter; tensors may be sharded."""

@@ -42,7 +42,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 
 from rlt_lightning.console import announce
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
-from rlt_lightning.models.packed import HeadOptions, ask, compute_log_probs, computing_dtype
+from rlt_lightning.models.packed import HeadOptions, call_model, compute_log_probs, computing_dtype
 from rlt_lightning.numerics.attention import (
     KERNELS,
     Kernel,
@@ -328,11 +328,11 @@ def use_checked_liger(model: Any) -> Callable[[], None]:
 def fusion_fault(run: Callable[..., Any], fuse: Callable[[Any], Callable[[], None]]) -> str | None:
     """Fuse a model, and take it back if its log-probs change; return the fault, or None."""
     plain = run(sample_log_probs)
-    undo = ask(run, fuse)
+    undo = call_model(run, fuse)
     fault: str | None = "its check did not end"
     try:
         difference = (run(sample_log_probs) - plain).abs().mean().item()
-        half = ask(run, computing_dtype) in (torch.bfloat16, torch.float16)
+        half = call_model(run, computing_dtype) in (torch.bfloat16, torch.float16)
         bound = 0.1 if half else 1e-3  # nats
         # NaN is a fault too.
         fault = None if difference <= bound else f"its log-probs change by {difference:.2g} nats"
@@ -651,9 +651,9 @@ def prepare_model(
         more: What else the line names.
         divergence: What the run computes with this model's head and another's, if anything.
     """
-    attention = ask(run, choose_attention, kernels.attention, device)
+    attention = call_model(run, choose_attention, kernels.attention, device)
     fused = fuse_blocks(run, name, kernels, device)
-    chosen = choose_head(head, ask(run, computing_dtype), device, divergence)
+    chosen = choose_head(head, call_model(run, computing_dtype), device, divergence)
     if device.type == "cuda" or kernels != Kernels() or chosen.compiled:
         parts = [f"attention by {attention}", *fused, *["compiled head"] * bool(chosen.compiled), more]
         announce(f"kernels of {name}: {', '.join(filter(None, parts))}")

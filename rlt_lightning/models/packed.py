@@ -197,7 +197,7 @@ def logit_scale(model: Any, temperature: float) -> LogitScale:
     return LogitScale(temperature, scale or 1 / (divisor or 1), cap)
 
 
-def ask(run: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
+def call_model(run: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
     """Return `function(model, *arguments)`, called through `run`; the result need not be a tensor.
 
     The hooks of ZeRO-3 look for tensors in what a forward returns, and fail on a plain string or function.
@@ -246,10 +246,10 @@ def verify_layout(
     if attention != SEGMENT_ATTENTION and attention_chosen and wanted == "auto":
         # The user's own choice rules out shared prefixes: nothing to warn of.
         candidates = candidates[1:]
-    ask(run, lambda model: announce_check(name, model))
+    call_model(run, lambda model: announce_check(name, model))
     faults: list[str] = []
     for layout in candidates:
-        fault = ask(run, known_fault, layout) or ask(run, layout_fault, layout)
+        fault = call_model(run, known_fault, layout) or call_model(run, layout_fault, layout)
         if fault is None:
             if faults:
                 rank_zero_warn(

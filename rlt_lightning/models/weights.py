@@ -121,7 +121,7 @@ def trained_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def trained(model: nn.Module) -> dict[str, Tensor]:
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the stored weights that training may change, by name: all but the frozen parameters."""
     once = stored_once(model).items()
     return {

@@ -39,7 +39,7 @@ from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
-from rlt_lightning.strategies.sharding import Entry, Sharded, Whole, get_sharding
+from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
 
@@ -126,8 +126,8 @@ class PolicyModule(LightningModule):
         # Whether configure_model loads the policy; False where a server samples and nothing else needs it.
         self.needs_policy = True
         # configure_model sets both: the way into the trained model, and how its weights are stored.
-        self.entry: Entry | None = None
-        self.sharding = Whole(None)
+        self.entry: ModelEntry | None = None
+        self.sharding = Unsharded(None)
 
     @property
     def policy(self) -> Any:
@@ -148,7 +148,7 @@ class PolicyModule(LightningModule):
                 "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
                 "numbers of AdamW are 0. Set it to bfloat16."
             )
-        whole = type(get_sharding(self.trainer.strategy)) is Whole
+        whole = type(get_sharding(self.trainer.strategy)) is Unsharded
         require_settings(self.lora, self.optimizer_config, whole)
         deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         if deepspeed and precision == "32-true" and self.dtype_name != "float32":
@@ -177,7 +177,7 @@ class PolicyModule(LightningModule):
         """Return the settings that choose the types in which the models compute, by name."""
         return {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
 
-    def load(self, name: str, dtype: Dtype, role: str = "", lora: LoRA | None = None) -> Entry:
+    def load(self, name: str, dtype: Dtype, role: str = "", lora: LoRA | None = None) -> ModelEntry:
         """Load a model with this module's options, with or without adapter, sharded like the strategy.
 
         `role` says in the announcement what the model is for.
@@ -197,7 +197,7 @@ class PolicyModule(LightningModule):
             model = load_model(*options, role)
             if lora is not None:
                 add_adapter(model, lora, self.seed)
-        return Entry(model)
+        return ModelEntry(model)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the trained weights, which checkpoints hold; frozen ones can be loaded from their source."""
@@ -331,16 +331,16 @@ class PolicyModule(LightningModule):
         if isinstance(loader, StepLoader):
             loader.begin_at(self.global_step)
 
-    def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
+    def plan(self, extents: list[Extent], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
 
         Args:
             extents: The lengths of the sequences.
-            meeting: Whether a forward waits for all ranks. Every rank then needs equally many micro-batches:
+            all_ranks: Whether a forward waits for all ranks. Each then needs equally many micro-batches:
                 a rank with fewer splits its largest. If none can be split, it repeats its last with weight 0.
         """
         planned = micro_batches(extents, self.micro_batch_tokens, self.layout)
-        if not meeting:
+        if not all_ranks:
             return [(micro_batch, 1.0) for micro_batch in planned]
         [most] = map(int, self.max_over_ranks(len(planned)))
         planned = split_to(planned, most, extents)
@@ -348,7 +348,7 @@ class PolicyModule(LightningModule):
 
     def plan_forward(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
         """Return micro-batches for forwards without gradient, in which ranks meet if weights are sharded."""
-        return self.plan(extents, meeting=self.sharding.sharded)
+        return self.plan(extents, all_ranks=self.sharding.sharded)
 
     def pack_sequences(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
         """Pack the sequences of a micro-batch for one forward."""
@@ -371,7 +371,7 @@ class PolicyModule(LightningModule):
             stats: Counts the tokens that the policy computes.
             last: Whether the step's last backward is among them; False if another call follows.
         """
-        planned = self.plan(extents, meeting=True)
+        planned = self.plan(extents, all_ranks=True)
         for number, (micro_batch, weight) in enumerate(planned):
             packed = self.pack_sequences(sequences, micro_batch)
             flops = self.forwards_per_step * forward_flops(self.policy, packed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlt_lightning.strategies.sharding import Entry, Whole
+from rlt_lightning.strategies.sharding import ModelEntry, Unsharded
 
 # run(function, *arguments) is function(model, *arguments).
 RunModel = Callable[..., Any]
@@ -22,7 +22,7 @@ class ReadModel:
         self.run = run
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[RunModel]:
+    def loaded_on(self, device: torch.device) -> Iterator[RunModel]:
         """Yield `run` with the model on the device inside the block; nothing may write to the weights."""
         yield self.run
 
@@ -32,15 +32,15 @@ class FrozenModel(ReadModel):
 
     Args:
         entry: The entry of the model.
-        offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `on`.
+        offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `loaded_on`.
     """
 
-    def __init__(self, entry: Entry, offload: bool = False) -> None:
+    def __init__(self, entry: ModelEntry, offload: bool = False) -> None:
         super().__init__(entry)
         self.model: Any = entry.model.eval().requires_grad_(False)
         self.offload = offload
 
-    def place(self, device: torch.device, sharding: Whole) -> None:
+    def place(self, device: torch.device, sharding: Unsharded) -> None:
         """Move the model to a device or, when offloading to a GPU, pin its weights in host memory."""
         self.run = sharding.freeze(self.run)
         if sharding.sharded:
@@ -52,7 +52,7 @@ class FrozenModel(ReadModel):
                 tensor.data = tensor.data.pin_memory()
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[RunModel]:
+    def loaded_on(self, device: torch.device) -> Iterator[RunModel]:
         """See `ReadModel`."""
         if not self.offload:
             yield self.run

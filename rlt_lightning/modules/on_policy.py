@@ -208,9 +208,9 @@ def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, FrozenMode
             frozen.place(module.device, module.sharding)
     if module.reference is not None:
         precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
-        with module.reference.on(module.device) as run, precision.forward_context():
+        with module.reference.loaded_on(module.device) as run, precision.forward_context():
             fuse_blocks(run, module.pretrained, module.kernels, device)
     exact_kl = getattr(getattr(module, "reward", None), "kl_estimator", "") == "exact"
     for name, model in scoring:
-        with model.on(module.device) as run:
+        with model.loaded_on(module.device) as run:
             check_model(module, run, name, exact_kl=exact_kl)

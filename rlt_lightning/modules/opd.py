@@ -393,7 +393,7 @@ class OPDModule(OnPolicyModule):
         """Yield what calls the teacher, with its weights on the device inside the block."""
         frozen = self.teacher or self.reference
         if frozen is not None:
-            with frozen.on(self.device) as run:
+            with frozen.loaded_on(self.device) as run:
                 yield run
         elif self.teacher_weights == "live":
             yield self.run

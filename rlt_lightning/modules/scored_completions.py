@@ -124,7 +124,7 @@ class ScoredCompletions:
             first = self.own[0] // size
             own = [places[number // size] - first for number in others.own[::size]]
             rows = find_replaced_rows(len(self.own) // size, own, size)
-            self.scores = choose_rows(self.scores, others.scores, rows)
+            self.scores = merge_rows(self.scores, others.scores, rows)
 
 
 def find_replaced_rows(num_groups: int, places: Sequence[int], size: int) -> list[int]:
@@ -137,7 +137,7 @@ def find_replaced_rows(num_groups: int, places: Sequence[int], size: int) -> lis
     return [groups.get(place, place) * size + i for place in range(num_groups) for i in range(size)]
 
 
-def choose_rows(old: Any, new: Any, rows: list[int]) -> Any:
+def merge_rows(old: Any, new: Any, rows: list[int]) -> Any:
     """Return the values at some positions of two tensors or lists one after the other.
 
     Of a data class or a dictionary the values of each field; what has no value per row, such as an empty
@@ -145,10 +145,10 @@ def choose_rows(old: Any, new: Any, rows: list[int]) -> Any:
     """
     if is_dataclass(old) and not isinstance(old, type):
         names = [field.name for field in fields(old)]
-        columns = {name: choose_rows(getattr(old, name), getattr(new, name), rows) for name in names}
+        columns = {name: merge_rows(getattr(old, name), getattr(new, name), rows) for name in names}
         return replace(old, **columns)
     if isinstance(old, dict):
-        return {name: choose_rows(values, new[name], rows) for name, values in old.items()}
+        return {name: merge_rows(values, new[name], rows) for name, values in old.items()}
     if isinstance(old, Tensor):
         return torch.cat([old, new])[upload(rows, old.device)]
     if isinstance(old, list) and len(old) == len(rows):

@@ -42,7 +42,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.packed import (
     HeadOptions,
     ModelHead,
-    ask,
+    call_model,
     compute_log_probs,
     head_divergence,
     scored_hidden_states,
@@ -278,7 +278,7 @@ class Scorer:
         by_student = []
         for number, model in enumerate(self.models):
             empty = {row: values[number] for row, values in (known or {}).items()}
-            with model.on(self.device) as student:
+            with model.loaded_on(self.device) as student:
                 one = student, number, views[number], temperature, empty, teacher_log_probs[number], stats
                 by_student.append(self._score_with_baseline(*one))
         return list(zip(*by_student, strict=True))
@@ -292,7 +292,7 @@ class Scorer:
             return []
         sequences = [build_sampled_sequence(row) for row in rows]
         found: list[Tensor] = [torch.empty(0)] * len(rows)
-        with self.reference.on(self.device) as reference:
+        with self.reference.loaded_on(self.device) as reference:
             for micro_batch, weight in self.plan(measure_sampled_rows(rows)):
                 packed = self._pack(sequences, micro_batch, weight, stats)
                 flat, _ = reference(compute_log_probs, packed, temperature, self.head)
@@ -875,7 +875,7 @@ def require_room(student: RunModel, views: list[ModelView], sequences: list[Scor
     """
     if all(view.spans is None for view in views):
         return
-    context: int = ask(student, longest_sequence)
+    context: int = call_model(student, longest_sequence)
     for view, sequence in zip(views, sequences, strict=True):
         if len(sequence.scored) > context:
             raise InputError(

@@ -9,7 +9,7 @@ from rlt_lightning.numerics.advantages import (
     zero_std_groups,
 )
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
-from rlt_lightning.numerics.balance import divide, imbalance
+from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.divergence import (
     Divergence,
     divergence,
@@ -101,8 +101,8 @@ __all__ = [
     "TorchKernel",
     "TruncatedImportanceSampling",
     "VeriFreeReward",
+    "balance_shards",
     "divergence",
-    "divide",
     "exact_kl",
     "imbalance",
     "linear_divergence",

@@ -9,7 +9,7 @@ from itertools import accumulate
 CLOSE_ENOUGH = 1.005
 
 
-def divide(
+def balance_shards(
     families: Sequence[Sequence[int]],
     num_tokens: Sequence[int],
     world_size: int,

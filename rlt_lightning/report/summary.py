@@ -41,7 +41,7 @@ def build_summary(run: Run) -> dict[str, Any]:
         "over": describe_windows([run]) if run.result and run.result.changes else "",
         "learned": run.result.judge() if run.result else "",
         "warnings": run.result.warnings if run.result else [],
-        "facts": list_facts(run),
+        "facts": list_costs(run),
         "main_settings": {name: settings[name] for name in SETTINGS if name in settings},
         "settings": [[name, value] for name, value in settings.items()],
     }
@@ -154,7 +154,7 @@ def describe_verdict(result: FitResult) -> str:
     return f"{judged}: {figures} nats.{limits}"
 
 
-def list_facts(run: Run) -> dict[str, str]:
+def list_costs(run: Run) -> dict[str, str]:
     """Return what a run took: seconds of its phases, and tokens."""
     phases = [run.metrics[m.name] for m in list_metrics() if m.drawn == "stack" and m.name in run.metrics]
     by_step: dict[int, float] = {}

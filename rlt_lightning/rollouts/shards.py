@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlt_lightning.numerics.balance import divide, imbalance
+from rlt_lightning.numerics.balance import balance_shards, imbalance
 
 
 class Shards:
@@ -45,7 +45,7 @@ class Shards:
         families: dict[int, list[int]] = {}
         for place, number in enumerate(numbers):
             families.setdefault(number // self.group_size, []).append(place)
-        parts = divide(list(families.values()), tokens, self.world_size, self.loads)
+        parts = balance_shards(list(families.values()), tokens, self.world_size, self.loads)
         for rank, part in enumerate(parts):
             self.loads[rank] += sum(tokens[i] for i in part)
         return [numbers[i] for i in parts[self.rank]]

@@ -22,12 +22,12 @@ from rlt_lightning.scoring.text import (
     build_legend,
     describe_change,
     describe_problem,
+    describe_scorer,
     describe_students,
     describe_terms,
     find_terminal,
     fold_caveats,
     list_caveats,
-    list_facts,
     shade_tokens,
     show_solution,
     tabulate_kl,
@@ -227,7 +227,7 @@ def explain(
     row |= compare_probabilities(scored.empty, scored.scores, 0)
     empty = score_rows(scored.empty)[0] | build_token_columns(rollout, scored.empty, 0, formats)
     terminal, by_student = find_terminal(), scored.scores.by_student
-    facts = list_facts(module.pretrained, module.students, module.reward)
+    facts = describe_scorer(module.pretrained, module.students, module.reward)
     print("\n".join([*describe_problem(row, facts, terminal), ""]))
     if by_student:
         print("\n".join([*describe_students(row, module.students, terminal), ""]))

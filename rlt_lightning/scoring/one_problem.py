@@ -39,7 +39,7 @@ from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.run.jsonl import Row
-from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import (
     BadRowError,
@@ -389,7 +389,7 @@ class ExplanationScorer:
         if not self.checked:
             options = None, self.trust_remote_code, "the frozen student"
             for name in self.frozen_names:
-                student = FrozenModel(Entry(load_model(name, self.student_dtype, *options)).to(device))
+                student = FrozenModel(ModelEntry(load_model(name, self.student_dtype, *options)).to(device))
                 self.head = prepare_model(student.run, name, Kernels(), self.head, device)
                 self.layout = verify_layout(student.run, name, self.layout)
                 self.student_models.append(student)

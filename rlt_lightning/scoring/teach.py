@@ -44,6 +44,7 @@ from rlt_lightning.scoring.text import (
     describe_change,
     describe_format,
     describe_problem,
+    describe_scorer,
     describe_students,
     describe_terms,
     find_terminal,
@@ -52,7 +53,6 @@ from rlt_lightning.scoring.text import (
     fold_plain,
     format_probability,
     list_caveats,
-    list_facts,
     list_terms,
     shade_tokens,
     show_solution,
@@ -273,7 +273,7 @@ class ExplainedProblem:
     @property
     def facts(self) -> dict[str, str]:
         """Return what scored the explanations, for the head of a page."""
-        return list_facts(self.teacher, self.students, self.reward)
+        return describe_scorer(self.teacher, self.students, self.reward)
 
     def build_rows(self, traces: Iterable[Row]) -> list[Row]:
         """Return the rows of traces.jsonl with the tokens and the student's view, as far as there are any."""

@@ -49,7 +49,7 @@ def find_terminal() -> Terminal:
     return Terminal(has_styles(), shutil.get_terminal_size().columns)
 
 
-def list_facts(teacher: str, students: Students, reward: Reward) -> dict[str, str]:
+def describe_scorer(teacher: str, students: Students, reward: Reward) -> dict[str, str]:
     """Return what scored an explanation, for the head of a page: models, and weights of the reward."""
     facts = {"teacher": teacher}
     if students.names:
@@ -65,7 +65,7 @@ def describe_problem(row: Row, facts: dict[str, str], terminal: Terminal) -> lis
 
     Args:
         row: A row of rollouts.jsonl.
-        facts: What `list_facts` returns.
+        facts: What `describe_scorer` returns.
         terminal: What the lines are for.
     """
     models = ", ".join(f"{name} {text}" for name, text in facts.items() if name != "reward")

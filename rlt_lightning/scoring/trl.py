@@ -33,7 +33,7 @@ from rlt_lightning.numerics.likelihood import LikelihoodReward, LogProbReward
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.pretrained import Dtype, can_replace_attention
 from rlt_lightning.scoring.one_problem import ExplanationScorer
-from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode, find_eos_token_ids
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -115,7 +115,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         device = next(model.parameters()).device
         group_size = self.find_group_size(rollouts, model.training)
         with prepare_to_score(model), torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):
-            terms = self.score(rollouts, Entry(model), device, group_size)
+            terms = self.score(rollouts, ModelEntry(model), device, group_size)
         if log_metric is not None:
             for name, values in terms.parts().items():
                 log_metric(f"{self.__name__}/{name}", values.mean().item())

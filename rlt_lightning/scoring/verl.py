@@ -26,7 +26,7 @@ import torch
 
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.scoring.one_problem import ExplanationScorer
-from rlt_lightning.strategies.sharding import Entry
+from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import InputError
 
 # verl's actor_rollout_ref.model.custom_chat_template: `dataset` has rendered the prompt.
@@ -54,7 +54,7 @@ class RLTRewardFunction(ExplanationScorer):
         `reward.custom_reward_function.path` names.
     """
 
-    teacher: Entry | None = None
+    teacher: ModelEntry | None = None
     # The batch that still takes completions, and the scoring that began last.
     waiting: Batch | None = None
     last: Scores | None = None
@@ -147,7 +147,7 @@ class RLTRewardFunction(ExplanationScorer):
         columns = {name: v.tolist() for name, v in {"score": terms.reward, **terms.parts()}.items()}
         return [{name: values[i] for name, values in columns.items()} for i in range(len(texts))]
 
-    def _ready_teacher(self) -> tuple[Entry, torch.device]:
+    def _ready_teacher(self) -> tuple[ModelEntry, torch.device]:
         """Return the frozen copy of the teacher and its device; the first time, load it."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.teacher is None:
@@ -160,5 +160,5 @@ class RLTRewardFunction(ExplanationScorer):
                 )
             options = None, self.trust_remote_code, "the frozen copy of the teacher"
             model = load_model(self.teacher_name, self.student_dtype, *options).requires_grad_(False)
-            self.teacher = Entry(model).to(device)
+            self.teacher = ModelEntry(model).to(device)
         return self.teacher, device

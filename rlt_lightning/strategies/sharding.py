@@ -1,9 +1,9 @@
 """How a model's weights are stored on the processes of a run: whole, or in shards (FSDP2, DeepSpeed ZeRO-3).
 
 A sharded model is built empty and filled tensor by tensor, so no process ever holds all of it. Every call of
-a model goes through its `Entry`, since the sharding libraries gather weights in hooks of a forward:
+a model goes through its `ModelEntry`, since the sharding libraries gather weights in hooks of a forward:
 
-    module.run(function) → strategy.model(function) → Entry.forward → function(model) → blocks, head
+    module.run(function) → strategy.model(function) → ModelEntry.forward → function(model) → blocks, head
                                                                         │ FSDP2, ZeRO-3: each gathers its
                                                                         │ weights before its forward and its
                                                                         │ backward, and frees them after
@@ -31,7 +31,7 @@ from rlt_lightning.models.kernels import blocks
 from rlt_lightning.models.weights import GROUP_NUMEL, Read, fill_in_place, stored_once
 
 
-class Entry(nn.Module):
+class ModelEntry(nn.Module):
     """The one way into a model: `entry(function, *arguments)` returns `function(model, *arguments)`.
 
     Args:
@@ -50,7 +50,7 @@ class Entry(nn.Module):
         return function(self.model, *arguments)
 
 
-class Whole:
+class Unsharded:
     """Every process holds all weights: a single process, or DDP."""
 
     # Whether all ranks must run a forward together.
@@ -85,14 +85,14 @@ class Sharded(ABC):
     sharded = True
 
     @abstractmethod
-    def fill(self, model: nn.Module, read: Read) -> Entry:
+    def fill(self, model: nn.Module, read: Read) -> ModelEntry:
         """Fill an empty model with its weights, in shards."""
 
 
-class FullyShard(Sharded, Whole):
+class FullyShard(Sharded, Unsharded):
     """PyTorch's FSDP2: every transformer block is sharded by itself, and then the rest of the model."""
 
-    def fill(self, model: nn.Module, read: Read) -> Entry:
+    def fill(self, model: nn.Module, read: Read) -> ModelEntry:
         """Shard the empty model, then keep this rank's part of each tensor."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -104,7 +104,7 @@ class FullyShard(Sharded, Whole):
         for block in blocks(model):
             fully_shard(block, **options)
         # A root keeps its weights whole after a forward by default, and frozen ones would stay so.
-        entry: Any = fully_shard(Entry(model), reshard_after_forward=True, **options)
+        entry: Any = fully_shard(ModelEntry(model), reshard_after_forward=True, **options)
         entry.to_empty(device=self.strategy.root_device)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
@@ -113,7 +113,7 @@ class FullyShard(Sharded, Whole):
         return entry
 
 
-class DeepSpeedZeRO(Whole):
+class DeepSpeedZeRO(Unsharded):
     """DeepSpeed ZeRO-1 and ZeRO-2: optimizer states are sharded, and with ZeRO-2 gradients."""
 
     @property
@@ -149,7 +149,7 @@ class DeepSpeedZeRO(Whole):
 class ZeRO3(Sharded, DeepSpeedZeRO):
     """DeepSpeed ZeRO-3: weights are sharded too."""
 
-    def fill(self, model: nn.Module, read: Read) -> Entry:
+    def fill(self, model: nn.Module, read: Read) -> ModelEntry:
         """Let rank 0 read the tensors in groups; DeepSpeed broadcasts and shards each group."""
         import deepspeed
 
@@ -180,7 +180,7 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
         # An engine moves no model that is in shards, so its buffers would stay in main memory.
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.strategy.root_device)
-        return Entry(model)
+        return ModelEntry(model)
 
     def freeze(self, entry: Any) -> Callable[..., Any]:
         """Give the model to another engine, which gathers weights when they are needed.
@@ -201,8 +201,8 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
         return module
 
 
-def get_sharding(strategy: Any) -> Whole:
+def get_sharding(strategy: Any) -> Unsharded:
     """Return how the trainer's strategy stores weights."""
     if isinstance(strategy, DeepSpeedStrategy):
         return (ZeRO3 if strategy.zero_stage_3 else DeepSpeedZeRO)(strategy)
-    return (FullyShard if isinstance(strategy, ModelParallelStrategy) else Whole)(strategy)
+    return (FullyShard if isinstance(strategy, ModelParallelStrategy) else Unsharded)(strategy)

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO for a step of several micro-batches, with our checkpoints.
 
 DeepSpeed's engine expects one forward per call; an RL step runs several, so the strategy calls the module
-directly and the module calls the engine (`Entry`). In the order of a run:
+directly and the module calls the engine (`ModelEntry`). In the order of a run:
 
     setup_environment      gloo on CPUs, instead of DeepSpeed's accelerator
     model_sharded_context  settings of bfloat16; the module itself shards what it loads (ZeRO3.fill)
@@ -30,7 +30,14 @@ from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS
 from rlt_lightning.checkpoints.io import NamedCheckpoints, place_step
-from rlt_lightning.models.weights import Deferred, Read, WeightFiles, full_shape, trained, trained_parameters
+from rlt_lightning.models.weights import (
+    Deferred,
+    Read,
+    WeightFiles,
+    full_shape,
+    trained_parameters,
+    trained_tensors,
+)
 from rlt_lightning.types import InputError, missing_package
 
 # The names of this rank's fp32 weights in DeepSpeed's optimizers: ZeRO-3, ZeRO-1 and 2, ZeRO-1 with bf16.
@@ -122,14 +129,14 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     @override
     def weights(self, policy: Any) -> dict[str, Any]:
         if not self.optimizers:
-            return trained(policy)
+            return trained_tensors(policy)
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {
             name: fp32_state(tensor, partial(safe_get_full_fp32_param, tensor))
             if isinstance(tensor, nn.Parameter)
             else tensor
-            for name, tensor in trained(policy).items()
+            for name, tensor in trained_tensors(policy).items()
         }
 
     @override
