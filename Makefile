@@ -36,6 +36,11 @@ ways: setup
 rounds: setup
 	$(RUN)/python examples/finding/rounds.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/rounds)
 
+# Likelihood rewards beside stage R, self-distillation and RLT: two tasks, three seeds, forty minutes.
+likelihood: setup
+	$(RUN)/python examples/finding/likelihood.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
+		--output_dir $(or $(OUT),runs/likelihood_arms)
+
 # Makes the embedded models from scratch, some minutes each.
 miniature: setup
 	$(RUN)/python examples/finding/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
@@ -98,4 +103,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds finding-smollm2 miniature pipeline test test-failed test-all test-docs test-oldest prove check
+.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-oldest prove check

@@ -32,15 +32,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from plots import draw_accuracies
 
 from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
 from rlt_lightning.demo.figures import accuracy, difference, right_steps
-from rlt_lightning.demo.gates import Corpus
 from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.stages import StageError, Stages
-from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_MIXTURE, NEW_OPERATIONS, parse_chain
 
@@ -150,12 +147,17 @@ def standard_errors(one: Arms, arm: str) -> float:
     return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
 
 
-@torch.no_grad()
 def last_step(one: Ways, teacher: str, wrong: bool) -> dict[str, float]:
     """Return the probability that a teacher gives the last step's right number and the shown one, percent.
 
     It reads right steps up to that number, and sees the right solution or, if `wrong`, another digit.
     """
+    # Here, since every process that judges answers imports this file.
+    import torch
+
+    from rlt_lightning.demo.gates import Corpus
+    from rlt_lightning.pretrained import load_model, load_tokenizer
+
     name = one.setting.base if teacher == "base" else str(one.teacher(teacher))
     model, tokenizer = load_model(name), load_tokenizer(name)
     corpus = Corpus(tokenizer, 0)
@@ -171,7 +173,8 @@ def last_step(one: Ways, teacher: str, wrong: bool) -> dict[str, float]:
     ids, _ = corpus.batch(examples)
     [equals] = tokenizer.encode(" is")
     places = [row.nonzero()[-1, 0] for row in ids == equals]
-    logits = model(input_ids=ids).logits[torch.arange(len(ids)), torch.stack(places)]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[torch.arange(len(ids)), torch.stack(places)]
     digits = torch.tensor([tokenizer.encode(f" {digit}")[0] for digit in range(10)])
     probs = (logits / TEMPERATURE).softmax(-1)[:, digits]  # (problems, 10)
     found = {"right": torch.tensor(right), "shown": torch.tensor(shown)}

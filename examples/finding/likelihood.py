@@ -1,0 +1,447 @@
+"""Rewards without a checker, in miniature: how probable does a thought make the solution?
+
+    python examples/finding/likelihood.py --output_dir DIR               # make likelihood: three seeds
+    python examples/finding/likelihood.py --output_dir DIR --arms "base verifree_warm" --tasks long
+
+The problems are the finding's chains. In the task `short` the solution is one digit in a box; in `long` it is
+the whole chain in words, then the box: 34 tokens. Each method trains on the same 512 problems, for as many
+steps of as many samples, from two starts: the miniature (`METHOD_base`), and the same after 128 SFT traces
+(`METHOD_warm`).
+
+    base, warm     the starts themselves
+    binary         stage R: 1 for a right digit in the box, whatever else stands there
+    log_prob_sum   log p(solution), with the answer term
+    log_prob_mean  the same, mean over tokens
+    rlpr           mean p(token), above the same without a thought
+    verifree       p(solution), with the answer term
+    nover          rank of the perplexity in the group
+    opd_self       stage 4b: towards the start itself, which sees the solution
+    rlt            RLT of a teacher against the start, then SFT on the traces of this teacher
+
+Its folder gets `likelihood.json`, `likelihood.md` and `likelihood.svg`. Run it again after a crash: finished
+stages are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from plots import legend_below
+from ways import build_parser, cost, cost_table
+
+from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
+from rlt_lightning.demo.figures import accuracy, difference, interval
+from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
+from rlt_lightning.demo.run import read_seeds
+from rlt_lightning.demo.stages import StageError, Stages
+from rlt_lightning.judging.answers import solution_block
+from rlt_lightning.run.jsonl import rewrite
+from rlt_lightning.tags import R1
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, parse_chain
+from rlt_lightning.types import InputError
+
+NUM_WARM = 128  # traces of the start `warm`
+NUM_PROMPTS, GROUP_SIZE = 8, 8  # of a step
+RATE = 5e-4  # peak learning rate of all students
+TASKS = {
+    "short": "the solution is a digit in a box",
+    "long": "the solution is the chain in words, then the box",
+}
+SETTINGS = {task: Setting(task, student_lr=RATE) for task in TASKS}
+MOST_TOKENS = {"short": 72, "long": 112}  # of thought and solution
+STARTS = {"base": "the miniature", "warm": f"after {NUM_WARM} traces"}
+START_COLORS = {"base": "#9db4c0", "warm": "#2a6f97"}
+REWARDS: dict[str, dict[str, object]] = {
+    "log_prob_sum": {"model__reward": "LogProbReward"},
+    "log_prob_mean": {"model__reward": "LogProbReward", "model__reward__reduction": "mean"},
+    "rlpr": {"model__reward": "RLPRReward"},
+    "verifree": {"model__reward": "VeriFreeReward"},
+    "nover": {"model__reward": "NOVERReward"},
+}
+METHODS = {
+    "binary": "right or wrong (stage R)",
+    "log_prob_sum": "log-prob, sum",
+    "log_prob_mean": "log-prob, mean",
+    "rlpr": "RLPR",
+    "verifree": "VeriFree",
+    "nover": "NOVER",
+    "opd_self": "self-distillation (stage 4b)",
+    "rlt": "RLT teacher, then SFT",
+}
+ARMS = (*STARTS, *(f"{method}_{start}" for start in STARTS for method in METHODS))
+# The loss of LikelihoodModule, for stage R.
+PLAIN_GRADIENT = {
+    "model__advantages": "rlt_lightning.numerics.LeaveOneOutAdvantages",
+    "model__policy_loss": "rlt_lightning.numerics.DrGRPOLoss",
+    "model__policy_loss__kl_coef": 0,
+    "model__policy_loss__max_completion_length": 1,
+}
+
+
+STAGES = {  # what is paid for, and the stages it is the mean of
+    name: tuple(f"{method}_{start}/{stage}" for method in methods for start in STARTS)
+    for name, methods, stage in (
+        ("a likelihood reward", tuple(REWARDS), "student"),
+        ("stage R", ("binary",), "student"),
+        ("self-distillation", ("opd_self",), "student"),
+        ("RLT of a teacher", ("rlt",), "teacher"),
+        ("its traces", ("rlt",), "traces"),
+        ("SFT on them", ("rlt",), "student"),
+    )
+}
+
+
+class Likelihood(Arms):
+    """All stages of one task and one seed."""
+
+    def write_data(self) -> None:
+        """Write the rows of all stages; RLT trains on the problems of all other methods."""
+        super().write_data()
+        for name in ("warmup", "raw"):
+            lines = [
+                json.dumps(row | {"solution": self.solution(row)}) + "\n" for row in read(self.data(name))
+            ]
+            rewrite(self.data(name), lines)
+            if name == "raw":
+                rewrite(self.data("rlt"), lines)
+            else:
+                rewrite(self.data("warm"), lines[:NUM_WARM])
+
+    def solution(self, row: dict[str, str]) -> str:
+        """Return the solution of a problem in this task."""
+        problem = parse_chain(row["question"])
+        box = f"\\boxed{{{problem.answer}}}"
+        return f"{CHAIN_WORDING.trace(problem.steps)}\n{box}" if self.setting.name == "long" else box
+
+    def evaluate(self, arm: str, model: Path | str, greedy: bool = True) -> None:
+        """Let an arm's student answer the held-out problems (stage 5)."""
+        for name, temperature in (("sampled", 0.7), ("greedy", 0.0)):
+            self.stages(
+                f"{self.name}/{arm}/{name}",
+                "test",
+                "miniature_evaluate",
+                model__pretrained=model,
+                data__sets=json.dumps({"chains": str(self.data("test"))}),
+                rollouts__sampling__temperature=temperature,
+                rollouts__sampling__max_completion_length=MOST_TOKENS[self.setting.name],
+                rollouts__seed=self.seed,
+            )
+
+    def model(self, arm: str) -> Path | str:
+        """Return an arm's student."""
+        return self.student_base if arm == "base" else self.folder / arm / "student" / "model"
+
+    def arm(self, arm: str, samples: bool = False) -> None:
+        """Train an arm's student and evaluate it."""
+        if arm == "base":
+            self.evaluate(arm, self.student_base)
+        elif arm == "warm":
+            self.student(arm, self.data("warm"))
+        else:
+            method, _, start = arm.rpartition("_")
+            self.evaluate(arm, self.train(arm, method, self.model(start)) / "model")
+
+    def train(self, arm: str, method: str, start: Path | str) -> Path:
+        """Run the stage of a method from a start, and return its folder."""
+        shared = {
+            "data__source": self.data("raw"),
+            "trainer__max_steps": self.setting.num_iterations,
+            "model__optimizer__lr": self.setting.student_lr,
+            **self.seeds,
+        }
+        grouped = shared | {"data__prompts_per_step": NUM_PROMPTS, "model__group_size": GROUP_SIZE}
+        name, length = f"{self.name}/{arm}/student", MOST_TOKENS[self.setting.name]
+        if method in REWARDS:
+            return self.stages(
+                name, "fit", "miniature_likelihood", model__pretrained=start, **grouped, **REWARDS[method]
+            )
+        if method == "binary":
+            return self.stages(
+                name,
+                "fit",
+                "miniature_grpo",
+                model__teacher=start,
+                rollouts__sampling__temperature=1.0,
+                rollouts__sampling__max_completion_length=length,
+                **grouped,
+                **PLAIN_GRADIENT,
+            )
+        if method == "opd_self":
+            return self.stages(
+                name,
+                "fit",
+                "miniature_opd",
+                model__pretrained=start,
+                model__teacher="null",
+                data__prompts_per_step=NUM_PROMPTS * GROUP_SIZE,
+                rollouts__sampling__max_completion_length=length,
+                **shared,
+            )
+        return self.stages(
+            name,
+            "fit",
+            "miniature_student_sft",
+            model__pretrained=start,
+            data__source=self.explain(arm, start),
+            model__optimizer__lr=self.setting.student_lr,
+            data__seed=self.seed,
+            model__seed=self.seed,
+        )
+
+    def explain(self, arm: str, start: Path | str) -> Path:
+        """Run RLT of the warm-up teacher against a start, and return the file of its traces."""
+        problems = {"model__student": start, "data__source": self.data("raw"), **self.seeds}
+        teacher = self.stages(
+            f"{self.name}/{arm}/teacher",
+            "fit",
+            "quickstart",
+            model__teacher=self.teacher("warmup"),
+            trainer__max_steps=self.setting.num_iterations,
+            **problems,
+        )
+        folder = self.stages(
+            f"{self.name}/{arm}/traces",
+            "predict",
+            "miniature_generate",
+            "README.md",
+            model__teacher=teacher / "model",
+            **problems,
+        )
+        return folder / "distillation.jsonl"
+
+    def run(self, arms: list[str]) -> None:
+        """Run all stages of some arms, one after the other: they share their starts."""
+        self.prepare()
+        for arm in arms:
+            self.arm(arm)
+
+
+# Figures
+
+
+def find_thought(text: str) -> str:
+    """Return the thought of an answer; all of it if its end is missing."""
+    return text.rpartition(R1.thought_open)[2].partition(R1.thought_close)[0].strip()
+
+
+def measure(one: Likelihood, arm: str) -> dict[str, Any]:
+    """Return what the thoughts and solutions are that an arm's student samples for held-out problems.
+
+    The log-prob is that of all tokens of the reference solution after the sampled thought, at temperature 1.
+    """
+    # Here, since every process that judges answers imports this file.
+    import torch
+
+    from rlt_lightning.demo.gates import Corpus
+    from rlt_lightning.pretrained import load_model, load_tokenizer
+
+    tokenizer, model = load_tokenizer(one.student_base), load_model(str(one.model(arm)))
+    corpus, rows = Corpus(tokenizer, 0), read(one.data("test"))
+    texts = [""] * len(rows)
+    for row in read(one.folder / arm / "sampled" / "responses.jsonl"):
+        texts[int(row["id"].split("/")[1]) - 1] = row["response"]
+    thoughts, solutions = [find_thought(text) for text in texts], [one.solution(row) for row in rows]
+    examples = [
+        corpus.format.build_student_sft_example(1, row["question"], R1.wrap(thought), R1.wrap(solution))
+        for row, thought, solution in zip(rows, thoughts, solutions, strict=True)
+    ]
+    ids, _ = corpus.batch(examples)
+    with torch.no_grad():
+        log_probs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)
+    log_probs = log_probs.gather(2, ids[:, 1:, None])[:, :, 0]  # (problems, tokens)
+    after = len(tokenizer.encode("\n" + R1.solution_close)) + 1  # tokens behind the solution
+    found = []
+    for place, (example, solution) in enumerate(zip(examples, solutions, strict=True)):
+        end = len(example.token_ids) - after - 1
+        found.append(float(log_probs[place, end - len(tokenizer.encode(solution)) : end].sum()))
+    written = [solution_block(text, R1.solution_open, R1.solution_close).strip() for text in texts]
+    traces = [
+        {"question": row["question"], "reasoning_trace": thought}
+        for row, thought in zip(rows, thoughts, strict=True)
+    ]
+    return {
+        "log_prob": fmean(found),
+        "length": fmean(len(tokenizer.encode(thought)) for thought in thoughts),
+        "whole": 100 * fmean(a == b for a, b in zip(written, solutions, strict=True)),
+        "kinds": measure_kinds(traces),
+    }
+
+
+def measure_training(one: Likelihood, arm: str) -> list[float]:
+    """Return the mean length of the thoughts that an arm samples at each step of its training, tokens."""
+    from rlt_lightning.pretrained import load_tokenizer
+
+    tokenizer, lengths = load_tokenizer(one.student_base), defaultdict(list)
+    for row in read(one.folder / arm / "student" / "rollouts.jsonl"):
+        lengths[row["step"]].append(len(tokenizer.encode(find_thought(row["explanation"]))))
+    return [fmean(lengths[step]) for step in sorted(lengths)]
+
+
+def collect(ones: list[Likelihood], arms: list[str]) -> dict[str, Any]:
+    """Return the figures of one task, one per seed: percent, nats and tokens."""
+    found: dict[str, Any] = {}
+    for arm in arms:
+        measured = [measure(one, arm) for one in ones]
+        found[arm] = {
+            "accuracy": [accuracy(one, arm) for one in ones],
+            "greedy": [accuracy(one, arm, "greedy") for one in ones],
+            **{name: [some[name] for some in measured] for name in measured[0]},
+        }
+        if arm.rpartition("_")[0] in ("binary", *REWARDS):
+            found[arm]["lengths"] = [measure_training(one, arm) for one in ones]
+    costs = {name: cost(ones, stages) for name, stages in STAGES.items()}
+    return {"arms": found, "costs": {name: some for name, some in costs.items() if some}}
+
+
+# Tables and picture
+
+
+def name_arm(arm: str) -> str:
+    """Return what an arm's student was trained by, for people."""
+    return f"none: {STARTS[arm]}" if arm in STARTS else METHODS[arm.rpartition("_")[0]]
+
+
+def write_nats(values: list[float]) -> str:
+    """Return a mean, with half of its interval if there are several seeds."""
+    return f"{fmean(values):.2f}" + (f" ± {interval(values):.2f}" if len(values) > 1 else "")
+
+
+def table(task: str, figures: dict[str, Any], start: str) -> str:
+    """Return the Markdown table of the students of one task that have the same start."""
+    arms = figures["arms"]
+    lines = [
+        "| trained by | accuracy at T 0.7, % (± 95 %) | minus start, points | greedy, % | whole solution, % "
+        "| log p(held-out solution), nats | thought, tokens | in training: step 1 → 10 → last "
+        "| its thoughts: steps / filler / leap / wrong / other, % |",
+        "|" + "---|" * 9,
+    ]
+    for arm in (name for name in arms if name == start or name.endswith(f"_{start}")):
+        found = arms[arm]
+        gain = lengths = ""
+        if arm != start and start in arms:
+            mean, half = difference(arms, arm, start)
+            gain = f"{mean:+.1f} ± {half:.1f}"
+        if "lengths" in found:
+            steps = [fmean(some) for some in zip(*found["lengths"], strict=True)]
+            lengths = " → ".join(f"{steps[place]:.0f}" for place in (0, min(9, len(steps) - 1), -1))
+        cells = [name_arm(arm), plus_minus(found["accuracy"]), gain, f"{fmean(found['greedy']):.1f}"]
+        cells += [f"{fmean(found['whole']):.1f}", write_nats(found["log_prob"]), write_nats(found["length"])]
+        lines.append(f"| {' | '.join([*cells, lengths, kinds_text(mean_kinds(found['kinds']))])} |")
+    return "\n".join(lines)
+
+
+def build_page(figures: dict[str, Any]) -> str:
+    """Return all tables as Markdown."""
+    parts = []
+    for task, found in figures["tasks"].items():
+        parts.append(f"### {task.capitalize()}: {TASKS[task]}")
+        for start in STARTS:
+            parts += [f"From {STARTS[start]}:", table(task, found, start)]
+        parts.append(cost_table(found))
+    return "\n\n".join(parts) + "\n"
+
+
+def draw_bars(axes: Any, arms: dict[str, Any], key: str) -> None:
+    """Draw a figure of each method's students, a bar for each start; the starts themselves are lines."""
+    methods = [method for method in METHODS if any(f"{method}_{start}" in arms for start in STARTS)][::-1]
+    for number, (start, color) in enumerate(START_COLORS.items()):
+        if start in arms:
+            axes.axvline(fmean(arms[start][key]), color=color, linestyle=":", linewidth=1)
+        places = [place for place, method in enumerate(methods) if f"{method}_{start}" in arms]
+        values = [arms[f"{methods[place]}_{start}"][key] for place in places]
+        means = [fmean(some) for some in values]
+        halves = [interval(some) if len(some) > 1 else 0.0 for some in values]
+        heights = [place + 0.2 - 0.4 * number for place in places]
+        axes.barh(heights, means, 0.38, xerr=halves, color=color, capsize=2, label=f"from {STARTS[start]}")
+    axes.set_yticks(range(len(methods)), [METHODS[method] for method in methods])
+
+
+def draw_lengths(axes: Any, arms: dict[str, Any]) -> None:
+    """Draw the length of the thoughts over training: solid from the miniature, dashed after the traces."""
+    for number, method in enumerate(("binary", *REWARDS)):
+        for start, style in (("base", "-"), ("warm", "--")):
+            if f"{method}_{start}" in arms:
+                lengths = [fmean(some) for some in zip(*arms[f"{method}_{start}"]["lengths"], strict=True)]
+                label = METHODS[method] if start == "base" else None
+                axes.plot(range(1, len(lengths) + 1), lengths, style, color=f"C{number}", label=label)
+    axes.set(xlabel="step", ylim=(0, None))
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Draw accuracy, log-prob of held-out solutions and length of thoughts, a row for each task."""
+    from matplotlib.figure import Figure
+
+    tasks = figures["tasks"]
+    figure = Figure(figsize=(14, 4.2 * len(tasks)), layout="constrained")
+    panels = figure.subplots(len(tasks), 3, squeeze=False)
+    for (left, middle, right), (task, found) in zip(panels, tasks.items(), strict=True):
+        arms = found["arms"]
+        draw_bars(left, arms, "accuracy")
+        left.set(
+            xlim=(0, 100),
+            xlabel="held-out problems solved at T 0.7, %",
+            title=f"{task.capitalize()}: accuracy",
+        )
+        draw_bars(middle, arms, "log_prob")
+        middle.set_yticklabels([])
+        middle.set(xlabel="log p(held-out solution), nats", title=f"{task.capitalize()}: {TASKS[task]}")
+        draw_lengths(right, arms)
+        right.set(ylabel="tokens", title=f"{task.capitalize()}: length of the thoughts in training")
+    legend_below(panels[-1, 0], 2)
+    legend_below(panels[-1, 2], 3, title="solid from the miniature, dashed after traces")
+    figure.savefig(path)
+
+
+# The command
+
+
+def main() -> int:
+    """Run the arms of both tasks for all seeds, and write what came out."""
+    parser = build_parser(__doc__, "such as 'base verifree_base'; all by default")
+    parser.add_argument("--tasks", default=" ".join(TASKS))
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="stages side by side")
+    options = parser.parse_args()
+    arms, tasks = list(dict.fromkeys(options.arms.split() or ARMS)), options.tasks.split()
+    try:
+        if unknown := {*arms} - {*ARMS} | {*tasks} - {*TASKS}:
+            raise InputError(
+                f"--arms may name {', '.join(ARMS)}, and --tasks {', '.join(TASKS)}, but they name "
+                f"{', '.join(sorted(unknown))}. Correct it."
+            )
+        run(options.output_dir, read_seeds([options.seeds], (0, 1, 2)), arms, tasks, options.workers)
+    except (InputError, StageError) as error:
+        print(f"likelihood: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(folder: Path, seeds: list[int], arms: list[str], tasks: list[str], num_workers: int) -> None:
+    """Run all stages, then write `likelihood.json`, `.md` and `.svg`, and print the tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = Stages(folder)
+    stages.start()
+    # Starts before what is trained from them.
+    arms = [start for start in STARTS if start in arms or any(arm.endswith(f"_{start}") for arm in arms)] + [
+        arm for arm in arms if arm not in STARTS
+    ]
+    ones = {task: [Likelihood(stages, SETTINGS[task], seed) for seed in seeds] for task in tasks}
+    in_turn = [one for pair in zip(*ones.values(), strict=True) for one in pair]
+    with ThreadPoolExecutor(num_workers) as pool:
+        list(pool.map(lambda one: one.run(arms), in_turn))
+    figures = {"seeds": seeds, "tasks": {task: collect(some, arms) for task, some in ones.items()}}
+    rewrite(folder / "likelihood.json", [json.dumps(figures, indent=1) + "\n"])
+    page = build_page(figures)
+    rewrite(folder / "likelihood.md", [page])
+    draw(figures, folder / "likelihood.svg")
+    print(page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
