@@ -12,6 +12,7 @@ steps of as many samples, from two starts: the miniature (`METHOD_base`), and th
     binary         stage R: 1 for a right digit in the box, whatever else stands there
     log_prob_sum   log p(solution), with the answer term
     log_prob_mean  the same, mean over tokens
+    no_answer      log_prob_sum without the answer term
     rlpr           mean p(token), above the same without a thought
     verifree       p(solution), with the answer term
     nover          rank of the perplexity in the group
@@ -61,6 +62,7 @@ START_COLORS = {"base": "#9db4c0", "warm": "#2a6f97"}
 REWARDS: dict[str, dict[str, object]] = {
     "log_prob_sum": {"model__reward": "LogProbReward"},
     "log_prob_mean": {"model__reward": "LogProbReward", "model__reward__reduction": "mean"},
+    "no_answer": {"model__reward": "LogProbReward", "model__answer_weight": 0},
     "rlpr": {"model__reward": "RLPRReward"},
     "verifree": {"model__reward": "VeriFreeReward"},
     "nover": {"model__reward": "NOVERReward"},
@@ -69,6 +71,7 @@ METHODS = {
     "binary": "right or wrong (stage R)",
     "log_prob_sum": "log-prob, sum",
     "log_prob_mean": "log-prob, mean",
+    "no_answer": "log-prob, sum, no answer term",
     "rlpr": "RLPR",
     "verifree": "VeriFree",
     "nover": "NOVER",
