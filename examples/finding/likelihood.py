@@ -38,8 +38,8 @@ from plots import legend_below
 from ways import build_parser, cost, cost_table
 
 from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
-from rlt_lightning.demo.figures import accuracy, difference, interval
-from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
+from rlt_lightning.demo.figures import accuracy, difference, interval, split_rewards
+from rlt_lightning.demo.page import KIND_COLORS, kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.judging.answers import solution_block
@@ -57,7 +57,7 @@ TASKS = {
 }
 SETTINGS = {task: Setting(task, student_lr=RATE) for task in TASKS}
 MOST_TOKENS = {"short": 72, "long": 112}  # of thought and solution
-STARTS = {"base": "the miniature", "warm": f"after {NUM_WARM} traces"}
+STARTS = {"base": "the miniature", "warm": f"the miniature after {NUM_WARM} traces"}
 START_COLORS = {"base": "#9db4c0", "warm": "#2a6f97"}
 REWARDS: dict[str, dict[str, object]] = {
     "log_prob_sum": {"model__reward": "LogProbReward"},
@@ -79,6 +79,7 @@ METHODS = {
     "rlt": "RLT teacher, then SFT",
 }
 ARMS = (*STARTS, *(f"{method}_{start}" for start in STARTS for method in METHODS))
+PARTS = {"steps 1 to 5": (1, 5), "steps 6 to 20": (6, 20)}  # of the training, first and last step
 # The loss of LikelihoodModule, for stage R.
 PLAIN_GRADIENT = {
     "model__advantages": "rlt_lightning.numerics.LeaveOneOutAdvantages",
@@ -287,6 +288,25 @@ def measure_training(one: Likelihood, arm: str) -> list[float]:
     return [fmean(lengths[step]) for step in sorted(lengths)]
 
 
+def rank_kinds(ones: list[Likelihood], arm: str, first: int, last: int) -> dict[str, dict[str, float]]:
+    """Return the mean reward of each kind of thought in some steps of training, and its share in percent."""
+    rewards = split_rewards(
+        {
+            "question": row["question"],
+            "reasoning_trace": find_thought(row["explanation"]),
+            "reward": row["reward"],
+        }
+        for one in ones
+        for row in read(one.folder / arm / "student" / "rollouts.jsonl")
+        if first <= row["step"] <= last
+    )
+    number = sum(map(len, rewards.values()))
+    return {
+        kind: {"reward": fmean(values), "share": 100 * len(values) / number}
+        for kind, values in rewards.items()
+    }
+
+
 def collect(ones: list[Likelihood], arms: list[str]) -> dict[str, Any]:
     """Return the figures of one task, one per seed: percent, nats and tokens."""
     found: dict[str, Any] = {}
@@ -299,6 +319,7 @@ def collect(ones: list[Likelihood], arms: list[str]) -> dict[str, Any]:
         }
         if arm.rpartition("_")[0] in ("binary", *REWARDS):
             found[arm]["lengths"] = [measure_training(one, arm) for one in ones]
+            found[arm]["rewarded"] = {name: rank_kinds(ones, arm, *steps) for name, steps in PARTS.items()}
     costs = {name: cost(ones, stages) for name, stages in STAGES.items()}
     return {"arms": found, "costs": {name: some for name, some in costs.items() if some}}
 
@@ -308,7 +329,7 @@ def collect(ones: list[Likelihood], arms: list[str]) -> dict[str, Any]:
 
 def name_arm(arm: str) -> str:
     """Return what an arm's student was trained by, for people."""
-    return f"none: {STARTS[arm]}" if arm in STARTS else METHODS[arm.rpartition("_")[0]]
+    return "nothing more" if arm in STARTS else METHODS[arm.rpartition("_")[0]]
 
 
 def write_nats(values: list[float]) -> str:
@@ -316,7 +337,7 @@ def write_nats(values: list[float]) -> str:
     return f"{fmean(values):.2f}" + (f" ± {interval(values):.2f}" if len(values) > 1 else "")
 
 
-def table(task: str, figures: dict[str, Any], start: str) -> str:
+def table(figures: dict[str, Any], start: str) -> str:
     """Return the Markdown table of the students of one task that have the same start."""
     arms = figures["arms"]
     lines = [
@@ -340,13 +361,32 @@ def table(task: str, figures: dict[str, Any], start: str) -> str:
     return "\n".join(lines)
 
 
+def kinds_table(figures: dict[str, Any], start: str) -> str:
+    """Return the Markdown table of what each kind of thought earns while training begins."""
+    lines = [
+        f"| {' | '.join(['reward', 'in training', *KIND_COLORS])} |",
+        "|" + "---|" * (2 + len(KIND_COLORS)),
+    ]
+    for arm, found in figures["arms"].items():
+        for part, kinds in found.get("rewarded", {}).items() if arm.endswith(f"_{start}") else ():
+            cells = [
+                f"{kinds[kind]['reward']:.2g} ({kinds[kind]['share']:.0f} %)" if kind in kinds else ""
+                for kind in KIND_COLORS
+            ]
+            lines.append(f"| {' | '.join([name_arm(arm), part, *cells])} |")
+    return "\n".join(lines)
+
+
 def build_page(figures: dict[str, Any]) -> str:
     """Return all tables as Markdown."""
     parts = []
     for task, found in figures["tasks"].items():
         parts.append(f"### {task.capitalize()}: {TASKS[task]}")
         for start in STARTS:
-            parts += [f"From {STARTS[start]}:", table(task, found, start)]
+            if start not in found["arms"]:
+                continue
+            parts += [f"From {STARTS[start]}:", table(found, start)]
+            parts += ["Mean reward of a kind of thought, and its share:", kinds_table(found, start)]
         parts.append(cost_table(found))
     return "\n\n".join(parts) + "\n"
 
