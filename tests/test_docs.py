@@ -635,7 +635,7 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
     trees = [ast.parse(path.read_text()) for path in (ROOT / "rlt_lightning").rglob("*.py")]
     parts = [part for tree in trees for node in ast.walk(tree) for part in said(node)]
     messages = re.findall(r"^> `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
-    assert len(messages) > 30
+    assert len(messages) > 20
     for message in messages:
         for piece in filter(None, re.split(r"[…'. ]*…[…'. ]*", message)):
             assert any(piece in part for part in parts), f"{piece!r} of {message!r} is not in the code"
