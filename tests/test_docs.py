@@ -61,7 +61,7 @@ RUN: dict[str, list[str]] = {
     "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
     "rlt teach runs/warmup --question": ["--max_tokens=4"],
 }
-STANDS_FOR = dict.fromkeys(("runs/first/config.yaml", "RUN/config.yaml", "NAME"), "quickstart")
+STANDS_FOR = dict.fromkeys(("RUN/config.yaml", "NAME"), "quickstart")
 
 
 @dataclass(frozen=True)
@@ -539,8 +539,6 @@ SMALL = {  # a stage of that page at tiny size, by verb and config
     "fit quickstart": [*FEW, "--trainer.max_steps=1"],
     "fit miniature_student_sft": FEW,
     "predict miniature_generate": FEW,
-    "predict rank": FEW,
-    "explain rank": [],
     "test miniature_evaluate": ["--data.max_rows=4"],
 }
 
