@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 warm: dict[bool, subprocess.Popen[str]] = {}  # by whether it has pretended GPUs
 asking = threading.Lock()
 living: list[Running] = []
+LONGEST = 570  # seconds that a command may take, less than a test may: a busy machine is no failure
 RANK_1 = "rank 1"  # the name of a second rank's process
 PRETEND = "--pretend"  # given to a warm process: there are GPUs
 
@@ -101,7 +102,7 @@ class Running:
             living.remove(self)
         return self.returncode
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = LONGEST) -> int:
         """Wait for the end.
 
         Raises:
@@ -138,7 +139,7 @@ def path_of_tests() -> str:
     return os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 300) -> None:
     """Wait for something that happens soon, however busy the machine is."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -160,7 +161,7 @@ def start(
 
 def rlt(
     *arguments: str,
-    timeout: float = 300,
+    timeout: float = LONGEST,
     cwd: Path = ROOT,
     text: str = "",
     fresh: bool = False,
@@ -195,7 +196,7 @@ def python(
             input=text,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=LONGEST,
             start_new_session=True,
         )
     process = Running((), None, cwd, text, environment, code, gpus)

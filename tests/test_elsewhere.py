@@ -59,7 +59,7 @@ def test_page_shows_every_fault_and_its_line(faults: ModuleType) -> None:
 @pytest.mark.full
 def test_script_prints_the_line() -> None:
     words = [sys.executable, "examples/faults.py", "wrong_template"]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=570)
     assert result.stdout.splitlines()[1].startswith("Noticed after step 0 (")
     assert "The chat template must render the user message" in result.stdout
 

@@ -177,7 +177,7 @@ def test_a_reader_who_has_enough_gets_no_traceback(tiny_model: str) -> None:
     ]
     reading, writing = os.pipe()
     os.close(reading)
-    result = subprocess.run(words, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    result = subprocess.run(words, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=570)
     os.close(writing)
     assert result.returncode == 128 + signal.SIGPIPE
     assert "Traceback" not in result.stderr

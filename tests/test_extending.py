@@ -77,7 +77,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package as users have it: a wheel, installed in a folder of its own."""
     folder = tmp_path_factory.mktemp("installed")
     install = [*PIP, "install", str(build_wheel(folder)), *OFFLINE, "--target", str(folder / "site")]
-    subprocess.run(install, check=True, timeout=120)
+    subprocess.run(install, check=True, timeout=570)
     site = folder / "site"
     where = [sys.executable, "-c", "import rlt_lightning; print(rlt_lightning.__file__)"]
     found = subprocess.run(where, cwd=folder, env=outside_the_checkout(site), capture_output=True, text=True)
@@ -109,7 +109,7 @@ def run(words: list[str], installed: Path, outside: Path, *options: str) -> None
         env=outside_the_checkout(installed),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=570,
     )
     assert result.returncode == 0, result.stderr
 

@@ -53,7 +53,7 @@ def assert_equal(whole: Path, resumed: Path) -> None:
 
 def interrupt(process: Running, is_paused: Callable[[], bool], *, everyone: bool = False) -> None:
     """Send one Ctrl-C in the middle of an iteration: to rank 0, or to all processes as a terminal does."""
-    wait_until(is_paused, 120)
+    wait_until(is_paused)
     (os.killpg if everyone else os.kill)(process.pid, signal.SIGINT)
 
 

@@ -269,7 +269,7 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text)
     command = [sys.executable, str(folder / "script.py")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=570)
 
 
 def test_a_script_without_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_judging_processes_end_with_a_killed_run() -> None:
     command = [sys.executable, "-c", KILLED]
-    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=570)
     [worker] = map(int, run.stdout.split())
     wait_until(lambda: not alive(worker))
 

@@ -32,7 +32,7 @@ def small_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> st
 
 def run(*words: str) -> str:
     """What a run prints."""
-    result = rlt(*words)
+    result = rlt(*words, timeout=900)
     assert result.returncode == 0, (words, result.stderr)
     return result.stdout
 
@@ -333,7 +333,7 @@ def base_accuracy(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("verb", "config", "verbs"),
     [

@@ -199,7 +199,7 @@ class Asked:
 
     def end(self, error: Exception | None = None) -> None:
         self.queue.put(error)
-        self.done.result(timeout=60)
+        self.done.result(timeout=570)
 
 
 def test_a_chunk_has_at_least_its_tokens_and_all_that_is_there() -> None:
@@ -279,7 +279,7 @@ def test_a_fit_after_one_that_failed_samples_anew(tiny_model: str, tmp_path: Pat
         trainer(tmp_path, callback).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
     again = trainer(tmp_path, callback, witness)
     fit = run_in_background(lambda: again.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path)))
-    fit.result(timeout=120)
+    fit.result(timeout=570)
     assert len(rows(witness)) == 8
 
 

@@ -433,6 +433,6 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
         cell.source = small(cell.source)
-    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(notebook, timeout=570, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     assert {"image/png", "text/html"} <= set(outputs(notebook))

@@ -107,7 +107,7 @@ def install_oldest() -> str:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             target = Path(scratch) / "packages"
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target)]
-            done = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=300)
+            done = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=570)
             if done.returncode:
                 last = done.stderr.strip().rpartition("\n")[2]
                 pytest.skip(f"needs {' and '.join(packages)}, but pip says: {last}")

@@ -44,7 +44,7 @@ if "{READS}" in os.environ:
 def build_wheel(folder: Path, checkout: Path = ROOT) -> Path:
     """Build the wheel into a folder, by the hatchling that is installed here."""
     build = [*PIP, "wheel", str(checkout), *OFFLINE, "--no-build-isolation", "--wheel-dir", str(folder)]
-    subprocess.run(build, check=True, timeout=120)
+    subprocess.run(build, check=True, timeout=570)
     [wheel] = folder.glob("*.whl")
     return wheel
 
@@ -91,7 +91,7 @@ def fresh_environment(wheel: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     python = folder / "bin" / "python"
-    subprocess.run([*PIP, "--python", str(python), "install", str(wheel), *OFFLINE], check=True, timeout=120)
+    subprocess.run([*PIP, "--python", str(python), "install", str(wheel), *OFFLINE], check=True, timeout=570)
     [ours] = site.glob("rlt_lightning-*.dist-info")
     base = [one for one in map(Requirement, Distribution.at(ours).requires or []) if is_wanted(one, set())]
     for place, target in files_of([*required(base, {}).values()]):
