@@ -28,6 +28,7 @@ from rlt_lightning.numerics import (
 LN2 = math.log(2)
 WORDS = 1100  # a block of 1024 words and a narrower one, in a MiB
 FULL = [Divergence("reverse"), Divergence("forward"), Divergence("jsd", beta=0.3)]
+CLIPPED = [replace(options, clip=2e-3) for options in FULL]
 TOP = [
     replace(options, top_k=top_k, top_k_of=of, tail=tail)
     for options in FULL
@@ -40,7 +41,7 @@ def name_of(options: Any) -> str | None:
     if not isinstance(options, Divergence):
         return None
     top = f"-top-{options.top_k}-of-{options.top_k_of}{'-tail' * options.tail}" if options.top_k else ""
-    return options.kind + top
+    return options.kind + top + "-clipped" * (options.clip is not None)
 
 
 def sides(
@@ -106,6 +107,15 @@ def test_kl_of_four_words():
     by_hand(Divergence("forward"), 0.625 * LN2, exchanged=(0, 1))
 
 
+def test_a_clip_bounds_each_word_of_four():
+    # Reverse: 4/8 ln 4 = ln 2 becomes 0.1, and -1/8 ln 4 stays; forward: 4/8 ln 4 is that of the third word.
+    by_hand(Divergence("reverse", clip=0.1), 0.1 - 0.25 * LN2)
+    by_hand(Divergence("forward", clip=0.1), 0.1 - 0.25 * LN2)
+    by_hand(Divergence("reverse", clip=1.0), 0.75 * LN2)
+    with pytest.raises(ValueError, match="clip must be above 0 nats, but it is 0"):
+        Divergence(clip=0.0)
+
+
 def test_temperatures_of_both_sides():
     # At temperature 1/2: S = (16, 4, 1, 1)/22, T = (1, 4, 16, 1)/22.
     by_hand(Divergence(), 15 / 22 * 4 * LN2, student_temperature=0.5, teacher_temperature=0.5)
@@ -163,7 +173,7 @@ def test_jensen_shannon_tends_to_both_kls():
 @pytest.mark.parametrize(
     ("options", "num_teacher_words"),
     [
-        *((options, WORDS) for options in FULL + TOP),
+        *((options, WORDS) for options in FULL + CLIPPED + TOP),
         *((options, WORDS + more) for options in (FULL[0], TOP[0]) for more in (-100, 100)),
         *(full(options, WORDS + more) for options in FULL[1:] + TOP[1:] for more in (-100, 100)),
     ],

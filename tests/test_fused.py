@@ -187,7 +187,7 @@ MISCOMPILED: list[tuple[Divergence, str, Callable[[Any], Any]]] = [
         "add_normalisers",
         lambda sums: (sums[0]._replace(normaliser=1.1 * sums[0].normaliser), sums[1]),
     ),
-    (Divergence("jsd"), "jsd_parts", lambda parts: (1.1 * parts[0], parts[1])),
+    (Divergence("jsd"), "tile_sums", lambda parts: (1.1 * parts[0], parts[1])),
     (Divergence("jsd"), "divergence_gradient", times_1_1),
     (Divergence(top_k=9), "add_top_block", lambda sums: sums._replace(words=sums.words + 1)),
     (Divergence(top_k=9), "top_gradient", times_1_1),

@@ -66,7 +66,9 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
         return [*TINY_EVALUATION, f"--model.pretrained={model}"]
     if "pretrained" in arguments:
         options = [*TINY, f"--model.pretrained={model}"]
-        has_teacher = settings["model"]["class_path"].endswith("OPDModule")
+        # A student with teacher_weights is its own teacher.
+        of_itself = "teacher_weights" in arguments
+        has_teacher = settings["model"]["class_path"].endswith("OPDModule") and not of_itself
         options += [f"--model.teacher={model}"] if has_teacher else []
     else:
         options = [*TINY, f"--model.teacher={model}"]

@@ -553,7 +553,8 @@ def require_options(
             f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
             f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
         )
-    if estimator == "sampled" and (divergence.kind != "reverse" or divergence.top_k is not None):
+    bounded = divergence.top_k is not None or divergence.clip is not None
+    if estimator == "sampled" and (divergence.kind != "reverse" or bounded):
         raise InputError(
             "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
             f"{divergence}. Leave it out, or set the estimator to full."

@@ -13,10 +13,12 @@ In tiles a divergence is a sum over words, sum_v f(log S_v, log T_v), and needs 
 
     d sum f / d z_S = f' - S sum f',  z_S the student's logits
 
+    With a clip f is min(f, clip), and f' is 0 where f is above.
+
                    forward                                                          backward
     reverse,       one pass: f is linear in the normalisers                         one pass, both heads
     forward
-    jsd            two passes: both normalisers, then the sums                      one pass, both heads
+    jsd, clip      two passes: both normalisers, then the sums                      one pass, both heads
     top k          one pass: k words, their logits and the sum over all others      one pass, student's head
 """
 
@@ -105,6 +107,10 @@ class Divergence:
     Without the tail both sides are normalised over the k words: probability that the student moves to other
     words then costs nothing.
 
+    With `clip` each word's summand is at most that many nats, so that words of style, on which both sides
+    differ much and always, do not dominate (OPSD, arXiv:2601.18734, in the code that was released later). The
+    sum may then be negative.
+
     Example:
         `Divergence("jsd", beta=0.1)`; `Divergence(top_k=100)` is reverse KL over 100 words and the tail.
 
@@ -116,10 +122,11 @@ class Divergence:
         top_k_of: Whose likeliest words. SDPO takes the student's: they have nearly all of the weights S_v of
             reverse KL, and they are what the student samples.
         tail: Whether all further words count as one.
+        clip: The most that a word adds, nats, above 0; None: no bound.
 
     Raises:
-        ValueError: If beta or `top_k` is out of range, beta is set for another kind than jsd, or a name is
-            unknown.
+        ValueError: If beta, `top_k` or `clip` is out of range, beta is set for another kind than jsd, or a
+            name is unknown.
     """
 
     kind: Literal["reverse", "forward", "jsd"] = "reverse"
@@ -127,6 +134,7 @@ class Divergence:
     top_k: int | None = None
     top_k_of: Literal["student", "teacher"] = "student"
     tail: bool = True
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("reverse", "forward", "jsd"):
@@ -145,15 +153,34 @@ class Divergence:
             raise ValueError(f"top_k must be at least 1, but it is {self.top_k}. Leave it out for all words.")
         if self.top_k_of not in ("student", "teacher"):
             raise ValueError(f"top_k_of must be student or teacher, but it is '{self.top_k_of}'. Choose one.")
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"clip must be above 0 nats, but it is {self.clip}. Leave it out for no bound.")
 
     def of_log_probs(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Return the divergence, (M,), nats, of the log-probs of the same words, (M, K) each."""
+        if self.clip is not None:
+            student, teacher = student.clamp(min=IMPOSSIBLE), teacher.clamp(min=IMPOSSIBLE)
+            return word_terms(student, teacher, self.kind, self.beta)[0].clamp(max=self.clip).sum(dim=-1)
         if self.kind == "reverse":
             return log_prob_kl(student, teacher)
         if self.kind == "forward":
             return log_prob_kl(teacher, student)
         mixture = log_mixture(student, teacher, self.beta)
         return self.beta * log_prob_kl(teacher, mixture) + (1 - self.beta) * log_prob_kl(student, mixture)
+
+
+def word_terms(student: Tensor, teacher: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """Return f and f' of each word, of log-probs of one shape; see the head of this file."""
+    if kind == "forward":
+        t = teacher.exp()
+        return t * (teacher - student), -t
+    s = student.exp()
+    if kind == "reverse":
+        of_student = s * (student - teacher)
+        return of_student, of_student + s
+    mixture = log_mixture(student, teacher, beta)
+    of_student = (1 - beta) * s * (student - mixture)
+    return of_student + beta * teacher.exp() * (teacher - mixture), of_student
 
 
 def log_prob_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -313,7 +340,8 @@ class LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: PairOptions, *inputs: Any) -> Tensor:
         """Add up over the vocabulary, tile by tile."""
-        compute = jsd_and_totals if options.divergence.kind == "jsd" else kl_and_totals
+        in_two_passes = options.divergence.kind == "jsd" or options.divergence.clip is not None
+        compute = sums_and_totals if in_two_passes else kl_and_totals
         values, totals = compute(options.tiles(inputs), options.divergence, options.compiled)
         ctx.save_for_backward(*inputs, *totals)
         ctx.options = options
@@ -326,18 +354,24 @@ class LinearDivergence(torch.autograd.Function):
         options: PairOptions = ctx.options
         inputs, totals = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         gradient_of = kernel(divergence_gradient, options.compiled)
-        kind, beta = options.divergence.kind, options.divergence.beta
+        chosen = options.divergence.kind, options.divergence.beta, options.divergence.clip
 
         def tile_gradient(student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice) -> Tensor:
             row_totals = Totals(*(values[row].unsqueeze(1) for values in totals))  # (m, 1) each
-            return gradient_of(student_logits, teacher_logits, row_totals, grad[row].unsqueeze(1), kind, beta)
+            return gradient_of(student_logits, teacher_logits, row_totals, grad[row].unsqueeze(1), *chosen)
 
         of_student = options.tiles(inputs).gradients(ctx.needs_input_grad[1:4], tile_gradient)
         return (None, *of_student, None, None, None)
 
 
 def divergence_gradient(
-    student_logits: Tensor, teacher_logits: Tensor, totals: Totals, grad: Tensor, kind: str, beta: float
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    totals: Totals,
+    grad: Tensor,
+    kind: str,
+    beta: float,
+    clip: float | None = None,
 ) -> Tensor:
     """Return the gradient of a tile's logits of the student, f' - S sum f', (m, w_S).
 
@@ -345,14 +379,17 @@ def divergence_gradient(
     """
     width = min(student_logits.shape[1], teacher_logits.shape[1])  # of the words that both have
     log_s, log_t = student_logits - totals.student, teacher_logits[:, :width] - totals.teacher
-    if kind == "reverse":
+    if clip is not None:
+        terms, slopes = word_terms(log_s[:, :width], log_t, kind, beta)
+        slopes = slopes.masked_fill(terms > clip, 0.0)
+    elif kind == "reverse":
         slopes = (log_s[:, :width] - log_t).add_(1)
     elif kind == "forward":
         slopes = -log_t.exp_()
     else:
         slopes = (log_s[:, :width] - log_mixture(log_s[:, :width], log_t, beta)).mul_(1 - beta)
     s = log_s.exp_()
-    if kind != "forward":
+    if kind != "forward" and clip is None:
         slopes.mul_(s[:, :width])
     gradient = s.mul_(-totals.slopes)
     gradient[:, :width] += slopes
@@ -398,9 +435,9 @@ def add_kl_block(sums: KLSums, p_logits: Tensor, q_logits: Tensor) -> KLSums:
     return KLSums(p, q, sums.ratio * shrink + difference, sums.common * shrink + e.sum(dim=1))
 
 
-def jsd_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tuple[Tensor, Totals]:
-    """Return the Jensen-Shannon divergence, (M,), in two passes: the mixture needs both normalisers."""
-    normalise, add = kernel(add_normalisers, compiled), kernel(jsd_parts, compiled)
+def sums_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tuple[Tensor, Totals]:
+    """Return a jsd, or what is clipped, (M,), in two passes: mixture and bound need both normalisers."""
+    normalise, add = kernel(add_normalisers, compiled), kernel(tile_sums, compiled)
 
     def start(row: slice) -> tuple[OnlineSoftmax, OnlineSoftmax]:
         return OnlineSoftmax.start(tiles.zeros(row)), OnlineSoftmax.start(tiles.zeros(row))
@@ -412,11 +449,11 @@ def jsd_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tup
 
     def add_parts(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
         normalisers = student_normaliser[row].unsqueeze(1), teacher_normaliser[row].unsqueeze(1)
-        of_student, of_teacher = add(student, teacher, *normalisers, options.beta)
-        return sums[0] + of_student, sums[1] + of_teacher
+        values, slopes = add(student, teacher, *normalisers, options.kind, options.beta, options.clip)
+        return sums[0] + values, sums[1] + slopes
 
-    of_student, of_teacher = tiles.fold(add_parts, lambda row: (tiles.zeros(row), tiles.zeros(row)))  # (M,)
-    return of_student + of_teacher, Totals(student_normaliser, teacher_normaliser, of_student)
+    values, slopes = tiles.fold(add_parts, lambda row: (tiles.zeros(row), tiles.zeros(row)))  # (M,)
+    return values, Totals(student_normaliser, teacher_normaliser, slopes)
 
 
 def add_normalisers(
@@ -426,18 +463,24 @@ def add_normalisers(
     return sums[0].add(student_logits)[0], sums[1].add(teacher_logits)[0]
 
 
-def jsd_parts(
-    student_logits: Tensor, teacher_logits: Tensor, student: Tensor, teacher: Tensor, beta: float
+def tile_sums(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    kind: str,
+    beta: float,
+    clip: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a tile's part of (1 - beta) KL(S || M) and of beta KL(T || M), (m,) each.
-
-    `student` and `teacher` are their log-normalisers, (m, 1).
-    """
+    """Return a tile's sums of f and f', (m,) each; `student` and `teacher` are log-normalisers, (m, 1)."""
     width = min(student_logits.shape[1], teacher_logits.shape[1])
     log_s, log_t = student_logits[:, :width] - student, teacher_logits[:, :width] - teacher
+    if clip is not None:
+        terms, slopes = word_terms(log_s, log_t, kind, beta)
+        return terms.clamp(max=clip).sum(dim=1), slopes.masked_fill(terms > clip, 0.0).sum(dim=1)
     log_m = log_mixture(log_s, log_t, beta)
-    of_student = torch.linalg.vecdot(log_s.exp(), log_s - log_m)
-    return (1 - beta) * of_student, beta * torch.linalg.vecdot(log_t.exp(), log_t - log_m)
+    of_student = (1 - beta) * torch.linalg.vecdot(log_s.exp(), log_s - log_m)
+    return of_student + beta * torch.linalg.vecdot(log_t.exp(), log_t - log_m), of_student
 
 
 class TopLogits(NamedTuple):
