@@ -514,6 +514,16 @@ def test_an_alarm_needs_bad_iterations_in_a_row(name: str, good: float, bad: flo
     assert found == [[]] * 8 + [[title]] * 2
 
 
+def test_flat_groups_leave_an_answer_term_to_learn_from() -> None:
+    flat = {"reward/group_std": 0.0}
+    for metrics, left in (
+        (flat, "nothing to learn"),
+        (flat | {"policy/answer_loss": 1.0}, "only the answer"),
+    ):
+        [(_, text)] = Alarms(patience=1).find_alarms(metrics)
+        assert left in text
+
+
 def test_completions_that_were_always_cut_off_ring_no_alarm() -> None:
     values = (
         0.875,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import full
 from commands import ROOT, rlt
+from test_cli import assert_one_clear_line
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -504,6 +505,13 @@ def test_no_split_is_asynchronous_where_the_policy_scores() -> None:
         "reference": True,
         "policy": False,
     }
+
+
+def test_a_policy_that_scores_is_not_planned_asynchronous() -> None:
+    ahead = ["--rollouts.engine=rlt_lightning.engines.VLLMEngine", "--rollouts.asynchronous=true"]
+    ahead += ["--rollouts.engine.init_args.urls=[http://127.0.0.1:1]", "--model.max_staleness=1"]
+    found = rlt("plan", "--config=miniature_likelihood", *ahead)
+    assert_one_clear_line(found, "With model.scorer policy rollouts.asynchronous must be false")
 
 
 def test_an_offloaded_reference_comes_back_to_score() -> None:

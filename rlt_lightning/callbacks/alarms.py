@@ -156,9 +156,10 @@ class Alarms(Callback):
             full.get(name) for name in WATCHED
         )
         if spread and max(spread) < self.group_std_below:
-            text = (
-                f"reward/group_std is below {self.group_std_below:g} {long}: there is nothing to learn from."
-            )
+            left = "there is nothing to learn from"
+            if "policy/answer_loss" in metrics:
+                left = "thoughts are not told apart, only the answer term trains"
+            text = f"reward/group_std is below {self.group_std_below:g} {long}: {left}."
             yield "Rewards are all alike", text
         if entropy and max(entropy) < self.entropy_below:
             text = f"policy/entropy is below {self.entropy_below:g} nats {long}: sampling has collapsed."

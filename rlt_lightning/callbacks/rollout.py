@@ -223,11 +223,13 @@ class RolloutCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the completions that no step was trained on yet: a resumed run trains on the same ones.
 
-        A synchronous run samples them again: nothing is awaited for its checkpoint.
+        A synchronous run samples them again: nothing is awaited for its checkpoint. Dynamic sampling needs
+        the spread of earlier rewards too.
         """
-        request = self.sampler.pending
+        request, average = self.sampler.pending, self.sampler.reward_std.average
+        spread = {} if average is None else {"reward_std": average}
         if request is None or not self.asynchronous:
-            return {}
+            return spread
 
         def collect() -> str | None:
             # This wait costs nothing: the next step would wait for the same completions.
@@ -241,12 +243,14 @@ class RolloutCallback(Callback):
         problem = self.dispatcher.call(collect)
         if problem is not None:
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
-        return {"order": request.to_plain()}  # the name in checkpoints, also in those of earlier versions
+        # The name in checkpoints, also in those of earlier versions.
+        return spread | {"order": request.to_plain()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         known = self.asynchronous and "order" in state_dict
         self.sampler.pending = RolloutRequest.from_plain(state_dict["order"]) if known else None
+        self.sampler.reward_std.average = state_dict.get("reward_std")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -10,7 +10,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       │   ├ divide            over ranks, by tokens: a rank's shard is a list of numbers (rollouts/shards.py)
       │   ├ scorer            students, teacher and reference read the shard (scorer.py)
       │   └ reward_groups*    once all are there: each rank rewards its own problems → rewards (N,), on all
-      ├ request_others        dynamic sampling: again, for groups of equal rewards
+      ├ request_others        dynamic sampling: again, for groups of equal rewards, or nearly equal ones
       ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
       ├ advantages            compare within each group → (N,)
       ├ update_policy         the shard's micro-batches, equally many on all ranks (`pack` in base.py):
@@ -231,7 +231,8 @@ class RLTModule(OnPolicyModule):
         sampler = self.require_sampler()
         scored = self.sample_and_score(sampler.request(batch.problems))
         for _ in range(sampler.max_rounds):  # of dynamic sampling; 0 without it
-            others = sampler.request_others(scored.find_equal_groups())
+            flat = scored.find_flat_groups(sampler.find_min_std(self.global_step + 1))
+            others = sampler.request_others(flat)
             if others is None:
                 break
             scored.replace(self.sample_and_score(others))
@@ -280,7 +281,7 @@ class RLTModule(OnPolicyModule):
             }
         rewards = self.gather(own_rewards, "the rewards of all ranks")
         values_of_all, (dtype, *_) = zip(*(rewards[n] for n in range(len(scored.sources))), strict=True)
-        scored.rewards = upload(values_of_all, self.device, dtype)  # (N,)
+        scored.set_rewards(upload(values_of_all, self.device, dtype))  # (N,)
 
     def divide_again(self, scored: ScoredCompletions) -> None:
         """Divide the completions that dynamic sampling has left over ranks; let the reference read them."""
@@ -348,8 +349,11 @@ class RLTModule(OnPolicyModule):
         rollouts = scored.build_own_rollouts()
         batch.rollouts, batch.scores = rollouts, scored.scores
         batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
-        if self.require_sampler().max_rounds:
-            batch.counts = scored.counts.compute_metrics(len(scored.find_equal_groups()))
+        sampler = self.require_sampler()
+        if sampler.max_rounds:
+            kept = scored.find_flat_groups(sampler.find_min_std(self.global_step))
+            batch.counts = scored.counts.compute_metrics(len(kept))
+            sampler.reward_std.add(scored.stds, self.global_step)
         assert batch.scores is not None
         metrics |= reward_metrics(batch.scores, self.group_size)
         metrics |= self.measure_rollouts(rollouts, scored.shards)

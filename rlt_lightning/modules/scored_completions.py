@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.modules.scorer import TokenScores, collect_empty_scores
-from rlt_lightning.numerics.advantages import zero_std_groups
+from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.packing import to_padded
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
@@ -38,6 +38,7 @@ class ScoredCompletions:
         rewards: (N,), alike on every rank.
         scores: Rewards and terms of `own`; None if this rank has none.
         counts: What dynamic sampling has cost.
+        stds: Standard deviation of the rewards of each group, those that were replaced included.
     """
 
     request: RolloutRequest
@@ -54,6 +55,7 @@ class ScoredCompletions:
         self.sources = [(self.request, n) for n in range(len(self.request.rows) * self.group_size)]
         self.own = self.request.own_numbers
         self.counts = RefillCounts(len(self.request.rows))
+        self.stds: list[float] = []
 
     def build_rollouts(self, numbers: Sequence[int]) -> list[Rollout]:
         """Return completions attached to their problems."""
@@ -101,10 +103,15 @@ class ScoredCompletions:
         self.shards, self.shard, self.references = shards, [], {}
         return self.divide(range(len(self.sources)))
 
-    def find_equal_groups(self) -> list[int]:
-        """Return the places of the groups whose rewards are all equal."""
-        equal = zero_std_groups(self.rewards, self.group_size).tolist()
-        return [place for place, is_equal in enumerate(equal) if is_equal]
+    def set_rewards(self, rewards: Tensor) -> None:
+        """Keep the rewards, (N,), alike on every rank."""
+        self.rewards, self.stds = rewards, split_groups(rewards, self.group_size).std(dim=1).tolist()
+
+    def find_flat_groups(self, min_std: float) -> list[int]:
+        """Return the places of the groups whose rewards are all equal, or differ by less than `min_std`."""
+        flat = zero_std_groups(self.rewards, self.group_size)
+        flat |= split_groups(self.rewards, self.group_size).std(dim=1) < min_std
+        return [place for place, is_flat in enumerate(flat.tolist()) if is_flat]
 
     def replace(self, others: ScoredCompletions) -> None:
         """Put the groups of another request into its places; how many there are stays the same."""
@@ -117,6 +124,7 @@ class ScoredCompletions:
             )
             self.sources[old] = others.sources[new]
             self.rewards[old] = others.rewards[new]
+        self.stds += others.stds
         self.counts.rounds += 1
         self.counts.dropped_groups += len(places)
         if others.scores is not None:

@@ -73,8 +73,9 @@ class LeaveOneOutAdvantages(AdvantageEstimator):
 class ShuffledAdvantages(AdvantageEstimator):
     """Control for experiments: the right advantages, given to the wrong completions of the same prompt.
 
-    A run that learns as well with these does not learn from its reward. The permutation depends on the seed
-    and on the rewards only, so there is no state to save and a resumed run equals an uninterrupted one.
+    A run that learns as well with these does not learn from its reward. An answer term has no advantage to
+    shuffle: set model.answer_weight to 0. The permutation depends on the seed and on the rewards only, so
+    there is no state to save and a resumed run equals an uninterrupted one.
 
     Args:
         seed: Another seed, another permutation.

@@ -149,6 +149,7 @@ def build_setup(
     if isinstance(module, RLTModule):
         setup = add_students(setup, module, rollouts, processes, models)
         if isinstance(module, LikelihoodModule):
+            module.require_synchronous(setup.asynchronous)
             setup = add_scorer(setup, module, processes, models)
         setup = drop_sampling(setup, module) if has_completions(data) else setup
     if isinstance(module, OPDModule):

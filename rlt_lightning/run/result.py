@@ -252,12 +252,14 @@ def find_limits(
         flat_groups: Fraction of the last iterations' groups whose completions all earned the same.
     """
     spread = [value for value in training.get("reward/group_std", ((), ()))[1] if value is not None]
+    has_answer_term = "policy/answer_loss" in training
+    left = "only the answer term trained" if has_answer_term else "there was nothing to learn from"
     flat = sum(value < GROUP_STD_BELOW for value in spread)
     if flat > len(spread) / 2:
         yield (
             f"in {flat} of {len(spread)} iterations no group had any spread",
-            f"in {flat} of {len(spread)} iterations the completions of a problem all earned the same: there "
-            "was nothing to learn from. Raise the temperature or group_size, or take other problems",
+            f"in {flat} of {len(spread)} iterations the completions of a problem all earned the same: "
+            f"{left}. Raise the temperature or group_size, or take other problems",
         )
     elif flat_groups > FLAT_GROUPS_ABOVE:
         percent = f"{100 * flat_groups:.0f} %"
