@@ -11,16 +11,20 @@ import pytest
 import torch
 from cases import full, slow
 from commands import rlt
+from jsonargparse import Namespace
 from ranks import run
+from test_overlap import Outside, Waiting, scored
 from test_rlt_module import Witness, slow_log_probs, trainer
 from test_strategies import largest_difference, weights
 from torch import Tensor
 
-from rlt_lightning.callbacks import EvaluateEvery, ReferenceSync, RolloutCallback
+from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
+from rlt_lightning.cli.stages import frozen_student
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat
+from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import LikelihoodModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Scorer, Students, TokenScores, build_solution_sequence
@@ -31,6 +35,7 @@ from rlt_lightning.numerics import (
     LogProbReward,
     NOVERReward,
     RLPRReward,
+    ShuffledAdvantages,
     SolutionScores,
     VeriFreeReward,
 )
@@ -39,6 +44,7 @@ from rlt_lightning.scoring.trl import RLTRewardFunction
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
+__all__ = ["scored"]  # a fixture
 TEMPERATURE = 1.0
 OWN_TAGS = TagStyle("<t>", "</t>", "<s>", "</s>", "<e>", "</e>", separator="\n")
 
@@ -258,6 +264,32 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
         assert float((slow - of_policy).abs().max()) > 0.01
 
 
+@pytest.mark.parametrize("reward", [RLPRReward(), full(NOVERReward())], ids=["rlpr", "nover"])
+def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: str, tmp_path: Path) -> None:
+    weights = {"miniature-teacher": 1.0, smollm2: 3.0}
+    found = {}
+    for scorer in (weights, *weights):
+        witness = Witness()
+        names = scorer if isinstance(scorer, str) else [*scorer]
+        options = {"force_format": True, "student_tokenizer": names}
+        fit(tmp_path / str(len(found)), module(scorer=scorer, reward=reward), witness, **options)
+        found[str(scorer)] = witness.batches[0].scores.terms.recorded()
+        if isinstance(scorer, dict):
+            assert [*witness.batches[0].scores.by_student] == Students.of(None, scorer).labels
+    several, first, second = found.values()
+    assert not torch.allclose(first["reward"], second["reward"], atol=1e-3)
+    for name in several:
+        torch.testing.assert_close(several[name], (first[name] + 3 * second[name]) / 4, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "named"),
+    [("policy", None), ("reference", None), ("a", "a"), (["a", "b"], ["a", "b"]), ({"a": 1.0}, ["a"])],
+)
+def test_the_command_line_tells_the_data_whose_tokens_score(scorer: Any, named: Any) -> None:
+    assert frozen_student(Namespace(init_args=Namespace(pretrained="m", scorer=scorer))) == named
+
+
 def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:
     likelihood = module()
     fit(tmp_path, likelihood, steps=2)
@@ -280,14 +312,21 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
         trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
     with pytest.raises(InputError, match="group_size must be at least 2"):
         module(group_size=1)
-    with pytest.raises(InputError, match="VeriFreeReward takes the log-probs of one model, but 2 are named"):
-        Students.of(None, ["a", "b"]).ready_for(VeriFreeReward())
+    with pytest.raises(InputError, match=r"must be frozen models, but model\.scorer lists policy"):
+        module(scorer=["miniature", "policy"])
+    with pytest.raises(InputError, match=r"A weight of model\.scorer must be a number above 0"):
+        module(scorer={"miniature": -1.0})
     with pytest.raises(InputError, match="trained as a teacher"):
         fit(tmp_path, module(scorer="miniature-teacher"), tokenizer=None)
     asynchronous = rollouts()
     asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
     with pytest.raises(InputError, match=r"With model\.scorer policy rollouts\.asynchronous must be false"):
         trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
+
+
+def test_a_control_by_shuffled_advantages_asks_for_no_answer_term(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"no control here.* set model\.answer_weight to 0"):
+        fit(tmp_path, module(advantages=ShuffledAdvantages()))
 
 
 def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -> None:
@@ -372,6 +411,52 @@ def test_a_run_of_the_config_has_its_files_and_resumes_exactly(tmp_path: Path) -
     assert ours == theirs
     recorded = [line for line in (whole / "rollouts.jsonl").open() if json.loads(line)["step"] == 3]
     assert recorded == (first / "rollouts.jsonl").read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("scorer", ["policy", full("reference")])
+def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> None:
+    class Watch(Witness):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            adapter = [p for n, p in pl_module.policy.named_parameters() if "lora_B" in n]
+            self.trained = any(float(p.grad.abs().max()) > 0 for p in adapter)
+
+    plain, adapted = Watch(), Watch()
+    fit(tmp_path / "plain", module(scorer=scorer), plain)
+    fit(tmp_path / "lora", module(scorer=scorer, lora=LoRA(rank=2)), adapted)
+    ours, theirs = (one.batches[0].scores.terms.recorded() for one in (adapted, plain))
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name], values, atol=1e-5, rtol=0)
+    assert adapted.trained
+
+
+def test_early_scores_are_those_of_scoring_at_the_end(scored: Any, tmp_path: Path) -> None:
+    found, waits = [], Waiting(patience_s=60)
+    scored(waits)  # its last group comes when another was scored
+    for early, engine in ((False, Outside()), (True, waits)):
+        witness = Witness()
+        callback = rollouts(engine=engine, score_early=early)
+        likelihood = module(reward=RLPRReward(), micro_batch_tokens=16)
+        trainer(tmp_path / str(early), callback, witness).fit(likelihood, data(tmp_path / str(early)))
+        found.append(witness.batches[0].scores.terms.recorded())
+    for name, values in found[0].items():
+        torch.testing.assert_close(found[1][name], values, atol=1e-5, rtol=0)
+
+
+def test_dynamic_sampling_replaces_groups_that_earn_the_same(tmp_path: Path) -> None:
+    # No thought of two tokens is closed, so VeriFree gives all of them 0, and LogProbReward differs.
+    counts = {}
+    for reward in (VeriFreeReward(), LogProbReward()):
+        witness, likelihood = Witness(), module(reward=reward)
+        callback = rollouts(2, dynamic_sampling=DynamicSampling(1))
+        trainer(tmp_path, callback, witness).fit(likelihood, data(tmp_path))
+        [batch] = witness.batches
+        counts[type(reward)] = batch.counts["rollout/dropped_groups"], batch.counts["rollout/refill_rounds"]
+        with torch.no_grad():
+            policy = module().load("miniature", "float32").model
+            policy.load_state_dict(witness.weights_before, strict=False)
+            slow = reward(solution_scores(policy, batch.rollouts.rollouts)).reward
+        torch.testing.assert_close(batch.scores.terms.reward, slow, atol=1e-5, rtol=0)
+    assert counts == {VeriFreeReward: (2, 1), LogProbReward: (0, 0)}
 
 
 def test_its_accuracy_is_measured_while_it_trains(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_offloaded_students_are_on_the_device_one_at_a_time(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two settings": ({"student": "a", "students": ["b"]}, "Set one of them to null"),
-    "none": ({"student": None, "students": []}, "must name at least one student"),
+    "none": ({"student": None, "students": []}, "must name at least one model"),
     "weight": ({"student": None, "students": {"a": 1.0, "b": 0.0}}, "above 0, but that of b is 0.0"),
     "weights of the smallest": (
         {"student": None, "students": {"a": 1.0, "b": 2.0}, "reduction": "min"},

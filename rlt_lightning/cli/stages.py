@@ -33,6 +33,7 @@ from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.likelihood import POLICY, REFERENCE
 from rlt_lightning.python.environment import find_global_rank
 from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder, require_same_run
@@ -311,9 +312,13 @@ def trained_model(model: Any) -> str | None:
 def frozen_student(model: Any) -> str | list[str] | None:
     """Return the names of the frozen models that read completions, whose tokenizers the data need.
 
-    Those are the students of an RLT teacher, and the teacher of a student that is trained as `pretrained`.
+    Those are the students of an RLT teacher, and the teacher of a student that is trained as `pretrained`, or
+    the scorers of its thoughts.
     """
     arguments = (model and model.get("init_args")) or {}
+    if scorer := arguments.get("scorer"):
+        named = scorer if isinstance(scorer, str) else [*scorer]
+        return None if named in (POLICY, REFERENCE) else named
     several = arguments.get("students")
     one = arguments.get("teacher" if "pretrained" in arguments else "student")
     return one if several is None else [*several]

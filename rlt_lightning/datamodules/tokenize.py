@@ -313,7 +313,8 @@ class StudentLikelihoodTask(RLTTask):
     def choose_formats(
         cls, options: FormatOptions, model: str, frozen: Sequence[str], view: ViewOptions
     ) -> list[ChosenFormat]:
-        return [choose_thinking_format(options, model, frozen)]
+        # Every scorer reads in the student's format; the first one's checks that of all.
+        return [choose_thinking_format(options, model, frozen)] * max(1, len(frozen))
 
 
 class ScoreTask(RLTTask):

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
@@ -32,8 +33,14 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scored_completions import ScoredCompletions
-from rlt_lightning.modules.scorer import build_solution_sequence, measure_sequences
-from rlt_lightning.numerics.advantages import AdvantageEstimator, LeaveOneOutAdvantages
+from rlt_lightning.modules.scorer import (
+    Named,
+    Students,
+    build_solution_sequence,
+    measure_sequences,
+    split_student_setting,
+)
+from rlt_lightning.numerics.advantages import AdvantageEstimator, LeaveOneOutAdvantages, ShuffledAdvantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.likelihood import LikelihoodReward, LogProbReward, SolutionScores
 from rlt_lightning.numerics.losses import DrGRPOLoss, PolicyLoss
@@ -55,7 +62,7 @@ class LikelihoodModule(RLTModule):
             tags.
         scorer: Who reads the solution: "policy", the weights that train, as they are at this step;
             "reference", the initial ones, or as ReferenceSync moves them; or the name of a frozen model,
-            with any tokenizer.
+            with any tokenizer; or several, as a list or as weights by name: the mean of their rewards counts.
         reward: What the log-probs of the solution are worth: LogProbReward, RLPRReward, VeriFreeReward,
             NOVERReward, or another LikelihoodReward.
         answer_weight: Weight of the answer term, the gradient of the solution's own score, where the policy
@@ -89,8 +96,8 @@ class LikelihoodModule(RLTModule):
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
-        scorer: str = POLICY,
-        reward: Reward = LogProbReward(),
+        scorer: Named | str = POLICY,
+        reward: LikelihoodReward = LogProbReward(),
         answer_weight: float | None = None,
         group_size: int = 8,
         advantages: AdvantageEstimator | None = None,
@@ -112,9 +119,18 @@ class LikelihoodModule(RLTModule):
         lora: LoRA | None = None,
         kernels: Kernels = Kernels(),
     ) -> None:
+        scored_by, several = split_student_setting(scorer)
+        if several is not None:
+            Students.of(None, several, setting="model.scorer")
+            if own := {POLICY, REFERENCE} & set(several):
+                raise InputError(
+                    f"Several scorers must be frozen models, but model.scorer lists {', '.join(own)}. Name "
+                    "the model in its place, or set the scorer to it alone."
+                )
         super().__init__(
             teacher=pretrained,
-            student=pretrained if scorer in (POLICY, REFERENCE) else scorer,
+            student=pretrained if scored_by in (POLICY, REFERENCE) else scored_by,
+            students=several,
             group_size=group_size,
             reward=reward,
             advantages=advantages or LeaveOneOutAdvantages(),
@@ -136,8 +152,8 @@ class LikelihoodModule(RLTModule):
             lora=lora,
             kernels=kernels,
         )
-        self.scored_by = scorer
-        self.answer_weight = choose_answer_weight(answer_weight, scorer, reward)
+        self.scored_by = scored_by or self.students.describe()
+        self.answer_weight = choose_answer_weight(answer_weight, self.scored_by, reward)
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that data and settings fit."""
@@ -148,11 +164,11 @@ class LikelihoodModule(RLTModule):
                 "`rlt predict` scores or writes explanations, but LikelihoodModule trains a student. To let "
                 "the trained student answer, use `rlt test --config evaluate`."
             )
-        if settings.asynchronous and self.scored_by == POLICY:
-            raise InputError(
-                "With model.scorer policy rollouts.asynchronous must be false: its thoughts are of older "
-                "weights, for which the answer term is not corrected. Set it to false, or model.scorer to "
-                "reference or a model."
+        self.require_synchronous(settings.asynchronous)
+        if self.answer_weight and isinstance(self.advantages, ShuffledAdvantages):
+            rank_zero_warn(
+                "ShuffledAdvantages are no control here: the answer term has no advantage, and learns from "
+                "every thought. For a control set model.answer_weight to 0."
             )
         num_validated = len(get_stratos_data(self.trainer).val_items)
         if reward_compares(self.reward) and num_validated and settings.val_completions < 2:
@@ -162,9 +178,22 @@ class LikelihoodModule(RLTModule):
                 "best of its problem. Raise it to 2 or more."
             )
 
+    def require_synchronous(self, asynchronous: bool) -> None:
+        """Check that the policy does not score thoughts of older weights.
+
+        Raises:
+            InputError: If it would.
+        """
+        if asynchronous and self.scored_by == POLICY:
+            raise InputError(
+                "With model.scorer policy rollouts.asynchronous must be false: its thoughts are of older "
+                "weights, for which the answer term is not corrected. Set it to false, or model.scorer to "
+                "reference or a model."
+            )
+
     @property
     def frozen_names(self) -> tuple[str, ...]:
-        """Return the scorer's name, if it has weights of its own."""
+        """Return the names of the scorers, if they have weights of their own."""
         return () if self.scored_by in (POLICY, REFERENCE) else self.students.names
 
     @property
@@ -174,7 +203,7 @@ class LikelihoodModule(RLTModule):
 
     @property
     def scoring_models(self) -> Sequence[ReadModel]:
-        """Return the one model that reads solutions."""
+        """Return the models that read solutions, mostly one."""
         if self.scored_by == POLICY:
             return [ReadModel(self.run)]
         return [self.reference_model] if self.scored_by == REFERENCE else self.student_models

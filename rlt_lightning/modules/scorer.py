@@ -65,7 +65,6 @@ from rlt_lightning.numerics.rewards import (
     FiniteChecks,
     Reward,
     RLTReward,
-    RLTRewardTerms,
     require_finite,
 )
 from rlt_lightning.numerics.spans import Span, span_kl
@@ -116,13 +115,20 @@ class Students:
     reduction: Reduction = "mean"
 
     @classmethod
-    def of(cls, student: str | None, students: Named | None, reduction: Reduction = "mean") -> Students:
+    def of(
+        cls,
+        student: str | None,
+        students: Named | None,
+        reduction: Reduction = "mean",
+        setting: str = "model.students",
+    ) -> Students:
         """Return the students that settings name.
 
         Args:
             student: The only one; None if no model scores. Not read where `students` are named.
             students: Several, with weights or without.
             reduction: See `Students`.
+            setting: What `students` is called.
 
         Raises:
             InputError: If the settings contradict each other, or a weight cannot be one.
@@ -138,14 +144,14 @@ class Students:
             )
         if not students:
             raise InputError(
-                "model.students must name at least one student, but is empty. Name them, or set it to null."
+                f"{setting} must name at least one model, but is empty. Name them, or leave it out."
             )
         weights = dict(students) if isinstance(students, dict) else dict.fromkeys(students, 1.0)
         for name, weight in weights.items():
             if not (isinstance(weight, (int, float)) and isfinite(weight) and weight > 0):
                 raise InputError(
-                    f"A weight of model.students must be a number above 0, but that of {name} is {weight}. "
-                    "Correct it, or leave the student out."
+                    f"A weight of {setting} must be a number above 0, but that of {name} is {weight}. "
+                    "Correct it, or leave the model out."
                 )
         if reduction == "min" and len(set(weights.values())) > 1:
             raise InputError(
@@ -161,11 +167,6 @@ class Students:
             InputError: If a reward that asks models has none, or one that asks none has some.
         """
         require_student(reward, self.first)
-        if len(self.names) > 1 and isinstance(reward, LikelihoodReward):
-            raise InputError(
-                f"{type(reward).__name__} takes the log-probs of one model, but {len(self.names)} are named: "
-                f"{', '.join(self.names)}. Name one."
-            )
         if len(self.names) > 1:
             register(*(metric for label in self.labels for metric in build_student_metrics(label)))
         return self
@@ -273,8 +274,9 @@ class Scorer:
         if not self.models:
             return [()] * len(rows)
         views = [[row.views[number] for row in rows] for number in range(len(self.models))]
-        several = len(views) > 1
-        teacher_log_probs = self._score_longest_views(views, temperature, stats) if several else [None]
+        several = len(views) > 1 and isinstance(self.reward, RLTReward)
+        unknown = [None] * len(views)
+        teacher_log_probs = self._score_longest_views(views, temperature, stats) if several else unknown
         by_student = []
         for number, model in enumerate(self.models):
             empty = {row: values[number] for row, values in (known or {}).items()}
@@ -320,16 +322,18 @@ class Scorer:
             assert self.student_views is not None, "a reward of texts needs their tags"
             terms = judge_texts(self.reward, rows, self.student_views.formats[0].tags)
             return Scores(terms.to(self.device), [], [], [])
+        found_by_student = [[one[number] for one in found] for number in range(len(self.students.names))]
         if isinstance(self.reward, LikelihoodReward):
-            return self._likelihood_rewards(self.reward, rows, [one for [one] in found], group_size)
-        extra = self.extra_terms(rows)
-        by_student = [
-            self._student_rewards(rows, number, [one[number] for one in found], extra)
-            for number in range(len(self.students.names))
-        ]
+            sizes = rows, group_size
+            by_student = [self._likelihood_rewards(self.reward, *sizes, own) for own in found_by_student]
+        else:
+            extra = self.extra_terms(rows)
+            by_student = [
+                self._student_rewards(rows, number, own, extra) for number, own in enumerate(found_by_student)
+            ]
         if len(by_student) == 1:
             return by_student[0]
-        each = [scores.terms for scores in by_student if isinstance(scores.terms, RLTRewardTerms)]
+        each = [scores.terms for scores in by_student]
         combined = combine_terms(each, self.students.weights, self.students.reduction)
         labels = self.students.labels
         return replace(by_student[0], terms=combined, by_student=dict(zip(labels, by_student, strict=True)))
@@ -548,9 +552,9 @@ class Scorer:
         return Scores(terms, solution_log_probs, think, kl)
 
     def _likelihood_rewards(
-        self, reward: LikelihoodReward, rows: list[Rollout], found: list[TokenScores], group_size: int
+        self, reward: LikelihoodReward, rows: list[Rollout], group_size: int, found: list[TokenScores]
     ) -> Scores:
-        """Return the likelihood rewards of N thoughts."""
+        """Return the likelihood rewards of N thoughts by one scorer."""
         assert group_size > 1 or not reward.compares, "thoughts can be compared in groups only"
         log_probs = [one.solution_log_probs for one in found]
         of_empty = [one.empty_log_probs for one in found if one.empty_log_probs is not None]

@@ -10,7 +10,6 @@ from torch import Tensor
 from rlt_lightning.modules.phases import GIB, PhaseStats
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
-from rlt_lightning.numerics.rewards import RLTRewardTerms
 from rlt_lightning.types import RewardTerms, Rollouts, Scores
 
 
@@ -37,9 +36,8 @@ def student_metrics(scores: Scores, held_out: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {}
     prefix = "reward/val_" if held_out else "reward/"
     for label, one in scores.by_student.items():
-        terms = one.terms
-        assert isinstance(terms, RLTRewardTerms)
-        own = {"mean": terms.reward, "solution": terms.solution_log_prob_reward, "kl": terms.kl_reward}
+        terms, parts = one.terms, one.terms.parts()
+        own = {"mean": terms.reward} | {name: parts[name] for name in ("solution", "kl") if name in parts}
         values = {prefix + name: term for name, term in own.items()}
         values |= {} if held_out else terms.details()
         found |= {f"{name}/{label}": value.mean() for name, value in values.items()}

@@ -1,31 +1,30 @@
-"""Several frozen students: one reward out of the rewards that each of them gives."""
+"""Several frozen students, or scorers: one reward out of the rewards that each of them gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.rewards import RLTRewardTerms
+from rlt_lightning.types import RewardTerms
 
 Reduction = Literal["mean", "min"]
+Terms = TypeVar("Terms", bound=RewardTerms)
 # Computed from the text, and so the same for every student.
 OF_TEXT = ("format_reward", "extra")
 
 
-def combine_terms(
-    found: Sequence[RLTRewardTerms], weights: Sequence[float], reduction: Reduction
-) -> RLTRewardTerms:
+def combine_terms(found: Sequence[Terms], weights: Sequence[float], reduction: Reduction) -> Terms:
     """Return the reward of several students, and the terms that add up to it.
 
     mean    r = sum_i w_i * r_i / sum_i w_i,   and so is every term
     min     r = r_j, and every term is that of student j = argmin_i r_i; the first of equal ones
 
-    Each r_i is a student's whole reward, w * r_SS - lambda * r_KL + format. The format term and the terms of
-    a subclass come from the text, so they count once.
+    Each r_i is a student's whole reward, for RLT w * r_SS - lambda * r_KL + format. The format term and the
+    terms of a subclass come from the text, so they count once.
 
     Args:
         found: The terms of each student, each (N,).
@@ -55,7 +54,7 @@ def build_mean(weights: Sequence[float]) -> Callable[[list[Tensor]], Tensor]:
     return combine
 
 
-def build_choice(found: Sequence[RLTRewardTerms]) -> Callable[[list[Tensor]], Tensor]:
+def build_choice(found: Sequence[RewardTerms]) -> Callable[[list[Tensor]], Tensor]:
     """Return a function that takes, of tensors (N,), the values of the student with the smallest reward."""
     lowest = torch.stack([one.reward for one in found]).argmin(dim=0, keepdim=True)  # (1, N)
 

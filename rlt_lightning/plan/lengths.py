@@ -123,7 +123,7 @@ def note_scoring_prompts(lengths: Lengths, module: PolicyModule) -> list[str]:
         return [read.format(*found) for found in lengths.scoring_prompts if found is not None]
     if isinstance(module, LikelihoodModule):
         read = "the scorer reads prompts and solutions of up to {} tokens, {} on average, around each thought"
-        return [read.format(*found) for found in lengths.scoring_prompts if found is not None]
+        return [read.format(*found) for found in dict.fromkeys(lengths.scoring_prompts) if found is not None]
     names = module.students.names
     notes = []
     for name, found in zip(names, lengths.scoring_prompts, strict=False):
@@ -218,8 +218,9 @@ def read_rows(
     prompts = items.sum_columns("teacher_prefix", "think_prefix").tolist()
     solution = rounded_mean(items.sum_columns("solution_ids").tolist())
     if data.task == "student_likelihood":
-        [fixed, *_] = count_student_tokens(data)
-        own: tuple[tuple[int, int] | None, ...] = ((int(fixed.max()), rounded_mean(fixed.tolist())),)
+        own: tuple[tuple[int, int] | None, ...] = tuple(
+            (int(fixed.max()), rounded_mean(fixed.tolist())) for fixed in count_student_tokens(data)
+        )
     elif data.task == "student_opd":
         views = items.sum_columns("teacher_view").tolist()
         own = ((max(views), rounded_mean(views)),)
@@ -264,7 +265,7 @@ def assume_lengths(
     if data.task == "student_opd":  # only the teacher reads the solution
         return Lengths(longest, average - solution, rest, mean_rest, 0, scoring_prompts=((longest, average),))
     if data.task == "student_likelihood":  # only the scorer reads the solution
-        own = ((longest + solution, average + solution),)
+        own = ((longest + solution, average + solution),) * max(1, len(data.student_names))
         return Lengths(longest, average, rest, mean_rest, solution, scoring_prompts=own)
     return Lengths(longest, average, rest, mean_rest, solution)
 
