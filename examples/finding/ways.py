@@ -182,8 +182,9 @@ def last_step(one: Ways, teacher: str, wrong: bool) -> dict[str, float]:
 
 
 def cost(ones: list[Ways], stages: tuple[str, ...]) -> dict[str, float]:
-    """Return the mean optimizer steps, sampled tokens and wall seconds of stages that have run."""
-    folders = [one.folder / stage for one in ones for stage in stages if (one.folder / stage).exists()]
+    """Return the mean optimizer steps, sampled tokens and wall seconds of stages that have ended."""
+    ran = [one.folder / stage for one in ones for stage in stages]
+    folders = [folder for folder in ran if folder.with_name(f"{folder.name}.seconds").exists()]
     found: dict[str, list[float]] = {"optimizer_steps": [], "sampled_tokens": [], "seconds": []}
     for folder in folders:
         metrics = folder / "metrics.csv"
