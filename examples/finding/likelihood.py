@@ -38,7 +38,7 @@ from plots import legend_below
 from ways import build_parser, cost, cost_table
 
 from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
-from rlt_lightning.demo.figures import accuracy, difference, interval, split_rewards
+from rlt_lightning.demo.figures import accuracy, interval, split_rewards
 from rlt_lightning.demo.page import KIND_COLORS, kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
@@ -332,31 +332,30 @@ def name_arm(arm: str) -> str:
     return "nothing more" if arm in STARTS else METHODS[arm.rpartition("_")[0]]
 
 
-def write_nats(values: list[float]) -> str:
+def write_mean(values: list[float]) -> str:
     """Return a mean, with half of its interval if there are several seeds."""
     return f"{fmean(values):.2f}" + (f" ± {interval(values):.2f}" if len(values) > 1 else "")
 
 
 def table(figures: dict[str, Any], start: str) -> str:
     """Return the Markdown table of the students of one task that have the same start."""
-    arms = figures["arms"]
     lines = [
-        "| trained by | accuracy at T 0.7, % (± 95 %) | minus start, points | greedy, % | whole solution, % "
+        "| trained by | accuracy at T 0.7, % (± 95 %) | greedy, % | whole solution, % "
         "| log p(held-out solution), nats | thought, tokens | in training: step 1 → 10 → last "
         "| its thoughts: steps / filler / leap / wrong / other, % |",
-        "|" + "---|" * 9,
+        "|" + "---|" * 8,
     ]
-    for arm in (name for name in arms if name == start or name.endswith(f"_{start}")):
-        found = arms[arm]
-        gain = lengths = ""
-        if arm != start and start in arms:
-            mean, half = difference(arms, arm, start)
-            gain = f"{mean:+.1f} ± {half:.1f}"
-        if "lengths" in found:
-            steps = [fmean(some) for some in zip(*found["lengths"], strict=True)]
-            lengths = " → ".join(f"{steps[place]:.0f}" for place in (0, min(9, len(steps) - 1), -1))
-        cells = [name_arm(arm), plus_minus(found["accuracy"]), gain, f"{fmean(found['greedy']):.1f}"]
-        cells += [f"{fmean(found['whole']):.1f}", write_nats(found["log_prob"]), write_nats(found["length"])]
+    for arm, found in figures["arms"].items():
+        if arm != start and not arm.endswith(f"_{start}"):
+            continue
+        steps = [fmean(some) for some in zip(*found.get("lengths", [[]]), strict=True)]
+        lengths = " → ".join(f"{steps[place]:.0f}" for place in (0, min(9, len(steps) - 1), -1) if steps)
+        cells = [name_arm(arm), plus_minus(found["accuracy"]), f"{fmean(found['greedy']):.1f}"]
+        cells += [
+            f"{fmean(found['whole']):.1f}",
+            write_mean(found["log_prob"]),
+            f"{fmean(found['length']):.0f}",
+        ]
         lines.append(f"| {' | '.join([*cells, lengths, kinds_text(mean_kinds(found['kinds']))])} |")
     return "\n".join(lines)
 
@@ -392,29 +391,32 @@ def build_page(figures: dict[str, Any]) -> str:
 
 
 def draw_bars(axes: Any, arms: dict[str, Any], key: str) -> None:
-    """Draw a figure of each method's students, a bar for each start; the starts themselves are lines."""
+    """Draw a figure of each method's students, a bar for each start; the starts are dotted lines."""
     methods = [method for method in METHODS if any(f"{method}_{start}" in arms for start in STARTS)][::-1]
     for number, (start, color) in enumerate(START_COLORS.items()):
         if start in arms:
-            axes.axvline(fmean(arms[start][key]), color=color, linestyle=":", linewidth=1)
+            axes.axvline(fmean(arms[start][key]), color=color, linestyle=":")
         places = [place for place, method in enumerate(methods) if f"{method}_{start}" in arms]
         values = [arms[f"{methods[place]}_{start}"][key] for place in places]
-        means = [fmean(some) for some in values]
-        halves = [interval(some) if len(some) > 1 else 0.0 for some in values]
+        errors = [interval(some) if len(some) > 1 or key == "accuracy" else 0.0 for some in values]
         heights = [place + 0.2 - 0.4 * number for place in places]
-        axes.barh(heights, means, 0.38, xerr=halves, color=color, capsize=2, label=f"from {STARTS[start]}")
+        label = f"from {STARTS[start]} (dotted: that before)"
+        axes.barh(
+            heights, [fmean(some) for some in values], 0.38, xerr=errors, color=color, capsize=2, label=label
+        )
     axes.set_yticks(range(len(methods)), [METHODS[method] for method in methods])
 
 
 def draw_lengths(axes: Any, arms: dict[str, Any]) -> None:
     """Draw the length of the thoughts over training: solid from the miniature, dashed after the traces."""
     for number, method in enumerate(("binary", *REWARDS)):
-        for start, style in (("base", "-"), ("warm", "--")):
+        label: str | None = METHODS[method]
+        for start, style in zip(STARTS, ("-", "--"), strict=True):
             if f"{method}_{start}" in arms:
                 lengths = [fmean(some) for some in zip(*arms[f"{method}_{start}"]["lengths"], strict=True)]
-                label = METHODS[method] if start == "base" else None
                 axes.plot(range(1, len(lengths) + 1), lengths, style, color=f"C{number}", label=label)
-    axes.set(xlabel="step", ylim=(0, None))
+                label = None
+    axes.set(xlabel="step", ylabel="tokens", title="Length of the thoughts in training")
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -422,22 +424,16 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     tasks = figures["tasks"]
-    figure = Figure(figsize=(14, 4.2 * len(tasks)), layout="constrained")
+    figure = Figure(figsize=(14, 4.4 * len(tasks)), layout="constrained")
     panels = figure.subplots(len(tasks), 3, squeeze=False)
     for (left, middle, right), (task, found) in zip(panels, tasks.items(), strict=True):
-        arms = found["arms"]
-        draw_bars(left, arms, "accuracy")
-        left.set(
-            xlim=(0, 100),
-            xlabel="held-out problems solved at T 0.7, %",
-            title=f"{task.capitalize()}: accuracy",
-        )
-        draw_bars(middle, arms, "log_prob")
-        middle.set_yticklabels([])
-        middle.set(xlabel="log p(held-out solution), nats", title=f"{task.capitalize()}: {TASKS[task]}")
-        draw_lengths(right, arms)
-        right.set(ylabel="tokens", title=f"{task.capitalize()}: length of the thoughts in training")
-    legend_below(panels[-1, 0], 2)
+        draw_bars(left, found["arms"], "accuracy")
+        left.set(xlim=(0, 105), xlabel="held-out problems solved at T 0.7, %")
+        left.set_title(f"{task.capitalize()}: {TASKS[task]}", loc="left")
+        draw_bars(middle, found["arms"], "log_prob")
+        middle.set(yticklabels=[], xlabel="log p(held-out solution), nats")
+        draw_lengths(right, found["arms"])
+    legend_below(panels[-1, 0], 1)
     legend_below(panels[-1, 2], 3, title="solid from the miniature, dashed after traces")
     figure.savefig(path)
 
