@@ -36,7 +36,7 @@ ways: setup
 rounds: setup
 	$(RUN)/python examples/finding/rounds.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/rounds)
 
-# Likelihood rewards beside stage R, self-distillation and RLT: two tasks, three seeds, forty minutes.
+# Likelihood rewards beside stage R, self-distillation and RLT: two tasks, three seeds.
 likelihood: setup
 	$(RUN)/python examples/finding/likelihood.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/likelihood_arms)
