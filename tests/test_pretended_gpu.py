@@ -61,26 +61,38 @@ WAITS = {
     "modules/base.py:mean_over_ranks": 1,  # all metrics
 }
 COUNTED_STEP = [
-    *("fit", "--config=configs/quickstart.yaml", "--trainer.accelerator=gpu", "--trainer.devices=1"),
+    *("fit", "--config=configs/quickstart.yaml", "--trainer.accelerator=gpu"),
     *("--trainer.precision=bf16-mixed", "--trainer.max_steps=3", "--data.prompts_per_step=2"),
     *("--data.num_embedded_rows=8", "--model.head.compiled=false", "--model.micro_batch_tokens=200"),
 ]
 
 
+# Two ranks wait for these too: what they tell each other, none of it per token, row or metric.
+WAITS_OF_TWO = WAITS | {
+    "rollouts/collectives.py:gather_from_ranks": 24,  # four for each of six gathers
+    "run/rollout_rows.py:gather_rows": 8,
+    "modules/base.py:reduce_numbers": 6,
+    "lightning/pytorch/strategies/strategy.py:__call__": 4,
+    "lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor": 2,
+}
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("group_size", [2, 16])
-def test_the_host_waits_once_per_token_and_never_per_row(group_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gpus", "group_size"), [(1, 2), (1, 16), (2, 16)])
+def test_the_host_waits_once_per_token_and_never_per_row(gpus: int, group_size: int, tmp_path: Path) -> None:
     (tmp_path / "waits.yaml").write_text(
         "trainer: {callbacks+: [{class_path: pretended_gpu.waits.WaitsOfSteps}]}"
     )
     options = [f"--config={tmp_path / 'waits.yaml'}", f"--model.group_size={group_size}"]
-    done = rlt(*COUNTED_STEP, *options, f"--output_dir={tmp_path / 'run'}", gpus=1)
+    options += [f"--trainer.devices={gpus}", *(["--trainer.strategy=ddp"] if gpus > 1 else [])]
+    done = rlt(*COUNTED_STEP, *options, f"--output_dir={tmp_path / 'run'}", gpus=gpus)
     assert done.returncode == 0, done.stderr
     _, found = map(json.loads, (tmp_path / "run" / "waits.jsonl").read_text().splitlines())
     with (tmp_path / "run" / "metrics.csv").open() as file:
         _, step, _ = csv.DictReader(file)
-    assert found.pop("engines/hf.py:read") == float(step["rollout/length_max"])
-    assert found == WAITS
+    tokens = found.pop("engines/hf.py:read")  # of the first rank; the metric is a mean over ranks
+    assert tokens == float(step["rollout/length_max"]) or gpus > 1
+    assert found == (WAITS if gpus == 1 else WAITS_OF_TWO)
 
 
 # Two ranks: NCCL's rules hold, so every collective was the same on both ranks (collectives.py)
