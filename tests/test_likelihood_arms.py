@@ -42,5 +42,5 @@ def test_the_arms_run_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(found["arms"]["nover_warm"]["lengths"][0]) == 2  # steps
     samples = read(tmp_path / "long/seed0/opd_self_base/student/rollouts.jsonl")
     assert len(samples) == len(read(tmp_path / "long/seed0/nover_warm/student/rollouts.jsonl")) == 2 * 64
-    assert (tmp_path / "likelihood.md").read_text().count("| NOVER |") == 1
+    assert "| NOVER |" in (tmp_path / "likelihood.md").read_text()
     assert "<svg" in (tmp_path / "likelihood.svg").read_text()
