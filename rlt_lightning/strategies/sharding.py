@@ -9,7 +9,7 @@ a model goes through its `ModelEntry`, since the sharding libraries gather weigh
                                                                         │ backward, and frees them after
 
     class           weights   gradients         optimizer's states   gathered for a checkpoint
-    Whole           whole     whole             whole                nothing: rank 0 writes its own
+    Unsharded       whole     whole             whole                nothing: rank 0 writes its own
     FullyShard      sharded   sharded           sharded              by DTensor.full_tensor
     DeepSpeedZeRO   whole     sharded (ZeRO-2)  sharded              by deepspeed's safe_get_full_*
     ZeRO3           sharded   sharded           sharded              by deepspeed's safe_get_full_*
