@@ -129,10 +129,10 @@ class Counted(OnPolicyModule):
 
     counts: ClassVar[list[int]] = []
 
-    def plan(self, extents: list[Extent], meeting: bool) -> list[tuple[MicroBatch, float]]:
+    def plan(self, extents: list[Extent], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         if torch.is_grad_enabled():  # of the policy update
             self.counts.append(len(micro_batches(extents, self.micro_batch_tokens, self.layout)))
-        return super().plan(extents, meeting)
+        return super().plan(extents, all_ranks)
 
 
 class TellingScorer(Scorer):

@@ -146,7 +146,7 @@ def test_a_transposed_layer_merges_too() -> None:
     [
         ({"rank": 0}, "rank >= 1"),
         ({"alpha": 0.0}, "alpha > 0"),
-        ({"targets": []}, "and targets"),
+        ({"targets": []}, "targets that name a layer, but targets is \\[\\]"),
         ({"targets": ["query"]}, "linear layers of the model"),
         ({"targets": ["lm_head"]}, "language-model head"),
         ({"targets": ["q_proj", "embed_tokens"]}, "embed_tokens is none"),
