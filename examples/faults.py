@@ -83,6 +83,7 @@ class Run:
         resume: Whether to continue the run in the folder.
         reward: What explanations earn.
         options: Of the trainer, further ones.
+        push_timeout_s: How long a push may take.
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class Run:
     resume: bool = False
     reward: RLTReward = RLTReward()
     options: tuple[tuple[str, Any], ...] = ()
+    push_timeout_s: float = 30.0
 
     def watch(self) -> Outcome:
         """Train, and collect what the run says of itself."""
@@ -114,10 +116,8 @@ class Run:
         )
         engine = None
         if self.url is not None:
-            push = DiskPush(timeout_s=2.0)
-            engine = VLLMEngine(
-                [self.url], push=push, call_timeout_s=2.0, max_restarts=1, recovery_timeout_s=30.0
-            )
+            push = DiskPush(timeout_s=self.push_timeout_s)
+            engine = VLLMEngine([self.url], push=push, max_restarts=1, recovery_timeout_s=30.0)
         printed, trainer, error = io.StringIO(), None, None
         logged = logging.StreamHandler(printed)
         logging.getLogger("rlt_lightning").addHandler(logged)
@@ -305,12 +305,12 @@ class HangingWorker(Worker):
         super().update(folder)
 
 
-def sample_with(kind: type[Worker], folder: Path) -> Outcome:
+def sample_with(kind: type[Worker], folder: Path, push_timeout_s: float = 30.0) -> Outcome:
     """Train with completions of a worker of this kind."""
     with redirect_stderr(io.StringIO()):  # it says that it loads a model
         worker = kind()
     with worker.serve() as url:
-        return Run(folder, url).watch()
+        return Run(folder, url, push_timeout_s=push_timeout_s).watch()
 
 
 def stale_weights(folder: Path, planted: bool) -> Outcome:
@@ -335,7 +335,7 @@ def coarse_engine(folder: Path, planted: bool) -> Outcome:
 
 def hanging_push(folder: Path, planted: bool) -> Outcome:
     """The worker takes the first push; the second one never ends."""
-    return sample_with(HangingWorker if planted else Worker, folder)
+    return sample_with(HangingWorker if planted else Worker, folder, push_timeout_s=2.0)
 
 
 def wrong_template(folder: Path, planted: bool) -> Outcome:
