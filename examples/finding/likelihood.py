@@ -29,13 +29,12 @@ import json
 import os
 import sys
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from plots import legend_below
-from ways import build_parser, cost, cost_table
+from ways import build_parser, cost, cost_table, require_names, run_in_turn
 
 from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
 from rlt_lightning.demo.figures import accuracy, interval, split_rewards
@@ -124,19 +123,10 @@ class Likelihood(Arms):
         box = f"\\boxed{{{problem.answer}}}"
         return f"{CHAIN_WORDING.trace(problem.steps)}\n{box}" if self.setting.name == "long" else box
 
-    def evaluate(self, arm: str, model: Path | str, greedy: bool = True) -> None:
+    def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
         """Let an arm's student answer the held-out problems (stage 5)."""
-        for name, temperature in (("sampled", 0.7), ("greedy", 0.0)):
-            self.stages(
-                f"{self.name}/{arm}/{name}",
-                "test",
-                "miniature_evaluate",
-                model__pretrained=model,
-                data__sets=json.dumps({"chains": str(self.data("test"))}),
-                rollouts__sampling__temperature=temperature,
-                rollouts__sampling__max_completion_length=MOST_TOKENS[self.setting.name],
-                rollouts__seed=self.seed,
-            )
+        length = {"rollouts__sampling__max_completion_length": MOST_TOKENS[self.setting.name]}
+        super().evaluate(arm, model, greedy, **length, **options)
 
     def model(self, arm: str) -> Path | str:
         """Return an arm's student."""
@@ -449,11 +439,7 @@ def main() -> int:
     options = parser.parse_args()
     arms, tasks = list(dict.fromkeys(options.arms.split() or ARMS)), options.tasks.split()
     try:
-        if unknown := {*arms} - {*ARMS} | {*tasks} - {*TASKS}:
-            raise InputError(
-                f"--arms may name {', '.join(ARMS)}, and --tasks {', '.join(TASKS)}, but they name "
-                f"{', '.join(sorted(unknown))}. Correct it."
-            )
+        require_names(arms, ARMS, tasks, TASKS)
         run(options.output_dir, read_seeds([options.seeds], (0, 1, 2)), arms, tasks, options.workers)
     except (InputError, StageError) as error:
         print(f"likelihood: {error}", file=sys.stderr)
@@ -471,9 +457,7 @@ def run(folder: Path, seeds: list[int], arms: list[str], tasks: list[str], num_w
         arm for arm in arms if arm not in STARTS
     ]
     ones = {task: [Likelihood(stages, SETTINGS[task], seed) for seed in seeds] for task in tasks}
-    in_turn = [one for pair in zip(*ones.values(), strict=True) for one in pair]
-    with ThreadPoolExecutor(num_workers) as pool:
-        list(pool.map(lambda one: one.run(arms), in_turn))
+    run_in_turn(ones, arms, num_workers)
     figures = {"seeds": seeds, "tasks": {task: collect(some, arms) for task, some in ones.items()}}
     rewrite(folder / "likelihood.json", [json.dumps(figures, indent=1) + "\n"])
     page = build_page(figures)

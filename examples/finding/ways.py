@@ -26,6 +26,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -337,16 +338,32 @@ def main() -> int:
     arms = list(dict.fromkeys(["base", *arms]))  # all are compared with it
     seeds = [int(word) for word in options.seeds.split() or "012"]
     try:
-        if unknown := {*arms} - {*ARMS} | {*tasks} - {*TASKS}:
-            raise StageError(
-                f"ARMS may name {', '.join(ARMS)}, tasks {', '.join(TASKS)}, but they name "
-                f"{', '.join(sorted(unknown))}. Correct it."
-            )
+        require_names(arms, ARMS, tasks, TASKS)
         run(options.output_dir, seeds, arms, tasks, options.workers)
     except StageError as error:
         print(f"ways: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def require_names(arms: Iterable[str], known: Iterable[str], tasks: Iterable[str], of: Iterable[str]) -> None:
+    """Check that arms and tasks are `known` ones, and those `of` the script.
+
+    Raises:
+        StageError: Naming those that there are not.
+    """
+    if unknown := {*arms} - {*known} | {*tasks} - {*of}:
+        raise StageError(
+            f"ARMS may name {', '.join(known)}, tasks {', '.join(of)}, but they name "
+            f"{', '.join(sorted(unknown))}. Correct it."
+        )
+
+
+def run_in_turn(ones: dict[str, list[Any]], arms: list[str], num_workers: int) -> None:
+    """Run all stages, several side by side: a seed of each task, then the next seed."""
+    in_turn = [one for pair in zip(*ones.values(), strict=True) for one in pair]
+    with ThreadPoolExecutor(num_workers) as pool:
+        list(pool.map(lambda one: one.run(arms), in_turn))
 
 
 def run(folder: Path, seeds: list[int], arms: list[str], tasks: list[str], num_workers: int) -> None:
@@ -356,10 +373,7 @@ def run(folder: Path, seeds: list[int], arms: list[str], tasks: list[str], num_w
     stages.start()
     settings = {setting.name: setting for setting in (KNOWN, NEW)}
     ones = {task: [Ways(stages, settings[task], seed) for seed in seeds] for task in tasks}
-    # A seed of each task, then the next seed.
-    in_turn = [one for pair in zip(*ones.values(), strict=True) for one in pair]
-    with ThreadPoolExecutor(num_workers) as pool:
-        list(pool.map(lambda one: one.run(arms), in_turn))
+    run_in_turn(ones, arms, num_workers)
     found = {task: collect(some, arms) for task, some in ones.items()}
     figures = {"unit": "percent", "seeds": seeds, "tasks": found}
     (folder / "ways.json").write_text(json.dumps(figures, indent=1) + "\n")

@@ -218,7 +218,7 @@ class Arms:
         )
         self.evaluate(arm, trained / "model", greedy)
 
-    def evaluate(self, arm: str, model: Path | str, greedy: bool = True) -> None:
+    def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
         """Let an arm's student answer the held-out problems (stage 5)."""
         for name, temperature in (("sampled", 0.7), ("greedy", 0.0))[: 1 + greedy]:
             self.stages(
@@ -229,6 +229,7 @@ class Arms:
                 data__sets=json.dumps({"chains": str(self.data("test"))}),
                 rollouts__sampling__temperature=temperature,
                 rollouts__seed=self.seed,
+                **options,
             )
 
     def arm(self, arm: str, samples: bool = False) -> None:
