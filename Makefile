@@ -53,8 +53,8 @@ finding-smollm2: setup
 pipeline:
 	examples/pipeline.sh
 
-# A test uses one core, and often waits for processes that it has started.
-PROCESSES ?= 2
+# For two cores: a test uses one core, and often waits for processes that it has started.
+PROCESSES ?= 3
 PYTEST = $(RUN)/python -m pytest -n $(PROCESSES) --no-loadscope-reorder
 
 # Every verb, stage, loss, layout, strategy and failure once. MARKS="not slow" adds those of the two sets below.

@@ -275,6 +275,7 @@ def dies_at(step: int, worker: FakeWorker) -> Witness:
     return Witness({step: close})
 
 
+@pytest.mark.full
 def test_a_worker_lost_after_sampling_leaves_a_checkpoint_to_go_on_from(
     tiny_model: str, tmp_path: Path, whole: Witness
 ) -> None:

@@ -313,6 +313,7 @@ class Terminal:
             os.close(self.master)
 
 
+@pytest.mark.full
 def test_a_terminal_shows_styles_remembers_turns_and_stops_answers(serve: Any, tiny_model: str) -> None:
     said = ["Hm <thi", "nk>add\x1b[31m", " them</t", "hink>\n\n<sol", "ution>7<", "/solution>", " a < b <thi"]
     server = serve(said, ["two"], ["three"], ["four", Event()], ["five"], [500], ["six"])

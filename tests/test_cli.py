@@ -454,6 +454,7 @@ def test_rows_longer_than_the_context_are_one_clear_line(
     assert_one_clear_line(rlt(*command, f"--output_dir={tmp_path / 'run'}"), expected)
 
 
+@pytest.mark.full
 def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: Path) -> None:
     folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
     row = {"question": "Twice 2?", "solution": "4", "reasoning_trace": "2 + 2."}

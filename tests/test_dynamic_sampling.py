@@ -379,6 +379,7 @@ class OnceBroken(Outside):
         yield from super().sample(requests, sampling, stop)
 
 
+@pytest.mark.full
 def test_an_engine_that_fails_in_a_refill_leaves_a_checkpoint_to_go_on_from(
     tiny_model: str, tmp_path: Path, late: Seen
 ) -> None:
@@ -392,6 +393,7 @@ def test_an_engine_that_fails_in_a_refill_leaves_a_checkpoint_to_go_on_from(
     assert_same(stopped, resumed, whole=late)
 
 
+@pytest.mark.full
 def test_asynchronous_runs_resume_exactly(tiny_model: str, tmp_path: Path) -> None:
     def train(folder: Path, **options: Any) -> Any:
         settings = {"dynamic_sampling": DynamicSampling(2), "reward": Parity(), **options}
@@ -414,6 +416,7 @@ def test_asynchronous_runs_resume_exactly(tiny_model: str, tmp_path: Path) -> No
     assert sum(odd) >= 3
 
 
+@pytest.mark.full
 def test_workers_that_take_turns_wake_for_every_round(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model) as worker:
         result = rlt(
@@ -523,7 +526,7 @@ COUNTS = ("sampled_problems", "dropped_groups", "dropped_tokens", "refill_rounds
 
 @pytest.mark.parametrize(
     ("strategy", "early"),
-    [full("ddp", False), ("zero3", False), full("fsdp2", False), slow("ddp", True), full("zero3", True)],
+    [full("ddp", False), full("zero3", False), full("fsdp2", False), slow("ddp", True), full("zero3", True)],
 )
 def test_two_processes_train_as_one(
     strategy: str, early: bool, single: Path, tiny_model: str, tmp_path: Path

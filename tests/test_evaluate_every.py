@@ -319,7 +319,7 @@ def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: P
 @pytest.mark.parametrize(
     "strategy",
     [
-        "ddp",
+        full("ddp"),
         full("fsdp2"),
         full("zero3"),
     ],

@@ -121,6 +121,7 @@ def test_histogram_counts_every_value_once() -> None:
     assert int(draw_histogram([3.0, 3.0])[0].split()[-1]) == 2
 
 
+@pytest.mark.full
 def test_two_kills_lose_and_repeat_no_row(generated: Path, tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     traces = folder / "traces.jsonl"

@@ -538,6 +538,7 @@ def test_a_run_without_a_token_ends_before_it_trains(tmp_path: Path) -> None:
     assert "export.push_to_hub pushes model/, but export.enabled is false" in result.stderr
 
 
+@pytest.mark.full
 def test_a_finished_run_survives_a_failed_push(hub: FakeHub, tmp_path: Path) -> None:
     hub.refused["/api/models/alice/late/commit"] = 413
     options = [f"--output_dir={tmp_path}/run", "--export.push_to_hub=alice/late"]

@@ -121,6 +121,7 @@ def test_the_second_ctrl_c_ends_at_once(tiny_model: str, tmp_path: Path) -> None
     assert process.wait(30) == -signal.SIGINT
 
 
+@pytest.mark.full
 def test_ctrl_c_during_a_validation_stops_after_it(tiny_model: str, tmp_path: Path) -> None:
     whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
     run(*command(tiny_model, whole, *VALIDATED, steps=4))
@@ -135,7 +136,7 @@ def test_ctrl_c_during_a_validation_stops_after_it(tiny_model: str, tmp_path: Pa
     assert_equal(whole, stopped)
 
 
-@pytest.mark.parametrize("step", [2, full(4)])
+@pytest.mark.parametrize("step", [full(2), full(4)])
 def test_a_validation_that_a_kill_prevented_is_made_up_for(
     step: int, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -264,7 +264,7 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
         assert float((slow - of_policy).abs().max()) > 0.01
 
 
-@pytest.mark.parametrize("reward", [RLPRReward(), full(NOVERReward())], ids=["rlpr", "nover"])
+@pytest.mark.parametrize("reward", [full(RLPRReward()), full(NOVERReward())], ids=["rlpr", "nover"])
 def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: str, tmp_path: Path) -> None:
     weights = {"miniature-teacher": 1.0, smollm2: 3.0}
     found = {}

@@ -38,8 +38,7 @@ TEMPERATURE = 0.7
 @pytest.mark.parametrize(
     ("strategy", "setting"),
     [
-        ("zero3", "named"),
-        full("ddp", "named"),
+        *(full(strategy, "named") for strategy in ("zero3", "ddp")),
         full("fsdp2", "named"),
         *(slow(strategy, "own") for strategy in ("ddp", "zero3")),
         full("fsdp2", "own"),

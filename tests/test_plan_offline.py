@@ -145,6 +145,7 @@ def test_run_without_training_has_no_train_phase(
     assert figures["seconds"].keys() <= {*phases, "cpu"}
 
 
+@pytest.mark.docs
 def test_memory_is_what_ten_measured_runs_needed(smollm2: str, tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("plan_benchmark", ROOT / "benchmarks" / "plan.py")
     assert spec is not None

@@ -419,6 +419,7 @@ def test_a_teacher_costs_one_forward_after_its_own_prompts() -> None:
     assert time.estimate_step(setup).sum_seconds("score", "reference") == 0
 
 
+@pytest.mark.full
 def test_two_heads_need_what_their_trace_shows() -> None:
     shape = replace(SHAPE, hidden_size=64, num_words=8192, head_trained=64 * 8192)
     model = replace(MODEL, shape=shape)
@@ -534,6 +535,7 @@ def test_a_solution_may_be_longer_than_the_question(tmp_path: Path) -> None:
     assert step["mean_prompt_length"] < 99 <= step["mean_solution_length"]
 
 
+@pytest.mark.full
 def test_solutions_that_are_trained_on_lengthen_the_rows(tmp_path: Path) -> None:
     found = {}
     for weight in (0, 1):
@@ -652,6 +654,7 @@ def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
         read_sharding("deepspeed", 8)
 
 
+@pytest.mark.full
 def test_an_8_gpu_config_is_planned_anywhere_and_leaves_nothing(llama: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     runs = set((ROOT / "runs").glob("*"))

@@ -118,6 +118,7 @@ def test_too_many_groups_are_refused_before_anything_is_scored(
     assert "the number of scored rows, 9, but is 16" in line
 
 
+@pytest.mark.full
 def test_foreign_traces_are_warned_of_and_the_teachers_own_are_not(
     tiny_model: str, source: Path, tmp_path: Path
 ) -> None:

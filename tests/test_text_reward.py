@@ -229,6 +229,7 @@ def test_the_judge_ends_with_a_run_that_fails(tiny_model: str, tmp_path: Path) -
 # From the command line
 
 
+@pytest.mark.full
 def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path) -> None:
     run, options = tmp_path / "run", ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
     result = rlt(*student_fit(tiny_model, run, "--checkpoint.every_n_train_steps=1", *options))

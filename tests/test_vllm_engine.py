@@ -1174,6 +1174,7 @@ def test_a_killed_server_can_be_started_again(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(alive, second)))
 
 
+@pytest.mark.full
 def test_a_killed_trainer_takes_its_server_with_it(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     trainer = (
