@@ -46,7 +46,7 @@ def students(one: Arms, *names: str) -> tuple[dict[str, float], dict[str, dict[s
     """Train the students of two arms at once; their accuracy, and their teachers' traces by kind."""
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(names, pool.map(lambda arm: accuracy(one, arm), names), strict=True))
-    return found, {arm: figures.measure_kinds(figures.traces_of(one, arm)) for arm in names}
+    return found, {arm: figures.measure_kinds(figures.read_traces(one, arm)) for arm in names}
 
 
 def metric(one: Arms, arm: str, name: str) -> list[float]:

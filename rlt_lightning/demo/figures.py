@@ -52,12 +52,12 @@ def right_steps(one: Arms, arm: str) -> float:
     return fmean(found)
 
 
-def traces_of(one: Arms, arm: str) -> list[dict[str, Any]]:
+def read_traces(one: Arms, arm: str) -> list[dict[str, Any]]:
     """Return the traces that an arm's student was trained on."""
     return read(one.traces(arm))
 
 
-def figures_of(ones: list[Arms], arm: str) -> dict[str, Any]:
+def collect_arm(ones: list[Arms], arm: str) -> dict[str, Any]:
     """Return an arm's figures, one per seed: accuracies and kinds of traces in percent, mean reward terms."""
     found: dict[str, Any] = {
         "accuracy": [accuracy(one, arm) for one in ones],
@@ -65,7 +65,7 @@ def figures_of(ones: list[Arms], arm: str) -> dict[str, Any]:
     }
     if arm == "base":
         return found
-    traces = [traces_of(one, arm) for one in ones]
+    traces = [read_traces(one, arm) for one in ones]
     found["kinds"] = [measure_kinds(rows) for rows in traces]
     if "reward" in traces[0][0]:
         found["terms"] = [{term: fmean(row[term] for row in rows) for term in TERMS} for rows in traces]
@@ -100,7 +100,7 @@ def kinds_over_iterations(one: Arms, arm: str) -> dict[str, list[float]]:
 
 def reward_by_kind(ones: list[Arms]) -> dict[str, dict[str, float]]:
     """Return the mean reward and the number of the warm-up teacher's traces of each kind."""
-    rewards = split_rewards(row for one in ones for row in traces_of(one, "warmup"))
+    rewards = split_rewards(row for one in ones for row in read_traces(one, "warmup"))
     return {kind: {"reward": fmean(values), "num": len(values)} for kind, values in rewards.items()}
 
 
@@ -112,7 +112,7 @@ def split_rewards(rows: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
     return rewards
 
 
-def groups_of(ones: list[Arms], name: str) -> list[dict[str, Any]]:
+def collect_groups(ones: list[Arms], name: str) -> list[dict[str, Any]]:
     """Return the mean reward and kinds of each group of ranked traces, and how its students do."""
     found = []
     for group in range(1, NUM_GROUPS + 1):
@@ -141,17 +141,17 @@ def collect(
         "seeds": [one.seed for one in mains],
         "seconds": round(seconds),
     }
-    found["arms"] = {arm: figures_of(mains, arm) for arm in arms}
+    found["arms"] = {arm: collect_arm(mains, arm) for arm in arms}
     found["reward_by_kind"] = reward_by_kind(mains)
-    found["groups"] = groups_of(mains, "groups") if whole else []
+    found["groups"] = collect_groups(mains, "groups") if whole else []
     if whole:
         for name in ("groups_solution_only", "groups_kl_only"):
-            found[name] = groups_of(mains[:1], name)
+            found[name] = collect_groups(mains[:1], name)
     if others:
         settings = dict.fromkeys(one.setting.name for one in others)
         found["variations"] = {
             name: {
-                arm: figures_of([one for one in others if one.setting.name == name], arm)
+                arm: collect_arm([one for one in others if one.setting.name == name], arm)
                 for arm in ("warmup", "rlt")
             }
             for name in settings

@@ -34,7 +34,7 @@ from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.modules.scorer import (
-    Named,
+    StudentNames,
     Students,
     build_solution_sequence,
     measure_sequences,
@@ -96,7 +96,7 @@ class LikelihoodModule(RLTModule):
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
-        scorer: Named | str = POLICY,
+        scorer: StudentNames | str = POLICY,
         reward: LikelihoodReward = LogProbReward(),
         answer_weight: float | None = None,
         group_size: int = 8,

@@ -42,8 +42,8 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.modules.scorer import (
-    Named,
     Scorer,
+    StudentNames,
     Students,
     bring_to_host,
     build_sampled_sequence,
@@ -130,7 +130,7 @@ class RLTModule(OnPolicyModule):
         seed: int = 0,
         lora: LoRA | None = None,
         kernels: Kernels = Kernels(),
-        students: Named | None = None,
+        students: StudentNames | None = None,
         student_reduction: Reduction = "mean",
     ) -> None:
         super().__init__(

@@ -75,9 +75,9 @@ from rlt_lightning.types import Completion, InputError, ModelView, Problem, Roll
 
 # Divides sequences into micro-batches, with their weights. Ranks that wait for each other in a forward get
 # equally many: a rank with fewer repeats one with weight 0, which does not count.
-Plan = Callable[[list[Extent]], list[tuple[MicroBatch, float]]]
+PlanMicroBatches = Callable[[list[Extent]], list[tuple[MicroBatch, float]]]
 # Names of students, with their weights or without.
-Named = list[str] | dict[str, float]
+StudentNames = list[str] | dict[str, float]
 
 announce_once = cache(announce)
 
@@ -118,7 +118,7 @@ class Students:
     def of(
         cls,
         student: str | None,
-        students: Named | None,
+        students: StudentNames | None,
         reduction: Reduction = "mean",
         setting: str = "model.students",
     ) -> Students:
@@ -206,7 +206,7 @@ class Students:
         return f"the mean of {', '.join(weighed)}"
 
 
-def split_student_setting(student: str | Named | None) -> tuple[str | None, Named | None]:
+def split_student_setting(student: str | StudentNames | None) -> tuple[str | None, StudentNames | None]:
     """Return `model.student` and `model.students` of an argument that may be either."""
     return (student, None) if student is None or isinstance(student, str) else (None, student)
 
@@ -237,7 +237,7 @@ class Scorer:
     students: Students
     models: Sequence[ReadModel]
     teacher: RunModel
-    plan: Plan
+    plan: PlanMicroBatches
     device: torch.device
     head: HeadOptions = HeadOptions()
     student_views: StudentViews | None = None

@@ -21,7 +21,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.scorer import Named, split_student_setting
+from rlt_lightning.modules.scorer import StudentNames, split_student_setting
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
@@ -175,7 +175,7 @@ class Teacher:
     def __init__(
         self,
         teacher: str | Path,
-        student: str | Named | None = None,
+        student: str | StudentNames | None = None,
         *,
         reward: RLTReward = EXACT,
         student_reduction: Reduction = "mean",
@@ -269,7 +269,7 @@ class Teacher:
 def score(
     rows: Iterable[dict[str, Any]],
     teacher: str | Path,
-    student: str | Named,
+    student: str | StudentNames,
     *,
     reward: RLTReward = EXACT,
     student_reduction: Reduction = "mean",

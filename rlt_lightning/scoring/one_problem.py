@@ -32,7 +32,13 @@ from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel, RunModel
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.scorer import Named, Scorer, Students, require_scorable, split_student_setting
+from rlt_lightning.modules.scorer import (
+    Scorer,
+    StudentNames,
+    Students,
+    require_scorable,
+    split_student_setting,
+)
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
 from rlt_lightning.numerics.rewards import Reward, RLTReward
@@ -269,7 +275,7 @@ class ExplanationScorer:
 
     def __init__(
         self,
-        student: str | Named,
+        student: str | StudentNames,
         teacher: str,
         reward: Reward = RLTReward(),
         tags: str | TagStyle | None = None,
