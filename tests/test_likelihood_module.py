@@ -40,7 +40,7 @@ from rlt_lightning.numerics import (
     VeriFreeReward,
 )
 from rlt_lightning.scoring.explain import ExplainOptions, explain
-from rlt_lightning.scoring.trl import RLTRewardFunction
+from rlt_lightning.scoring.trl import LikelihoodRewardFunction, RLTRewardFunction
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -264,6 +264,36 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
         assert float((slow - of_policy).abs().max()) > 0.01
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
+def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_path: Path) -> None:
+    witness, scorer = Witness(), "miniature-teacher"
+    reward = RLPRReward(kl_weight=2.0, kl_estimator=estimator)
+    likelihood = module(scorer=scorer, reward=reward, optimizer=OptimizerConfig(lr=1e-12))
+    fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorer)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    assert batch.scores is not None
+    terms, expected = batch.scores.terms, []
+    for row in batch.rollouts.rollouts:
+        context, thought = row.problem.teacher_prompt, row.views[0].compared
+        log_p, log_q = (
+            model(torch.tensor([context + thought])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+            for model in (likelihood.policy, likelihood.student_models[0].model)
+        )  # (K, V)
+        if estimator == "exact":
+            values = (log_p.exp() * (log_p - log_q)).sum(-1)
+        else:
+            ids = torch.tensor(thought)[:, None]
+            own, other = (one.gather(1, ids)[:, 0] for one in (log_p, log_q))
+            values = own - other if estimator == "k1" else (other - own).expm1() - (other - own)
+        expected.append(-2.0 * values.mean())
+    torch.testing.assert_close(terms.kl_reward, torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
+    parts = terms.parts()
+    assert parts.keys() == {"solution", "format", "kl"}
+    torch.testing.assert_close(terms.reward, sum(parts.values()))
+    assert "kl_reward" in likelihood.reward.columns()
+
+
 @pytest.mark.parametrize("reward", [full(RLPRReward()), full(NOVERReward())], ids=["rlpr", "nover"])
 def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: str, tmp_path: Path) -> None:
     weights = {"miniature-teacher": 1.0, smollm2: 3.0}
@@ -312,6 +342,8 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
         trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
     with pytest.raises(InputError, match="group_size must be at least 2"):
         module(group_size=1)
+    with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 where the policy scores"):
+        module(reward=LogProbReward(kl_weight=1.0))
     with pytest.raises(InputError, match=r"must be frozen models, but model\.scorer lists policy"):
         module(scorer=["miniature", "policy"])
     with pytest.raises(InputError, match=r"A weight of model\.scorer must be a number above 0"):
@@ -353,6 +385,8 @@ def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
         explain(module(), data(tmp_path), rollouts(), ExplainOptions())
     with pytest.raises(InputError, match="needs a reward that is a RLTReward, but it is VeriFreeReward"):
         RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 for TRL"):
+        LikelihoodRewardFunction("miniature", reward=LogProbReward(kl_weight=1.0))
 
 
 def test_rows_without_a_solution_that_fits_are_named(tmp_path: Path) -> None:

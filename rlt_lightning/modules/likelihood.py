@@ -282,6 +282,11 @@ def choose_answer_weight(answer_weight: float | None, scorer: str, reward: Rewar
             f"LikelihoodModule needs a reward of the solution's log-probs, such as LogProbReward, but "
             f"model.reward is {name}. Set another."
         )
+    if reward.kl_weight and scorer == POLICY:
+        raise InputError(
+            "model.reward.kl_weight must be 0 where the policy scores, since its KL from itself is 0, but it "
+            f"is {reward.kl_weight:g}. Set it to 0, or model.scorer to reference or a model."
+        )
     possible = scorer == POLICY and reward.has_answer_term
     if answer_weight is None:
         return float(possible)

@@ -415,7 +415,7 @@ class Scorer:
 
         def score(views: list[ModelView]) -> list[TokenScores]:
             if isinstance(reward, LikelihoodReward):
-                return self._score_solutions(student, views, reward.temperature or temperature, stats)
+                return self._score_likelihood(reward, student, views, temperature, stats)
             return self._score_student(student, views, temperature, teacher_log_probs, stats)
 
         if reward.baseline == "none":
@@ -497,17 +497,31 @@ class Scorer:
         checks.require()
         return found
 
+    def _score_likelihood(
+        self,
+        reward: LikelihoodReward,
+        student: RunModel,
+        views: list[ModelView],
+        temperature: float,
+        stats: PhaseStats | None,
+    ) -> list[TokenScores]:
+        """Run a scorer over the solutions after N thoughts and, with a KL term, over the thoughts."""
+        settings = reward.kl_settings(temperature)
+        if reward.kl_weight:
+            return replace(self, reward=settings)._score_student(student, views, temperature, None, stats)
+        return self._score_solutions(student, views, settings.student_temperature, stats)
+
     def _score_solutions(
         self, student: RunModel, views: list[ModelView], temperature: float, stats: PhaseStats | None
     ) -> list[TokenScores]:
-        """Run a scorer over the solutions after N thoughts; at temperature 0 its own distribution counts."""
+        """Run a scorer over the solutions after N thoughts."""
         sequences = [build_solution_sequence(view) for view in views]
         require_room(student, views, sequences)
         found = [TokenScores(torch.empty(0), torch.empty(0))] * len(views)
         checks = FiniteChecks()
         for micro_batch, weight in self.plan(measure_sequences(views, sequences)):
             packed = self._pack(sequences, micro_batch, weight, stats)
-            log_probs, _ = student(compute_log_probs, packed, temperature or 1.0, self.head)
+            log_probs, _ = student(compute_log_probs, packed, temperature, self.head)
             lengths = [len(views[i].problem.solution_ids) for i in micro_batch.indices]
             numbers = [views[i].problem.row for i in micro_batch.indices]
             checks.add(log_probs, lengths, "log-prob of the solution", numbers)
@@ -560,6 +574,8 @@ class Scorer:
         of_empty = [one.empty_log_probs for one in found if one.empty_log_probs is not None]
         padded, token_mask = pad_rows(log_probs)
         numbers = [r.problem.row for r in rows]
+        kl = [one.kl for one in found] if reward.kl_weight else []
+        kl_values, kl_mask = (upload(one, self.device) for one in pad_rows(kl)) if kl else (None, None)
         scores = SolutionScores(
             log_probs=upload(padded, self.device),
             token_mask=upload(token_mask, self.device),
@@ -568,6 +584,8 @@ class Scorer:
             # By place, not by row: one problem may have two groups in a step.
             groups=torch.arange(len(rows), device=self.device) // group_size,
             empty_log_probs=upload(pad_rows(of_empty)[0], self.device) if of_empty else None,
+            kl=kl_values,
+            kl_mask=kl_mask,
         )
         terms = reward(scores)
         require_finite(terms.reward, "reward", numbers)
@@ -851,6 +869,8 @@ def require_scorable(reward: Reward, formats: Sequence[ChatFormat], students: Se
     of_others = [
         s for s, own in zip(students, formats, strict=False) if isinstance(own, CrossTokenizerFormat)
     ]
+    if isinstance(reward, LikelihoodReward) and reward.kl_weight:
+        reward = reward.kl_settings(temperature=1.0)
     for student in of_others:
         if isinstance(reward, RLTReward) and reward.kl_estimator == "exact":
             raise InputError(

@@ -15,7 +15,7 @@ code differ; the code is followed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -24,12 +24,14 @@ from torch import Tensor
 from rlt_lightning.numerics.rewards import (
     Reduction,
     Reward,
+    RLTReward,
     masked_min,
     mean_of_tokens,
     reduce_tokens,
     require_option,
     require_reduction,
     require_tokens,
+    student_kl_penalty,
 )
 from rlt_lightning.types import RewardTerms
 
@@ -45,6 +47,8 @@ class SolutionScores:
         lengths: Tokens of each thought, (N,).
         groups: A number that the thoughts of one group share, (N,).
         empty_log_probs: `log_probs` after an empty thought, (N, S); None if the reward has no baseline.
+        kl: KL of the policy from the scorer at the thought's tokens, (N, K), nats; None without a KL term.
+        kl_mask: True on the thought's tokens, (N, K); None without a KL term.
     """
 
     log_probs: Tensor
@@ -53,14 +57,16 @@ class SolutionScores:
     lengths: Tensor
     groups: Tensor
     empty_log_probs: Tensor | None = None
+    kl: Tensor | None = None
+    kl_mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LikelihoodTerms(RewardTerms):
     """The reward of each thought and its terms; all (N,).
 
-    `reward` is the sum of the solution's term, the efficiency of NOVER and the format term. Mean and min are
-    over the solution's log-probs, nats.
+    `reward` is the sum of the solution's term, the efficiency of NOVER, the KL term and the format term. Mean
+    and min are over the solution's log-probs, nats; `kl_mean` is over the thought's tokens.
     """
 
     solution_log_prob_reward: Tensor
@@ -68,12 +74,15 @@ class LikelihoodTerms(RewardTerms):
     solution_log_prob_mean: Tensor
     solution_log_prob_min: Tensor
     efficiency_reward: Tensor | None = None
+    kl_reward: Tensor | None = None
+    kl_mean: Tensor | None = None
     baseline: Tensor | None = None
 
     def parts(self) -> dict[str, Tensor]:
         """See `RewardTerms.parts`."""
+        further = {"efficiency": self.efficiency_reward, "kl": self.kl_reward}
         parts = {"solution": self.solution_log_prob_reward, "format": self.format_reward}
-        return parts if self.efficiency_reward is None else parts | {"efficiency": self.efficiency_reward}
+        return parts | {name: values for name, values in further.items() if values is not None}
 
     def baselines(self) -> dict[str, Tensor]:
         """See `RewardTerms.baselines`."""
@@ -81,14 +90,16 @@ class LikelihoodTerms(RewardTerms):
 
     def details(self) -> dict[str, Tensor]:
         """See `RewardTerms.details`."""
-        names = ("solution_log_prob_mean", "solution_log_prob_min")
-        return {f"student/{name}": getattr(self, name) for name in names}
+        return {f"student/{name}": getattr(self, name) for name in self._names_of_details()}
 
     def recorded(self) -> dict[str, Tensor]:
         """See `RewardTerms.recorded`."""
-        names = ("reward", "solution_log_prob_mean", "solution_log_prob_min")
-        own = {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in ("reward", *self._names_of_details())}
         return own | {f"{name}_reward": values for name, values in self._columns().items()} | self.baselines()
+
+    def _names_of_details(self) -> list[str]:
+        names = ["solution_log_prob_mean", "solution_log_prob_min"]
+        return names if self.kl_mean is None else [*names, "kl_mean"]
 
     def _columns(self) -> dict[str, Tensor]:
         return {"solution_log_prob" if name == "solution" else name: v for name, v in self.parts().items()}
@@ -102,6 +113,9 @@ class LikelihoodReward(Reward, ABC):
 
     Args:
         temperature: Temperature of the log-probs; None: that of sampling.
+        kl_weight: Weight of r_KL, how unnatural the thought is to the scorer: the mean over its tokens of the
+            KL of the policy from it, as in RLT. 0: no such term. The scorer must be another model.
+        kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
     """
 
     tasks = ("student_likelihood",)
@@ -113,14 +127,25 @@ class LikelihoodReward(Reward, ABC):
     compares: ClassVar[bool] = False
 
     temperature: float | None = None
+    kl_weight: float = field(default=0.0, kw_only=True)
+    kl_estimator: Literal["k1", "k3", "exact"] = field(default="k1", kw_only=True)
 
     def __post_init__(self) -> None:
         holds = self.temperature is None or self.temperature > 0
         require_option("temperature", self.temperature, holds, "positive, or null for that of sampling")
+        require_option(
+            "kl_weight", self.kl_weight, self.kl_weight >= 0, "at least 0; 0 switches the term off"
+        )
 
     def columns(self) -> tuple[str, ...]:
         """See `Reward.columns`."""
-        return ("reward", "solution_log_prob_reward", "format_reward")
+        columns = ("reward", "solution_log_prob_reward", "format_reward")
+        return (*columns, "kl_reward") if self.kl_weight else columns
+
+    def kl_settings(self, temperature: float) -> RLTReward:
+        """Return the same KL as RLT's reward has it, for sampling at a temperature."""
+        own = self.temperature or temperature or 1.0  # at temperature 0 the models' own distributions count
+        return RLTReward(kl_estimator=self.kl_estimator, teacher_temperature=own, student_temperature=own)
 
     @abstractmethod
     def score(self, scores: SolutionScores) -> Tensor:
@@ -146,14 +171,20 @@ class LikelihoodReward(Reward, ABC):
         """
         require_tokens(scores.token_mask, "solution token")
         solution, shape = self.score(scores), self.score_format(scores)
-        efficiency = self.score_efficiency(scores)
+        efficiency, kl_mean = self.score_efficiency(scores), None
+        if scores.kl is not None and scores.kl_mask is not None:
+            kl_mean = student_kl_penalty(scores.kl, scores.kl_mask, max_coef=0.0)
+        penalty = None if kl_mean is None else -self.kl_weight * kl_mean
+        further = [term for term in (efficiency, penalty) if term is not None]
         return LikelihoodTerms(
-            reward=solution + shape if efficiency is None else solution + efficiency + shape,
+            reward=sum(further, start=solution) + shape,
             solution_log_prob_reward=solution,
             format_reward=shape,
             solution_log_prob_mean=mean_of_tokens(scores.log_probs, scores.token_mask),
             solution_log_prob_min=masked_min(scores.log_probs, scores.token_mask),
             efficiency_reward=efficiency,
+            kl_reward=penalty,
+            kl_mean=kl_mean,
             baseline=self.score_baseline(scores),
         )
 

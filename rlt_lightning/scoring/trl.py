@@ -225,6 +225,11 @@ class LikelihoodRewardFunction(RLTRewardFunction):
         layout: Layout = "auto",
         trust_remote_code: bool = False,
     ) -> None:
+        if reward.kl_weight:
+            raise InputError(
+                f"reward.kl_weight must be 0 for TRL, but it is {reward.kl_weight:g}. Set it to 0; TRL's own "
+                "KL penalty is GRPOConfig.beta."
+            )
         self.scored_by = scorer
         super().__init__(
             student=pretrained if scorer == POLICY else scorer,
