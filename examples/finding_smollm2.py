@@ -212,6 +212,8 @@ def draw(finding: dict[str, Any], path: Path) -> None:
         bottom = [below + part for below, part in zip(bottom, parts, strict=True)]
     right.set(title="the traces that it learnt from", ylabel="%")
     right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in (left, right):
+        axes.tick_params(axis="x", labelsize=8.5)  # else the names of neighbours touch
     figure.savefig(path)
 
 
