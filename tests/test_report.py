@@ -501,6 +501,8 @@ def test_rewards_of_different_scales_are_told(tmp_path: Path) -> None:
     assert build_data([one])["scales"] == ""
     two.settings[".model.init_args.reward.init_args.kl_weight"] = 3.0
     assert build_data([one, two])["scales"] == ""
+    write_metrics(tmp_path / "warmup", {"policy/loss": [0.3]})  # it has no reward that could be compared
+    assert build_data([one, two, collect(tmp_path / "warmup", ALL)])["scales"] == ""
 
 
 def test_scores_of_any_source_are_read(tmp_path: Path) -> None:

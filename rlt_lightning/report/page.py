@@ -160,7 +160,6 @@ def build_title(runs: list[Run]) -> str:
 def build_data(runs: list[Run]) -> dict[str, Any]:
     """Return all that the page shows of runs."""
     names = shorten_names([run.folder for run in runs])
-    differences = list_differences(runs)
     return {
         "made": MADE,
         "windows": describe_windows(runs),
@@ -169,8 +168,8 @@ def build_data(runs: list[Run]) -> dict[str, Any]:
             for name, run in zip(names, runs, strict=True)
         ],
         "results": tabulate_results(runs, names),
-        "differences": differences,
-        "scales": describe_scales(runs, differences),
+        "differences": list_differences(runs),
+        "scales": describe_scales(runs),
         "sections": build_curve_sections(runs),
         "groups": build_group_charts(runs),
         "evaluation": build_evaluation_charts(runs),

@@ -269,21 +269,13 @@ def shorten_name(name: str) -> str:
     return name.removeprefix(".").replace(".init_args", "")
 
 
-def describe_scales(runs: list[Run], differences: list[list[str]]) -> str:
-    """Return why the rewards of the runs must not be compared; '' if they may be.
-
-    Args:
-        runs: The runs.
-        differences: What `list_differences` returns of them.
-    """
-    if len(runs) < 2 or not any(
-        "reward" in run.completions.terms or "reward/mean" in run.metrics for run in runs
-    ):
-        return ""
+def describe_scales(runs: list[Run]) -> str:
+    """Return why the rewards of the runs that have any must not be compared; '' if they may be."""
+    runs = [run for run in runs if "reward" in run.completions.terms or "reward/mean" in run.metrics]
     if len({is_distilled(run) for run in runs}) > 1:
         return "These runs do not train for the same: the reward of one is no reward of the other."
     named = ("model.reward", "model.student", "model.class_path")
-    own = [row[0] for row in differences if row[0].startswith(named)]
+    own = [row[0] for row in list_differences(runs) if row[0].startswith(named)]
     if not own:
         return ""
     shown = ", ".join(name.removeprefix("model.") for name in own[:4])
