@@ -53,13 +53,13 @@ RESULT = "rounds.json"
 ROWS = ("--data.source", "--data.num_embedded_rows")  # which rows a stage reads
 ENTRIES = re.compile(r"rounds\.(json|md|svg|tmp)|round\d+")  # all that rounds write into their folder
 OPTIONS: dict[str, tuple[type, str]] = {  # of the command line and of a config: kind and meaning
-    "rounds": (int, "teachers that RLT trains, one after the other"),
-    "student_rows": (int, "traces of the warm-up teacher that the first student learns from"),
-    "student.base": (str, "the student before any training"),
-    "student.from": (str, "what each student starts as: base or previous"),
-    "teacher.from": (str, "what RLT starts from: warmup or previous"),
-    "patience": (int, "end after so many rounds without a gain"),
-    "seed": (int, "seed of problems, sampling and training"),
+    "rounds": (int, "rounds of RLT, after round 0 without it; 2 by default"),
+    "student_rows": (int, "traces that the student of round 0 learns from; 64 by default"),
+    "student.base": (str, "the model that is to learn, as it is before any training"),
+    "student.from": (str, "what the student of a round starts as: base (the default), or previous"),
+    "teacher.from": (str, "what RLT starts from in a round: warmup (the default), or previous"),
+    "patience": (int, "rounds in a row without a gain, after which it ends; 1 by default"),
+    "seed": (int, "seed of problems, sampling and training; 0 by default"),
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from cases import full
 from commands import ROOT, rlt
+from test_docs import parser_of
 
 from rlt_lightning.cli import help as screens
 from rlt_lightning.cli.help import TABLE, VERBS, list_options, suggest_option, suggest_verb
@@ -87,6 +90,36 @@ def test_help_with_any_config_is_one_screen(verb: str, config: str) -> None:
     done = rlt(verb, "--config", config, *overlays, "--help")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize(
+    ("option", "first"),
+    [
+        ("rollouts.engine.launch", "  --rollouts.engine.launch.executable=vllm "),
+        ("model.lora", "  --model.lora.rank=32 "),
+    ],
+)
+def test_a_dataclass_within_a_class_has_a_help(
+    option: str, first: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["fit", f"--{option}.help"]
+    monkeypatch.setattr(sys, "argv", ["rlt", *words])
+    with pytest.raises(SystemExit) as ending:
+        parser_of("fit").parse_args(words)
+    assert ending.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index(next(line for line in lines if line.startswith(option))) + 1].startswith(first)
+
+
+@pytest.mark.full
+def test_a_help_whose_reader_stops_ends_without_a_traceback() -> None:
+    words = [sys.executable, "-m", "rlt_lightning", "fit", "--config", "quickstart", "--help"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(words, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=570)
+    os.close(writing)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

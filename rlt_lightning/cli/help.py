@@ -11,6 +11,7 @@ options.py. `rlt VERB --help-all` is the parser's own help.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,14 +63,14 @@ VERBS: dict[str, Verb] = {
         "Train a teacher or a student, by the stage that the config is of.",
         (
             *(*RUN, "ckpt_path"),
-            *("trainer.max_steps", "trainer.max_epochs", *MACHINE),
+            *("trainer.max_steps", "trainer.max_epochs", *MACHINE, "trainer.strategy"),
             *("model.teacher", "model.student", "model.pretrained", "model.group_size"),
             *("model.reward.kl_weight", "model.reward.kl_estimator"),
             *("model.optimizer.lr", "model.optimizer.scheduler", "model.optimizer.warmup_frac", "model.lora"),
             *("model.micro_batch_tokens", "model.gradient_checkpointing", "model.dtype"),
             *("data.source", "data.trace_columns", "data.prompts_per_step", "data.max_prompt_length"),
             *("data.val_rows", "data.val_source", "data.num_embedded_rows", "data.tags"),
-            *(*SAMPLING, "rollouts.asynchronous"),
+            *(*SAMPLING, "rollouts.engine.urls", "rollouts.asynchronous"),
             *("checkpoint.every_n_train_steps", "export.adapter"),
         ),
     ),
@@ -350,6 +351,24 @@ def print_screen(verb: str) -> None:
         own = next(options for title, options in reversed(groups) if title == heading)
         own.append(known[name][owners[0]])
     print_groups(verb, groups)
+
+
+def print_settings(verb: str, words: Iterable[str]) -> bool:
+    """Print the options of a dataclass within a class if `--OPTION.help` asks for them, and return whether.
+
+    The parser lists such a help among those of the class, but refuses it.
+    """
+    asked = {word[2:].removesuffix(".help") for word in words if re.fullmatch(r"--[\w.]+\.help", word)}
+    groups: dict[str, dict[str, Option]] = {}
+    for option, owner in list_options(verb) if asked else []:
+        if owner and option.name in asked and len(option.classes) == 1:
+            groups.setdefault(f"{option.name}: {option.kind}", {})
+        for heading, own in groups.items():
+            if option.name.rpartition(".")[0] == heading.partition(":")[0]:
+                own[option.name] = option
+    if groups:
+        print_groups(verb, [(heading, [*own.values()]) for heading, own in groups.items()])
+    return bool(groups)
 
 
 def name_group(name: str, owners: Sequence[str]) -> str:

@@ -89,7 +89,8 @@ def run() -> int:
             load_from_checkpoint_support=False,
         )
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and sys.argv[1] not in TRAINER_VERBS:
+        only_prints = sys.argv[1] not in TRAINER_VERBS or HELPS & {*sys.argv}
+        if isinstance(error, BrokenPipeError) and only_prints:
             # The reader has closed the pipe; Python must not try to write the rest.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE

@@ -15,7 +15,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli import ranks
-from rlt_lightning.cli.help import HELPS
+from rlt_lightning.cli.help import HELPS, print_settings
 from rlt_lightning.cli.mistakes import explain_mistake
 from rlt_lightning.engines import Engine
 from rlt_lightning.run.folder import remove_empty_folders
@@ -157,6 +157,8 @@ class OneLineParser(LightningArgumentParser):
             from rlt_lightning.cli.options import print_config
 
             print_config(self, sys.argv[1], [word for word in words if word not in HELPS])
+            sys.exit(0)
+        if any(word.endswith(".help") for word in words) and print_settings(sys.argv[1], words):
             sys.exit(0)
         words = ["--help" if word == "--help-all" else word for word in words]
         return super().parse_args(words, *others, **options)

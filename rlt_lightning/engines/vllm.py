@@ -59,7 +59,7 @@ class VLLMEngine(Engine):
     before it serves again.
 
     Args:
-        urls: Workers that run already, such as [http://127.0.0.1:8000]; or
+        urls: Workers that run already, such as [http://127.0.0.1:8000]. Name these or `launch`.
         launch: Workers to start and to stop.
         push: How weights travel; None: GlooPush(). A running worker must name its `backend` in
             --weight-transfer-config. NoPush: they do not travel, and any vLLM server will do.
@@ -356,7 +356,7 @@ class VLLMEngine(Engine):
                 raise WorkerError(
                     f"vLLM worker {worker.url} must complete a request within {self.request_timeout_s:g} s, "
                     "but did not, though it is alive. Raise the engine's request_timeout_s, or lower "
-                    "sampling.max_completion_length.",
+                    "rollouts.sampling.max_completion_length.",
                     retryable=False,
                 )
             await asyncio.sleep(self.backoff_s * 2**attempt)
