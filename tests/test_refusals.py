@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlt_lightning import Trainer
 from rlt_lightning.callbacks import RolloutCallback
@@ -140,3 +141,10 @@ def test_rows_that_cannot_be_trained_on_are_refused(
         data.setup("fit")
     assert reason in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(InputError, match="accelerator may be gpu only where PyTorch sees a GPU, but PyTorch"):
+        Trainer("unused", accelerator="gpu")

@@ -119,6 +119,11 @@ def explain_mistake(text: str) -> str:
 
 def explain_unknown(verb: str, place: Place) -> str:
     """Return that a setting does not exist, and which one may be meant."""
+    file = list_shipped_configs().get(place.file)
+    other = read_launch_line(file.read_text())[1] if file else verb
+    if other == "rounds" != verb:
+        meant = f"Did you mean rlt rounds --config {place.file}?"
+        return f"{place.file} is for rlt rounds, but got rlt {verb}. {meant}"
     known = [option.name for option, _ in list_options(verb)]
     name, dashes = place.name.removesuffix(".class_path"), "" if place.file else "--"
     near = suggest_option(name, known)
@@ -205,6 +210,12 @@ def explain_other_verb(verb: str, path: str, words: Sequence[str]) -> str:
 def explain_required(verb: str, names: str) -> str:
     """Return what a verb needs, and how it is written."""
     usage = f"rlt {verb} {VERBS[verb].usage}"
+    configs = [name for option, name in pairwise(split_equals(sys.argv)) if option in ("-c", "--config")]
+    if configs and all(name.startswith("overlays/") for name in configs):
+        return (
+            f"rlt {verb} needs an experiment below its overlays, but got {', '.join(configs)}: rlt {verb} "
+            f"--config NAME --config {configs[0]}, with a name that `rlt configs` lists."
+        )
     if "data" in names or "model" in names.split(", "):
         return (
             f"rlt {verb} needs an experiment, but got none: rlt {verb} --config NAME, with a name that "

@@ -97,7 +97,7 @@ def check_columns(
         "Rows must have the columns question and solution (for student_rl an answer will do; for "
         "fine-tuning and scoring also reasoning_trace), or conversations, but "
         f"'{source}' lacks {', '.join(missing)} and has "
-        f"{', '.join(found) or 'no columns'}. Rename its columns."
+        f"{', '.join(found) or 'no columns'}. Rename its columns, or add what is missing."
     )
 
 

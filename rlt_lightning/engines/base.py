@@ -150,7 +150,7 @@ def require_context(num_tokens: int, max_model_len: int) -> None:
     if num_tokens > max_model_len:
         raise InputError(
             f"Prompt and completion must fit into the workers' --max-model-len of {max_model_len} tokens, "
-            f"but need {num_tokens}. Raise it, or lower sampling.max_completion_length or "
+            f"but need {num_tokens}. Raise it, or lower rollouts.sampling.max_completion_length or "
             "data.max_prompt_length."
         )
 

@@ -91,6 +91,18 @@ def require_one_batch_size(accumulate_grad_batches: int) -> None:
         )
 
 
+def require_accelerator(accelerator: Any) -> None:
+    """Check that a GPU is there if one is asked for."""
+    if accelerator in ("gpu", "cuda") and not (
+        torch.cuda.is_available() or torch.backends.mps.is_available()
+    ):
+        raise InputError(
+            f"trainer.accelerator may be {accelerator} only where PyTorch sees a GPU, but PyTorch "
+            f"{torch.__version__} sees none. Set it to cpu, or install a PyTorch for the GPU's driver "
+            "(docs/gpu.md)."
+        )
+
+
 def name_arguments(text: str) -> str:
     """Return a message of the command line as a script needs it: arguments in place of settings and options.
 

@@ -47,6 +47,7 @@ from rlt_lightning.python.environment import (
     find_global_rank,
     naming_arguments,
     quiet_third_parties,
+    require_accelerator,
     require_callbacks,
     require_known_strategy,
     require_models,
@@ -121,6 +122,7 @@ class Trainer(lightning.pytorch.Trainer):
         with nullcontext() if isinstance(output_dir, RunFolder) else naming_arguments():
             require_known_strategy(options.get("strategy", "auto"))
             require_one_batch_size(options.get("accumulate_grad_batches", 1))
+            require_accelerator(options.get("accelerator", "auto"))
             require_callbacks(given)
         self._opened = output_dir if isinstance(output_dir, RunFolder) else None
         self.output_dir = output_dir.folder if isinstance(output_dir, RunFolder) else Path(output_dir)
