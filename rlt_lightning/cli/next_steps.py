@@ -142,8 +142,10 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) ->
         options: Options = {"model.teacher": model, **name_model("model.student", models.pretrained, on_cpu)}
         options |= {"data.source": name_source(data), **fit_completion_length(config, name, model, examples)}
         options |= keep_forced_format(data)
+        own = OWN_ROWS in find_tasks(data.source) and options["data.source"] != "FILE"
         words = build_command("fit", name, options, data, TEACHER_FORMAT)
-        return f"train it by its students' reward:\n  {words}"
+        which = " (on the warm-up's rows; any others with question and solution will do)" if own else ""
+        return f"train it by its students' reward{which}:\n  {words}"
     if data.task == "rlt":
         name = choose_config("generate", on_cpu, config)
         new = choose_new_questions(data)

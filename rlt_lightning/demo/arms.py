@@ -288,11 +288,12 @@ class Arms:
         """Print the figures of the gates and return whether all gates hold."""
         found, (low, high), num_overlaps = self.gates(), RIGHT_TRACES, self.num_overlaps()
         print(
-            f"{self.name}, what must hold: steps right {found['step_accuracy']:.3f} > {STEPS_RIGHT}, leaps "
-            f"copied {found['leaps_copied']:.3f} > {LEAPS_COPIED},\n"
-            f"    right traces of the warm-up teacher {low} < {found['right_traces']:.2f} < {high}, closed "
-            f"{found['closed']:.3f} > {CLOSED},\n"
-            f"    held-out questions in a training stream: {num_overlaps} of {self.setting.num_test}",
+            f"{self.name}, checked before RLT (docs/finding.md): single steps right "
+            f"{found['step_accuracy']:.1%} (above {STEPS_RIGHT:.0%}),\n"
+            f"    leaps copied {found['leaps_copied']:.1%} (above {LEAPS_COPIED:.0%}), traces of the warm-up "
+            f"teacher right {found['right_traces']:.0%} ({low:.0%} to {high:.0%}),\n"
+            f"    closed {found['closed']:.1%} (above {CLOSED:.0%}), held-out questions in training data "
+            f"{num_overlaps} of {self.setting.num_test} (none)",
             flush=True,
         )
         fine = found["step_accuracy"] > STEPS_RIGHT and found["leaps_copied"] > LEAPS_COPIED

@@ -142,6 +142,9 @@ def show_explanations(one: Arms) -> None:
         for name, row in shown:
             print(f"    {name:5} {row['reward']:6.2f}  ({KIND_WORDS[kinds[row['trace']]]})")
             print(wrap(row["reasoning_trace"], 6))
+    if len(samples) > 1:
+        note = "The same text earns less from a teacher that is surer of it, so compare texts, not rewards."
+        print(f"\n{wrap(note, 2)}")
 
 
 def wrap(text: str, indent: int) -> str:

@@ -179,7 +179,13 @@ def estimate_sampling(setup: Setup) -> Timing:
     copies = worker.num_copies if worker else setup.num_processes
     tokens = step.prompts * step.group_size * step.mean_completion_length
     rate = tokens / copies / seconds
-    return Timing("generate", seconds, f"{tokens:,} tokens: {copies} copies at {rate:,.0f} tokens/s")
+    reason = f"{tokens:,} tokens: {name_number(copies, 'copy', 'copies')} at {rate:,.0f} tokens/s"
+    return Timing("generate", seconds, reason)
+
+
+def name_number(number: int, one: str, several: str) -> str:
+    """Return a number of things with their name."""
+    return f"{number} {one if number == 1 else several}"
 
 
 def estimate_push(setup: Setup) -> list[Timing]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlt_lightning.modules.phases import GIB
 from rlt_lightning.plan.inputs import LanguageModel, Setup, Sharding
 from rlt_lightning.plan.memory import Phase, list_phases
-from rlt_lightning.plan.time import StepTime, estimate_step, kv_capacity, rows_at_once
+from rlt_lightning.plan.time import StepTime, estimate_step, kv_capacity, name_number, rows_at_once
 
 LAYOUTS = {
     "whole": "all weights on one",
@@ -276,6 +276,8 @@ def format_plan(plan: Plan) -> str:
         *([f"runtime {device.reserved / GIB:.2f} GiB, {known}"] if device.reserved else []),
     ]
     head = f"rlt {setup.verb} on {setup.num_processes} x {device.name}, {device.memory / GIB:.1f} GiB each"
+    if setup.worker and not setup.worker.colocated and not device.is_cpu:
+        head += f", and {setup.worker.num_gpus} for vLLM"
     verdict = f"fits: {plan.peak.total / GIB:.1f} GiB of {device.memory / GIB:.1f}, in {plan.peak.name}."
     sections = [
         [f"{head}: {LAYOUTS[setup.sharding]}"],
@@ -365,7 +367,8 @@ def format_workers(setup: Setup) -> list[str]:
     where = "on the trainer's GPUs" if worker.colocated else "on separate GPUs"
     where = where if setup.loads_policy else "which load the model themselves; the table shows one GPU"
     return [
-        f"vLLM: {worker.num_copies} copies, {worker.num_gpus} GPUs, {where}",
+        f"vLLM: {name_number(worker.num_copies, 'copy', 'copies')}, "
+        f"{name_number(worker.num_gpus, 'GPU', 'GPUs')}, {where}",
         f"  takes {worker.gpu_memory_utilization:.0%} of a GPU, {weights / GIB:.1f} GiB of it for weights",
         f"  a token's keys and values take {per_token / 1024:.0f} KiB: room for "
         f"{kv_capacity(setup, worker):,.0f} tokens a copy,",
