@@ -78,6 +78,8 @@ MISTAKES = {
     "--rollouts.engine rlt_lightning.engines.VLLMEngine",
     "test --config quickstart": "which is for rlt fit. Did you mean rlt fit --config quickstart?",
     "fit --config evaluate": "which is for rlt test. Did you mean rlt test --config evaluate?",
+    f"{FIT} --seed abc": "--seed must be a whole number of at least 0, but got 'abc'.",
+    f"{FIT} --seed -1": "--seed must be a whole number of at least 0, but got '-1'.",
     "fit --config overlays/fsdp2_8gpu": "an experiment below its overlays, but got overlays/fsdp2_8gpu:",
     "test --config miniature_rounds": "Did you mean rlt rounds --config miniature_rounds?",
     "dashboard": "rlt dashboard needs --project: rlt dashboard --project PROJECT",

@@ -31,6 +31,7 @@ UNRECOGNISED = re.compile(r"unrecognized arguments: (?P<words>.*)")
 VALUE = re.compile(
     r'(?:Parser key|argument) "(?P<name>[^"]+)": Expected an? (?P<type>.*?)\. Got value: (?P<value>.*)'
 )
+RESTRICTED = re.compile(r'(?:Parser key|argument) "(?P<name>[^"]+)": Not of type (?P<type>\w+): ')
 NO_VALUE = re.compile(r"argument (?P<name>[^:]+): expected (?:one|at least one) argument")
 NO_CLASS = re.compile(
     r'Parser key "(?P<name>[^"]+)": .*?(?:dot import path string: (?P<path>\S+?)(?:\.? Got value.*)?$'
@@ -100,6 +101,9 @@ def explain_mistake(text: str) -> str:
         return explain_value(
             verb, find_place(found["name"], words, found["value"]), found["type"], found["value"]
         )
+    if found := RESTRICTED.match(text):
+        place = find_place(found["name"], words)
+        return explain_value(verb, place, found["type"], find_value(place, words))
     if found := NO_VALUE.match(text):
         names = [name.strip().lstrip("-") for name in found["name"].split(",")]
         alone = [w for w, after in pairwise([*words, "--"]) if w.startswith("--") and after.startswith("--")]
@@ -239,7 +243,8 @@ def explain_value(verb: str, place: Place, expected: str, value: str) -> str:
     meant = f" Did you mean {near[0]}?" if near else ""
     [default, *others] = {option.default for option in options} or {None}  # classes may differ in it
     known = f" The default is {default}." if default and not others else ""
-    return f"{place} must be {describe_kind(kind)}, but got {value!r}.{meant or known}"
+    least = " of at least 0" if expected.startswith("NonNegative") else ""
+    return f"{place} must be {describe_kind(kind)}{least}, but got {value!r}.{meant or known}"
 
 
 def read_kind(expected: str) -> str:
@@ -296,6 +301,13 @@ def find_place(name: str, words: Sequence[str], value: str | None = None) -> Pla
                 if fits and (value is None or str(found) == value):
                     return Place(key, file)
     return Place(name)
+
+
+def find_value(place: Place, words: Sequence[str]) -> str:
+    """Return the value that a user has written there."""
+    if not place.file:
+        return dict(pairwise(split_equals(words))).get(f"--{place.name}", "")
+    return str(dict(list_settings(list_shipped_configs().get(place.file, Path(place.file)))).get(place.name))
 
 
 def split_equals(words: Sequence[str]) -> list[str]:
