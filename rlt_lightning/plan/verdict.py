@@ -364,7 +364,7 @@ def format_workers(setup: Setup) -> list[str]:
     if setup.device.is_cpu:
         return [f"vLLM needs besides: {weights / GIB:.2f} GiB of weights, and space for keys and values"]
     per_token = setup.policy.shape.kv_per_token * worker.weight_bytes
-    where = "on the trainer's GPUs" if worker.colocated else "on separate GPUs"
+    where = "on the trainer's GPUs" if worker.colocated else "apart from the trainer's"
     where = where if setup.loads_policy else "which load the model themselves; the table shows one GPU"
     return [
         f"vLLM: {name_number(worker.num_copies, 'copy', 'copies')}, "

@@ -131,12 +131,16 @@ function comparison() {
   const ranges = all.problems.map((_, i) => ofRuns(i, (marks) =>
     marks.highest == null || marks.lowest == null ? 0 : all.terms.reward[marks.highest] - all.terms.reward[marks.lowest]));
   const times = all.problems.map((_, i) => ofRuns(i, (marks) => marks.times));
+  const spread = ranges.some((range) => range > 0);  // none with one completion of each problem
   const again = times.some((count) => count > 1);
   const order = all.problems.map((_, i) => i).sort((a, b) => (times[b] > 1) - (times[a] > 1) || a - b);
   const name = (i) => {
     const text = all.problems[i].question.replace(/\s+/g, " ");
-    const gain = gains[i] > -Infinity ? `, last minus first time ${number(gains[i], true)}` : "";
-    return `${problemName(i)} (largest minus smallest ${termName("reward")} ${number(ranges[i])}${gain}): ${text.slice(0, 60)}${text.length > 60 ? "…" : ""}`;
+    const about = [
+      ...(spread ? [`${termName("reward")} differs by ${number(ranges[i])}`] : []),
+      ...(gains[i] > -Infinity ? [`last minus first time ${number(gains[i], true)}`] : []),
+    ];
+    return `${problemName(i)}${about.length ? ` (${about.join(", ")})` : ""}: ${text.slice(0, 60)}${text.length > 60 ? "…" : ""}`;
   };
   const choice = el("select", { onchange: () => show(Number(choice.value)) }, options(order.slice(0, MOST_CHOICES).map((i) => [i, name(i)])));
   const body = el("div");
