@@ -38,7 +38,7 @@ class ScoredCompletions:
         rewards: (N,), alike on every rank.
         scores: Rewards and terms of `own`; None if this rank has none.
         counts: What dynamic sampling has cost.
-        stds: Standard deviation of the rewards of each group, those that were replaced included.
+        stds: Standard deviation of the rewards of each group, by request; those that were replaced included.
     """
 
     request: RolloutRequest
@@ -55,7 +55,7 @@ class ScoredCompletions:
         self.sources = [(self.request, n) for n in range(len(self.request.rows) * self.group_size)]
         self.own = self.request.own_numbers
         self.counts = RefillCounts(len(self.request.rows))
-        self.stds: list[float] = []
+        self.stds: list[Tensor] = []
 
     def build_rollouts(self, numbers: Sequence[int]) -> list[Rollout]:
         """Return completions attached to their problems."""
@@ -105,7 +105,7 @@ class ScoredCompletions:
 
     def set_rewards(self, rewards: Tensor) -> None:
         """Keep the rewards, (N,), alike on every rank."""
-        self.rewards, self.stds = rewards, split_groups(rewards, self.group_size).std(dim=1).tolist()
+        self.rewards, self.stds = rewards, [split_groups(rewards, self.group_size).std(dim=1)]
 
     def find_flat_groups(self, min_std: float) -> list[int]:
         """Return the places of the groups whose rewards are all equal, or differ by less than `min_std`."""
