@@ -294,6 +294,32 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
     assert "kl_reward" in likelihood.reward.columns()
 
 
+def test_the_policy_reads_thoughts_once_for_all_scorers(tmp_path: Path) -> None:
+    scorers = ["miniature-teacher", "miniature"]
+    likelihood = module(scorer=scorers, reward=RLPRReward(kl_weight=1.0, temperature=0.5))
+    passes, run_policy = [], likelihood.run
+
+    def count(function: Any, *arguments: Any) -> Any:
+        passes.append(torch.is_grad_enabled())
+        return run_policy(function, *arguments)
+
+    class Count(Witness):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            pl_module.run = count
+
+    witness = Count()
+    with pytest.warns(UserWarning, match=r"reward\.temperature is 0\.5: the k1 and k3 estimates .* biased"):
+        fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorers)
+    # The engine's log-probs are at another temperature, so the policy scores its thoughts, and then trains.
+    assert passes == [False, True]
+    of_teacher, of_itself = (one.terms.kl_reward for one in witness.batches[0].scores.by_student.values())
+    torch.testing.assert_close(of_itself, torch.zeros(8), atol=1e-5, rtol=0)
+    assert float(of_teacher.abs().max()) > 0.01
+    total = witness.batches[0].scores.terms
+    torch.testing.assert_close(total.reward, sum(total.parts().values()))
+
+
 @pytest.mark.parametrize("reward", [full(RLPRReward()), full(NOVERReward())], ids=["rlpr", "nover"])
 def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: str, tmp_path: Path) -> None:
     weights = {"miniature-teacher": 1.0, smollm2: 3.0}

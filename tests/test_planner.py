@@ -522,6 +522,10 @@ def test_an_offloaded_reference_comes_back_to_score() -> None:
     assert phases["score"].host["reference weights"] == 400
     assert phases["score"].device["reference weights"] == 400
     assert phases["train"].device["reference weights"] == 0
+    # With a KL term the policy may have to read the thoughts too.
+    reads = "one forward of the reference with the solutions"
+    assert time.describe_scoring(scored) == reads
+    assert time.describe_scoring(replace(scored, teacher_passes=1)) == f"{reads} and one of the policy"
     with_adapter = make_plan(replace(scored, shares_base=True))
     assert {phase.device.get("reference weights", 0) for phase in with_adapter.phases} == {0}
 

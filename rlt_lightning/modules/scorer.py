@@ -87,7 +87,8 @@ class TokenScores(NamedTuple):
 
     Attributes:
         solution_log_probs: The student's log-probs of the solution, (S,), nats.
-        kl: The KL of the explanation's tokens, (K,), nats; none of a likelihood reward.
+        kl: The KL of the explanation's tokens, (K,), nats; none of a likelihood reward without
+            a KL term.
         empty_log_probs: The student's log-probs of the solution after an empty explanation, (S,), nats; None
             without a baseline.
     """
@@ -274,9 +275,9 @@ class Scorer:
         if not self.models:
             return [()] * len(rows)
         views = [[row.views[number] for row in rows] for number in range(len(self.models))]
-        several = len(views) > 1 and isinstance(self.reward, RLTReward)
+        of_kl = self._find_kl_scorer(temperature) if len(views) > 1 else None
         unknown = [None] * len(views)
-        teacher_log_probs = self._score_longest_views(views, temperature, stats) if several else unknown
+        teacher_log_probs = of_kl._score_longest_views(views, temperature, stats) if of_kl else unknown
         by_student = []
         for number, model in enumerate(self.models):
             empty = {row: values[number] for row, values in (known or {}).items()}
@@ -387,6 +388,13 @@ class Scorer:
         assert isinstance(self.reward, RLTReward)
         return self.reward
 
+    def _find_kl_scorer(self, temperature: float) -> Scorer | None:
+        """Return a scorer whose reward is RLT's, with the same KL; None if the reward has no KL term."""
+        reward = self.reward
+        if isinstance(reward, LikelihoodReward):
+            return replace(self, reward=reward.kl_settings(temperature)) if reward.kl_weight else None
+        return self
+
     # One student
 
     def _score_with_baseline(
@@ -415,7 +423,7 @@ class Scorer:
 
         def score(views: list[ModelView]) -> list[TokenScores]:
             if isinstance(reward, LikelihoodReward):
-                return self._score_likelihood(reward, student, views, temperature, stats)
+                return self._score_likelihood(reward, student, views, temperature, teacher_log_probs, stats)
             return self._score_student(student, views, temperature, teacher_log_probs, stats)
 
         if reward.baseline == "none":
@@ -426,7 +434,8 @@ class Scorer:
             build_empty_view(problem, self.student_views.formats[number]) for problem in missing.values()
         ]
         if teacher_log_probs is not None:  # what the teacher says of an empty one enters nothing
-            lengths = (len(list_think_tokens(view, self.rlt_reward.score_given)) for view in empty)
+            given = isinstance(reward, RLTReward) and reward.score_given
+            lengths = (len(list_think_tokens(view, given)) for view in empty)
             zeros = (torch.zeros(length, device=self.device) for length in lengths)
             teacher_log_probs = [*teacher_log_probs, *zeros]
         found = score([*views, *empty])
@@ -503,13 +512,14 @@ class Scorer:
         student: RunModel,
         views: list[ModelView],
         temperature: float,
+        teacher_log_probs: list[Tensor] | None,
         stats: PhaseStats | None,
     ) -> list[TokenScores]:
         """Run a scorer over the solutions after N thoughts and, with a KL term, over the thoughts."""
-        settings = reward.kl_settings(temperature)
-        if reward.kl_weight:
-            return replace(self, reward=settings)._score_student(student, views, temperature, None, stats)
-        return self._score_solutions(student, views, settings.student_temperature, stats)
+        if of_kl := self._find_kl_scorer(temperature):
+            return of_kl._score_student(student, views, temperature, teacher_log_probs, stats)
+        own = reward.kl_settings(temperature).student_temperature
+        return self._score_solutions(student, views, own, stats)
 
     def _score_solutions(
         self, student: RunModel, views: list[ModelView], temperature: float, stats: PhaseStats | None

@@ -136,6 +136,7 @@ class LikelihoodReward(Reward, ABC):
         require_option(
             "kl_weight", self.kl_weight, self.kl_weight >= 0, "at least 0; 0 switches the term off"
         )
+        self.kl_settings(temperature=1.0)  # checks the estimator
 
     def columns(self) -> tuple[str, ...]:
         """See `Reward.columns`."""

@@ -256,7 +256,8 @@ def describe_scoring(setup: Setup) -> str:
     """Return in words which forwards a reward needs."""
     num_students, of_teacher = len(setup.students), setup.teacher_passes
     if setup.scorer != "frozen":
-        return f"one forward of the {setup.scorer} with the solutions"
+        of_policy = " and one of the policy" if of_teacher else ""
+        return f"one forward of the {setup.scorer} with the solutions{of_policy}"
     students = "the student's forward" if num_students == 1 else f"the forwards of {num_students} students"
     if not of_teacher:
         return students
