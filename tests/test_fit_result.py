@@ -16,7 +16,7 @@ from rlt_lightning import Trainer
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.judging.answers import ends_with_answer
 from rlt_lightning.modules import SFTModule
-from rlt_lightning.run.result import RIGHT, Change, FitResult, read_fit_result, read_last_rows
+from rlt_lightning.run.result import RIGHT, Change, FitResult, format_figure, read_fit_result, read_last_rows
 from rlt_lightning.tasks.countdown import solve_row
 from rlt_lightning.tasks.stepwise import chain_rows
 
@@ -48,7 +48,23 @@ def test_first_and_last_are_means_with_errors(tmp_path: Path) -> None:
     assert change == Change(1, 9, pytest.approx(1), pytest.approx(1), 2)
     assert change.error == pytest.approx(math.sqrt(2))
     assert change.has_risen
-    assert result.line() == "reward 1 ± 1 → 9 ± 1"
+    assert result.line() == "reward 1.0 ± 1.0 → 9.0 ± 1.0"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (-0.35, 0.01, "-0.350 ± 0.010"),
+        (-0.64213, 0.0447, "-0.642 ± 0.045"),
+        (0.5, 0.0996, "0.50 ± 0.10"),
+        (28.9, 0.48, "28.90 ± 0.48"),
+        (1234.5, 67.8, "1234 ± 68"),
+        (0.5, 0.0, "0.5"),
+        (0.12345, math.nan, "0.123"),
+    ],
+)
+def test_a_figure_has_the_decimals_of_its_error(value: float, error: float, text: str) -> None:
+    assert format_figure(value, error) == text
 
 
 def test_the_line_names_terms_accuracy_and_right_explanations(tmp_path: Path) -> None:
@@ -132,7 +148,7 @@ def rising(num_steps: int = 40) -> list[float]:
         ({"reward__mean": rising(), "reward__correct": [0.9] * 20 + [0.2] * 20}, "right answers fell, 90.0"),
         ({"reward__mean": rising(), "reward__solution": [-1.0] * 20 + [-2.0] * 20}, "while r_SS fell"),
         ({"reward__mean": rising(), "reward__val_mean": [-1.0, -2.0]}, "held-out rows fell"),
-        ({"policy__loss": rising()}, "the loss has risen, 0.45 ± 0.096 → 3.45"),
+        ({"policy__loss": rising()}, "the loss has risen, 0.450 ± 0.096 → 3.45"),
         ({"policy__loss": rising()[::-1], "eval__s__pass_at_1": [0.3, 0.1]}, "accuracy on s has fallen"),
     ],
 )

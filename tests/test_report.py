@@ -438,7 +438,7 @@ def test_the_summary_says_whether_a_run_learned(tmp_path: Path) -> None:
         "frozen student S most: 40 iterations."
     )
     # Means of -1 to -0.775 and of -0.25 to -0.025.
-    assert "reward −0.887 ± 0.024 → −0.138 ± 0.024 nats" in up["verdict"]
+    assert "reward −0.887 ±\u00a00.024 → −0.138 ±\u00a00.024 nats" in up["verdict"]
     assert up["facts"] == {"time of all iterations": "2.0 min", "tokens sampled": "12,000"}
     assert down["trained"] == "Supervised fine-tuning: a model was trained: 40 optimizer steps."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import textwrap
 from collections import Counter
@@ -117,7 +118,7 @@ def build_tables(figures: dict[str, Any]) -> str:
             cells.append(f"{fmean(rise['reward/mean'] for rise in found['rlt']['rise']):+.2f}")
             lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
+    return re.sub(r"(?<=\| )-(?=\d)", "−", "\n\n".join(parts)) + "\n"
 
 
 def show_explanations(one: Arms) -> None:

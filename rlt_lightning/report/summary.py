@@ -8,11 +8,12 @@ rollouts.jsonl   kinds of completions, right answers           ──▶ tabulat
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rlt_lightning.report.collect import DIVERGENCE, Run, is_distilled
 from rlt_lightning.run.metrics import find_metric, list_metrics
-from rlt_lightning.run.result import HELD_OUT, RIGHT, Change, FitResult, show, show_percent
+from rlt_lightning.run.result import HELD_OUT, RIGHT, Change, FitResult, format_figure, show
 
 # The figures of the table, in its order. The loss is left out where it says nothing or the same.
 FIGURES = (
@@ -57,6 +58,13 @@ def read_setting(run: Run, *names: str) -> str:
     return ""
 
 
+def read_place(run: Run, *names: str) -> str:
+    """Return the model or source that a setting names; of a long absolute path its end."""
+    text = read_setting(run, *names)
+    parts = Path(text).parts
+    return "/".join(("…", *parts[-3:])) if Path(text).is_absolute() and len(parts) > 4 else text
+
+
 def classify_run(run: Run) -> str:
     """Return what kind of run it is, in the words that begin its page."""
     if run.evaluation is not None:
@@ -87,15 +95,15 @@ def describe_training(run: Run) -> str:
     steps = run.result.steps if run.result else 0
     if not steps:
         return f"{run.completions.total:,} completions of {count} were scored." if count else ""
-    model = read_setting(run, "model.pretrained", "model.teacher") or "a model"
-    source = read_setting(run, "data.source")
+    model = read_place(run, "model.pretrained", "model.teacher") or "a model"
+    source = read_place(run, "data.source")
     on = f" on {source}" if source else ""
     length = f"{steps:,} iterations" + (
         f", {run.completions.total:,} completions of {count}" if count else ""
     )
     kind = classify_run(run)
     if kind == "On-policy distillation":
-        teacher = read_setting(run, "model.teacher") or "itself"
+        teacher = read_place(run, "model.teacher") or "itself"
         return (
             f"{kind}: the student {model} was trained on its own answers{on} to match {teacher}, which sees "
             f"the solution: {length}."
@@ -108,7 +116,7 @@ def describe_training(run: Run) -> str:
             f"the scorer {read_setting(run, 'model.scorer')}, by {describe_reward(run)}: {length}."
         )
     if kind == "Reinforcement-learned teacher":
-        students = describe_students(run) or read_setting(run, "model.student")
+        students = describe_students(run) or read_place(run, "model.student")
         return (
             f"{kind}: {model} was trained to explain solutions{on} in the way that helps the frozen "
             f"student{'s' * (', ' in students)} {students} most: {length}."
@@ -142,10 +150,10 @@ def describe_verdict(result: FitResult) -> str:
     if found is None:
         return ""
     words, _, change = found
-    figures = f"{words} {show(change)}".replace("-", "−")
+    figures = f"{words} {show(change)}".replace("-", "−").replace("± ", "±\u00a0")
     if change.num_steps < 2:
         return f"Too short to say whether it learned: {figures} nats."
-    limits = f" But {' and '.join(result.limits)}." if result.limits else ""
+    limits = f" But {' and '.join(result.limits)}.".replace(" %", "\u00a0%") if result.limits else ""
     judged = {
         "yes": "It learned what it was trained for",
         "no": "It became worse",
@@ -237,24 +245,23 @@ def is_fraction(name: str) -> bool:
 
 def describe_change(name: str, change: Change) -> str:
     """Return a figure at the start and at the end of a run."""
-    text = (show_percent(change) if is_fraction(name) else show(change)).replace("-", "−")
-    return text.replace(" %", "\u00a0%")  # a narrow page does not break there
+    first, last, _ = split_change(name, change)
+    if first == last:
+        return first
+    unit = "\u00a0%" if is_fraction(name) else ""
+    return f"{first.removesuffix(unit)} → {last}"
 
 
 def split_change(name: str, change: Change) -> list[str]:
     """Return a figure at the start, at the end, and its change, with their standard errors."""
-    scale = 100 if is_fraction(name) else 1
+    scale, units = (100, ("\u00a0%", " points")) if is_fraction(name) else (1, ("", ""))
+
+    def write(value: float, error: float, sign: str = "") -> str:
+        text = format_figure(scale * value, scale * error, sign if value else "")
+        return text.replace("-", "−").replace("± ", "±\u00a0")  # a narrow page does not break there
+
     values = (change.first, change.first_error), (change.last, change.last_error)
-
-    def write(value: float, error: float, signed: bool = False) -> str:
-        text = f"{scale * value:{'+' if signed and value else ''}.3g}"
-        return text.replace("-", "−") + (f" ± {scale * error:.2g}" if error > 0 else "")
-
-    units = (" %", " points") if is_fraction(name) else ("", "")
-    return [
-        *(write(*pair) + units[0] for pair in values),
-        write(change.gain, change.error, signed=True) + units[1],
-    ]
+    return [*(write(*pair) + units[0] for pair in values), write(change.gain, change.error, "+") + units[1]]
 
 
 def list_differences(runs: list[Run]) -> list[list[str]]:

@@ -171,11 +171,19 @@ def describe_objective(changes: dict[str, Change]) -> str:
 def show(change: Change, with_errors: bool = True) -> str:
     """Return a change as text: -0.71 ± 0.03 → -0.38 ± 0.02."""
     pairs = ((change.first, change.first_error), (change.last, change.last_error))
-    texts = [
-        f"{value:.3g}" + (f" ± {error:.2g}" if with_errors and math.isfinite(error) else "")
-        for value, error in pairs
-    ]
+    texts = [format_figure(value, error if with_errors else math.nan) for value, error in pairs]
     return texts[0] if change.num_steps == 1 and texts[0] == texts[1] else " → ".join(texts)
+
+
+def format_figure(value: float, error: float, sign: str = "") -> str:
+    """Return a figure with two digits of its standard error and as many decimals: -0.350 ± 0.010.
+
+    Without an error, or with one of 0, three digits of the figure alone.
+    """
+    if not 0 < error < math.inf:
+        return f"{value:{sign}.3g}"
+    decimals = max(0, 1 - int(f"{error:.1e}".split("e")[1]))
+    return f"{value:{sign}.{decimals}f} ± {error:.{decimals}f}"
 
 
 def show_percent(change: Change) -> str:

@@ -207,7 +207,9 @@ function scrolling(label, ...children) {
 function table(rows, attributes = {}) {
   const cells = (row, tag) => row.map((cell, i) => {
     const head = tag === "th" || i === 0;
-    return el(head ? "th" : "td", head ? { scope: tag === "th" ? "col" : "row" } : {}, String(cell));
+    const parts = String(cell).split(/(?<=[._/])(?=[A-Za-z])/);  // long settings and paths break between words
+    const broken = parts.flatMap((part, i) => (i ? [el("wbr"), part] : [part]));
+    return el(head ? "th" : "td", head ? { scope: tag === "th" ? "col" : "row" } : {}, broken);
   });
   return el("table", attributes, el("thead", {}, el("tr", {}, cells(rows[0], "th"))),
     el("tbody", {}, rows.slice(1).map((row) => el("tr", {}, cells(row, "td")))));
