@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from cases import full
 from commands import ROOT, python, rlt
 from pretended_gpu.faults import ON_ONE_RANK, ON_TWO_RANKS
 from safetensors.torch import load_file
@@ -78,8 +79,7 @@ WAITS_OF_TWO = WAITS | {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("gpus", "group_size"), [(1, 2), (1, 16), (2, 16)])
+@pytest.mark.parametrize(("gpus", "group_size"), [(1, 2), full(1, 16), full(2, 16)])
 def test_the_host_waits_once_per_token_and_never_per_row(gpus: int, group_size: int, tmp_path: Path) -> None:
     (tmp_path / "waits.yaml").write_text(
         "trainer: {callbacks+: [{class_path: pretended_gpu.waits.WaitsOfSteps}]}"
