@@ -225,7 +225,7 @@ class LikelihoodRewardFunction(RLTRewardFunction):
         layout: Layout = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        if reward.kl_weight:
+        if isinstance(reward, LikelihoodReward) and reward.kl_weight:
             raise InputError(
                 f"reward.kl_weight must be 0 for TRL, but it is {reward.kl_weight:g}. Set it to 0; TRL's own "
                 "KL penalty is GRPOConfig.beta."
