@@ -9,6 +9,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,10 @@ from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.plan import make_plan, memory, time
-from rlt_lightning.plan.inputs import Device, LanguageModel, PlannedWorkers, Setup, Step
+from rlt_lightning.plan.inputs import Device, LanguageModel, PlannedWorkers, PlanOptions, Setup, Step
 from rlt_lightning.plan.lengths import BETWEEN, WITHIN
 from rlt_lightning.plan.models import Activations, LiveBytes, Shape, trace_activations
-from rlt_lightning.plan.settings import count_devices, read_sharding
+from rlt_lightning.plan.settings import count_devices, read_processes, read_sharding
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 
@@ -656,6 +657,9 @@ def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
     assert read_sharding(named, 8) == ("zero1", settings)
     with pytest.raises(InputError, match="knows the strategies"):
         read_sharding("deepspeed", 8)
+    nobody = SimpleNamespace(accelerator="cpu", devices=0, num_nodes=1)
+    with pytest.raises(InputError, match=r"at least one process, but trainer.devices is 0"):
+        read_processes(nobody, PlanOptions(), notes)
 
 
 @pytest.mark.full

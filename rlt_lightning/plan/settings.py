@@ -373,11 +373,16 @@ def read_processes(trainer: Any, options: PlanOptions, notes: list[str]) -> Proc
         notes: Assumptions are added here.
 
     Raises:
-        InputError: If the strategy or the precision is not supported.
+        InputError: If the strategy or the precision is not supported, or there is no process.
     """
     on_cpu = options.device == "cpu" or (options.device == "auto" and trainer.accelerator == "cpu")
     per_machine = count_devices(trainer.devices, on_cpu, notes)
     number = per_machine * int(trainer.num_nodes)
+    if number < 1:
+        raise InputError(
+            "A run must have at least one process, but trainer.devices is "
+            f"{trainer.devices} and trainer.num_nodes {trainer.num_nodes}. Raise the one that is 0."
+        )
     sharding, strategy = read_sharding(trainer.strategy, number)
     precision = PRECISIONS.get(str(trainer.precision), str(trainer.precision))
     require_precision(precision)
