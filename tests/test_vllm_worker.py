@@ -356,6 +356,15 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
         ]
 
 
+@pytest.mark.slow
+def test_thoughts_of_a_worker_are_scored_by_the_policy(tmp_path: Path) -> None:
+    _, _, overlay, *_ = run_config(tmp_path, "miniature", GlooPush, str(EXECUTABLE))
+    options = ["--trainer.max_steps=3", "--data.val_rows=1", f"--output_dir={tmp_path / 'run'}"]
+    result = rlt("fit", "--config=miniature_likelihood", overlay, *options, timeout=500)
+    assert result.returncode == 0, result.stderr
+    require_agreement(tmp_path / "run", 3)
+
+
 @pytest.mark.parametrize(("strategy", "sleep"), [slow("zero3", False), ("fsdp2", True)])
 def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
     strategy: str, sleep: bool, tiny_model: str, tmp_path: Path
