@@ -109,7 +109,8 @@ class LikelihoodTerms(RewardTerms):
 class LikelihoodReward(Reward, ABC):
     """A reward of the solution's log-probs after a thought.
 
-    A subclass writes `score` and, where it has them, the other terms.
+    A subclass writes `score` and, where it has them, the other terms. The KL term comes on top: a thought
+    that is not closed pays it too.
 
     Args:
         temperature: Temperature of the log-probs; None: that of sampling.
@@ -197,7 +198,7 @@ class LogProbReward(LikelihoodReward):
     r(z) = reduce_t log p(y_t | z) + format          (sum: log p(y | z); mean: that of a token)
 
     Args:
-        temperature: See `LikelihoodReward`.
+        temperature: Temperature of the log-probs; None: that of sampling.
         reduction: sum, mean, or another reduction of the released RLT code.
         format_penalty: Added to the reward of a thought that is not closed.
     """
@@ -231,7 +232,7 @@ class RLPRReward(LikelihoodReward):
     B of a thought that is not closed is 0 (OpenBMB/RLPR 8490fca, verl/workers/reward_manager/prob.py).
 
     Args:
-        temperature: See `LikelihoodReward`.
+        temperature: Temperature of the log-probs; None: that of sampling.
         format_coef: c, the weight of the format; 0.1 in the code.
         subtract_empty: Subtract A. False: A is 0, as in the code for a row without its `scoreA`.
         round_bf16: Round B to bfloat16, as the code does; A is not rounded there.
@@ -308,7 +309,7 @@ class NOVERReward(LikelihoodReward):
     reward_functions.py and utils.py).
 
     Args:
-        temperature: See `LikelihoodReward`.
+        temperature: Temperature of the log-probs; None: that of sampling.
         rank_weight: w_r.
         efficiency_weight: w_e.
         format_weight: w_f.
