@@ -53,7 +53,7 @@ from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.text_reward import TextReward, judge_texts, require_student
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, measure_mismatch
-from rlt_lightning.numerics.likelihood import LikelihoodReward, SolutionScores
+from rlt_lightning.numerics.likelihood import LikelihoodReward, SolutionScores, find_kl_reward
 from rlt_lightning.numerics.packing import (
     Extent,
     MicroBatch,
@@ -390,10 +390,8 @@ class Scorer:
 
     def _find_kl_scorer(self, temperature: float) -> Scorer | None:
         """Return a scorer whose reward is RLT's, with the same KL; None if the reward has no KL term."""
-        reward = self.reward
-        if isinstance(reward, LikelihoodReward):
-            return replace(self, reward=reward.kl_settings(temperature)) if reward.kl_weight else None
-        return self
+        reward = find_kl_reward(self.reward, temperature)
+        return None if reward is None else replace(self, reward=reward)
 
     # One student
 
@@ -422,9 +420,11 @@ class Scorer:
         assert isinstance(reward, (RLTReward, LikelihoodReward))
 
         def score(views: list[ModelView]) -> list[TokenScores]:
-            if isinstance(reward, LikelihoodReward):
-                return self._score_likelihood(reward, student, views, temperature, teacher_log_probs, stats)
-            return self._score_student(student, views, temperature, teacher_log_probs, stats)
+            if of_kl := self._find_kl_scorer(temperature):
+                return of_kl._score_student(student, views, temperature, teacher_log_probs, stats)
+            assert isinstance(reward, LikelihoodReward)
+            own = reward.kl_settings(temperature).student_temperature
+            return self._score_solutions(student, views, own, stats)
 
         if reward.baseline == "none":
             return score(views)
@@ -505,21 +505,6 @@ class Scorer:
                 found[i] = TokenScores(pieces[2 * place + 1], kl)
         checks.require()
         return found
-
-    def _score_likelihood(
-        self,
-        reward: LikelihoodReward,
-        student: RunModel,
-        views: list[ModelView],
-        temperature: float,
-        teacher_log_probs: list[Tensor] | None,
-        stats: PhaseStats | None,
-    ) -> list[TokenScores]:
-        """Run a scorer over the solutions after N thoughts and, with a KL term, over the thoughts."""
-        if of_kl := self._find_kl_scorer(temperature):
-            return of_kl._score_student(student, views, temperature, teacher_log_probs, stats)
-        own = reward.kl_settings(temperature).student_temperature
-        return self._score_solutions(student, views, own, stats)
 
     def _score_solutions(
         self, student: RunModel, views: list[ModelView], temperature: float, stats: PhaseStats | None
@@ -879,10 +864,9 @@ def require_scorable(reward: Reward, formats: Sequence[ChatFormat], students: Se
     of_others = [
         s for s, own in zip(students, formats, strict=False) if isinstance(own, CrossTokenizerFormat)
     ]
-    if isinstance(reward, LikelihoodReward) and reward.kl_weight:
-        reward = reward.kl_settings(temperature=1.0)
+    of_kl = find_kl_reward(reward, temperature=1.0)
     for student in of_others:
-        if isinstance(reward, RLTReward) and reward.kl_estimator == "exact":
+        if of_kl is not None and of_kl.kl_estimator == "exact":
             raise InputError(
                 "reward.kl_estimator exact sums over a vocabulary that teacher and student share, but the "
                 f"tokenizer of the student {student} is not the teacher's. Set it to k1 or k3, which compare "

@@ -191,6 +191,13 @@ class LikelihoodReward(Reward, ABC):
         )
 
 
+def find_kl_reward(reward: Reward | None, temperature: float) -> RLTReward | None:
+    """Return RLT's reward with the same KL, for sampling at a temperature; None without a KL term."""
+    if isinstance(reward, LikelihoodReward) and reward.kl_weight:
+        return reward.kl_settings(temperature)
+    return reward if isinstance(reward, RLTReward) else None
+
+
 @dataclass(frozen=True)
 class LogProbReward(LikelihoodReward):
     """The log-probability of the solution (Likelihood-Based Reward Designs, arXiv:2602.03979).

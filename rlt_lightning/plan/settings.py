@@ -38,7 +38,7 @@ from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import GIB, flops, matmul_rate, resident_bytes
 from rlt_lightning.numerics.head import block_size
-from rlt_lightning.numerics.likelihood import LikelihoodReward
+from rlt_lightning.numerics.likelihood import find_kl_reward
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.plan.inputs import (
     CPU_BANDWIDTH,
@@ -581,10 +581,8 @@ def count_logits_bytes(module: PolicyModule, on_cpu: bool) -> int:
 
 def count_teacher_passes(module: RLTModule, rollouts: RolloutCallback) -> int:
     """Return how often the teacher runs once more for the reward; see `Scorer`."""
-    reward = module.reward
-    if isinstance(reward, LikelihoodReward) and reward.kl_weight:
-        reward = reward.kl_settings(rollouts.sampling.temperature)
-    if not isinstance(reward, RLTReward):
+    reward = find_kl_reward(module.reward, rollouts.sampling.temperature)
+    if reward is None:
         return 0
     if reward.kl_estimator == "exact":
         # Its hidden states are computed again with each student.
