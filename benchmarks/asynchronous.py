@@ -46,6 +46,7 @@ WARM_UP = 2
 GROUP_SIZE = 2
 PHASES = ("generate", "push", "score", "train")
 SAMPLING_TO_SCORING = 2.0
+TINY_S = 0.1  # seconds that the stand-in takes at tiny size
 SAME_REWARD = 1e-3  # nats: chunks make other micro-batches
 
 
@@ -59,6 +60,7 @@ class Setting:
     length: int  # tokens of a completion
     group_size: int = GROUP_SIZE
     micro_batch_tokens: int = 2048  # a chunk of completions has as many at least
+    further: tuple[str, ...] = ()  # options of the run
 
 
 class Staggered(FakeWorker):
@@ -100,7 +102,7 @@ def step_times(
         command += [f"--model.micro_batch_tokens={setting.micro_batch_tokens}"]
         command += [f"--model.group_size={setting.group_size}", "--checkpoint.every_n_train_steps=1000"]
         command += [f"--model.teacher={setting.model}", f"--model.student={setting.model}"]
-        command += ["--trainer.precision=32-true", "--model.student_dtype=float32"]
+        command += ["--trainer.precision=32-true", "--model.student_dtype=float32", *setting.further]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         with open(f"{folder}/run/metrics.csv", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -121,10 +123,14 @@ def first_log_probs(name: str) -> Any:
     return lambda text: sequence_log_probs(model, text).tolist()
 
 
-def compare_scoring(engine: dict[str, Any], setting: Setting, worker: Staggered) -> dict[str, Any]:
-    """Compare scoring at the end with scoring while others are sampled."""
-    alone = step_times("scoring early, sampling at once", engine, False, replace(setting, steps=1), False)
-    worker.spread_s = SAMPLING_TO_SCORING * alone["score"]
+def compare_scoring(
+    engine: dict[str, Any], setting: Setting, worker: Staggered, scoring_s: float | None
+) -> dict[str, Any]:
+    """Compare scoring at the end with scoring while others are sampled; `scoring_s` None: it is measured."""
+    if scoring_s is None:
+        one = replace(setting, steps=1)
+        scoring_s = step_times("scoring early, sampling at once", engine, False, one, False)["score"]
+    worker.spread_s = SAMPLING_TO_SCORING * scoring_s
     late = step_times("scoring early, off", engine, False, setting, score_early=False)
     early = step_times("scoring early, on", engine, False, setting)
     worker.spread_s = 0.0
@@ -152,7 +158,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as models:
         if options.tiny:  # the stand-in sends words that the miniature does not have
             model = make_model(Path(models), 64, 1, 0, str(embedded_model()))
-            setting = Setting("configs/quickstart.yaml", model, options.steps, 8)
+            few_rows = ("--data.prompts_per_step=2", "--data.num_embedded_rows=16")
+            setting = Setting("configs/quickstart.yaml", model, options.steps, 8, further=few_rows)
         compare_all(options, setting, results)
     early = results["scoring early"]["ratio"]
     finish(options.output, results, ratio=results["two machines"]["ratio"], goal=GOAL, early=early)
@@ -168,9 +175,9 @@ def compare_all(options: Any, setting: Setting, results: dict[str, Any]) -> None
         engine = {"urls": [worker.url], "push": push}
         few = {} if options.tiny else {"length": 64, "group_size": 4}
         chunks = replace(setting, **few, micro_batch_tokens=32 if options.tiny else 256)
-        results["scoring early"] = compare_scoring(engine, chunks, worker)
+        results["scoring early"] = compare_scoring(engine, chunks, worker, TINY_S if options.tiny else None)
         if options.tiny:
-            worker.delay_s = 0.2
+            worker.delay_s = TINY_S
         else:
             half = replace(setting, steps=options.steps // 2)
             alone = step_times("two machines, sampling at once", engine, False, half)

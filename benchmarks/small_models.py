@@ -1,6 +1,6 @@
 """Small models with random weights and the words of the embedded model, for tiny sizes.
 
-benchmarks/small_models.py FOLDER [--tokenizer FOLDER]   makes FOLDER/teacher and FOLDER/student
+benchmarks/small_models.py FOLDER [--tokenizer FOLDER] [--tiny]   makes FOLDER/teacher and FOLDER/student
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", help="folder of a tokenizer; else the embedded model's, fetched once")
+    parser.add_argument("--tiny", action="store_true", help="a size that shows only that a run works")
     options = parser.parse_args()
     tokenizer = options.tokenizer
     if tokenizer is None:
         from rlt_lightning.models.embedded import embedded_model
 
         tokenizer = str(embedded_model())
-    make_model(options.folder / "teacher", 256, 4, 0, tokenizer)
-    make_model(options.folder / "student", 384, 4, 1, tokenizer)
+    teacher_size, student_size, num_layers = (64, 128, 1) if options.tiny else (256, 384, 4)
+    make_model(options.folder / "teacher", teacher_size, num_layers, 0, tokenizer)
+    make_model(options.folder / "student", student_size, num_layers, 1, tokenizer)
 
 
 if __name__ == "__main__":

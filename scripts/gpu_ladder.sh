@@ -118,9 +118,10 @@ fi
 
 ladder=benchmarks/ladder
 export PYTHONPATH=$checkout/benchmarks:$PYTHONPATH
-accelerator=gpu precision=bf16-mixed length=128 half=bfloat16 compiled=true prompts=4 iterations=5 plain=()
+accelerator=gpu precision=bf16-mixed length=128 half=bfloat16 compiled=true prompts=4 iterations=5 plain=() tiny=() few=()
 if [[ -n $rehearse ]]; then
-    compiled=false length=4 prompts=2 iterations=1 plain=(--model.head.compiled false)
+    compiled=false length=4 prompts=2 iterations=1 plain=(--model.head.compiled false) tiny=(--tiny)
+    few=(--data.num_embedded_rows 16)
     [[ -n $pretend ]] || accelerator=cpu precision=32-true half=float32
 fi
 fit() { # fit NAME SECONDS OPTION...: a few iterations, in a folder of its own
@@ -131,13 +132,13 @@ fit() { # fit NAME SECONDS OPTION...: a few iterations, in a folder of its own
         --output_dir "$WORK/runs/$name" --model.teacher "$WORK/models/teacher" --model.student "$WORK/models/student" \
         --trainer.max_steps $iterations --model.group_size $((2 * prompts)) --data.prompts_per_step $prompts \
         --rollouts.sampling.max_completion_length $length --model.micro_batch_tokens 4096 --trainer.devices 1 \
-        --export.enabled false "$@"
+        --export.enabled false "${few[@]}" "$@"
     local status=$?
     cat "$WORK/runs/$name/metrics.csv" >> "$log" 2> /dev/null
     return $status
 }
 models() {
-    [[ -d $WORK/models/student ]] || check "models" 120 "$py" benchmarks/small_models.py "$WORK/models" "${tokenizer[@]}"
+    [[ -d $WORK/models/student ]] || check "models" 120 "$py" benchmarks/small_models.py "$WORK/models" "${tokenizer[@]}" "${tiny[@]}"
 }
 benchmark() { # benchmark FILE SECONDS NAME OPTION...: one of benchmarks/, its JSON into OUT
     local file=$1 limit=$2 name=$3

@@ -33,7 +33,9 @@ BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not i
 QUICK = {"memory", "reward"}  # run by `make test`; the others by `make test-all`
 NEEDS = {"quantised": "bitsandbytes", "optimise": "trl"}
 OPTIONS = {"optimise": ["--against", "trl"]}  # which must agree in loss and gradients
-STARTS_RLT = {"asynchronous", "learning"}  # several times, by sys.executable
+STARTS_PYTHON = {"asynchronous", "data", "learning", "plan"}  # several times, by sys.executable
+# Its judges would import all that the script imports, each in a process of its own: most of the work.
+HIDDEN = {"dynamic_sampling"}
 MARKS = {"push": [pytest.mark.vllm]}
 # A matplotlib that fails when it is used, as one without its fonts or its disk would.
 BROKEN = "def __getattr__(name):\n    raise RuntimeError('no picture can be drawn')\n"
@@ -51,11 +53,14 @@ def run_benchmark(name: str, output: Path, first: str = "") -> subprocess.Comple
     """
     words = [str(FOLDER / f"{name}.py"), "--tiny", *OPTIONS.get(name, []), "--output", str(output)]
     code = f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {words!r}\n"
-    if name in STARTS_RLT:
+    if name in STARTS_PYTHON:
         code += f"sys.executable = {make_forked_python(output.parent)!r}\n"
     if first:
         code += f"sys.path.insert(0, {first!r}); {FORGET}\n"
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    if name in HIDDEN:
+        code += "exec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'), {'__name__': '__main__'})"
+    else:
+        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     process = Running((), None, ROOT, "", environment, code)
     return subprocess.CompletedProcess(words, process.wait(), process.stdout, process.stderr)

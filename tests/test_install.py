@@ -6,9 +6,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,25 +37,92 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fresh_environment(build_wheel(folder), folder / "environment")
 
 
+# Run by the environment's Python. Each line of standard input is a call of `rlt`, run in a fork of this
+# process, which has the imports.
+FORKS = """
+import atexit, contextlib, gc, io, json, os, runpy, sys, threading
+import peft, transformers.optimization, transformers.trainer_utils
+from rlt_lightning.cli.main import run
+
+# A config is read once, for what that caches.
+sys.argv = ["rlt", "fit", "--config=quickstart", "--print_config"]
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    run()
+gc.freeze()
+for line in sys.stdin:
+    job = json.loads(line)
+    if (pid := os.fork()) == 0:
+        for number, path in enumerate(job["streams"]):
+            os.dup2(os.open(path, os.O_RDWR), number)
+        os.chdir(job["cwd"])
+        sys.argv = job["words"]
+        status = 0
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code or 0
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(status)  # clearing up 5000 modules would take a second
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment variables of `rlt`: there is nothing but the wheel, and a file names what it reads."""
+    home = tmp_path_factory.mktemp("home")
+    return {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        READS: str(home / "reads"),
+    }
+
+
+@pytest.fixture(scope="module")
+def forks(
+    programs: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[str]]:
+    """The process that forks `rlt`: a start of Python costs more than what most commands compute."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [str(programs / "python"), "-c", FORKS]
+    cwd = tmp_path_factory.mktemp("forks")
+    with subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, start_new_session=True, **pipes
+    ) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)  # with a command that a failed test has left
+
+
 @pytest.fixture
-def rlt(programs: Path, tmp_path: Path) -> Rlt:
-    """`rlt` in an empty folder, with an environment of its own. It may read nothing of the checkout."""
+def rlt(programs: Path, environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> Rlt:
+    """`rlt` in an empty folder, with an environment of its own. It may read nothing of the checkout.
+
+    `fresh=True` starts the program itself.
+    """
     (tmp_path / "empty").mkdir()
 
-    def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-        environment |= {"OMP_NUM_THREADS": "1", READS: str(tmp_path / "reads")}
-        done = subprocess.run(
-            [programs / "rlt", *words],
-            cwd=tmp_path / "empty",
-            env=environment,
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert (tmp_path / "reads").read_text() == "", words
-        return done
+    def run(*words: str, text: str = "", fresh: bool = False) -> subprocess.CompletedProcess[str]:
+        command = [str(programs / "rlt"), *words]
+        streams = [tmp_path / name for name in ("stdin", "stdout", "stderr")]
+        for path, content in zip(streams, (text, "", ""), strict=True):
+            path.write_text(content)
+        cwd = tmp_path / "empty"
+        if fresh:
+            with streams[1].open("w") as out, streams[2].open("w") as errors:
+                pipes = {"input": text, "stdout": out, "stderr": errors}
+                status = subprocess.run(command, cwd=cwd, env=environment, text=True, **pipes).returncode
+        else:
+            process = request.getfixturevalue("forks")
+            job = {"words": command, "cwd": str(cwd), "streams": [str(path) for path in streams]}
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            status = int(process.stdout.readline())
+        assert Path(environment[READS]).read_text() == "", words
+        return subprocess.CompletedProcess(command, status, streams[1].read_text(), streams[2].read_text())
 
     return run
 
@@ -121,14 +189,14 @@ def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
 
 
 def test_configs_are_listed_shown_and_copied(rlt: Rlt, tmp_path: Path) -> None:
-    table = rlt("configs").stdout
+    table = rlt("configs", fresh=True).stdout
     assert all(f" {name} " in table for name in list_shipped_configs())
     assert rlt("configs", "overlays/lora").stdout == list_shipped_configs()["overlays/lora"].read_text()
     command = shlex.split(rlt("configs", "overlays/lora", "--copy", "mine").stdout.splitlines()[-1])
     files = ["mine/quickstart.yaml", "mine/overlays/lora.yaml"]
     assert command == ["Run:", "rlt", "fit", "--config", files[0], "--config", files[1]]
     assert all((tmp_path / "empty" / file).exists() for file in files)
-    done = rlt(*command[2:], *TINY["fit"])
+    done = rlt(*command[2:], *TINY["fit"], fresh=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -152,6 +220,10 @@ def test_a_missing_extra_is_one_line_with_the_command(words: list[str], extra: s
 
 
 def test_a_users_mypy_sees_the_types_of_the_wheel(programs: Path, tmp_path: Path) -> None:
+    # What these packages define is Any: to read them takes a minute, and their types are not ours.
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\n[mypy-torch.*,lightning.*,transformers.*,datasets.*,numpy.*]\nfollow_imports = skip\n"
+    )
     (tmp_path / "user.py").write_text(
         "from rlt_lightning import RLTModule, StratosDataModule, Trainer, score\n\n"
         'module = RLTModule("miniature", "miniature", group_size=4)\n'
