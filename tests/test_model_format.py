@@ -6,13 +6,10 @@ import io
 import json
 import shutil
 import sys
-import time
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import yaml
 from cases import full
@@ -86,7 +83,8 @@ def stage_4(config: str, model: str, folder: Path, *options: str) -> Any:
 def student(bespoke: str, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of configs/student_sft.yaml on these rows, and what it printed."""
     folder = tmp_path_factory.mktemp("student") / "run"
-    return folder, stage_4("configs/student_sft.yaml", tiny_model, folder, f"--data.source={bespoke}").stdout
+    options = [f"--data.source={bespoke}", "--model.optimizer.lr=1e-2", "--model.optimizer.warmup_frac=0"]
+    return folder, stage_4("configs/student_sft.yaml", tiny_model, folder, *options).stdout
 
 
 def trained_prompts(source: str, model: str, **options: Any) -> dict[str, list[int]]:
@@ -255,52 +253,6 @@ def test_every_shipped_pipeline_asks_as_it_trained(
     assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "run/model")) == expected
     if system and "student_system_prompt" not in options:
         assert load_format(str(tmp_path / "run/model")).system_prompt == rows[0]["system"]  # type: ignore[union-attr]
-
-
-def wait_for(url: str, seconds: float = 240) -> None:
-    """Wait until a server answers."""
-    deadline = time.monotonic() + seconds
-    while True:
-        with suppress(httpx2.TransportError):
-            if httpx2.get(url).status_code == 200:
-                return
-        assert time.monotonic() < deadline, f"{url} did not answer within {seconds} s"
-        time.sleep(0.2)
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(not (ROOT / ".venv-vllm").exists(), reason="needs .venv-vllm: make setup-vllm")
-def test_a_servers_chat_route_asks_as_stage_4_trained(
-    student: tuple[Path, str], bespoke: str, tiny_model: str, tmp_path: Path
-) -> None:
-    from test_vllm_worker import forked_vllm
-
-    from rlt_lightning.engines.launch import LocalServer, find_free_port
-
-    port = find_free_port()
-    command = [forked_vllm(tmp_path), "serve", str(student[0] / "model"), "--host", "127.0.0.1"]
-    command += [
-        "--port",
-        str(port),
-        "--served-model-name",
-        "student",
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-    ]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    server = LocalServer(command, environment, tmp_path / "worker.log", dev_mode=False)
-    server.start()
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health")
-        for question, expected in trained_prompts(bespoke, tiny_model).items():
-            message = {"role": "user", "content": question}
-            body = {"model": "student", "messages": [message], "max_tokens": 1, "return_token_ids": True}
-            url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            answer = httpx2.post(url, json=body, timeout=300).json()
-            assert answer["prompt_token_ids"] == expected
-    finally:
-        server.stop()
 
 
 # The folder's record

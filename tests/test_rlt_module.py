@@ -23,7 +23,7 @@ from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import forward_flops
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
-from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.numerics.losses import BNPOLoss, GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
 from rlt_lightning.strategies.sharding import Unsharded
@@ -151,15 +151,18 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
         torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "loss"), [(False, GRPOLoss), (True, BNPOLoss)])
 def test_micro_batches_and_gradient_checkpointing_do_not_change_the_step(
-    checkpointing: bool, tiny_model: str, tmp_path: Path
+    checkpointing: bool, loss: type[PolicyLoss], tiny_model: str, tmp_path: Path
 ) -> None:
     gradients = []
     for tokens in (100_000, 300):
         witness = Witness()
         rlt = module(
-            tiny_model, micro_batch_tokens=tokens, gradient_checkpointing=checkpointing and tokens == 300
+            tiny_model,
+            micro_batch_tokens=tokens,
+            gradient_checkpointing=checkpointing and tokens == 300,
+            policy_loss=loss(),  # a mean over the tokens of the step, not of the micro-batch
         )
         trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
         gradients.append(witness.gradients)

@@ -15,12 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 import yaml
 from cases import slow
 from commands import rlt, start
 from sampling import sample_groups
+from test_model_format import bespoke, student, trained_prompts  # noqa: F401
 from tiny import CHAINS
 
 from rlt_lightning.chat.conversation import ChatModel, choose_speaker
@@ -506,12 +508,9 @@ def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_
 
 
 @pytest.fixture(scope="module")
-def exported(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An ordinary model folder, of a checkpoint that two processes wrote under ZeRO-3."""
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    result = rlt("export", f"--ckpt_path={runs['zero3']}", f"--output_dir={folder}")
-    assert result.returncode == 0, result.stderr
-    return str(folder)
+def exported(student: tuple[Path, str]) -> str:  # noqa: F811
+    """An ordinary model folder: that of a student after stage 4."""
+    return str(student[0] / "model")
 
 
 @pytest.fixture(scope="module")
@@ -519,18 +518,36 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """`vllm serve FOLDER` as anybody types it, without routes of development or our extension: its URL."""
     port, folder = find_free_port(), tmp_path_factory.mktemp("plain")
     command = [forked_vllm(folder), "serve", exported, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    command += ["--dtype", "float32", "--enforce-eager"]
     log = folder / "worker.log"
     local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log, dev_mode=False)
     local.start()
-    yield f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with suppress(httpx2.TransportError):
+            return httpx2.get(f"{url}/health").status_code == 200
+        return False
+
+    wait_until(answers, 240)
+    yield url
     local.stop()
 
 
-def test_a_chat_streams_what_the_model_says_in_process(plain_server: str, exported: str) -> None:
-    from test_model_format import wait_for
+def test_a_servers_chat_route_asks_as_stage_4_trained(
+    plain_server: str,
+    exported: str,
+    bespoke: str,  # noqa: F811
+    tiny_model: str,
+) -> None:
+    for question, expected in trained_prompts(bespoke, tiny_model).items():
+        message = {"role": "user", "content": question}
+        body = {"model": exported, "messages": [message], "max_tokens": 1, "return_token_ids": True}
+        answer = httpx2.post(f"{plain_server}/v1/chat/completions", json=body, timeout=300).json()
+        assert answer["prompt_token_ids"] == expected
 
-    wait_for(f"{plain_server}/health")
+
+def test_a_chat_streams_what_the_model_says_in_process(plain_server: str, exported: str) -> None:
     tokenizer = load_tokenizer(exported)
     prompt = encode(tokenizer, "One and two")
 
@@ -569,7 +586,7 @@ def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_mod
     text = prompts[1]
     own = trainer.log_probs(text)
     assert asyncio.run(engine.fleet.workers[0].score(text, 60.0)) == pytest.approx(own, abs=1e-4)
-    assert own != pytest.approx(Trainer(tiny_model, tmp_path).log_probs(text), abs=1e-3)  # untrained
+    assert own != pytest.approx(Trainer(tiny_model, tmp_path).log_probs(text), abs=1e-3)  # before stage 4
     engine.verify(text, {0: own})
     again = sample_groups(engine, prompts, sampling, 3, "", [1, 2], [4, 16])
     assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in g] for g in alone]
