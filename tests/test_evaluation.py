@@ -123,6 +123,8 @@ def test_figures_are_means_over_problems_and_then_over_sets() -> None:
     assert found["overall"]["standard_error"] == 1 / 8
     assert "tokens_mean" not in found["own"]
     assert math.isnan(compute_set_figures([])["pass_at_1"])
+    without_answer = records_of(3, [0, None], [True, False])
+    assert compute_set_figures(without_answer)["pass_at_1"] == 1 / 2
 
 
 def test_means_of_responses_are_in_single_precision_as_they_are_logged() -> None:

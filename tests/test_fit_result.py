@@ -185,6 +185,7 @@ def test_the_last_iteration_is_read_from_the_end(tmp_path: Path, monkeypatch: py
         ("so it is 1,200.", {"answer": "1200"}, True),
         ("we get \\boxed{3.0} from 7", {"answer": "3"}, True),
         ("3 is not it, 4 is", {"answer": "3"}, False),
+        ("so it is 7", {"answer": "17"}, False),
         ("clear", {"answer": "3"}, False),
         ("x + 1", {"answer": "x + 1"}, None),
         ("B", {"answer": "B", "kind": "choice"}, None),

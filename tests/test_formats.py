@@ -218,8 +218,10 @@ def test_bos_of_the_template_is_not_doubled(smol: Any):
         f"{bos[0]} $A", special_tokens=[bos]
     )
     assert tokenizer("x").input_ids[0] == 0
-    problem = ChatFormat(tokenizer).build_problem(1, "q", SOLUTION)
+    chat_format = ChatFormat(tokenizer)
+    problem = chat_format.build_problem(1, "q", SOLUTION)
     assert problem.teacher_prompt.count(0) == problem.student_prefix.count(0) == 1
+    assert chat_format.build_student_problem(1, "q", SOLUTION).teacher_prompt.count(0) == 1
 
 
 def test_a_thought_that_the_template_opens_is_ours_to_open(smol: Any):
