@@ -19,6 +19,7 @@ from test_generate import read, wait_until
 from test_text_reward import SeededReward
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
+from rlt_lightning.callbacks.predictions import is_usable
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition, split_words
 from rlt_lightning.datamodules.rows import RawResponses, split_raw, split_response, tidy_response
@@ -208,6 +209,12 @@ def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str
     expected = {"kept": 3, "unformatted": 3, "wrong": 1, COUNTS[3]: 2, COUNTS[4]: 0, "answers sampled": 9}
     assert {name: counts[name] for name in expected} == expected
     assert [row["pass_rate"] for row in read(tmp_path / "traces.jsonl")][::3] == [1, 2 / 3, 1]
+
+
+def test_an_answer_is_used_if_it_is_right_split_and_fits() -> None:
+    row = {"solution": "4", "correct": 1.0, "fits": True}
+    assert is_usable(row)
+    assert not any(is_usable(row | other) for other in ({"solution": ""}, {"correct": 0.0}, {"fits": False}))
 
 
 def test_selections_of_answers_take_what_they_say() -> None:
