@@ -19,6 +19,7 @@ from test_generate import read, wait_until
 from rlt_lightning import rounds
 from rlt_lightning.rounds import Round, Rounds, Settings, Student, Teacher, run_rounds
 from rlt_lightning.run.shipped import find_config
+from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, parse_chain
 
 STAGES = yaml.safe_load(find_config("miniature_rounds").read_text())["stages"]
 SETTINGS = Settings(STAGES, "miniature")
@@ -320,30 +321,49 @@ def test_a_plan_of_rounds_plans_every_stage(tmp_path: Path) -> None:
         ("rlt_s64", "RLT against s64"),
         ("reject16_s8", "right answers of s8, 16 samples"),
         ("best4_s64", "warm-up teacher, best of 4 by the reward under s64"),
+        ("d64", "d64: 64 traces of those it has learned from"),
+        ("rlt_reject4_s64", "RLT against reject4_s64"),
     ],
 )
-def test_an_arm_is_named_by_its_method_and_its_dose(arm: str, name: str) -> None:
+def test_an_arm_is_named_by_its_method_and_the_arm_of_its_student(arm: str, name: str) -> None:
     assert arms.name_arm(arm) == name
 
 
-@pytest.mark.parametrize("arm", ["s", "rlt_64", "reject_s64", "best0_s4", "raw"])
+@pytest.mark.parametrize("arm", ["s", "rlt_64", "reject_s64", "best0_s4", "rlt_reject_s4", "raw"])
 def test_an_unknown_arm_is_refused(arm: str) -> None:
-    with pytest.raises(rounds.InputError, match=rf"but names {arm}\. Correct it"):
+    with pytest.raises(rounds.InputError, match=r"but names \w+\. Correct it"):
         arms.read_arm(arm)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_the_arms_run_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {"num_warmup": 32, "num_warmup_epochs": 1, "num_traces": 24, "num_test": 8, "num_iterations": 1}
-    monkeypatch.setattr(arms, "NEW", replace(arms.NEW, **tiny))
-    names = ["base", "s16", "rlt_s16", "wrong_s16", "best2_s16", "oracle"]
-    arms.run(tmp_path, [0], names)
+def test_the_arms_run_at_tiny_size(tmp_path: Path) -> None:
+    tiny = {"num_warmup": 96, "num_warmup_epochs": 1, "num_traces": 24, "num_test": 8, "num_iterations": 1}
+    names = [
+        "base",
+        "s16",
+        "rlt_s16",
+        "wrong_s16",
+        "best2_s16",
+        "exactbest2_s16",
+        "oracle",
+        "d16",
+        "pool2_d16",
+    ]
+    arms.run(tmp_path, replace(arms.SETTINGS["few64"], num_pool=512, **tiny), [0], names)
     found = json.loads((tmp_path / "rounds.json").read_text())
     assert list(found["arms"]) == names
-    assert [found["arms"][name]["rows"] for name in names[1:]] == [[16], [24], [24], [24], [24]]
-    assert found["reward_by_kind"].keys() == {"base", "s16"}
-    seed = tmp_path / "new/seed0"
+    assert [found["arms"][name]["rows"] for name in names[1:]] == [
+        *([16], [24], [24], [24], [24], [24], [16], [24])
+    ]
+    assert found["reward_by_kind"].keys() == {"base", "s16", "d16"}
+    seed = tmp_path / "few64/seed0"
+    has_new = [
+        parse_chain(row["question"]).steps[-1].split()[1:3] for row in read(seed / "data/warmup.jsonl")
+    ]
+    has_new = [(name, int(number)) in NEW_OPERATIONS for name, number in has_new]
+    assert has_new == [True] * 64 + [False] * 32
+    assert read(seed / "data/d16.jsonl") == read(seed / "data/warmup.jsonl")[:16]
     [shown, right] = [
         {row["question"]: row["solution"] for row in read(seed / f"data/{name}.jsonl")}
         for name in ("wrong", "rlt")

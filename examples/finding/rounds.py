@@ -2,20 +2,27 @@
 
     python examples/finding/rounds.py --output_dir DIR                       # make rounds: main arms, 3 seeds
     python examples/finding/rounds.py --output_dir DIR --arms "s16 rlt_s16"  # others
+    python examples/finding/rounds.py --output_dir DIR --setting few64       # another setting
 
 The task is `new` of ways.py, with its settings: the last step of each problem is an operation that no model
 was pretrained on. Every student starts as the miniature and learns from traces of the same 512 problems:
 
     base           none
-    sN             the first N traces of the warm-up teacher; it is the frozen student of the arms METHOD_sN
-    rlt            traces of the warm-up teacher after RLT against the untrained student
-    rlt_sN         the same after RLT against the student sN
-    shuffled_sN    control: with shuffled advantages
-    wrong_sN       control: RLT on problems with a wrong solution
-    exact_sN       with the exact KL instead of one sampled token's
-    rejectK_sN     right answers of the student sN itself, of K samples a problem
-    bestK_sN       of K traces of the warm-up teacher the best by the reward under the student sN
+    sN             the first N traces of the warm-up teacher
+    dN             the first N traces with the new step that the warm-up teacher itself has learned from
     oracle         right steps throughout
+    rlt            traces of the warm-up teacher after RLT against the untrained student
+    rlt_ARM        the same after RLT against the student of another arm, such as rlt_s64
+    shuffled_ARM   control: with shuffled advantages
+    wrong_ARM      control: RLT on problems with a wrong solution
+    exact_ARM      with the exact KL instead of one sampled token's
+    rejectK_ARM    right answers of an arm's student itself, of K samples a problem
+    poolK_ARM      the same for four times as many problems, cut to 512 rows
+    bestK_ARM      of K traces of the warm-up teacher the best by the reward under an arm's student
+    exactbestK_ARM the best by the reward with the exact KL
+
+Settings: `new`; `few64`, whose warm-up has 64 traces with the new step among traces of known steps;
+`another_base`; `pieces`, whose tokenizer cuts words into pieces; `pieces_student`, of the students only.
 
 Its folder gets `rounds.json`, `rounds.md` and `rounds.svg`. Run it again after a crash: finished stages are
 skipped.
@@ -28,6 +35,7 @@ import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -36,12 +44,13 @@ from typing import Any
 from plots import draw_accuracies
 from ways import NEW, build_parser
 
-from rlt_lightning.demo.arms import SHUFFLED, Arms, measure_kinds, read
+from rlt_lightning.demo.arms import SHUFFLED, Arms, Setting, measure_kinds, read
 from rlt_lightning.demo.figures import accuracy, difference, split_rewards
 from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.run.jsonl import rewrite
+from rlt_lightning.tasks.stepwise import Mixture, chain_rows
 from rlt_lightning.types import InputError
 
 MAIN_ARMS = (
@@ -49,13 +58,23 @@ MAIN_ARMS = (
     *("s512", "rlt_s512", "reject4_s512", "oracle"),
 )
 ARM = re.compile(
-    r"base|oracle|rlt|s(?P<dose>\d+)|(?P<method>rlt|shuffled|wrong|exact|(reject|best)[1-9]\d*)_s(?P<of>\d+)"
+    r"base|oracle|rlt|(?P<part>[sd])(?P<dose>[1-9]\d*)"
+    r"|(?P<method>rlt|shuffled|wrong|exact|(reject|pool|best|exactbest)[1-9]\d*)_(?P<of>.+)"
 )
+SETTINGS = {
+    "new": NEW,
+    "few64": replace(NEW, name="few64"),
+    "another_base": replace(NEW, name="another_base", base="miniature-seed1"),
+    "pieces": replace(NEW, name="pieces", base="miniature-pieces"),
+    "pieces_student": replace(NEW, name="pieces_student", student="miniature-pieces"),
+}
+NUM_NEW = {"few64": 64}  # traces of the warm-up that have the new step, where not all have it
+EXACT: dict[str, Any] = {"model__reward__kl_estimator": "exact"}
 TRAINED: dict[str, dict[str, Any]] = {  # what a method's RLT differs in
     "rlt": {},
     "wrong": {},
     "shuffled": {"model__advantages": SHUFFLED},
-    "exact": {"model__reward__kl_estimator": "exact"},
+    "exact": EXACT,
 }
 NAMES = {
     "base": "untrained",
@@ -63,12 +82,14 @@ NAMES = {
     "rlt": "RLT against the untrained student",
 }
 METHODS = {
-    "rlt": "RLT against s{of}",
-    "shuffled": "control: RLT against s{of}, shuffled advantages",
-    "wrong": "control: RLT against s{of}, wrong solutions",
-    "exact": "RLT against s{of}, exact KL",
-    "reject": "right answers of s{of}, {number} samples",
-    "best": "warm-up teacher, best of {number} by the reward under s{of}",
+    "rlt": "RLT against {of}",
+    "shuffled": "control: RLT against {of}, shuffled advantages",
+    "wrong": "control: RLT against {of}, wrong solutions",
+    "exact": "RLT against {of}, exact KL",
+    "reject": "right answers of {of}, {number} samples",
+    "pool": "right answers of {of} to 2,048 problems, {number} samples",
+    "best": "warm-up teacher, best of {number} by the reward under {of}",
+    "exactbest": "warm-up teacher, best of {number} by the reward under {of}, exact KL",
 }
 
 
@@ -76,15 +97,30 @@ class Rounds(Arms):
     """The arms of one seed."""
 
     def write_data(self) -> None:
-        """Write the rows of all stages, and those of RLT with another digit as the solution."""
+        """Write the rows of all stages, those with known steps only, and those with a wrong solution."""
         super().write_data()
-        rng = Random(self.seed)
-        lines = []
-        for row in read(self.data("rlt")):
-            right = int(row["solution"].removeprefix("\\boxed{").removesuffix("}"))
-            shown = (right + rng.randrange(1, 10)) % 10
-            lines.append(json.dumps(row | {"solution": f"\\boxed{{{shown}}}"}) + "\n")
-        rewrite(self.data("wrong"), lines)
+        setting = self.setting
+        mixture = Mixture(hazard=setting.hazard) if setting.hazard else Mixture()
+        old = chain_rows(setting.num_test, 0, "test", mixture, setting.length)
+        write_rows(self.data("old"), [{key: row[key] for key in ("question", "answer")} for row in old])
+        write_rows(self.data("wrong"), show_wrong(read(self.data("rlt")), self.seed))
+        if num_new := NUM_NEW.get(setting.name):
+            new = read(self.data("warmup"))[:num_new]
+            num_known, seed = setting.num_warmup - num_new, 10 * self.seed + 1
+            known = chain_rows(num_known, seed, "train", mixture, setting.length)
+            write_rows(self.data("warmup"), new + [{key: row[key] for key in new[0]} for row in known])
+
+    def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
+        """Let an arm's student answer the held-out problems, and as many whose steps are all known."""
+        super().evaluate(arm, model, greedy, **options)
+        self.stages(
+            f"{self.name}/{arm}/old",
+            "test",
+            "miniature_evaluate",
+            model__pretrained=model,
+            data__sets=json.dumps({"chains": str(self.data("old"))}),
+            rollouts__seed=self.seed,
+        )
 
     def arm(self, arm: str, samples: bool = False) -> None:
         """Make an arm's traces, train a student of them, and evaluate it."""
@@ -99,26 +135,36 @@ class Rounds(Arms):
         if match is None or arm == "oracle":
             return super().traces(arm)
         if match["dose"]:
-            few = self.data(arm)
-            rewrite(few, self.traces("warmup").read_text().splitlines(keepends=True)[: int(match["dose"])])
-            return few
-        student = self.dose(int(match["of"])) if match["of"] else self.student_base
+            all_traces = self.traces("warmup") if match["part"] == "s" else self.data("warmup")
+            return self.cut(arm, all_traces, int(match["dose"]))
+        student = self.model(match["of"] or "base")
         method, number = split_method(match["method"] or "rlt")
         if method == "reject":
             return self.answers(arm, student, number)
-        if method == "best":
+        if method == "pool":
+            answers = self.answers(arm, student, number, "pool")
+            return self.cut(arm, answers, self.setting.num_traces)
+        if method in ("best", "exactbest"):
             return self.explain(
                 arm,
                 self.teacher("warmup"),
                 student,
                 rollouts__num_traces=number,
                 distillation__select="best_reward",
+                **(EXACT if method == "exactbest" else {}),
             )
         return self.explain(arm, self.train(arm, method, student), student)
 
-    def dose(self, number: int) -> Path:
-        """Return the student of the first `number` traces of the warm-up teacher, made if it is not there."""
-        arm = f"s{number}"
+    def cut(self, arm: str, traces: Path, number: int) -> Path:
+        """Return a file of the first traces of another file."""
+        path = self.data(arm)
+        rewrite(path, traces.read_text().splitlines(keepends=True)[:number])
+        return path
+
+    def model(self, arm: str) -> Path | str:
+        """Return an arm's student, made if it is not there."""
+        if arm == "base":
+            return self.student_base
         self.arm(arm)
         return self.folder / arm / "student" / "model"
 
@@ -143,29 +189,43 @@ class Rounds(Arms):
             arm, "miniature_generate", model__teacher=teacher, model__student=student, **options
         )
 
-    def answers(self, arm: str, student: Path | str, number: int) -> Path:
-        """Let a student answer the problems of `raw`, and return the file of its right answers."""
+    def answers(self, arm: str, student: Path | str, number: int, source: str = "raw") -> Path:
+        """Let a student answer the problems of a file, and return the file of its right answers."""
         return self.read_problems(
-            arm, "miniature_rejection", model__teacher=student, rollouts__num_traces=number
+            arm, "miniature_rejection", source, model__teacher=student, rollouts__num_traces=number
         )
 
-    def read_problems(self, arm: str, config: str, **options: object) -> Path:
-        """Run `rlt predict` on the problems of `raw`, and return the file of what was selected."""
+    def read_problems(self, arm: str, config: str, source: str = "raw", **options: object) -> Path:
+        """Run `rlt predict` on the problems of a file, and return the file of what was selected."""
         folder = self.stages(
             f"{self.name}/{arm}/traces",
             "predict",
             config,
             "README.md",
-            data__source=self.data("raw"),
+            data__source=self.data(source),
             **self.seeds,
             **options,
         )
         return folder / "distillation.jsonl"
 
-    def rank(self, dose: int) -> list[dict[str, Any]]:
-        """Return the warm-up teacher's traces with their rewards under a student; dose 0: untrained."""
-        student = self.dose(dose) if dose else self.student_base
-        return read(self.explain(f"ranked_s{dose}", self.teacher("warmup"), student))
+    def rank(self, arm: str) -> list[dict[str, Any]]:
+        """Return the warm-up teacher's traces with their rewards under an arm's student."""
+        return read(self.explain(f"ranked_{arm}", self.teacher("warmup"), self.model(arm)))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
+    rewrite(path, [json.dumps(row) + "\n" for row in rows])
+
+
+def show_wrong(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Return rows with another digit as the solution."""
+    rng = Random(seed)
+    wrong = []
+    for row in rows:
+        right = int(row["solution"].removeprefix("\\boxed{").removesuffix("}"))
+        wrong.append(row | {"solution": f"\\boxed{{{(right + rng.randrange(1, 10)) % 10}}}"})
+    return wrong
 
 
 def read_arm(arm: str) -> re.Match[str]:
@@ -174,9 +234,14 @@ def read_arm(arm: str) -> re.Match[str]:
     Raises:
         InputError: If there is no such arm.
     """
-    if match := ARM.fullmatch(arm):
-        return match
-    raise InputError(f"--arms may name base, sN, rlt, METHOD_sN and oracle, but names {arm}. Correct it.")
+    match = ARM.fullmatch(arm)
+    if match is None:
+        raise InputError(
+            f"--arms may name base, sN, dN, oracle, rlt and METHOD_ARM, but names {arm}. Correct it."
+        )
+    if match["of"]:
+        read_arm(match["of"])
+    return match
 
 
 def split_method(method: str) -> tuple[str, int]:
@@ -189,7 +254,8 @@ def name_arm(arm: str) -> str:
     """Return what an arm's student was trained on, for people."""
     match = read_arm(arm)
     if match["dose"]:
-        return f"s{match['dose']}: {match['dose']} traces of the warm-up teacher"
+        what = "the warm-up teacher" if match["part"] == "s" else "those it has learned from"
+        return f"{arm}: {match['dose']} traces of {what}"
     if match["method"] is None:
         return NAMES[arm]
     method, number = split_method(match["method"])
@@ -206,17 +272,21 @@ def collect(ones: list[Rounds], arms: list[str]) -> dict[str, Any]:
         found["arms"][arm] = {
             "accuracy": [accuracy(one, arm) for one in ones],
             "greedy": [accuracy(one, arm, "greedy") for one in ones],
+            "old": [accuracy(one, arm, "old") for one in ones],
         }
         if arm != "base":
             rows = [read(one.traces(arm)) for one in ones]
             found["arms"][arm] |= {"rows": [*map(len, rows)], "kinds": [*map(measure_kinds, rows)]}
-    doses = sorted({int(match["dose"]) for arm in arms if (match := read_arm(arm))["dose"]})
     found["reward_by_kind"] = {}
-    for dose in (0, *doses):
-        rewards = split_rewards(row for one in ones for row in one.rank(dose))
-        name = f"s{dose}" if dose else "base"
-        found["reward_by_kind"][name] = {kind: fmean(values) for kind, values in rewards.items()}
+    for arm in list_frozen(arms):
+        rewards = split_rewards(row for one in ones for row in one.rank(arm))
+        found["reward_by_kind"][arm] = {kind: fmean(values) for kind, values in rewards.items()}
     return found
+
+
+def list_frozen(arms: list[str]) -> list[str]:
+    """Return the arms whose students are ranked by: the untrained one, and those of few traces."""
+    return ["base", *(arm for arm in arms if read_arm(arm)["dose"])]
 
 
 def build_page(figures: dict[str, Any]) -> str:
@@ -225,13 +295,14 @@ def build_page(figures: dict[str, Any]) -> str:
     several = len(figures["seeds"]) > 1
     over = f"{len(figures['seeds'])} seeds" if several else "over problems"
     lines = [
-        f"| student trained on | accuracy at T 0.7, % (± 95 %, {over}) | by seed | greedy, % | rows "
-        "| traces: steps / filler / leap / wrong / other, % |",
-        "|" + "---|" * 6,
+        f"| student trained on | accuracy at T 0.7, % (± 95 %, {over}) | by seed | greedy, % "
+        "| known steps, % | rows | traces: steps / filler / leap / wrong / other, % |",
+        "|" + "---|" * 7,
     ]
     for arm, found in arms.items():
         by_seed = ", ".join(f"{value:.1f}" for value in found["accuracy"])
-        cells = [name_arm(arm), plus_minus(found["accuracy"]), by_seed, f"{fmean(found['greedy']):.1f}"]
+        cells = [name_arm(arm), plus_minus(found["accuracy"]), by_seed]
+        cells += [f"{fmean(found[name]):.1f}" for name in ("greedy", "old")]
         if arm == "base":
             cells += ["", ""]
         else:
@@ -242,9 +313,9 @@ def build_page(figures: dict[str, Any]) -> str:
     differences = [f"| difference | points (± 95 %, {how}) |", "|---|---|"]
     for arm in arms:
         of = read_arm(arm)["of"]
-        if of and f"s{of}" in arms:
-            mean, half = difference(arms, arm, f"s{of}")
-            differences.append(f"| {name_arm(arm)} − s{of} | {mean:+.1f} ± {half:.1f} |")
+        if of in arms:
+            mean, half = difference(arms, arm, of)
+            differences.append(f"| {name_arm(arm)} − {of} | {mean:+.1f} ± {half:.1f} |")
     ranked = figures["reward_by_kind"]
     kinds = [
         kind for kind in ("steps", "filler", "leap", "wrong") if any(kind in some for some in ranked.values())
@@ -264,7 +335,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     arms = figures["arms"]
     figure = Figure(figsize=(9, 1.4 + 0.32 * len(arms)), layout="constrained")
     axes = figure.subplots()
-    taught = [arm for arm in arms if arm.startswith("rlt_s")]
+    taught = [arm for arm in arms if arm.startswith("rlt_")]
     draw_accuracies(axes, arms, [name_arm(arm) for arm in arms][::-1], taught)
     figure.savefig(path)
 
@@ -274,24 +345,26 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     """Run the arms for all seeds, and write what came out."""
-    options = build_parser(__doc__, f"'{' '.join(MAIN_ARMS)}' by default").parse_args()
+    parser = build_parser(__doc__, f"'{' '.join(MAIN_ARMS)}' by default")
+    parser.add_argument("--setting", choices=SETTINGS, default="new")
+    options = parser.parse_args()
     try:
         arms = list(dict.fromkeys(["base", *(options.arms.split() or MAIN_ARMS)]))
         for arm in arms:
             read_arm(arm)
-        run(options.output_dir, read_seeds([options.seeds], (0, 1, 2)), arms)
+        run(options.output_dir, SETTINGS[options.setting], read_seeds([options.seeds], (0, 1, 2)), arms)
     except (InputError, StageError) as error:
         print(f"rounds: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(folder: Path, seeds: list[int], arms: list[str]) -> None:
+def run(folder: Path, setting: Setting, seeds: list[int], arms: list[str]) -> None:
     """Run all stages, then write `rounds.json`, `rounds.md` and `rounds.svg`, and print the tables."""
     folder.mkdir(parents=True, exist_ok=True)
     stages = Stages(folder)
     stages.start()
-    ones = [Rounds(stages, NEW, seed) for seed in seeds]
+    ones = [Rounds(stages, setting, seed) for seed in seeds]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda one: run_seed(one, arms), ones))
     figures = collect(ones, arms)
@@ -307,9 +380,8 @@ def run_seed(one: Rounds, arms: list[str]) -> None:
     one.prepare()
     for arm in arms:
         one.arm(arm)
-        if (dose := read_arm(arm)["dose"]) is not None:
-            one.rank(int(dose))
-    one.rank(0)
+    for arm in list_frozen(arms):
+        one.rank(arm)
 
 
 if __name__ == "__main__":
