@@ -16,6 +16,7 @@ was pretrained on. Every student starts as the miniature and learns from traces 
     shuffled_ARM   control: with shuffled advantages
     wrong_ARM      control: RLT on problems with a wrong solution
     exact_ARM      with the exact KL instead of one sampled token's
+    along_ARM      with a frozen student that learns along (student_sync.py)
     rejectK_ARM    right answers of an arm's student itself, of K samples a problem
     poolK_ARM      the same for four times as many problems, cut to 512 rows
     bestK_ARM      of K traces of the warm-up teacher the best by the reward under an arm's student
@@ -59,7 +60,7 @@ MAIN_ARMS = (
 )
 ARM = re.compile(
     r"base|oracle|rlt|(?P<part>[sd])(?P<dose>[1-9]\d*)"
-    r"|(?P<method>rlt|shuffled|wrong|exact|(reject|pool|best|exactbest)[1-9]\d*)_(?P<of>.+)"
+    r"|(?P<method>rlt|shuffled|wrong|exact|along|(reject|pool|best|exactbest)[1-9]\d*)_(?P<of>.+)"
 )
 SETTINGS = {
     "new": NEW,
@@ -75,6 +76,7 @@ TRAINED: dict[str, dict[str, Any]] = {  # what a method's RLT differs in
     "wrong": {},
     "shuffled": {"model__advantages": SHUFFLED},
     "exact": EXACT,
+    "along": {"trainer__callbacks+": "student_sync.StudentSync"},
 }
 NAMES = {
     "base": "untrained",
@@ -86,6 +88,7 @@ METHODS = {
     "shuffled": "control: RLT against {of}, shuffled advantages",
     "wrong": "control: RLT against {of}, wrong solutions",
     "exact": "RLT against {of}, exact KL",
+    "along": "RLT against {of}, which learns along",
     "reject": "right answers of {of}, {number} samples",
     "pool": "right answers of {of} to 2,048 problems, {number} samples",
     "best": "warm-up teacher, best of {number} by the reward under {of}",
