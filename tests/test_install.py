@@ -179,6 +179,22 @@ def test_the_demo_shows_the_finding_in_an_empty_folder(rlt: Rlt, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rounds_teach_in_an_empty_folder_what_only_the_solution_tells(rlt: Rlt, tmp_path: Path) -> None:
+    done = rlt("rounds", "--config", "miniature_rounds", "--output_dir", "runs/rounds")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "empty" / "runs" / "rounds"
+    rounds = json.loads((folder / "rounds.json").read_text())["rounds"]
+    untrained = json.loads((folder / "round0/base/evaluation.json").read_text())
+    [tested] = untrained["sets"].values()
+    before, after = 100 * tested["pass_at_1"], rounds[-1]["student"]["accuracy"]
+    print(f"figure: accuracy in percent, untrained {before}, {[one['student'] for one in rounds]}")
+    assert before < 15
+    assert after > 95
+    assert {"rounds.svg", "rounds.md"} <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["miniature_warmup", "miniature_grpo"])
 def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
     done = rlt("fit", "--config", config, *TINY["fit"])
