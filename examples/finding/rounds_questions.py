@@ -96,9 +96,9 @@ class Questions(Rounds):
 
     def teach_other(self, arm: str) -> float:
         """Return the accuracy of a student of another base that an arm's traces have trained, percent."""
-        other, base = f"{arm}/other", self.student_base
+        other, base, traces = f"{arm}/other", self.student_base, self.traces(arm)
         self.student_base = OTHER_BASE
-        self.student(other, self.traces(arm), greedy=False)
+        self.student(other, traces, greedy=False)
         self.student_base = base
         return accuracy(self, other)
 
