@@ -90,7 +90,7 @@ METHODS = {
     "exact": "RLT against {of}, exact KL",
     "along": "RLT against {of}, which learns along",
     "reject": "right answers of {of}, {number} samples",
-    "pool": "right answers of {of} to 2,048 problems, {number} samples",
+    "pool": "right answers of {of} to 2,048 problems, {number} samples, cut to 512 rows",
     "best": "warm-up teacher, best of {number} by the reward under {of}",
     "exactbest": "warm-up teacher, best of {number} by the reward under {of}, exact KL",
 }
@@ -288,7 +288,7 @@ def collect(ones: list[Rounds], arms: list[str]) -> dict[str, Any]:
 
 
 def list_frozen(arms: list[str]) -> list[str]:
-    """Return the arms whose students are ranked by: the untrained one, and those of few traces."""
+    """Return the arms whose students are ranked by: the untrained one, sN and dN."""
     return ["base", *(arm for arm in arms if read_arm(arm)["dose"])]
 
 

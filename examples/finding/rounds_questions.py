@@ -1,11 +1,11 @@
 """What the models of rounds.py say further: is it the reinforcement learning, and what has it taught?
 
-    python examples/finding/rounds_questions.py --output_dir DIR --seeds "20 21 22"   # DIR: of rounds.py
+    python examples/finding/rounds_questions.py --output_dir DIR --seeds "20 21"   # DIR: of rounds.py, or new
 
 best of K   kinds of the best of 1 to 64 traces of a problem by the reward, k1 and exact, before and after RLT
 tokens      where k1 and the exact KL differ: before, at and behind the token that leaves the right steps
 solution    what number the traces of teachers end with that see a wrong solution
-students    accuracy on problems that s64 hardly solves, of students of another base, and words of a trace
+students    accuracy on problems that s64 never solves, of students of another base, and words of a trace
 
 Its folder gets `questions.md` and `questions.json`. Run it again after a crash: finished stages are skipped.
 """
@@ -79,7 +79,7 @@ class Questions(Rounds):
         return read(traces)
 
     def find_hard(self) -> set[str]:
-        """Return the ids of the held-out problems that the student solves less than once in 16 samples."""
+        """Return the ids of the held-out problems that the student never solves in 16 samples."""
         folder = self.stages(
             f"{self.name}/{STUDENT}/often",
             "test",
@@ -104,6 +104,9 @@ class Questions(Rounds):
 
     def run(self) -> dict[str, Any]:
         """Run all stages and return the seed's figures."""
+        self.prepare()
+        for arm in (*ARMS, "wrong_s64"):
+            self.arm(arm)
         hard = self.find_hard()
         return {
             "best_of": {
