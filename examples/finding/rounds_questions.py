@@ -27,7 +27,7 @@ from rounds import EXACT, NEW, Rounds, name_arm, show_wrong, write_rows
 
 from rlt_lightning.demo.arms import measure_kinds, read
 from rlt_lightning.demo.figures import accuracy
-from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
+from rlt_lightning.demo.page import kinds_text, mean_kinds
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.run.jsonl import rewrite
@@ -230,9 +230,11 @@ def build_page(found: list[dict[str, Any]], tokens: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for arm in ARMS:
-        values = {name: [one["students"][arm][name] for one in found] for name in ("hard", "other", "words")}
-        hard, other = plus_minus(values["hard"]), plus_minus(values["other"])
-        students.append(f"| {name_arm(arm)} | {hard} | {other} | {fmean(values['words']):.1f} |")
+        hard, other, words = (
+            [one["students"][arm][name] for one in found] for name in ("hard", "other", "words")
+        )
+        by_seed = (", ".join(f"{value:.1f}" for value in values) for values in (hard, other))
+        students.append(f"| {name_arm(arm)} | {' | '.join(by_seed)} | {fmean(words):.1f} |")
     return "\n\n".join("\n".join(lines) for lines in (best, split, ends, students)) + "\n"
 
 
