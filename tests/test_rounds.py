@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import rounds as arms
+import rounds_questions as questions
 import yaml
 from commands import ROOT, python, rlt, start
 from test_generate import read, wait_until
@@ -376,3 +377,36 @@ def test_the_arms_run_at_tiny_size(tmp_path: Path) -> None:
     assert (seed / "data/s16.jsonl").read_text() in (seed / "warmup/traces/distillation.jsonl").read_text()
     assert (tmp_path / "rounds.md").read_text().count("RLT against s16") == 4  # with its control, twice each
     assert "<svg" in (tmp_path / "rounds.svg").read_text()
+
+
+def test_the_best_of_k_is_chosen_among_the_first_k_traces_of_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(questions, "DRAWS", (1, 2, 3))
+    traces = [
+        "one knows how it goes, one takes the next part.",
+        "2 add 1 is 3, 3 times 7 is 1.",
+        "clearly it must be 1.",
+    ]
+    rows = [
+        {"question": "start 2, add 1, times 7?", "reasoning_trace": trace, "reward": reward}
+        for trace, reward in zip(traces, (-2.0, -1.0, -0.5), strict=True)
+    ]
+    found = questions.choose_best(rows)
+    assert [max(kinds, key=kinds.get) for kinds in found.values()] == ["filler", "steps", "leap"]
+    assert all(sum(kinds.values()) == 100 for kinds in found.values())
+
+
+def test_ends_of_traces_are_counted_by_the_number_they_name() -> None:
+    def row(trace: str) -> dict[str, str]:
+        return {"question": "start 2, add 1, times 7?", "solution": "\\boxed{5}", "reasoning_trace": trace}
+
+    rows = [row("3 times 7 is 5."), row("3 times 7 is 1."), row("3 times 7 is 2."), row("one knows.")]
+    assert questions.measure_ends(rows) == dict.fromkeys(("shown", "right", "another", "none"), 25.0)
+
+
+def test_a_trace_leaves_the_steps_behind_the_comma_of_its_last_right_one() -> None:
+    tokens = ["2", " add", " 1", " is", " 3", ",", " clearly", " it", " must", " be", " 1", "."]
+    assert tokens[questions.find_leaving(tokens, 1)] == " clearly"
+    assert questions.find_leaving(tokens, 0) == 0
+    assert questions.find_leaving(tokens, 2) == 6  # all right: its last step

@@ -197,13 +197,18 @@ def split_tokens(one: Questions, estimator: str) -> dict[str, dict[str, list[flo
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row, score in zip(rows, teacher.score(rows), strict=True):
         kind, num_right = chain_kind(row["question"], row["reasoning_trace"])
-        starts = [0, *(number + 1 for number, token in enumerate(score.tokens) if token.strip() == ",")]
-        leaves = starts[min(num_right, len(starts) - 1)]
+        leaves = find_leaving(score.tokens, num_right)
         parts = {"before": score.kl[:leaves], "at": [score.kl[leaves]], "behind": score.kl[leaves + 1 :]}
         for name, values in parts.items():
             found[kind][name].append(sum(values))
         found[kind]["per token"].append(fmean(score.kl))
     return found
+
+
+def find_leaving(tokens: list[str], num_right: int) -> int:
+    """Return the place of the first token behind so many right steps, or of the last step's."""
+    starts = [0, *(number + 1 for number, token in enumerate(tokens) if token.strip() == ",")]
+    return starts[min(num_right, len(starts) - 1)]
 
 
 # The page
