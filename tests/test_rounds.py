@@ -261,8 +261,10 @@ def test_killed_in_any_stage_and_started_again_gives_the_same_table(tmp_path: Pa
     script = script.replace("rounds=1, student_rows=32", own).replace("runs/rounds", str(folder))
     again = python(script, tmp_path)
     assert again.returncode == 0, again.stderr
-    assert again.stdout.splitlines()[-1] == f"round 0 is best; its figures are in {folder / 'rounds.json'}"
     one, other = (json.loads((place / "rounds.json").read_text()) for place in (tmp_path / "whole", folder))
+    # Which is best after one tiny step differs between machines.
+    best = f"round {one['best']} is best; its figures are in {folder / 'rounds.json'}"
+    assert again.stdout.splitlines()[-1] == best
 
     def drop(found: Any) -> Any:
         """Without seconds and folders."""
