@@ -226,16 +226,14 @@ def test_checks_together_name_the_first_bad_term_and_its_rows() -> None:
 def test_only_k1_gives_a_policy_the_whole_gradient_of_its_kl():
     """All texts of two tokens: r_KL summed over them, times the score of the text, against autograd."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(
-        3, 2, dtype=torch.float64, generator=generator
-    ).requires_grad_()  # start, after 0, after 1
+    # Rows: at the start, after 0, after 1.
+    logits = torch.randn(3, 2, dtype=torch.float64, generator=generator).requires_grad_()
     student = torch.randn(3, 2, dtype=torch.float64, generator=generator).log_softmax(-1)
     log_p = logits.log_softmax(-1)
     exact = (log_p.exp() * (log_p - student)).sum(-1)  # (3,), of the next token in each state
     texts = [(first, second, 1 + first) for first in (0, 1) for second in (0, 1)]
-    prob = torch.stack(
-        [log_p[0, first] + log_p[state, second] for first, second, state in texts]
-    )  # log p, (4,)
+    log_probs = [log_p[0, first] + log_p[state, second] for first, second, state in texts]
+    prob = torch.stack(log_probs).exp()  # (4,)
     k1 = torch.stack(
         [
             log_ratio_kl(log_p[[0, state], [first, second]], student[[0, state], [first, second]]).sum()
@@ -243,12 +241,12 @@ def test_only_k1_gives_a_policy_the_whole_gradient_of_its_kl():
         ]
     )
     sums = torch.stack([exact[0] + exact[state] for *_, state in texts])
-    true_kl = (prob.exp() * sums).sum()
-    torch.testing.assert_close((prob.exp() * k1).sum(), true_kl)  # both estimate it
+    true_kl = (prob * sums).sum()
+    torch.testing.assert_close((prob * k1).sum(), true_kl)  # both estimate it
     [wanted] = torch.autograd.grad(true_kl, logits, retain_graph=True)
 
     def policy_gradient(kl):  # rewards are numbers: the policy learns through the probability of its texts
-        return torch.autograd.grad((prob.exp() * kl.detach()).sum(), logits, retain_graph=True)[0]
+        return torch.autograd.grad((prob * kl.detach()).sum(), logits, retain_graph=True)[0]
 
     torch.testing.assert_close(policy_gradient(k1), wanted)
     # The exact value is the same whatever was chosen, so the last choice gets no gradient at all.

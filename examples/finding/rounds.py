@@ -50,8 +50,8 @@ from rlt_lightning.demo.figures import accuracy, difference, split_rewards
 from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
-from rlt_lightning.run.jsonl import rewrite
-from rlt_lightning.tasks.stepwise import Mixture, chain_rows
+from rlt_lightning.run.jsonl import format_line, rewrite
+from rlt_lightning.tasks.stepwise import NEW_MIXTURE, chain_rows
 from rlt_lightning.types import InputError
 
 MAIN_ARMS = (
@@ -103,27 +103,21 @@ class Rounds(Arms):
         """Write the rows of all stages, those with known steps only, and those with a wrong solution."""
         super().write_data()
         setting = self.setting
-        mixture = Mixture(hazard=setting.hazard) if setting.hazard else Mixture()
-        old = chain_rows(setting.num_test, 0, "test", mixture, setting.length)
-        write_rows(self.data("old"), [{key: row[key] for key in ("question", "answer")} for row in old])
-        write_rows(self.data("wrong"), show_wrong(read(self.data("rlt")), self.seed))
+        old = chain_rows(setting.num_test, 0, "test", None, setting.length)
+        asked = ({key: row[key] for key in ("question", "answer")} for row in old)
+        rewrite(self.data("old"), map(format_line, asked))
+        rewrite(self.data("wrong"), map(format_line, show_wrong(read(self.data("rlt")), self.seed)))
         if num_new := NUM_NEW.get(setting.name):
             new = read(self.data("warmup"))[:num_new]
             num_known, seed = setting.num_warmup - num_new, 10 * self.seed + 1
-            known = chain_rows(num_known, seed, "train", mixture, setting.length)
-            write_rows(self.data("warmup"), new + [{key: row[key] for key in new[0]} for row in known])
+            known = chain_rows(num_known, seed, "train", NEW_MIXTURE, setting.length)
+            rows = [*new, *({key: row[key] for key in new[0]} for row in known)]
+            rewrite(self.data("warmup"), map(format_line, rows))
 
     def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
         """Let an arm's student answer the held-out problems, and as many whose steps are all known."""
         super().evaluate(arm, model, greedy, **options)
-        self.stages(
-            f"{self.name}/{arm}/old",
-            "test",
-            "miniature_evaluate",
-            model__pretrained=model,
-            data__sets=json.dumps({"chains": str(self.data("old"))}),
-            rollouts__seed=self.seed,
-        )
+        self.ask(f"{arm}/old", model, "old", rollouts__seed=self.seed)
 
     def arm(self, arm: str, samples: bool = False) -> None:
         """Make an arm's traces, train a student of them, and evaluate it."""
@@ -216,9 +210,9 @@ class Rounds(Arms):
         return read(self.explain(f"ranked_{arm}", self.teacher("warmup"), self.model(arm)))
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as JSON lines."""
-    rewrite(path, [json.dumps(row) + "\n" for row in rows])
+def read_number(solution: str) -> str:
+    """Return the number in the box of a solution."""
+    return solution.removeprefix("\\boxed{").removesuffix("}")
 
 
 def show_wrong(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
@@ -226,7 +220,7 @@ def show_wrong(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     rng = Random(seed)
     wrong = []
     for row in rows:
-        right = int(row["solution"].removeprefix("\\boxed{").removesuffix("}"))
+        right = int(read_number(row["solution"]))
         wrong.append(row | {"solution": f"\\boxed{{{(right + rng.randrange(1, 10)) % 10}}}"})
     return wrong
 

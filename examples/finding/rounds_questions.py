@@ -17,25 +17,25 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-from rounds import EXACT, NEW, Rounds, name_arm, show_wrong, write_rows
+from rounds import EXACT, NEW, Rounds, name_arm, read_number, show_wrong
 
 from rlt_lightning.demo.arms import measure_kinds, read
 from rlt_lightning.demo.figures import accuracy
 from rlt_lightning.demo.page import kinds_text, mean_kinds
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
-from rlt_lightning.run.jsonl import rewrite
+from rlt_lightning.run.jsonl import format_line, rewrite
 from rlt_lightning.tasks.stepwise import chain_kind, parse_chain
 from rlt_lightning.types import InputError
 
 ARMS = ("s64", "s512", "rlt_s64", "reject4_s64", "pool4_s64")  # whose students are asked further
-ESTIMATORS: dict[str, dict[str, Any]] = {"k1": {}, "exact": EXACT}
+Estimator = Literal["k1", "exact"]
+ESTIMATORS: dict[Estimator, dict[str, Any]] = {"k1": {}, "exact": EXACT}
 DRAWS = (1, 2, 4, 8, 16, 64)  # traces of a problem to choose from
 NUM_PROBLEMS = 128  # that have so many traces
 NUM_SAMPLES = 16  # answers of s64 to each held-out problem
@@ -46,7 +46,7 @@ OTHER_BASE = "miniature-seed1"
 class Questions(Rounds):
     """The stages of one seed."""
 
-    def draw(self, teacher: str, estimator: str) -> list[dict[str, Any]]:
+    def draw(self, teacher: str, estimator: Estimator) -> list[dict[str, Any]]:
         """Return many traces of each of some problems, with their rewards under the student.
 
         Args:
@@ -68,7 +68,7 @@ class Questions(Rounds):
 
     def explain_wrong(self, arm: str) -> list[dict[str, Any]]:
         """Return traces of an arm's teacher for problems with a wrong solution."""
-        write_rows(self.data("raw_wrong"), show_wrong(read(self.data("raw")), self.seed))
+        rewrite(self.data("raw_wrong"), map(format_line, show_wrong(read(self.data("raw")), self.seed)))
         traces = self.read_problems(
             f"wrongly_shown_{arm}",
             "miniature_generate",
@@ -80,19 +80,9 @@ class Questions(Rounds):
 
     def find_hard(self) -> set[str]:
         """Return the ids of the held-out problems that the student never solves in 16 samples."""
-        folder = self.stages(
-            f"{self.name}/{STUDENT}/often",
-            "test",
-            "miniature_evaluate",
-            model__pretrained=self.model(STUDENT),
-            data__sets=json.dumps({"chains": str(self.data("test"))}),
-            rollouts__num_samples=NUM_SAMPLES,
-            rollouts__seed=self.seed,
-        )
-        right: dict[str, int] = defaultdict(int)
-        for row in read(folder / "responses.jsonl"):
-            right[row["id"]] += row["correct"]
-        return {name for name, number in right.items() if number == 0}
+        often: dict[str, Any] = {"rollouts__num_samples": NUM_SAMPLES, "rollouts__seed": self.seed}
+        rows = read(self.ask(f"{STUDENT}/often", self.model(STUDENT), **often) / "responses.jsonl")
+        return {row["id"] for row in rows} - {row["id"] for row in rows if row["correct"]}
 
     def teach_other(self, arm: str) -> float:
         """Return the accuracy of a student of another base that an arm's traces have trained, percent."""
@@ -147,19 +137,14 @@ def measure_ends(rows: list[dict[str, Any]]) -> dict[str, float]:
     ends = {"shown": 0, "right": 0, "another": 0, "none": 0}
     for row in rows:
         last = row["reasoning_trace"].rstrip(".").split()[-1]
-        shown, right = (
-            row["solution"].removeprefix("\\boxed{").removesuffix("}"),
-            parse_chain(row["question"]),
-        )
-        ends[
-            "none"
-            if not last.isdigit()
-            else "shown"
-            if last == shown
-            else "right"
-            if last == right.answer
-            else "another"
-        ] += 1
+        if not last.isdigit():
+            ends["none"] += 1
+        elif last == read_number(row["solution"]):
+            ends["shown"] += 1
+        elif last == parse_chain(row["question"]).answer:
+            ends["right"] += 1
+        else:
+            ends["another"] += 1
     return {name: 100 * number / len(rows) for name, number in ends.items()}
 
 
@@ -171,7 +156,7 @@ def measure_hard(responses: list[dict[str, Any]], hard: set[str]) -> float:
 # Tokens
 
 
-def split_tokens(one: Questions, estimator: str) -> dict[str, dict[str, list[float]]]:
+def split_tokens(one: Questions, estimator: Estimator) -> dict[str, dict[str, list[float]]]:
     """Return the KL of the warm-up teacher's traces before, at and behind the token that leaves the steps.
 
     Returns:
@@ -185,7 +170,7 @@ def split_tokens(one: Questions, estimator: str) -> dict[str, dict[str, list[flo
     teacher = Teacher(
         one.teacher("warmup"),
         str(one.model(STUDENT)),
-        reward=RLTReward(kl_estimator="exact" if estimator == "exact" else "k1"),
+        reward=RLTReward(kl_estimator=estimator),
         sampling=Sampling(temperature=0.7),
         tags="r1",
         teacher_system_prompt="",
@@ -243,10 +228,9 @@ def build_page(found: list[dict[str, Any]], tokens: dict[str, Any]) -> str:
     return "\n\n".join("\n".join(lines) for lines in (best, split, ends, students)) + "\n"
 
 
-def average_tokens(ones: Iterable[Questions]) -> dict[str, dict[str, dict[str, float]]]:
+def average_tokens(ones: list[Questions]) -> dict[str, dict[str, dict[str, float]]]:
     """Return the means of `split_tokens` over all traces of all seeds."""
     means: dict[str, dict[str, dict[str, float]]] = {}
-    ones = list(ones)
     for estimator in ESTIMATORS:
         pooled: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for one in ones:

@@ -221,16 +221,24 @@ class Arms:
     def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
         """Let an arm's student answer the held-out problems (stage 5)."""
         for name, temperature in (("sampled", 0.7), ("greedy", 0.0))[: 1 + greedy]:
-            self.stages(
-                f"{self.name}/{arm}/{name}",
-                "test",
-                "miniature_evaluate",
-                model__pretrained=model,
-                data__sets=json.dumps({"chains": str(self.data("test"))}),
+            self.ask(
+                f"{arm}/{name}",
+                model,
                 rollouts__sampling__temperature=temperature,
                 rollouts__seed=self.seed,
                 **options,
             )
+
+    def ask(self, name: str, model: Path | str, source: str = "test", **options: Any) -> Path:
+        """Let a model answer the problems of a file."""
+        return self.stages(
+            f"{self.name}/{name}",
+            "test",
+            "miniature_evaluate",
+            model__pretrained=model,
+            data__sets=json.dumps({"chains": str(self.data(source))}),
+            **options,
+        )
 
     def arm(self, arm: str, samples: bool = False) -> None:
         """Run all stages of an arm; with `samples`, its teacher also explains one problem eight times."""
