@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 warm: dict[bool, subprocess.Popen[str]] = {}  # by whether it has pretended GPUs
 asking = threading.Lock()
 living: list[Running] = []
-LONGEST = 570  # seconds that a command may take, less than a test may: a busy machine is no failure
+longest_s = 570.0  # what a command may take: conftest sets it a little below what a test may
 RANK_1 = "rank 1"  # the name of a second rank's process
 PRETEND = "--pretend"  # given to a warm process: there are GPUs
 
@@ -102,12 +102,13 @@ class Running:
             living.remove(self)
         return self.returncode
 
-    def wait(self, timeout: float = LONGEST) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Wait for the end.
 
         Raises:
             subprocess.TimeoutExpired: With the command, and all that it has started, killed.
         """
+        timeout = longest_s if timeout is None else timeout
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -161,7 +162,6 @@ def start(
 
 def rlt(
     *arguments: str,
-    timeout: float = LONGEST,
     cwd: Path = ROOT,
     text: str = "",
     fresh: bool = False,
@@ -176,10 +176,10 @@ def rlt(
     if fresh:
         command, own = [sys.executable, "-m", "rlt_lightning", *arguments], os.environ | environment
         return subprocess.run(
-            command, cwd=cwd, env=own, input=text, capture_output=True, text=True, timeout=timeout
+            command, cwd=cwd, env=own, input=text, capture_output=True, text=True, timeout=longest_s
         )
     process = start(*arguments, cwd=cwd, text=text, gpus=gpus, **environment)
-    status = process.wait(timeout)
+    status = process.wait()
     return subprocess.CompletedProcess(process.args, status, process.stdout, process.stderr)
 
 
@@ -196,7 +196,7 @@ def python(
             input=text,
             capture_output=True,
             text=True,
-            timeout=LONGEST,
+            timeout=longest_s,
             start_new_session=True,
         )
     process = Running((), None, cwd, text, environment, code, gpus)
@@ -305,6 +305,7 @@ def warm_up() -> None:
         import pretended_gpu.run as pretended  # before torch
 
         pretended.skip_measurements()
+    import pandas  # noqa: F401  (pyarrow imports it at the first list)
     import peft  # noqa: F401
     import transformers.optimization
     import transformers.trainer_utils  # noqa: F401

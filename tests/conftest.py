@@ -71,7 +71,10 @@ class Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import commands
+
     config.stash[LEFT] = Counter()
+    commands.longest_s = float(config.getoption("timeout") or config.getini("timeout")) - 30
 
 
 @pytest.hookimpl(trylast=True)

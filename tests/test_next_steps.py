@@ -32,7 +32,7 @@ def small_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> st
 
 def run(*words: str) -> str:
     """What a run prints."""
-    result = rlt(*words, timeout=900)
+    result = rlt(*words)
     assert result.returncode == 0, (words, result.stderr)
     return result.stdout
 

@@ -344,7 +344,7 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
     model: str, push: type, steps: int, options: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     config = run_config(tmp_path, request.getfixturevalue(model), push, str(EXECUTABLE))
-    result = rlt(*config, *options, f"--trainer.max_steps={steps}", timeout=500)
+    result = rlt(*config, *options, f"--trainer.max_steps={steps}")
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", steps)
     assert worker_pids(tmp_path / "run") == []  # nothing is left behind
@@ -362,7 +362,7 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
 def test_thoughts_of_a_worker_are_scored_by_the_policy(tmp_path: Path) -> None:
     _, _, overlay, *_ = run_config(tmp_path, "miniature", GlooPush, str(EXECUTABLE))
     options = ["--trainer.max_steps=3", "--data.val_rows=1", f"--output_dir={tmp_path / 'run'}"]
-    result = rlt("fit", "--config=miniature_likelihood", overlay, *options, timeout=500)
+    result = rlt("fit", "--config=miniature_likelihood", overlay, *options)
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", 3)
 
@@ -373,7 +373,7 @@ def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
 ) -> None:
     command = run_config(tmp_path, tiny_model, GlooPush, engine={"sleep": sleep})
     command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
-    result = rlt(*command, timeout=500)
+    result = rlt(*command)
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", 4)  # the weights were compared with every push, too
     log = (tmp_path / "run" / "workers" / "worker-0.log").read_text()
@@ -448,8 +448,8 @@ def run_with_faults(
             time.sleep(0.05)
             pids = processes(run)
         os.kill(pids[target], fault)
-        wait_until(lambda number=number: len(losses()) > number or process.poll() is not None, 120)
-    process.wait(timeout=900)
+        wait_until(lambda number=number: len(losses()) > number or process.poll() is not None)
+    process.wait()
     assert process.returncode == 0, process.stderr
     return losses()
 
@@ -499,11 +499,11 @@ def test_five_faults_at_random_moments_change_nothing(
 def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
     process = start(*run_config(tmp_path, tiny_model, DiskPush), "--trainer.max_steps=1000")
     run = tmp_path / "run"
-    wait_until(lambda: num_iterations(run) >= 3, 300)
+    wait_until(lambda: num_iterations(run) >= 3)
     assert len(worker_pids(run)) >= 3  # guard, server, engine, model worker
     process.kill()
     process.wait()
-    wait_until(lambda: worker_pids(run) == [], 30)
+    wait_until(lambda: worker_pids(run) == [])
     assert all(row["rollout/mismatch_max"] <= 1e-3 for row in metrics(run)[:2])
 
 
@@ -529,7 +529,7 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
             return httpx2.get(f"{url}/health").status_code == 200
         return False
 
-    wait_until(answers, 240)
+    wait_until(answers)
     yield url
     local.stop()
 
