@@ -277,6 +277,7 @@ def end() -> None:
 
 def main() -> None:
     """Answer each line of standard input: fork a command, or tell what became of one."""
+    gc.set_threshold(10_000)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, str(ROOT))  # this checkout, whichever is installed

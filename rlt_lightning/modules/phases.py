@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,9 @@ def flops(model: Any, num_tokens: float, pairs: float, num_scored: float) -> flo
     return 2 * weights * num_tokens + per_pair * pairs + 2 * num_scored * head.in_features * head.out_features
 
 
+@cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the device's best rate of matrix products, FLOP/s, of which MFU is a fraction."""
+    """Measure the device's best rate of matrix products, FLOP/s, of which MFU is a fraction; only once."""
     # A GPU's clock takes a second to rise.
     size, enough_s = (8192, 1.0) if device.type == "cuda" else (1024, 0.05)
     a = torch.randn(size, size, device=device, dtype=dtype)
