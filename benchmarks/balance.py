@@ -16,7 +16,7 @@ import statistics
 from side_by_side import benchmark_parser, finish, read_options
 
 from rlt_lightning.numerics.balance import balance_shards, imbalance
-from rlt_lightning.numerics.packing import Extent, micro_batches, split_to
+from rlt_lightning.numerics.packing import SequenceLengths, micro_batches, split_to
 
 PROBLEMS, GROUP_SIZE, LIMIT = 16, 64, 16384
 PROMPT = 800
@@ -36,10 +36,10 @@ def lengths_of_step(seed: int) -> list[list[int]]:
 
 def in_lockstep(parts: list[list[int]], tokens: list[int]) -> float:
     """Return the time of ranks that meet in every row, as a multiple of the mean rank's tokens."""
-    every = [[Extent(i // GROUP_SIZE, PROMPT, tokens[i]) for i in part] for part in parts]
-    rows = [micro_batches(extents, 16384) for extents in every]
+    every = [[SequenceLengths(i // GROUP_SIZE, PROMPT, tokens[i]) for i in part] for part in parts]
+    rows = [micro_batches(lengths, 16384) for lengths in every]
     most = max(map(len, rows))
-    rows = [split_to(own, most, extents) for own, extents in zip(rows, every, strict=True)]
+    rows = [split_to(own, most, lengths) for own, lengths in zip(rows, every, strict=True)]
     sizes = [[row.num_tokens for row in own] for own in rows]
     return sum(map(max, zip(*sizes, strict=True))) * len(parts) / sum(map(sum, sizes))
 

@@ -70,8 +70,8 @@ def tokens_of(chunks: list[list[Rollout]], layout: Layout, baseline: Any) -> int
         ),
     )
 
-    def plan(extents: Any) -> Any:
-        return [(row, 1.0) for row in micro_batches(extents, ROW, layout)]
+    def plan(lengths: Any) -> Any:
+        return [(row, 1.0) for row in micro_batches(lengths, ROW, layout)]
 
     student_views: Any = SimpleNamespace(formats=[empty])
     models, students = [ReadModel(nothing)], Students.of("student", None)

@@ -25,11 +25,11 @@ from side_by_side import alternate, bars, benchmark_parser, finish, measure, rea
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.numerics import (
-    Extent,
     GroupNormalisedAdvantages,
     GRPOLoss,
     PackedSequences,
     ScoredSequence,
+    SequenceLengths,
     micro_batches,
     to_padded,
 )
@@ -51,8 +51,8 @@ def serve(path: str) -> None:
     sequences = [
         ScoredSequence(prompt, ids, [False] * len(prompt) + [True] * len(ids)) for ids in completions
     ]
-    extents = [Extent(0, len(prompt), len(ids)) for ids in completions]
-    rows = micro_batches(extents, case["micro_batch_tokens"], case["layout"])
+    lengths = [SequenceLengths(0, len(prompt), len(ids)) for ids in completions]
+    rows = micro_batches(lengths, case["micro_batch_tokens"], case["layout"])
     policy_loss = GRPOLoss(kl_coef=case["kl_coef"], unbiased_kl=case["unbiased_kl"])
     advantages, head = torch.tensor(case["advantages"]), HeadOptions()
     losses: list[float] = []

@@ -99,7 +99,7 @@ def scorer_of(policy: Any, student: Any, reward: RLTReward, recompute: bool) -> 
         Students.of("student", None),
         [ReadModel(partial(call, student))],
         partial(call, policy),
-        lambda extents: [(row, 1.0) for row in micro_batches(extents, max_tokens=16384)],
+        lambda lengths: [(row, 1.0) for row in micro_batches(lengths, max_tokens=16384)],
         CPU,
         recompute=lambda unknown: recompute,
     )

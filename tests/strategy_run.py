@@ -39,7 +39,7 @@ from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Scorer, TokenScores
 from rlt_lightning.numerics.likelihood import LogProbReward
-from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
+from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
@@ -129,10 +129,10 @@ class Counted(OnPolicyModule):
 
     counts: ClassVar[list[int]] = []
 
-    def plan(self, extents: list[Extent], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
+    def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         if torch.is_grad_enabled():  # of the policy update
-            self.counts.append(len(micro_batches(extents, self.micro_batch_tokens, self.layout)))
-        return super().plan(extents, all_ranks)
+            self.counts.append(len(micro_batches(lengths, self.micro_batch_tokens, self.layout)))
+        return super().plan(lengths, all_ranks)
 
 
 class TellingScorer(Scorer):

@@ -153,8 +153,8 @@ def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature
 
 
 def scorer(teacher: Any, student: Any, **options: Any) -> Scorer:
-    def plan(extents: Any) -> Any:
-        return [(row, 1.0) for row in micro_batches(extents, max_tokens=3000, layout="packed")]
+    def plan(lengths: Any) -> Any:
+        return [(row, 1.0) for row in micro_batches(lengths, max_tokens=3000, layout="packed")]
 
     reward, students = RLTReward(**options), Students.of("student", None)
     models = [ReadModel(ModelEntry(student))]

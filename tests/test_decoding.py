@@ -222,7 +222,7 @@ def test_a_finished_rank_calls_as_often_as_the_others(miniature: str) -> None:
 
     engine = started(HFEngine, model, tokenizer)
     checked(engine)
-    engine.share(lambda function: function(model), on_any_rank)
+    engine.use_sharded_model(lambda function: function(model), on_any_rank)
     calls = Calls(model)
     assert sample_groups(engine, [], Sampling(), 2, "", []) == []
     assert asked == [False] * 4

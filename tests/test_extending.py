@@ -521,6 +521,18 @@ def test_an_engine_of_the_last_protocol_is_adapted() -> None:
     assert engine.limits == [None, None, [3]]
 
 
+def test_an_old_name_of_a_method_that_an_engine_writes_is_heard() -> None:
+    with pytest.warns(FutureWarning, match=r"Old.share belongs .*call it `use_sharded_model`"):
+
+        class Old(FourMethods):
+            def share(self, run: Any, on_any_rank: Any) -> None:
+                self.ways = run, on_any_rank
+
+    engine = Old()
+    engine.use_sharded_model(len, bool)
+    assert engine.ways == (len, bool)
+
+
 def test_callers_and_subclasses_of_generate_are_answered() -> None:
     with pytest.warns(FutureWarning, match=r"Logging.generate(_and_tell)? belongs to the engine protocol of"):
 
@@ -603,8 +615,8 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
         (
             ["--rollouts.engine=misfits.NoMethods"],
             "misfits.NoMethods must have the methods of rlt_lightning.engines.Engine, but has no sample, "
-            "update_weights, verify, describe, load_own_model, share, prepare_push, gather_weights, "
-            "health, put_to_sleep and has other parameters of start. Derive it from that class",
+            "update_weights, verify, describe, load_own_model, use_sharded_model, prepare_push, "
+            "gather_weights, health, put_to_sleep and has other parameters of start. Derive it from that",
         ),
         (
             ["--rollouts.engine=misfits.NoAnnotations"],

@@ -34,11 +34,11 @@ from transformers import (
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs, verify_layout
 from rlt_lightning.numerics import (
-    Extent,
     MicroBatch,
     PackedSequences,
     ScoredSequence,
     Segments,
+    SequenceLengths,
     SharedPrefix,
     looped_attention,
     micro_batches,
@@ -372,25 +372,25 @@ def test_sequences_that_cannot_be_packed_are_named(sequence, message):
 
 def test_rows_by_hand():
     # Longest first: 20 stays alone, 6 opens a row, 5 the next, 4 joins 6, 3 joins 5, 2 joins 5 + 3.
-    extents = [Extent(None, 0, length) for length in (2, 3, 4, 5, 6, 20)]
-    rows = micro_batches(extents, max_tokens=10)
+    lengths = [SequenceLengths(None, 0, length) for length in (2, 3, 4, 5, 6, 20)]
+    rows = micro_batches(lengths, max_tokens=10)
     assert [row.indices for row in rows] == [[5], [3, 1, 0], [4, 2]]
     assert [row.num_tokens for row in rows] == [20, 10, 10]
     assert micro_batches([], max_tokens=10) == []
-    assert [len(row.indices) for row in micro_batches(extents, 100, "single")] == [1] * 6
+    assert [len(row.indices) for row in micro_batches(lengths, 100, "single")] == [1] * 6
     with pytest.raises(ValueError, match="max_tokens must be at least 1"):
-        micro_batches(extents, max_tokens=0)
+        micro_batches(lengths, max_tokens=0)
 
 
 def test_families_share_their_prefix_where_it_pays():
     # A prefix of 30 tokens, four continuations of 10: 70 tokens together, 160 apart.
-    group = [Extent("a", 30, 10)] * 4
+    group = [SequenceLengths("a", 30, 10)] * 4
     assert micro_batches(group, 100) == [MicroBatch(((0, 1, 2, 3),), 70)]
     assert [row.num_tokens for row in micro_batches(group, 100, "packed")] == [80, 80]
     # A row of 55 tokens holds the prefix and two of them, and each row computes the prefix.
     assert micro_batches(group, 55) == [MicroBatch(((0, 1),), 50), MicroBatch(((2, 3),), 50)]
     # Saving one token of a thousand is not worth a second attention call, unless it is asked for.
-    long = [Extent("a", 1, 500)] * 2
+    long = [SequenceLengths("a", 1, 500)] * 2
     assert micro_batches(long, 2000)[0].num_tokens == 1002
     assert micro_batches(long, 2000, "shared_prefix")[0].num_tokens == 1001
 
@@ -398,28 +398,28 @@ def test_families_share_their_prefix_where_it_pays():
 @pytest.mark.parametrize("layout", ["auto", "shared_prefix", "packed"])
 def test_rows_hold_every_sequence_once_and_do_not_overflow(layout):
     draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 30, (100,), generator=draw).tolist()
-    extents = [Extent(i // 8, 20, length) for i, length in enumerate(lengths)]
-    rows = micro_batches(extents, 60, layout)
+    drawn = torch.randint(1, 30, (100,), generator=draw).tolist()
+    lengths = [SequenceLengths(i // 8, 20, length) for i, length in enumerate(drawn)]
+    rows = micro_batches(lengths, 60, layout)
     assert sorted(index for row in rows for index in row.indices) == list(range(100))
     assert [row.num_tokens for row in rows] == sorted((row.num_tokens for row in rows), reverse=True)
     sequences = [
-        ScoredSequence([e.prefix] * 20, [0] * e.num_rest, [False] * (20 + e.num_rest)) for e in extents
+        ScoredSequence([e.prefix] * 20, [0] * e.num_rest, [False] * (20 + e.num_rest)) for e in lengths
     ]
     for row in rows:
         assert row.num_tokens <= 60
         assert PackedSequences.from_sequences(sequences, row.families).input_ids.shape == (1, row.num_tokens)
-    assert micro_batches(extents, 60, layout) == rows
+    assert micro_batches(lengths, 60, layout) == rows
 
 
 def test_a_rank_with_fewer_rows_halves_its_largest():
-    extents = [Extent("a", 10, 5), Extent("a", 10, 5), Extent("a", 10, 5), Extent("b", 0, 4)]
-    [row] = micro_batches(extents, 1000)
+    lengths = [SequenceLengths("a", 10, 5)] * 3 + [SequenceLengths("b", 0, 4)]
+    [row] = micro_batches(lengths, 1000)
     assert row == MicroBatch(((0, 1, 2), (3,)), 29)
-    assert split_to([row], 2, extents) == [MicroBatch(((0, 1, 2),), 25), MicroBatch(((3,),), 4)]
-    three = split_to([row], 3, extents)
+    assert split_to([row], 2, lengths) == [MicroBatch(((0, 1, 2),), 25), MicroBatch(((3,),), 4)]
+    three = split_to([row], 3, lengths)
     assert three == [MicroBatch(((0, 2),), 20), MicroBatch(((1,),), 15), MicroBatch(((3,),), 4)]
-    assert [row.indices for row in split_to([row], 9, extents)] == [
+    assert [row.indices for row in split_to([row], 9, lengths)] == [
         [0],
         [1],
         [2],

@@ -38,7 +38,7 @@ def score(score_given: bool, teacher_runs: list[int]) -> Any:
         Students.of("fake", None),
         [ReadModel(student)],
         teacher,
-        lambda extents: [(row, 1.0) for row in micro_batches(extents, max_tokens=100)],
+        lambda lengths: [(row, 1.0) for row in micro_batches(lengths, max_tokens=100)],
         torch.device("cpu"),
     )
     return scorer([rollout], temperature=0.7)

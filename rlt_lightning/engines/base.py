@@ -198,8 +198,11 @@ class Engine(Protocol):
     takes_turns: bool = False  # whether it shares its GPUs with training, and sleeps meanwhile
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Keep engines working that were written when the protocol had `generate` in place of `sample`."""
+        """Keep engines working that were written when methods of the protocol had other names."""
         super().__init_subclass__(**options)
+        if "share" in vars(cls):
+            warn_of_old_method(f"{cls.__name__}.share", "call it `use_sharded_model`")
+            cls.use_sharded_model = vars(cls)["share"]  # type: ignore[method-assign]
         for name in {"generate", "generate_and_tell"} & vars(cls).keys():
             warn_of_generate(f"{cls.__name__}.{name}")
         if "generate" in vars(cls) and "sample" not in vars(cls):
@@ -285,7 +288,7 @@ class Engine(Protocol):
         """
         return False
 
-    def share(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
+    def use_sharded_model(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
         """Sample with weights in shards on all ranks; called after `start`, and only if `in_process` is set.
 
         All ranks must then call the model equally often.
@@ -480,10 +483,15 @@ def generate_patiently(
 
 
 def warn_of_generate(name: str) -> None:
+    """Warn of `generate`, in an engine or called."""
+    warn_of_old_method(name, "write `sample(requests, sampling, stop)` in an engine, and call `sample_all`")
+
+
+def warn_of_old_method(name: str, instead: str) -> None:
     """Warn of a name of the protocol of before."""
     warnings.warn(
-        f"{name} belongs to the engine protocol of before and works until the next release: write "
-        "`sample(requests, sampling, stop)` in an engine, and call `sample_all` (docs/extending.md).",
+        f"{name} belongs to the engine protocol of before and works until the next release: {instead} "
+        "(docs/extending.md).",
         FutureWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

@@ -88,7 +88,7 @@ class HFEngine(Engine):
         """Return how many completions are sampled at once beside the model that trains."""
         return EngineDescription(sequences_in_process=self.max_sequences)
 
-    def share(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
+    def use_sharded_model(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
         """Call the model through `run`, on every rank as often as on the rank that samples longest."""
         self.run, self.on_any_rank = run, on_any_rank
 

@@ -27,11 +27,11 @@ from rlt_lightning.modules.phases import PhaseStats, PhaseTimer, forward_flops, 
 from rlt_lightning.modules.step_metrics import speed_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import (
-    Extent,
     Layout,
     MicroBatch,
     PackedSequences,
     ScoredSequence,
+    SequenceLengths,
     micro_batches,
     split_to,
 )
@@ -331,24 +331,24 @@ class PolicyModule(LightningModule):
         if isinstance(loader, StepLoader):
             loader.begin_at(self.global_step)
 
-    def plan(self, extents: list[Extent], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
+    def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
 
         Args:
-            extents: The lengths of the sequences.
+            lengths: The lengths of the sequences.
             all_ranks: Whether a forward waits for all ranks. Each then needs equally many micro-batches:
                 a rank with fewer splits its largest. If none can be split, it repeats its last with weight 0.
         """
-        planned = micro_batches(extents, self.micro_batch_tokens, self.layout)
+        planned = micro_batches(lengths, self.micro_batch_tokens, self.layout)
         if not all_ranks:
             return [(micro_batch, 1.0) for micro_batch in planned]
         [most] = map(int, self.max_over_ranks(len(planned)))
-        planned = split_to(planned, most, extents)
+        planned = split_to(planned, most, lengths)
         return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
 
-    def plan_forward(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
+    def plan_forward(self, lengths: list[SequenceLengths]) -> list[tuple[MicroBatch, float]]:
         """Return micro-batches for forwards without gradient, in which ranks meet if weights are sharded."""
-        return self.plan(extents, all_ranks=self.sharding.sharded)
+        return self.plan(lengths, all_ranks=self.sharding.sharded)
 
     def pack_sequences(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
         """Pack the sequences of a micro-batch for one forward."""
@@ -357,7 +357,7 @@ class PolicyModule(LightningModule):
     def pack(
         self,
         sequences: list[ScoredSequence],
-        extents: list[Extent],
+        lengths: list[SequenceLengths],
         stats: PhaseStats,
         last: bool = True,
     ) -> Iterator[UpdateBatch]:
@@ -367,11 +367,11 @@ class PolicyModule(LightningModule):
 
         Args:
             sequences: What the policy computes for each row of this rank's shard.
-            extents: Their lengths.
+            lengths: Their lengths.
             stats: Counts the tokens that the policy computes.
             last: Whether the step's last backward is among them; False if another call follows.
         """
-        planned = self.plan(extents, all_ranks=True)
+        planned = self.plan(lengths, all_ranks=True)
         for number, (micro_batch, weight) in enumerate(planned):
             packed = self.pack_sequences(sequences, micro_batch)
             flops = self.forwards_per_step * forward_flops(self.policy, packed)

@@ -242,14 +242,14 @@ class LikelihoodModule(RLTModule):
         rows = scored.build_rollouts(scored.shard)
         temperature = reward.temperature or scored.request.sampling.temperature
         sequences = [build_solution_sequence(row.views[0]) for row in rows]
-        extents = measure_sequences([row.views[0] for row in rows], sequences)
+        lengths = measure_sequences([row.views[0] for row in rows], sequences)
         sizes = self.sum_over_ranks(len(rows), sum(len(row.completion.token_ids) for row in rows))
-        for micro_batch in self.pack(sequences, extents, stats):
+        for micro_batch in self.pack(sequences, lengths, stats):
             chosen = [rows[i] for i in micro_batch.indices]
-            lengths = [len(row.problem.solution_ids) for row in chosen]
+            counts = [len(row.problem.solution_ids) for row in chosen]
             flat, _ = self.run(compute_log_probs, micro_batch.packed, temperature, self.head)
-            sums.checks.add(flat, lengths, "log-prob of the solution", [row.problem.row for row in chosen])
-            scores = self.score_answers(chosen, *to_padded(flat, lengths))  # (n,)
+            sums.checks.add(flat, counts, "log-prob of the solution", [row.problem.row for row in chosen])
+            scores = self.score_answers(chosen, *to_padded(flat, counts))  # (n,)
             weights = self.weigh_completions(chosen, *sizes).to(scores)
             loss = -self.answer_weight * (weights * scores).sum()
             self.manual_backward(micro_batch.scale * loss)

@@ -41,11 +41,11 @@ from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import (
-    Extent,
     Layout,
     MicroBatch,
     PackedSequences,
     ScoredSequence,
+    SequenceLengths,
     from_padded,
     to_padded,
 )
@@ -254,7 +254,7 @@ class OPDModule(OnPolicyModule):
         sums = UpdateSums()
         with self.place_teacher() as ask:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro_batch in self.pack(sequences, measure_extents(rows), stats):
+            for micro_batch in self.pack(sequences, measure_lengths(rows), stats):
                 loss, values, metrics, mismatch = self.micro_batch_loss(
                     rollouts, ask, micro_batch.planned, micro_batch.packed, num_tokens, sums.checks
                 )
@@ -412,7 +412,7 @@ class OPDModule(OnPolicyModule):
         sequences = [build_student_sequence(row) for row in rows]
         checks = FiniteChecks()
         with self.phase("score"), self.place_teacher() as ask:
-            for micro_batch, _ in self.plan_forward(measure_extents(rows)):
+            for micro_batch, _ in self.plan_forward(measure_lengths(rows)):
                 packed = self.pack_sequences(sequences, micro_batch)
                 num_tokens = sum(map(count_judged, rows))
                 _, values, _, _ = self.micro_batch_loss(
@@ -502,11 +502,11 @@ def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
     return values / upload(sizes.repeat_interleave(sizes), values.device).to(values.dtype)
 
 
-def measure_extents(rows: list[Rollout]) -> list[Extent]:
+def measure_lengths(rows: list[Rollout]) -> list[SequenceLengths]:
     """Return the lengths of what student and teacher read, whichever is longer."""
     pairs = [(build_student_sequence(row), build_teacher_sequence(row)) for row in rows]
     return [
-        Extent(row.problem.row, max(len(s.prefix) for s in pair), max(len(s.rest) for s in pair))
+        SequenceLengths(row.problem.row, max(len(s.prefix) for s in pair), max(len(s.rest) for s in pair))
         for row, pair in zip(rows, pairs, strict=True)
     ]
 

@@ -55,10 +55,10 @@ from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, measure_mismatch
 from rlt_lightning.numerics.likelihood import LikelihoodReward, SolutionScores, find_kl_reward
 from rlt_lightning.numerics.packing import (
-    Extent,
     MicroBatch,
     PackedSequences,
     ScoredSequence,
+    SequenceLengths,
     to_padded,
 )
 from rlt_lightning.numerics.rewards import (
@@ -75,7 +75,7 @@ from rlt_lightning.types import Completion, InputError, ModelView, Problem, Roll
 
 # Divides sequences into micro-batches, with their weights. Ranks that wait for each other in a forward get
 # equally many: a rank with fewer repeats one with weight 0, which does not count.
-PlanMicroBatches = Callable[[list[Extent]], list[tuple[MicroBatch, float]]]
+PlanMicroBatches = Callable[[list[SequenceLengths]], list[tuple[MicroBatch, float]]]
 # Names of students, with their weights or without.
 StudentNames = list[str] | dict[str, float]
 
@@ -462,8 +462,8 @@ class Scorer:
         if teacher_log_probs is None:
             teacher_log_probs = self._sampled_log_probs(views, temperature, stats)
         needs_teacher = [] if teacher_log_probs is not None else teachers
-        extents = [
-            Extent(
+        lengths = [
+            SequenceLengths(
                 view.problem.row,
                 max(len(s.prefix) for s in sequences),
                 max(len(s.rest) for s in sequences),
@@ -474,7 +474,7 @@ class Scorer:
         num_solution = [len(view.problem.solution_ids) for view in views]
         found = [TokenScores(torch.empty(0), torch.empty(0))] * len(views)
         checks = FiniteChecks()
-        for micro_batch, weight in self.plan(extents):
+        for micro_batch, weight in self.plan(lengths):
             packed = self._pack(students, micro_batch, weight, stats)
             # (M, H), (M,)
             hidden, log_probs = student(states_and_log_probs, packed, reward.student_temperature, self.head)
@@ -499,9 +499,9 @@ class Scorer:
                 )
                 spans = [views[i].spans for i in micro_batch.indices]
                 values = estimate_kl(reward.token_kl, teacher_values, of_think, spans)
-            lengths = [num_think[i] for i in micro_batch.indices]
-            checks.add(values, lengths, "KL of the explanation", numbers)
-            for place, (i, kl) in enumerate(zip(micro_batch.indices, values.split(lengths), strict=True)):
+            counts = [num_think[i] for i in micro_batch.indices]
+            checks.add(values, counts, "KL of the explanation", numbers)
+            for place, (i, kl) in enumerate(zip(micro_batch.indices, values.split(counts), strict=True)):
                 found[i] = TokenScores(pieces[2 * place + 1], kl)
         checks.require()
         return found
@@ -628,8 +628,8 @@ class Scorer:
             ScoredSequence([], p.teacher_prompt, mask_scored(len(p.teacher_prefix), len(p.think_prefix)))
             for p in prompts
         ]
-        extents = [Extent(p.row, 0, len(p.teacher_prompt)) for p in prompts]
-        of_prompts = self._teacher_log_probs(sequences, extents, stats)
+        lengths = [SequenceLengths(p.row, 0, len(p.teacher_prompt)) for p in prompts]
+        of_prompts = self._teacher_log_probs(sequences, lengths, stats)
         return found | {p.row: values for p, values in zip(prompts, of_prompts, strict=True)}
 
     def _score_longest_views(
@@ -668,11 +668,11 @@ class Scorer:
         return parts
 
     def _teacher_log_probs(
-        self, sequences: list[ScoredSequence], extents: list[Extent], stats: PhaseStats | None
+        self, sequences: list[ScoredSequence], lengths: list[SequenceLengths], stats: PhaseStats | None
     ) -> list[Tensor]:
         """Run the teacher over N sequences of these lengths; return the log-probs of their scored tokens."""
         found: list[Tensor] = [torch.empty(0)] * len(sequences)
-        for micro_batch, weight in self.plan(extents):
+        for micro_batch, weight in self.plan(lengths):
             values = self._teacher_forward(self._pack(sequences, micro_batch, weight, stats))
             of_rows = values.split([sum(sequences[i].scored) for i in micro_batch.indices])
             for i, one in zip(micro_batch.indices, of_rows, strict=True):
@@ -744,10 +744,12 @@ def build_solution_sequence(view: ModelView) -> ScoredSequence:
     return whole._replace(scored=mask_scored(num_given, num_solution))
 
 
-def measure_sequences(views: Sequence[ModelView], sequences: Sequence[ScoredSequence]) -> list[Extent]:
+def measure_sequences(
+    views: Sequence[ModelView], sequences: Sequence[ScoredSequence]
+) -> list[SequenceLengths]:
     """Return the lengths of what a model reads of completions; those of one problem share the prefix."""
     return [
-        Extent(view.problem.row, len(one.prefix), len(one.rest))
+        SequenceLengths(view.problem.row, len(one.prefix), len(one.rest))
         for view, one in zip(views, sequences, strict=True)
     ]
 
@@ -766,9 +768,12 @@ def build_sampled_sequence(rollout: Rollout) -> ScoredSequence:
     return ScoredSequence(prompt, completion, mask_scored(len(prompt), len(completion)))
 
 
-def measure_sampled_rows(rows: list[Rollout]) -> list[Extent]:
+def measure_sampled_rows(rows: list[Rollout]) -> list[SequenceLengths]:
     """Return the lengths of prompts and completions; completions of one problem share the prompt."""
-    return [Extent(r.problem.row, len(r.problem.teacher_prompt), len(r.completion.token_ids)) for r in rows]
+    return [
+        SequenceLengths(r.problem.row, len(r.problem.teacher_prompt), len(r.completion.token_ids))
+        for r in rows
+    ]
 
 
 def pad_engine_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) -> Tensor | None:

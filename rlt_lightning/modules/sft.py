@@ -12,7 +12,7 @@ from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.numerics.packing import Extent, Layout, ScoredSequence
+from rlt_lightning.numerics.packing import Layout, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import FiniteChecks
 from rlt_lightning.pretrained import Dtype, context_length
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
@@ -96,13 +96,13 @@ class SFTModule(PolicyModule):
         loss, checks = torch.zeros((), device=self.device), FiniteChecks()
         sequences = [build_example_sequence(example) for example in batch.examples]
         with self.phase("train") as stats:
-            extents = [extent(sequence) for sequence in sequences]
-            for micro_batch in self.pack(sequences, extents, stats):
+            lengths = [measure_length(sequence) for sequence in sequences]
+            for micro_batch in self.pack(sequences, lengths, stats):
                 packed = micro_batch.packed
                 log_probs, _ = self.run(compute_log_probs, packed, 1.0, self.head)
                 chosen = [batch.examples[i] for i in micro_batch.indices]
-                lengths = [sum(example.loss_mask) for example in chosen]
-                checks.add(log_probs, lengths, "completion log-prob", [example.row for example in chosen])
+                counts = [sum(example.loss_mask) for example in chosen]
+                checks.add(log_probs, counts, "completion log-prob", [example.row for example in chosen])
                 share = -micro_batch.scale * log_probs.sum() / total_tokens
                 self.manual_backward(share)
                 loss += share.detach()
@@ -118,12 +118,13 @@ class SFTModule(PolicyModule):
         num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
         sequences = [build_example_sequence(example) for example in batch.examples]
         with self.phase("score"):
+            lengths = [measure_length(sequence) for sequence in sequences]
             sums = [
                 weight
                 * self.run(compute_log_probs, self.pack_sequences(sequences, micro_batch), 1.0, self.head)[
                     0
                 ].sum()
-                for micro_batch, weight in self.plan_forward([extent(sequence) for sequence in sequences])
+                for micro_batch, weight in self.plan_forward(lengths)
             ]
         self.validation.add({"policy/val_loss": -sum(sums) / num_tokens}, num_tokens, largest={})
 
@@ -133,6 +134,6 @@ def build_example_sequence(example: SFTExample) -> ScoredSequence:
     return ScoredSequence([], example.token_ids, example.loss_mask)
 
 
-def extent(sequence: ScoredSequence) -> Extent:
+def measure_length(sequence: ScoredSequence) -> SequenceLengths:
     """Return the length of a sequence that shares no prefix."""
-    return Extent(None, 0, len(sequence.rest))
+    return SequenceLengths(None, 0, len(sequence.rest))

@@ -42,10 +42,10 @@ from rlt_lightning.numerics.losses import (
     PolicyLoss,
 )
 from rlt_lightning.numerics.packing import (
-    Extent,
     MicroBatch,
     PackedSequences,
     ScoredSequence,
+    SequenceLengths,
     micro_batches,
     split_to,
     to_padded,
@@ -70,7 +70,6 @@ __all__ = [
     "DAPOLoss",
     "Divergence",
     "DrGRPOLoss",
-    "Extent",
     "FlashAttnKernel",
     "GRPOLoss",
     "GSPOLoss",
@@ -95,6 +94,7 @@ __all__ = [
     "RewardTerms",
     "ScoredSequence",
     "Segments",
+    "SequenceLengths",
     "SharedPrefix",
     "ShuffledAdvantages",
     "SolutionScores",

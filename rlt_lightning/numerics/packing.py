@@ -37,7 +37,7 @@ class ScoredSequence(NamedTuple):
     scored: list[bool]
 
 
-class Extent(NamedTuple):
+class SequenceLengths(NamedTuple):
     """How long a sequence is, and what it shares: sequences of equal `prefix` begin with the same tokens."""
 
     prefix: Hashable
@@ -62,28 +62,30 @@ class MicroBatch:
         return [index for family in self.families for index in family]
 
 
-def sharing_pays(extents: list[Extent]) -> bool:
+def sharing_pays(lengths: list[SequenceLengths]) -> bool:
     """Return whether computing a family's prefix once saves more than sharing costs.
 
     saved = (n - 1) * prefix tokens,  cost = SHARING_COST * continuation tokens
     """
-    saved = (len(extents) - 1) * extents[0].num_prefix
-    return saved > SHARING_COST * sum(extent.num_rest for extent in extents)
+    saved = (len(lengths) - 1) * lengths[0].num_prefix
+    return saved > SHARING_COST * sum(length.num_rest for length in lengths)
 
 
-def micro_batches(extents: list[Extent], max_tokens: int, layout: Layout = "auto") -> list[MicroBatch]:
+def micro_batches(
+    lengths: list[SequenceLengths], max_tokens: int, layout: Layout = "auto"
+) -> list[MicroBatch]:
     """Divide sequences into rows of at most `max_tokens`, longest first, each into the first row with room.
 
     A family that does not fit into one row is cut, and each piece computes the prefix again.
 
     Args:
-        extents: The lengths of each sequence.
+        lengths: The lengths of each sequence.
         max_tokens: Room in a row, tokens. A longer sequence gets a row by itself.
         layout: "shared_prefix": a family computes its prefix once; "packed": never; "auto": where
             `sharing_pays`; "single": one sequence a row.
 
     Returns:
-        The rows, longest first, with each index once. Equal extents always give equal rows.
+        The rows, longest first, with each index once. Equal lengths always give equal rows.
 
     Raises:
         ValueError: If `max_tokens` is below 1.
@@ -91,28 +93,28 @@ def micro_batches(extents: list[Extent], max_tokens: int, layout: Layout = "auto
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, but it is {max_tokens}.")
     groups: dict[Hashable, list[int]] = {}
-    for index, extent in enumerate(extents):
-        groups.setdefault(extent.prefix, []).append(index)
+    for index, length in enumerate(lengths):
+        groups.setdefault(length.prefix, []).append(index)
     families: list[tuple[int, ...]] = []
     for members in groups.values():
-        chosen = [extents[i] for i in members]
+        chosen = [lengths[i] for i in members]
         if chosen[0].num_prefix and (
             layout == "shared_prefix" or (layout == "auto" and sharing_pays(chosen))
         ):
             room = max(1, max_tokens - chosen[0].num_prefix)
-            bins = first_fit([extent.num_rest for extent in chosen], room)
+            bins = first_fit([length.num_rest for length in chosen], room)
             families += [tuple(sorted(members[j] for j in bin)) for bin in bins]
         else:
             families += [(i,) for i in members]
-    lengths = [build_row((family,), extents).num_tokens for family in families]
-    bins = first_fit(lengths, 1 if layout == "single" else max_tokens)
-    return sort_by_size([build_row(tuple(families[j] for j in bin), extents) for bin in bins])
+    sizes = [build_row((family,), lengths).num_tokens for family in families]
+    bins = first_fit(sizes, 1 if layout == "single" else max_tokens)
+    return sort_by_size([build_row(tuple(families[j] for j in bin), lengths) for bin in bins])
 
 
-def build_row(families: tuple[tuple[int, ...], ...], extents: list[Extent]) -> MicroBatch:
+def build_row(families: tuple[tuple[int, ...], ...], lengths: list[SequenceLengths]) -> MicroBatch:
     """Return a row of families, each with its prefix once."""
-    prefixes = sum(extents[family[0]].num_prefix for family in families)
-    rests = sum(extents[i].num_rest for family in families for i in family)
+    prefixes = sum(lengths[family[0]].num_prefix for family in families)
+    rests = sum(lengths[i].num_rest for family in families for i in family)
     return MicroBatch(families, prefixes + rests)
 
 
@@ -131,7 +133,7 @@ def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return bins
 
 
-def split_to(rows: list[MicroBatch], count: int, extents: list[Extent]) -> list[MicroBatch]:
+def split_to(rows: list[MicroBatch], count: int, lengths: list[SequenceLengths]) -> list[MicroBatch]:
     """Halve the largest rows until there are `count` rows, or none can be halved.
 
     Ranks must run equally many rows: a rank with fewer rows had better run smaller ones than empty ones.
@@ -143,15 +145,15 @@ def split_to(rows: list[MicroBatch], count: int, extents: list[Extent]) -> list[
             break
         row = divisible[0]
         rows.remove(row)
-        rows = sort_by_size([*rows, *halves(row, extents)])
+        rows = sort_by_size([*rows, *halves(row, lengths)])
     return rows
 
 
-def halves(row: MicroBatch, extents: list[Extent]) -> list[MicroBatch]:
+def halves(row: MicroBatch, lengths: list[SequenceLengths]) -> list[MicroBatch]:
     """Deal a row's families out to two rows or, if it has only one, the members of that one."""
     if len(row.families) > 1:
-        return [build_row(row.families[half::2], extents) for half in range(2)]
-    return [build_row((row.families[0][half::2],), extents) for half in range(2)]
+        return [build_row(row.families[half::2], lengths) for half in range(2)]
+    return [build_row((row.families[0][half::2],), lengths) for half in range(2)]
 
 
 def sort_by_size(rows: list[MicroBatch]) -> list[MicroBatch]:

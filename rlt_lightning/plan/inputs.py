@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
 
-from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
+from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.plan.models import Activations, Shape
 from rlt_lightning.types import InputError
 
@@ -217,10 +217,10 @@ class Step:
         """Return the number of sequences that one process computes."""
         return -(-self.prompts // self.num_processes) * self.group_size
 
-    def sequences(self, prompt_length: int, completion_length: int) -> list[Extent]:
+    def sequences(self, prompt_length: int, completion_length: int) -> list[SequenceLengths]:
         """Return the sequences of one process, all of the same length."""
         numbers = range(self.num_sequences)
-        return [Extent(i // self.group_size, prompt_length, completion_length) for i in numbers]
+        return [SequenceLengths(i // self.group_size, prompt_length, completion_length) for i in numbers]
 
     @property
     def mean_square(self) -> float:
@@ -257,7 +257,7 @@ class Step:
         return self.prompts * self.group_size / (self.num_processes * self.num_sequences)
 
     @property
-    def mean_sequences(self) -> list[Extent]:
+    def mean_sequences(self) -> list[SequenceLengths]:
         """Return the sequences of one process, all of mean length."""
         return self.sequences(self.mean_prompt_length, self.mean_completion_length)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlt_lightning.modules.phases import GIB
-from rlt_lightning.numerics.packing import Extent, MicroBatch, micro_batches
+from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.plan.inputs import LanguageModel, PlannedWorkers, Setup, Step
 from rlt_lightning.plan.memory import pushed_bytes
 
@@ -98,7 +98,7 @@ def count_work(step: Step, solution: int = 0) -> Work:
     )
 
 
-def count_pairs(row: MicroBatch, sequences: list[Extent], mean_square: float = 1.0) -> float:
+def count_pairs(row: MicroBatch, sequences: list[SequenceLengths], mean_square: float = 1.0) -> float:
     """Return the pairs of tokens where one attends to the other: within and between prefix and rests."""
     pairs = 0.0
     for family in row.families:

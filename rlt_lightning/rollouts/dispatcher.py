@@ -126,7 +126,7 @@ class Dispatcher:
         self._free_gpu_cache()
         self.call(start)
         if self.engine.in_process and module.sharding.sharded:
-            self.engine.share(module.run, module.on_any_rank)
+            self.engine.use_sharded_model(module.run, module.on_any_rank)
 
     def close(self) -> None:
         """Close the engine; its weights are verified again after the next push."""

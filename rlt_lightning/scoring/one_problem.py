@@ -40,7 +40,7 @@ from rlt_lightning.modules.scorer import (
     split_student_setting,
 )
 from rlt_lightning.modules.text_reward import TextReward
-from rlt_lightning.numerics.packing import Extent, Layout, MicroBatch, micro_batches
+from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
@@ -387,8 +387,8 @@ class ExplanationScorer:
         """Return the names of the students that have weights of their own."""
         return self.students.names
 
-    def _plan(self, extents: list[Extent]) -> list[tuple[MicroBatch, float]]:
-        return [(row, 1.0) for row in micro_batches(extents, self.micro_batch_tokens, self.layout)]
+    def _plan(self, lengths: list[SequenceLengths]) -> list[tuple[MicroBatch, float]]:
+        return [(row, 1.0) for row in micro_batches(lengths, self.micro_batch_tokens, self.layout)]
 
     def _ready_models(self, teacher: RunModel, device: torch.device) -> Sequence[ReadModel]:
         """Return the models that score, on a device; the first time, load them, and check all models."""
