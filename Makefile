@@ -61,7 +61,8 @@ PYTEST = $(RUN)/python -m pytest -n $(PROCESSES) --no-loadscope-reorder
 test: setup
 	$(PYTEST) $(if $(MARKS),-m "$(MARKS)")
 
-# Commands, figures and links of the pages, every benchmark at tiny size, the package's layout, set-up scripts, the wheel.
+# Commands, figures and links of the pages, reports, dashboards, model cards, every benchmark at tiny size, a pretended
+# GPU, the package's layout, set-up scripts, the wheel.
 test-docs: setup
 	$(PYTEST) -m docs
 
@@ -75,7 +76,7 @@ test-all: setup setup-vllm
 
 # Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
 prove: setup setup-vllm
-	$(PYTEST) -m slow --timeout 5400
+	$(PYTEST) -m slow --timeout 10800
 
 # The oldest versions that pyproject.toml allows: resolved for every Python, installed and tested for one. Needs uv.
 test-oldest:

@@ -3,7 +3,8 @@
 Four sets of tests, each with its own command:
 
     make test       what has no mark: every verb, stage, loss, layout, strategy and failure once
-    make test-docs  docs: commands, figures and links of the pages, benchmarks, layout of the package, set-up
+    make test-docs  docs: commands, figures and links of the pages, reports, dashboards, model cards, benchmarks,
+                    a pretended GPU, layout of the package, set-up
     make test-all   full: further cases, what needs a real vLLM worker (mark vllm)
     make prove      slow: learning, kills at random moments, two nodes
 
@@ -52,6 +53,8 @@ SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all"}
 # Files about what people read, and about the project itself: their tests get the mark docs.
 ABOUT_DOCS = ("test_docs", "test_docs_metrics", "test_figures", "test_habits", "test_install", "test_layout")
 ABOUT_DOCS += ("test_setup_gpu", "test_site", "test_elsewhere", "test_benchmarks", "test_ladder")
+# They get it, too, but for their further cases.
+ABOUT_DOCS_OR_FULL = ("test_report", "test_dashboards", "test_hub", "test_pretended_gpu")
 
 
 # What is run, and what is left
@@ -102,7 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Two processes then end at about the same time.
     """
     for item in items:
-        if item.path.stem in ABOUT_DOCS:
+        is_full = item.get_closest_marker("full")
+        if item.path.stem in ABOUT_DOCS or (item.path.stem in ABOUT_DOCS_OR_FULL and not is_full):
             item.add_marker("docs")
         if item.get_closest_marker("vllm") and not item.get_closest_marker("slow"):
             item.add_marker("full")
