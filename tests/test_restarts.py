@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import commands
 import psutil
 import pytest
 from cases import full, slow
@@ -75,7 +76,7 @@ def torchrun(mark: Path, words: list[str], *launches: list[str]) -> tuple[list[i
             for launch in launches
         ]
     try:
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + commands.longest_s
         statuses = [agent.wait(deadline - time.monotonic()) for agent in agents]
         deadline = time.monotonic() + 15
         while left := living(str(mark)):
