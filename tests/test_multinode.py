@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import commands
 import pytest
 from commands import rlt
 from safetensors.torch import load_file
@@ -29,11 +30,11 @@ def options(model: str, *overlays: str) -> list[str]:
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[str]:
+def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     """Wait for all nodes; if one hangs, no process survives."""
     outputs = []
     try:
-        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+        outputs = [process.communicate(timeout=commands.longest_s)[0] for process in processes]
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
