@@ -142,8 +142,11 @@ MOVED: dict[str, tuple[str, ...]] = {
     "run.results": ("evaluation.results",),
     "scoring.scorer": ("scoring.one_problem",),
 }
-# Old name of a public function or class → its new one, in the same module or where its module moved to.
+# Old name of a public function or class → its new one, in the same module or where its module moved to. A new
+# name with dots has its own module.
 RENAMED: dict[str, str] = {
+    "callbacks.order.Order": "RolloutRequest",
+    "callbacks.recorder.ScoreWriter": "callbacks.predictions.ScoreWriter",
     "callbacks.rollout_checks.ReadingModel": "ModelContext",
     "callbacks.rollout_checks.find_reading_models": "list_model_contexts",
     "console.counted": "show_count",
@@ -159,6 +162,7 @@ RENAMED: dict[str, str] = {
     "datamodules.token_bytes.PlainTokenizer": "ByteExactTokenizer",
     "datamodules.tokenise.tokenise": "tokenize_rows",
     "datamodules.views.with_other_solutions": "swap_solutions",
+    "engines.budget.generate_with_budget": "sample_with_budget",
     "engines.generate_with_budget": "sample_with_budget",
     "engines.threads.in_background": "run_in_background",
     "engines.verification.disagreement": "find_disagreement",
@@ -173,6 +177,7 @@ RENAMED: dict[str, str] = {
     "modules.meter.StepMeter": "PhaseTimer",
     "modules.sampled.SampledModule": "OnPolicyModule",
     "modules.scorer.known_empty": "collect_empty_scores",
+    "modules.scoring.StudentScorer": "Scorer",
     "modules.sft.example_sequence": "build_example_sequence",
     "numerics.Extent": "SequenceLengths",
     "numerics.advantages.in_groups": "split_groups",
@@ -187,6 +192,7 @@ RENAMED: dict[str, str] = {
     "numerics.varlen.inputs_of": "select_inputs",
     "plan.page.plan_page": "format_plan",
     "plan.plan_page": "format_plan",
+    "planner.page.plan_page": "format_plan",
     "pretrained.plain_attention": "can_replace_attention",
     "report.page.data_of_rows": "build_data_of_rows",
     "run.rollout_rows.own_token_columns": "build_student_token_columns",
@@ -194,6 +200,9 @@ RENAMED: dict[str, str] = {
     "strategies.sharding.Entry": "ModelEntry",
     "strategies.sharding.Whole": "Unsharded",
     "strategies.sharding.sharding_of": "get_sharding",
+    "types.Retold": "ModelView",
+    "types.Seen": "ModelView",
+    "types.View": "ModelView",
 }
 # Old package → new package, whose modules have kept their names, unless the table above has them.
 PACKAGES = {
@@ -273,7 +282,8 @@ def find_renamed(module: str, name: str) -> Any:
         FutureWarning,
         stacklevel=2,
     )
-    return getattr(import_module(module), new)
+    place, _, new_name = new.rpartition(".")
+    return getattr(import_module(f"rlt_lightning.{place}" if place else module), new_name)
 
 
 class RenamingLoader(SourceFileLoader):

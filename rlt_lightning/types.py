@@ -3,7 +3,7 @@
 The data classes, from what they hold to what holds them:
 
     Problem, Completion → Rollout → Rollouts ┐
-      ModelView ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate and predict of RLTModule
+      ModelView ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate, predict: RLTModule, OPDModule
                                   SFTExample ─→ SFTBatch         fit and validate of SFTModule
                  EvaluationProblem, Response ─→ EvaluationBatch  rlt test
 

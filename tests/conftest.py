@@ -3,8 +3,8 @@
 Four sets of tests, each with its own command:
 
     make test       what has no mark: every verb, stage, loss, layout, strategy and failure once
-    make test-docs  docs: commands, figures and links of the pages, reports, dashboards, model cards, benchmarks,
-                    a pretended GPU, layout of the package, set-up
+    make test-docs  docs: commands, figures and links of the pages, reports, dashboards, model cards,
+                    benchmarks, a pretended GPU, layout of the package, set-up
     make test-all   full: further cases, what needs a real vLLM worker (mark vllm)
     make prove      slow: learning, kills at random moments, two nodes
 

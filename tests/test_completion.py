@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shlex
 import shutil
 import subprocess
-import time
 from pathlib import Path
+from select import select
 
 import pytest
 
@@ -43,23 +44,28 @@ def test_zsh_completes(tmp_path: Path) -> None:
     # A real terminal: zsh completes only what is typed into one.
     (tmp_path / "script").write_text(write_script("zsh"))
     setup = (
-        "PS1='$ '; autoload -U compinit; compinit -u -D; source ./script; rlt() { print -r -- TYPED $* }\n"
+        "PS1='$ '; autoload -U compinit; compinit -u -D; source ./script; rlt() { print -r -- TYPED $* }; "
+        "print RE''ADY\n"
     )
     typed = "rlt fit --model.group_si\t 4 --config=student_o\t --resume tr\t \n"
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
         os.execve("/usr/bin/env", ["env", "zsh", "-fi"], os.environ | {"TERM": "dumb", "HOME": str(tmp_path)})
-    shown, ends = "", time.monotonic() + 60
     os.write(terminal, setup.encode())
-    time.sleep(1.0)  # what is typed before the prompt would not be completed
+    read_until(r"(?s)READY\r\n.*\$ ", terminal)  # what is typed before the prompt would not be completed
     os.write(terminal, typed.encode())
-    wanted = "TYPED fit --model.group_size 4 --config=student_opd --resume true"
-    while wanted not in shown and time.monotonic() < ends:
-        shown += os.read(terminal, 10_000).decode(errors="replace")
+    read_until("TYPED fit --model.group_size 4 --config=student_opd --resume true", terminal)
     os.close(terminal)
     os.waitpid(pid, 0)
-    assert wanted in shown, shown
+
+
+def read_until(pattern: str, terminal: int) -> None:
+    """Read what a terminal shows until a pattern comes; its end, or a minute of silence, is a failure."""
+    shown = ""
+    while not re.search(pattern, shown):
+        assert select([terminal], [], [], 60)[0], shown
+        shown += os.read(terminal, 10_000).decode(errors="replace")
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")

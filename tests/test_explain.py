@@ -30,13 +30,13 @@ ROW = {
     "solution_log_prob_mean": -1.0,
     "solution_log_prob_min": -2.0,
     "kl_reward": -1.48,
-    "kl_mean": 0.48,
+    "kl_mean": 1.4 / 3,
     "kl_max": 1.5,
     "format_reward": 0.0,
     "thought_tokens": ["\n", "a", "\x1b[31mb"],
     "thought_kl": [0.1, 1.5, -0.2],
     "solution_tokens": ["4", "2"],
-    "solution_log_probs": [-2.0, -0.1],
+    "solution_log_probs": [-2.0, 0.0],
     "student_log_prob_before": -6.0,
     "student_log_prob_after": -2.1,
 }
@@ -150,6 +150,10 @@ def test_a_page_shows_what_the_terms_are_made_of() -> None:
     clipped = describe_explanation(ROW, empty, parts, RLTReward(clip_kl=1.0), top=1, terminal=Terminal())
     assert "before clipping" in clipped
     assert "before clipping" not in plain
+    reward = RLTReward(reduction="max", kl_reduction="median")
+    reduced = describe_explanation(ROW, empty, parts, reward, top=1, terminal=Terminal())
+    assert f"1 x (max {max(ROW['solution_log_probs']):.4f} + 0.01 x min -2.0000)" in reduced
+    assert f"(median {sorted(ROW['thought_kl'])[(len(ROW['thought_kl']) - 1) // 2]:.4f} + " in reduced
 
 
 def test_rows_are_numbered_through_and_own_words_replace_theirs() -> None:

@@ -74,7 +74,7 @@ class Checkpoint(ModelCheckpoint):
         self.best_mode = mode
         self.best: dict[str, Any] = {}  # what best.json holds
         self.interrupt = Interrupt()
-        # Whether the checkpoint that training resumes from was followed by a validation, as far as it knows.
+        # Whether a validation was due after the checkpoint that training resumes from, and is still to come.
         self.owes_validation = False
         # Whether a validation has come since the last iteration ended.
         self.has_validated = False
@@ -330,7 +330,7 @@ def run_validation(trainer: Trainer) -> None:
 
 
 class MetricsResume(Callback):
-    """On resume, keep the rows of metrics.csv, and what TensorBoard shows, up to the checkpoint's step.
+    """On resume, keep what metrics.csv, TensorBoard and W&B show up to the checkpoint's step.
 
     Lightning logs a step after it has written the step's checkpoint, so the checkpoint carries that step's
     row: a kill between the two loses nothing.

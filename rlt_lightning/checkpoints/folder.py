@@ -16,9 +16,11 @@ ranks wait for each other):
 Who puts what into state.pt, and takes it out again when a run resumes; Lightning's fit loop calls them all:
 
     loops, schedules          Lightning
+    weights, moments          FolderCheckpointIO.load_checkpoint         checkpoints/io.py
     position in the data      StepLoader.state_dict                      datamodules/loader.py
     model, settings, format   PolicyModule.on_save_checkpoint            modules/base.py
-    completions on their way  RolloutCallback.state_dict                 callbacks/rollout.py
+    completions on their way, RolloutCallback.state_dict                 callbacks/rollout.py
+    spread of the rewards
     moves of the reference    ReferenceSync.state_dict                   callbacks/reference.py
     validation still to come  Checkpoint.on_save_checkpoint              callbacks/checkpoint.py
     last row of metrics.csv   MetricsResume.on_save_checkpoint           callbacks/checkpoint.py
@@ -29,6 +31,8 @@ And what a resumed run takes from elsewhere, so that no checkpoint holds it:
     weights of the reference  reference/step=000006 of the run folder    ReferenceSync.on_train_start
     earlier rows of files     metrics.csv and rollouts.jsonl, cut to     MetricsResume.on_train_start,
                               the checkpoint's step                      RolloutRecorder.on_train_start
+    earlier points of charts  W&B and TensorBoard, caught up             MetricsResume, CompletionsTable
+    the best step             best.json beside the checkpoints           Checkpoint._resume_best
     random numbers            functions of seed, step and rank, or of    PolicyModule.on_train_batch_start,
                               seed, step and row                         Sampler in rollouts/sampler.py
 

@@ -81,10 +81,10 @@ class StratosDataModule(LightningDataModule):
     what the rows are made into.
 
     Args:
-        source: "arithmetic", one kind of it such as "arithmetic:addition", or "countdown" (embedded), a
-            JSONL, JSON, Parquet or CSV file, a folder, a hub id, rows themselves (a list of dictionaries or
-            a `datasets.Dataset`), or a list of such sources, each with a weight or none, whose row numbers
-            continue.
+        source: "arithmetic", one kind of it such as "arithmetic:addition", "chains", "new_chains",
+            "word_sums" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, a hub id,
+            rows themselves (a list of dictionaries or a `datasets.Dataset`), or a list of such sources, each
+            with a weight or none, whose row numbers continue.
         split: Split of each source, where it has any.
         task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
             teacher or the student, given completions to be scored (score), or questions that the trained

@@ -1,7 +1,7 @@
 """The engine protocol: what samples completions, and in which order it is called.
 
     before anything is loaded   describe, load_own_model
-    once                        start, share
+    once                        start, use_sharded_model
     every step                  health ─▶ prepare_push ─▶ update_weights ─▶ verify ─▶ sample ─▶ put_to_sleep
                                   ▲                      (gather_weights             │ WorkersLost
                                   │                       on the other ranks)        │
@@ -20,7 +20,7 @@ evaluation/callbacks.py makes them for `rlt test`.
 
     call                  in_process    outside: rank 0           outside: other ranks
     start, health         every rank    yes                       -
-    share                 every rank    -                         -
+    use_sharded_model     every rank    -                         -
     prepare_push          -             yes                       they wait for it
     update_weights        every rank    yes                       gather_weights instead
     verify                -             yes                       -

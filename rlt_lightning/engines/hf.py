@@ -74,7 +74,7 @@ class HFEngine(Engine):
         # Whether the model needs transformers' cache; None: not known yet.
         self.needs_transformers_cache: bool | None = None
         self.tokenizer: Any = None
-        # Both are set by `share`, where weights are sharded.
+        # Both are set by `use_sharded_model`, where weights are sharded.
         self.run: Callable[..., Any] | None = None
         self.on_any_rank: Callable[[bool], bool] | None = None
 

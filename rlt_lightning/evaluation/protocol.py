@@ -2,8 +2,9 @@
 
     evaluate:   problems ─ sample ─▶ responses ─ judge_responses ─▶ records ─▶ metrics.py
 
-`rlt test` (module.py, callbacks.py) and EvaluateEvery ask and judge with these functions: with the same seed
-and weights they find the same figures.
+`rlt test` (module.py, callbacks.py) asks and judges with these functions. EvaluateEvery judges with them, but
+asks the engine of its run, through the run's dispatcher. With the same seed and weights both find the same
+figures.
 """
 
 from __future__ import annotations

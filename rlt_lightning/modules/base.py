@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -39,6 +39,7 @@ from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
+from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
@@ -448,7 +449,7 @@ class PolicyModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the figures of the whole held-out set, however ranks have shared it."""
-        if figures := self.validation.finish(self.trainer.world_size):
+        if figures := self.validation.finish(self.trainer):
             # The figures are the same on all ranks.
             self.log_dict(figures | {"step": float(self.global_step)})
 
@@ -514,12 +515,9 @@ class Validation:
         """Add a batch: means over `count` rows or tokens, and largest values."""
         self.batches.append(ValidatedBatch({name: float(v) for name, v in means.items()}, count, largest))
 
-    def finish(self, world_size: int) -> dict[str, float]:
+    def finish(self, trainer: Trainer) -> dict[str, float]:
         """Return the figures over all batches of all ranks, which call this together, and start again."""
-        parts: list[Any] = [self.batches]
-        if world_size > 1:
-            parts = [None] * world_size
-            torch.distributed.all_gather_object(parts, self.batches)
+        parts = gather_from_ranks(trainer, self.batches, "the figures of all ranks")
         self.batches = []
         return average_batches([batch for part in parts for batch in part])
 

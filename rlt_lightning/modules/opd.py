@@ -33,7 +33,7 @@ from rlt_lightning.models.packed import (
     head_divergence,
     scored_hidden_states,
 )
-from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.frozen import FrozenModel, RunModel
 from rlt_lightning.modules.on_policy import OnPolicyModule, UpdateSums
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
@@ -54,8 +54,6 @@ from rlt_lightning.numerics.spans import Span
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts, Scores
-
-Asked = Callable[..., Any]  # ask(function, *arguments) is function(teacher, *arguments)
 
 
 class OPDModule(OnPolicyModule):
@@ -267,7 +265,7 @@ class OPDModule(OnPolicyModule):
     def micro_batch_loss(
         self,
         rollouts: Rollouts,
-        ask: Asked,
+        ask: RunModel,
         micro_batch: MicroBatch,
         packed: PackedSequences,
         num_tokens: float,
@@ -310,7 +308,7 @@ class OPDModule(OnPolicyModule):
         return loss, values.split(lengths), metrics, mismatch
 
     def divergences(
-        self, packed: PackedSequences, teachers: PackedSequences, temperature: float, ask: Asked
+        self, packed: PackedSequences, teachers: PackedSequences, temperature: float, ask: RunModel
     ) -> Tensor:
         """Return the divergence before each judged token, (M,), nats, with gradient to the student."""
         exchanged = self.views.exchanged
@@ -339,7 +337,7 @@ class OPDModule(OnPolicyModule):
         packed: PackedSequences,
         teachers: PackedSequences,
         temperature: float,
-        ask: Asked,
+        ask: RunModel,
         stale: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compare the models at the sampled tokens.
@@ -389,7 +387,7 @@ class OPDModule(OnPolicyModule):
         return self.teacher is None and self.reference is None
 
     @contextmanager
-    def place_teacher(self) -> Iterator[Asked]:
+    def place_teacher(self) -> Iterator[RunModel]:
         """Yield what calls the teacher, with its weights on the device inside the block."""
         frozen = self.teacher or self.reference
         if frozen is not None:
@@ -412,9 +410,9 @@ class OPDModule(OnPolicyModule):
         sequences = [build_student_sequence(row) for row in rows]
         checks = FiniteChecks()
         with self.phase("score"), self.place_teacher() as ask:
+            num_tokens = sum(map(count_judged, rows))
             for micro_batch, _ in self.plan_forward(measure_lengths(rows)):
                 packed = self.pack_sequences(sequences, micro_batch)
-                num_tokens = sum(map(count_judged, rows))
                 _, values, _, _ = self.micro_batch_loss(
                     rollouts, ask, micro_batch, packed, num_tokens, checks
                 )

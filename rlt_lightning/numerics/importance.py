@@ -134,7 +134,7 @@ class Mismatch:
 
     @property
     def mean_kl(self) -> float:
-        """Return the KL of trainer from engine, estimated from the engine's samples, nats per token."""
+        """Return the KL of engine from trainer, estimated from the engine's samples, nats per token."""
         return self.kl / self.num_tokens
 
     @property

@@ -9,6 +9,9 @@ To add a term inside this file, change these places:
     RLTRewardTerms       a field; `parts`, from which it is logged; `recorded`, its column in rollouts.jsonl
     TAKEN_NAMES          the name, so that no subclass takes it
     run/metrics.yaml     an entry: title, unit, meaning, healthy values
+    scoring/text.py      what `rlt explain` and `rlt teach` say the term is made of
+
+Then run scripts/options.py and scripts/metrics_page.py: `--help` and docs/metrics.md are made of these.
 """
 
 from __future__ import annotations
@@ -145,7 +148,7 @@ class RLTRewardTerms(RewardTerms):
 
 
 class Reward:
-    """What a completion is worth: an RLTReward, which two models compute, or a TextReward."""
+    """What a completion is worth: an RLTReward, a LikelihoodReward (both by models) or a TextReward."""
 
     # The values of data.task for which the reward is made.
     tasks: ClassVar[tuple[str, ...]] = ("rlt", "score", "student_rl")

@@ -11,9 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from rlt_lightning.console import has_styles
 from rlt_lightning.modules.scorer import Students
-from rlt_lightning.numerics.rewards import Reward, RLTReward
+from rlt_lightning.numerics.rewards import Reduction, Reward, RLTReward, reduce_tokens
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.metrics import find_metric
 from rlt_lightning.tags import CONTROL_CODES
@@ -125,16 +128,26 @@ def describe_terms(
     solution, log_probs = row["solution_tokens"], row["solution_log_probs"]
     gain = row["solution_log_prob_reward"] - empty["solution_log_prob_reward"]
     less = f" - ({row['baseline']:.4f} of an empty explanation)" if "baseline" in row else ""
+    of_solution = reduce_row(log_probs, reward.process_log_probs, reward.reduction)
+    of_kl = reduce_row(kl or [0.0], reward.process_kl, reward.kl_reduction)
     made_of = {
-        "solution": f"{reward.solution_weight:g} x (mean {row['solution_log_prob_mean']:.4f} + "
+        "solution": f"{reward.solution_weight:g} x ({reward.reduction} {of_solution:.4f} + "
         f"{reward.min_coef:g} x min {row['solution_log_prob_min']:.4f}{less}); the hardest token is "
         f"{describe_place(min, solution, log_probs)}; {gain:+.4f} against an empty explanation",
-        "kl": f"-{reward.kl_weight:g} x (mean {row['kl_mean']:.4f} + {reward.max_coef:g} x max "
+        "kl": f"-{reward.kl_weight:g} x ({reward.kl_reduction} {of_kl:.4f} + {reward.max_coef:g} x max "
         f"{row['kl_max']:.4f}); "
         + (f"the least natural token is {describe_place(max, thought, kl)}" if kl else "no token counts"),
         "format": describe_format(row),
     }
     return list_terms(row["reward"], parts, made_of, terminal)
+
+
+def reduce_row(
+    values: list[float], process: Callable[[Tensor, Tensor], Tensor], reduction: Reduction
+) -> float:
+    """Return what a reward makes of one row's tokens, in place of their mean."""
+    mask = torch.ones(1, len(values), dtype=torch.bool)
+    return reduce_tokens(process(torch.tensor([values]), mask), mask, reduction).item()
 
 
 def list_terms(
