@@ -234,7 +234,6 @@ def test_a_teacher_of_nine_steps_rings_and_that_of_the_package_does_not(tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 def test_a_student_that_lacks_a_step_rings_until_it_has_learned_some_traces(tmp_path: Path) -> None:
     stages = Stages(tmp_path)
     stages.start()

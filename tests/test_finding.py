@@ -62,7 +62,6 @@ def shows_learning(one: Arms, found: dict[str, float], arm: str = "rlt") -> bool
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_student_learns_from_a_teacher_that_rlt_trained(one: Arms) -> None:
     found, kinds = students(one, "rlt", "warmup")
     print(f"figure: accuracy in percent {found}")
@@ -71,7 +70,6 @@ def test_a_student_learns_from_a_teacher_that_rlt_trained(one: Arms) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_without_the_kl_the_teacher_tells_the_solution_and_students_learn_less(one: Arms) -> None:
     found, kinds = students(one, "solution_only", "warmup")
     assert found["solution_only"] < found["warmup"], (found, kinds)
@@ -98,7 +96,6 @@ def stranger_to_its_tag(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +129,6 @@ FAULTS = ("sign_of_kl", "shuffled_advantages", "spans_off_by_one", "stale_weight
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_learning_test_fails_with_a_fault(fault: str, one: Arms, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(arms.TRAINED, fault, {})  # an arm as RLT's, but for the fault
@@ -176,7 +172,6 @@ def started(folder: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = [

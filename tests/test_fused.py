@@ -132,7 +132,6 @@ def test_liger_that_is_missing_or_does_not_know_the_model_is_named(monkeypatch: 
 
 @pytest.mark.full
 @needs_compiler
-@pytest.mark.timeout(600)
 def test_compiled_blocks_equal_plain_ones_for_every_row_with_one_graph():
     from torch._dynamo.utils import counters
 
@@ -169,7 +168,6 @@ def test_the_head_is_compiled_only_on_a_gpu_by_default(monkeypatch: pytest.Monke
 
 @pytest.mark.full
 @needs_compiler
-@pytest.mark.timeout(600)
 def test_a_compiled_head_passes_its_check_here():
     assert choose_head(HeadOptions(compiled=True), torch.float32, CPU, Divergence("forward")).compiled
 

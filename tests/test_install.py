@@ -164,7 +164,6 @@ def test_the_first_run_and_all_that_follows_need_nothing_but_the_wheel(rlt: Rlt,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_demo_shows_the_finding_in_an_empty_folder(rlt: Rlt, tmp_path: Path) -> None:
     done = rlt("demo", "--output_dir", "runs/demo")
     assert done.returncode == 0, done.stderr
@@ -179,7 +178,6 @@ def test_the_demo_shows_the_finding_in_an_empty_folder(rlt: Rlt, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_rounds_teach_in_an_empty_folder_what_only_the_solution_tells(rlt: Rlt, tmp_path: Path) -> None:
     done = rlt("rounds", "--config", "miniature_rounds", "--output_dir", "runs/rounds")
     assert done.returncode == 0, done.stderr

@@ -219,7 +219,6 @@ def test_the_ladder_passes_at_tiny_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)
 def test_the_ladder_passes_on_a_pretended_gpu(pretended_gpus: None, tmp_path: Path) -> None:
     out = tmp_path / "out"
     environment = {"PRETEND": "1", "OUT": str(out), "WORK": str(tmp_path / "work")}

@@ -333,7 +333,6 @@ def base_accuracy(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("verb", "config", "verbs"),
     [

@@ -570,7 +570,6 @@ def test_filters_of_questions_serve_every_task(tiny_model: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_students_of_right_answers_beat_those_of_any_answers(tmp_path: Path) -> None:
     script = ROOT / "examples" / "finding" / "pipelines.py"
     words = [sys.executable, str(script), "--seeds", "0", "--arms", "unjudged rejection", "--rows", "256"]

@@ -244,7 +244,6 @@ def test_too_few_traces_for_the_first_student(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_killed_in_any_stage_and_started_again_gives_the_same_table(tmp_path: Path) -> None:
     whole = rlt(*TINY, f"--output_dir={tmp_path / 'whole'}")
     assert whole.returncode == 0, whole.stderr
@@ -346,7 +345,6 @@ def test_an_unknown_arm_is_refused(arm: str, named: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 def test_the_arms_run_at_tiny_size(tmp_path: Path) -> None:
     tiny = {"num_warmup": 96, "num_warmup_epochs": 1, "num_traces": 24, "num_test": 8, "num_iterations": 1}
     names = [

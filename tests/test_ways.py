@@ -33,7 +33,6 @@ def test_standard_errors_are_those_of_a_difference_of_shares(monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_student_learns_on_policy_what_only_the_solution_tells(tmp_path: Path) -> None:
     stages = Stages(tmp_path)
     stages.start()
@@ -45,7 +44,6 @@ def test_a_student_learns_on_policy_what_only_the_solution_tells(tmp_path: Path)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_the_comparison_runs_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"num_warmup": 32, "num_warmup_epochs": 1, "num_traces": 16, "num_test": 8, "num_iterations": 1}
     tiny |= {"student_epochs": 2}
