@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from cases import slow
-from commands import rlt, start
+from commands import rlt, start, wait_until
 from sampling import sample_groups
 from test_model_format import bespoke, student, trained_prompts  # noqa: F401
 from tiny import CHAINS
@@ -412,13 +412,6 @@ def num_iterations(run: Path) -> int:
     return len(metrics(run)) if (run / "metrics.csv").exists() else 0
 
 
-def wait_until(condition: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the run stands still"
-        time.sleep(0.05)
-
-
 def run_with_faults(
     folder: Path, model: str, faults: list[tuple[float, signal.Signals, int]], steps: int
 ) -> list[str]:
@@ -441,7 +434,7 @@ def run_with_faults(
         done = num_iterations(run) + (2 if number else 1)
         wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 600)
         time.sleep(delay)
-        end, pids = time.monotonic() + 120, processes(run)
+        end, pids = time.monotonic() + 300, processes(run)
         while len(pids) < 3:  # a worker that is being started again may have fewer yet
             assert process.poll() is None, process.stderr
             assert time.monotonic() < end, "the run stands still"
