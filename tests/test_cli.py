@@ -743,7 +743,7 @@ def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: 
     run = start(*command)
     wait_for(lambda: list(folder.glob("checkpoints/step=*.ckpt")), run)
     run.terminate()
-    assert run.wait() == 143
+    assert run.wait(60) == 143
     told = rf"rlt: terminated\. The newest checkpoint is .*ckpt\. To resume: \S*rlt fit .*_dir {folder} "
     assert re.search(told, run.stderr)
     result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")

@@ -616,7 +616,8 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
             ["--rollouts.engine=misfits.NoMethods"],
             "misfits.NoMethods must have the methods of rlt_lightning.engines.Engine, but has no sample, "
             "update_weights, verify, describe, load_own_model, use_sharded_model, prepare_push, "
-            "gather_weights, health, put_to_sleep and has other parameters of start. Derive it from that",
+            "gather_weights, health, put_to_sleep and has other parameters of start. "
+            "Derive it from that class",
         ),
         (
             ["--rollouts.engine=misfits.NoAnnotations"],

@@ -67,7 +67,7 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     # In iteration 2, after which a validation is due and no checkpoint.
     process = start(*command(tiny_model, stopped, *options, fault("on_after_backward", "pause", 1)), log=log)
     interrupt(process, lambda: "--- made at" in log.read_text(), everyone=ranks == "FSDP2")
-    assert process.wait() == 130, log.read_text()[-3000:]
+    assert process.wait(120) == 130, log.read_text()[-3000:]
     lines = log.read_text().splitlines()
     assert (
         "rlt: interrupted: the run stops after this iteration, with a checkpoint. Again: it ends at once."
@@ -100,9 +100,9 @@ def test_ctrl_c_under_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str,
             stderr=file,
         )
     try:
-        wait_until(lambda: "--- made at" in log.read_text())
+        wait_until(lambda: "--- made at" in log.read_text(), 120)
         agent.send_signal(signal.SIGINT)
-        assert agent.wait() != 0
+        assert agent.wait(60) != 0
     finally:
         agent.kill()
     assert "The run stopped after iteration 2. The newest checkpoint is " in log.read_text()
@@ -118,7 +118,7 @@ def test_the_second_ctrl_c_ends_at_once(tiny_model: str, tmp_path: Path) -> None
     wait_until(lambda: "rlt: interrupted: the run stops after this iteration" in log.read_text())
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait() == -signal.SIGINT
+    assert process.wait(30) == -signal.SIGINT
 
 
 @pytest.mark.full
@@ -128,7 +128,7 @@ def test_ctrl_c_during_a_validation_stops_after_it(tiny_model: str, tmp_path: Pa
     pause = fault("on_validation_start", "pause", 2)
     process = start(*command(tiny_model, stopped, *VALIDATED, pause, steps=4), log=log)
     interrupt(process, lambda: "--- made at" in log.read_text())
-    assert process.wait() == 130, log.read_text()[-3000:]
+    assert process.wait(120) == 130, log.read_text()[-3000:]
     assert "The run stopped after iteration 2." in log.read_text()
     assert any("/val_" in name for name in metrics(stopped)[2])
     run(*command(tiny_model, stopped, *VALIDATED, "--resume=true", steps=4))

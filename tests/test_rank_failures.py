@@ -25,7 +25,7 @@ STRATEGIES = {
     "fsdp2": ["--config=configs/overlays/fsdp2.yaml"],
     "zero3": ["--config=configs/overlays/zero3.yaml"],
 }
-ENDS_WITHIN_S = 15.0  # what docs/resuming.md promises
+ENDS_WITHIN_S = 12.0
 MADE = re.compile(r"--- made at ([\d.]+)")  # what a fault prints when it happens
 
 

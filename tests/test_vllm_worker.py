@@ -434,14 +434,14 @@ def run_with_faults(
         done = num_iterations(run) + (2 if number else 1)
         wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 600)
         time.sleep(delay)
-        end, pids = time.monotonic() + 300, processes(run)
+        end, pids = time.monotonic() + 120, processes(run)
         while len(pids) < 3:  # a worker that is being started again may have fewer yet
             assert process.poll() is None, process.stderr
             assert time.monotonic() < end, "the run stands still"
             time.sleep(0.05)
             pids = processes(run)
         os.kill(pids[target], fault)
-        wait_until(lambda number=number: len(losses()) > number or process.poll() is not None)
+        wait_until(lambda number=number: len(losses()) > number or process.poll() is not None, 120)
     process.wait()
     assert process.returncode == 0, process.stderr
     return losses()
@@ -496,7 +496,7 @@ def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_
     assert len(worker_pids(run)) >= 3  # guard, server, engine, model worker
     process.kill()
     process.wait()
-    wait_until(lambda: worker_pids(run) == [])
+    wait_until(lambda: worker_pids(run) == [], 30)
     assert all(row["rollout/mismatch_max"] <= 1e-3 for row in metrics(run)[:2])
 
 
@@ -522,7 +522,7 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
             return httpx2.get(f"{url}/health").status_code == 200
         return False
 
-    wait_until(answers)
+    wait_until(answers, 240)
     yield url
     local.stop()
 

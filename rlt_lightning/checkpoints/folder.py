@@ -16,7 +16,6 @@ ranks wait for each other):
 Who puts what into state.pt, and takes it out again when a run resumes; Lightning's fit loop calls them all:
 
     loops, schedules          Lightning
-    weights, moments          FolderCheckpointIO.load_checkpoint         checkpoints/io.py
     position in the data      StepLoader.state_dict                      datamodules/loader.py
     model, settings, format   PolicyModule.on_save_checkpoint            modules/base.py
     completions on their way, RolloutCallback.state_dict                 callbacks/rollout.py
@@ -25,6 +24,8 @@ Who puts what into state.pt, and takes it out again when a run resumes; Lightnin
     validation still to come  Checkpoint.on_save_checkpoint              callbacks/checkpoint.py
     last row of metrics.csv   MetricsResume.on_save_checkpoint           callbacks/checkpoint.py
     what alarms remember      Alarms.state_dict                          callbacks/alarms.py
+
+Weights and moments come back by FolderCheckpointIO.load_checkpoint (checkpoints/io.py).
 
 And what a resumed run takes from elsewhere, so that no checkpoint holds it:
 
