@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
@@ -68,35 +69,39 @@ class UpdateBatch:
 class PolicyModule(LightningModule):
     """A trainable language model behind manual optimization: one Lightning batch is one optimizer step.
 
+    A subclass declares the options that are new or have another default, and passes the others on to here.
+    The command line follows it: `--help` and config.yaml show them all.
+
     Args:
-        pretrained: Local folder, hub id, miniature or smollm2-135m.
+        pretrained: Model to train: local folder, hub id, miniature or smollm2-135m.
         optimizer: AdamW, its schedule and gradient clipping.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
-        layout: How sequences share a forward; see `numerics.packing.micro_batches`.
+        layout: How sequences share a forward: "shared_prefix" computes a group's prompt once, "packed" for
+            each completion, "auto" chooses by a cost model, "single" runs one sequence at a time.
         head: How log-probs are computed from hidden states.
-        dtype: Type of the trained weights.
+        dtype: Type of the trained weights and, if there is one, the reference's.
         gradient_checkpointing: Recompute activations in the backward pass.
         attn_implementation: transformers' name; None: ours, which shares prefixes.
         trust_remote_code: Run code that comes with a model.
         seed: Seed of everything random inside a step.
-        lora: Train low-rank adapters of these layers, in fp32, and freeze the weights; None: train all.
+        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
         kernels: Which fused kernels compute the same numbers faster.
     """
 
     def __init__(
         self,
-        pretrained: str,
-        optimizer: OptimizerConfig,
-        micro_batch_tokens: int,
-        layout: Layout,
-        head: HeadOptions,
-        dtype: Dtype,
-        gradient_checkpointing: bool,
-        attn_implementation: str | None,
-        trust_remote_code: bool,
-        seed: int,
-        lora: LoRA | None,
-        kernels: Kernels,
+        pretrained: str = DEFAULT_MODEL,
+        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
+        micro_batch_tokens: int = 16384,
+        layout: Layout = "auto",
+        head: HeadOptions = HeadOptions(),
+        dtype: Dtype = "float32",
+        gradient_checkpointing: bool = False,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+        lora: LoRA | None = None,
+        kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__()
         sizes = {"model.micro_batch_tokens": micro_batch_tokens, "model.head.logits_mib": head.logits_mib}

@@ -15,7 +15,7 @@ modules/scorer.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -23,13 +23,10 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.kernels import Kernels
-from rlt_lightning.models.lora import LoRA
-from rlt_lightning.models.packed import HeadOptions, compute_log_probs
+from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.frozen import ReadModel
 from rlt_lightning.modules.on_policy import UpdateSums
-from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scored_completions import ScoredCompletions
@@ -41,10 +38,9 @@ from rlt_lightning.modules.scorer import (
     split_student_setting,
 )
 from rlt_lightning.numerics.advantages import AdvantageEstimator, LeaveOneOutAdvantages, ShuffledAdvantages
-from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.likelihood import LikelihoodReward, LogProbReward, SolutionScores
 from rlt_lightning.numerics.losses import DrGRPOLoss, PolicyLoss
-from rlt_lightning.numerics.packing import Layout, mask_tokens, to_padded
+from rlt_lightning.numerics.packing import mask_tokens, to_padded
 from rlt_lightning.numerics.rewards import Reward
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype
@@ -70,22 +66,9 @@ class LikelihoodModule(RLTModule):
         group_size: Thoughts per problem.
         advantages: How rewards of a group become advantages; None: LeaveOneOutAdvantages().
         policy_loss: None: the plain policy gradient, DrGRPOLoss without KL and with length 1.
-        optimizer: AdamW, its schedule and gradient clipping.
-        importance_sampling: See `RLTModule`. The answer term is not weighted.
-        mismatch_alarm: See `RLTModule`.
-        max_staleness: See `RLTModule`.
-        micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
-        layout: How sequences share a forward; see `RLTModule`.
-        head: How log-probs are computed from hidden states.
-        offload_frozen: Keep frozen models in pinned host memory while they are not used.
-        dtype: Type of the trained weights and the reference's.
         scorer_dtype: Type of the weights of a scorer by name.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        attn_implementation: transformers' name; None: ours, which shares prefixes.
-        trust_remote_code: Run code that comes with a model.
-        seed: Seed of everything random inside a step.
-        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
-        kernels: Which fused kernels compute the same numbers faster.
+        options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora. The
+            answer term is not weighted by importance_sampling.
 
     Raises:
         InputError: If settings contradict each other.
@@ -102,22 +85,8 @@ class LikelihoodModule(RLTModule):
         group_size: int = 8,
         advantages: AdvantageEstimator | None = None,
         policy_loss: PolicyLoss | None = None,
-        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
-        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
-        mismatch_alarm: float | None = 0.1,
-        max_staleness: int = 0,
-        micro_batch_tokens: int = 16384,
-        layout: Layout = "auto",
-        head: HeadOptions = HeadOptions(),
-        offload_frozen: bool = False,
-        dtype: Dtype = "float32",
         scorer_dtype: Dtype = "float32",
-        gradient_checkpointing: bool = False,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        seed: int = 0,
-        lora: LoRA | None = None,
-        kernels: Kernels = Kernels(),
+        **options: Any,
     ) -> None:
         scored_by, several = split_student_setting(scorer)
         if several is not None:
@@ -135,22 +104,11 @@ class LikelihoodModule(RLTModule):
             reward=reward,
             advantages=advantages or LeaveOneOutAdvantages(),
             policy_loss=policy_loss or DrGRPOLoss(kl_coef=0.0, max_completion_length=1),
-            optimizer=optimizer,
-            importance_sampling=importance_sampling,
-            mismatch_alarm=mismatch_alarm,
-            max_staleness=max_staleness,
-            micro_batch_tokens=micro_batch_tokens,
-            layout=layout,
-            head=head,
-            offload_frozen=offload_frozen,
-            dtype=dtype,
+            # No options here: no reward asks a teacher, and several scorers count by their mean.
+            teacher_log_probs="rollout",
             student_dtype=scorer_dtype,
-            gradient_checkpointing=gradient_checkpointing,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            seed=seed,
-            lora=lora,
-            kernels=kernels,
+            student_reduction="mean",
+            **options,
         )
         self.scored_by = scored_by or self.students.describe()
         self.answer_weight = choose_answer_weight(answer_weight, self.scored_by, reward)

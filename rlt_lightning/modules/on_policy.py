@@ -52,7 +52,9 @@ class OnPolicyModule(PolicyModule):
 
     Args:
         group_size: Completions per problem.
-        importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
+        importance_sampling: Weights pi_trainer / pi_engine, truncated or masked. "auto": of tokens, capped at
+            2, if the engine is outside the process, unless rollouts are asynchronous. None: no weights; stale
+            rollouts are then clipped by their ratio instead.
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         offload_frozen: Keep frozen models in pinned host memory while they are not used.
@@ -62,11 +64,11 @@ class OnPolicyModule(PolicyModule):
     def __init__(
         self,
         *,
-        group_size: int,
-        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
-        mismatch_alarm: float | None,
-        max_staleness: int,
-        offload_frozen: bool,
+        group_size: int = 8,
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
+        mismatch_alarm: float | None = 0.1,
+        max_staleness: int = 0,
+        offload_frozen: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -24,10 +24,8 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.kernels import Kernels
-from rlt_lightning.models.lora import LoRA, without_adapter
+from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.models.packed import (
-    HeadOptions,
     ModelHead,
     compute_log_probs,
     head_divergence,
@@ -35,13 +33,11 @@ from rlt_lightning.models.packed import (
 )
 from rlt_lightning.modules.frozen import FrozenModel, RunModel
 from rlt_lightning.modules.on_policy import OnPolicyModule, UpdateSums
-from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import (
-    Layout,
     MicroBatch,
     PackedSequences,
     ScoredSequence,
@@ -72,22 +68,10 @@ class OPDModule(OnPolicyModule):
         estimator: "full": over words. "sampled": reverse KL by the log-ratio of sampled tokens, or spans.
         temperature: Divides the logits of both; None: the temperature of sampling.
         group_size: Answers per problem.
-        optimizer: AdamW, its schedule and gradient clipping.
-        importance_sampling: Of "sampled": see `RLTModule`. The full divergence takes the tokens as they are.
-        mismatch_alarm: See `RLTModule`; of "sampled".
-        max_staleness: Optimizer steps by which the sampling weights may lag behind.
-        micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
-        layout: How sequences share a forward; see `RLTModule`.
-        head: How log-probs are computed from hidden states.
-        offload_frozen: Keep the teacher in pinned host memory while it is not used.
-        dtype: Type of the trained weights.
-        teacher_dtype: Type of the teacher's.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        attn_implementation: transformers' name; None: ours, which shares prefixes.
-        trust_remote_code: Run code that comes with a model.
-        seed: Seed of everything random inside a step.
-        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
-        kernels: Which fused kernels compute the same numbers faster.
+        importance_sampling: Of "sampled": see `OnPolicyModule`. The full divergence takes the tokens as they
+            are.
+        teacher_dtype: Type of the teacher's weights.
+        options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
 
     Raises:
         InputError: If settings contradict each other.
@@ -102,43 +86,13 @@ class OPDModule(OnPolicyModule):
         estimator: Literal["full", "sampled"] = "full",
         temperature: float | None = None,
         group_size: int = 1,
-        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
-        mismatch_alarm: float | None = 0.1,
-        max_staleness: int = 0,
-        micro_batch_tokens: int = 16384,
-        layout: Layout = "auto",
-        head: HeadOptions = HeadOptions(),
-        offload_frozen: bool = False,
-        dtype: Dtype = "float32",
         teacher_dtype: Dtype = "float32",
-        gradient_checkpointing: bool = False,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        seed: int = 0,
-        lora: LoRA | None = None,
-        kernels: Kernels = Kernels(),
+        **options: Any,
     ) -> None:
-        super().__init__(
-            pretrained=pretrained,
-            group_size=group_size,
-            optimizer=optimizer,
-            # The full divergence is no mean over samples of the engine that could be weighed.
-            importance_sampling=importance_sampling if estimator == "sampled" else None,
-            mismatch_alarm=mismatch_alarm,
-            max_staleness=max_staleness,
-            micro_batch_tokens=micro_batch_tokens,
-            layout=layout,
-            head=head,
-            offload_frozen=offload_frozen,
-            dtype=dtype,
-            gradient_checkpointing=gradient_checkpointing,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            seed=seed,
-            lora=lora,
-            kernels=kernels,
-        )
+        # The full divergence is no mean over samples of the engine that could be weighed.
+        weights = importance_sampling if estimator == "sampled" else None
+        super().__init__(pretrained=pretrained, group_size=group_size, importance_sampling=weights, **options)
         weighted = importance_sampling not in (None, "auto")
         require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted, temperature)
         self.teacher_name = teacher

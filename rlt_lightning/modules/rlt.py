@@ -33,12 +33,10 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.kernels import Kernels
-from rlt_lightning.models.lora import LoRA, without_adapter
-from rlt_lightning.models.packed import HeadOptions, compute_log_probs
+from rlt_lightning.models.lora import without_adapter
+from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel
 from rlt_lightning.modules.on_policy import OnPolicyModule, UpdateSums
-from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.modules.scorer import (
@@ -53,9 +51,8 @@ from rlt_lightning.modules.scorer import (
 from rlt_lightning.modules.step_metrics import held_out_metrics, reward_metrics
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
-from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
-from rlt_lightning.numerics.packing import Layout, to_padded
+from rlt_lightning.numerics.packing import to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.numerics.transfers import upload
@@ -75,29 +72,12 @@ class RLTModule(OnPolicyModule):
             CorrectnessReward makes this traditional RL.
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
-        optimizer: AdamW, its schedule and gradient clipping.
-        importance_sampling: Weights pi_trainer / pi_engine, truncated or masked. "auto": of tokens, capped at
-            2, if the engine is outside the process, unless rollouts are asynchronous. None: no weights; stale
-            rollouts are then clipped by their ratio instead.
-        mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
-        max_staleness: Optimizer steps by which the sampling weights may lag behind.
-        micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
-        layout: How sequences share a forward: "shared_prefix" computes a group's prompt once, "packed" for
-            each completion, "auto" chooses by a cost model, "single" runs one sequence at a time.
-        head: How log-probs are computed from hidden states.
         teacher_log_probs: The teacher's log-probs in r_KL. "rollout": the engine's, if it sent them at the
             reward's temperature, else of another forward. "recompute": always of another forward.
-        offload_frozen: Keep student and reference in pinned host memory while they are not used.
-        dtype: Type of the trained weights and the reference's.
         student_dtype: Type of the student's weights.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        attn_implementation: transformers' name; None: ours, which shares prefixes.
-        trust_remote_code: Run code that comes with a model.
-        seed: Seed of everything random inside a step.
-        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
-        kernels: Which fused kernels compute the same numbers faster.
         students: Several in its place, with weights or without.
         student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
+        options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
 
     Raises:
         InputError: If group_size is below 2, since a group of one has no baseline.
@@ -113,45 +93,13 @@ class RLTModule(OnPolicyModule):
         reward: Reward = RLTReward(),
         advantages: AdvantageEstimator | None = None,
         policy_loss: PolicyLoss | None = None,
-        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6),
-        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
-        mismatch_alarm: float | None = 0.1,
-        max_staleness: int = 0,
-        micro_batch_tokens: int = 16384,
-        layout: Layout = "auto",
-        head: HeadOptions = HeadOptions(),
         teacher_log_probs: Literal["rollout", "recompute"] = "rollout",
-        offload_frozen: bool = False,
-        dtype: Dtype = "float32",
         student_dtype: Dtype = "float32",
-        gradient_checkpointing: bool = False,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        seed: int = 0,
-        lora: LoRA | None = None,
-        kernels: Kernels = Kernels(),
         students: StudentNames | None = None,
         student_reduction: Reduction = "mean",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            pretrained=teacher,
-            group_size=group_size,
-            optimizer=optimizer,
-            importance_sampling=importance_sampling,
-            mismatch_alarm=mismatch_alarm,
-            max_staleness=max_staleness,
-            micro_batch_tokens=micro_batch_tokens,
-            layout=layout,
-            head=head,
-            offload_frozen=offload_frozen,
-            dtype=dtype,
-            gradient_checkpointing=gradient_checkpointing,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            seed=seed,
-            lora=lora,
-            kernels=kernels,
-        )
+        super().__init__(pretrained=teacher, group_size=group_size, **options)
         require_group(group_size)
         self.students = Students.of(student, students, student_reduction).ready_for(reward)
         self.reward = reward

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.kernels import Kernels
-from rlt_lightning.models.lora import LoRA
-from rlt_lightning.models.packed import HeadOptions, compute_log_probs
+from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Layout, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import FiniteChecks
-from rlt_lightning.pretrained import Dtype, context_length
+from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
 
@@ -26,47 +26,18 @@ class SFTModule(PolicyModule):
     Args:
         pretrained: Model to start from: local folder, hub id, miniature or smollm2-135m.
         optimizer: AdamW, its schedule and gradient clipping; the defaults are the released recipe's.
-        micro_batch_tokens: Tokens per forward; a longer example gets a forward by itself.
         layout: How examples share a forward; "packed", since examples share no prefix.
-        head: How log-probs are computed from hidden states.
-        dtype: Type of the weights.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        attn_implementation: transformers' name; None: ours.
-        trust_remote_code: Run code that comes with the model.
-        seed: Seed of everything random inside a step.
-        lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
-        kernels: Which fused kernels compute the same numbers faster.
+        options: Those of `PolicyModule`, such as dtype and lora.
     """
 
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
         optimizer: OptimizerConfig = OptimizerConfig(1e-5, 1e-4, (0.9, 0.95), "cosine", warmup_frac=0.05),
-        micro_batch_tokens: int = 16384,
         layout: Layout = "packed",
-        head: HeadOptions = HeadOptions(),
-        dtype: Dtype = "float32",
-        gradient_checkpointing: bool = False,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        seed: int = 0,
-        lora: LoRA | None = None,
-        kernels: Kernels = Kernels(),
+        **options: Any,
     ) -> None:
-        super().__init__(
-            pretrained=pretrained,
-            optimizer=optimizer,
-            micro_batch_tokens=micro_batch_tokens,
-            layout=layout,
-            head=head,
-            dtype=dtype,
-            gradient_checkpointing=gradient_checkpointing,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            seed=seed,
-            lora=lora,
-            kernels=kernels,
-        )
+        super().__init__(pretrained=pretrained, optimizer=optimizer, layout=layout, **options)
 
     def setup(self, stage: str) -> None:
         """Check that every example fits into the model's context, before anything is loaded."""
