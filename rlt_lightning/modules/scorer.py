@@ -52,7 +52,7 @@ from rlt_lightning.modules.frozen import ReadModel, RunModel
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.text_reward import TextReward, judge_texts, require_student
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.numerics.importance import Mismatch, measure_mismatch
+from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.numerics.likelihood import LikelihoodReward, SolutionScores, find_kl_reward
 from rlt_lightning.numerics.packing import (
     MicroBatch,
@@ -294,15 +294,8 @@ class Scorer:
         if self.reference is None:
             return []
         sequences = [build_sampled_sequence(row) for row in rows]
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
         with self.reference.loaded_on(self.device) as reference:
-            for micro_batch, weight in self.plan(measure_sampled_rows(rows)):
-                packed = self._pack(sequences, micro_batch, weight, stats)
-                flat, _ = reference(compute_log_probs, packed, temperature, self.head)
-                lengths = [len(rows[i].completion.token_ids) for i in micro_batch.indices]
-                for i, values in zip(micro_batch.indices, flat.split(lengths), strict=True):
-                    found[i] = values
-        return found
+            return self._log_probs(reference, sequences, measure_sampled_rows(rows), temperature, stats)
 
     @torch.no_grad()
     def rewards(
@@ -348,18 +341,14 @@ class Scorer:
     @torch.no_grad()
     def engine_mismatch(self, rows: list[Rollout], temperature: float) -> Mismatch:
         """Compare the engine's log-probs of completions with those of the teacher's current weights."""
-        measured: list[Tensor] = []
         sequences = [build_sampled_sequence(row) for row in rows]
-        for micro_batch, weight in self.plan(measure_sampled_rows(rows)):
-            packed = self._pack(sequences, micro_batch, weight)
-            chosen = [rows[i] for i in micro_batch.indices]
-            # The engine's log-probs of greedy completions are at temperature 1.
-            flat, _ = self.teacher(compute_log_probs, packed, temperature or 1.0, self.head)
-            log_probs, token_mask = to_padded(flat, [len(r.completion.token_ids) for r in chosen])  # (n, T)
-            engine_log_probs = pad_engine_log_probs(chosen, log_probs, needed=False)
-            if engine_log_probs is not None and weight:
-                measured.append(measure_mismatch(log_probs, engine_log_probs, token_mask))
-        return Mismatch.read(measured)
+        # The engine's log-probs of greedy completions are at temperature 1.
+        found = self._log_probs(self.teacher, sequences, measure_sampled_rows(rows), temperature or 1.0)
+        log_probs, token_mask = pad_rows(found)  # (N, T)
+        engine_log_probs = pad_engine_log_probs(rows, log_probs, needed=False)
+        if engine_log_probs is None:
+            return Mismatch()
+        return Mismatch.between(log_probs, engine_log_probs, token_mask)
 
     def extra_terms(self, rows: list[Rollout]) -> dict[str, Tensor]:
         """Return the terms that the reward adds to RLT's, each (N,), in the order of their names."""
@@ -492,11 +481,12 @@ class Scorer:
                 teachers_packed = self._pack(teachers, micro_batch, weight, stats)
                 values = self._exact_kl(student, teachers_packed, torch.cat(hidden.split(splits)[::2]))
             else:
-                teacher_values = (
-                    self._teacher_forward(self._pack(teachers, micro_batch, weight, stats))
-                    if teacher_log_probs is None
-                    else torch.cat([teacher_log_probs[i] for i in micro_batch.indices])
-                )
+                if teacher_log_probs is None:
+                    teachers_packed = self._pack(teachers, micro_batch, weight, stats)
+                    settings = reward.teacher_temperature, self.head
+                    teacher_values, _ = self.teacher(compute_log_probs, teachers_packed, *settings)
+                else:
+                    teacher_values = torch.cat([teacher_log_probs[i] for i in micro_batch.indices])
                 spans = [views[i].spans for i in micro_batch.indices]
                 values = estimate_kl(reward.token_kl, teacher_values, of_think, spans)
             counts = [num_think[i] for i in micro_batch.indices]
@@ -512,18 +502,12 @@ class Scorer:
         """Run a scorer over the solutions after N thoughts."""
         sequences = [build_solution_sequence(view) for view in views]
         require_room(student, views, sequences)
-        found = [TokenScores(torch.empty(0), torch.empty(0))] * len(views)
-        checks = FiniteChecks()
-        for micro_batch, weight in self.plan(measure_sequences(views, sequences)):
-            packed = self._pack(sequences, micro_batch, weight, stats)
-            log_probs, _ = student(compute_log_probs, packed, temperature, self.head)
-            lengths = [len(views[i].problem.solution_ids) for i in micro_batch.indices]
-            numbers = [views[i].problem.row for i in micro_batch.indices]
-            checks.add(log_probs, lengths, "log-prob of the solution", numbers)
-            for i, values in zip(micro_batch.indices, log_probs.split(lengths), strict=True):
-                found[i] = TokenScores(values, values[:0])
-        checks.require()
-        return found
+        lengths = measure_sequences(views, sequences)
+        log_probs = self._log_probs(student, sequences, lengths, temperature, stats)
+        if log_probs:
+            rows = [view.problem.row for view in views]
+            require_finite(pad_rows(log_probs)[0], "log-prob of the solution", rows)
+        return [TokenScores(values, values[:0]) for values in log_probs]
 
     def _exact_kl(self, student: RunModel, packed: PackedSequences, student_hidden: Tensor) -> Tensor:
         """Return KL of teacher from student over the whole vocabulary at all think tokens, (sum of K,)."""
@@ -588,11 +572,6 @@ class Scorer:
 
     # The teacher
 
-    def _teacher_forward(self, packed: PackedSequences) -> Tensor:
-        """Return the teacher's log-probs of the scored tokens, (M,), nats."""
-        log_probs, _ = self.teacher(compute_log_probs, packed, self.rlt_reward.teacher_temperature, self.head)
-        return log_probs
-
     def _sampled_log_probs(
         self, views: list[ModelView], temperature: float, stats: PhaseStats | None
     ) -> list[Tensor] | None:
@@ -629,7 +608,8 @@ class Scorer:
             for p in prompts
         ]
         lengths = [SequenceLengths(p.row, 0, len(p.teacher_prompt)) for p in prompts]
-        of_prompts = self._teacher_log_probs(sequences, lengths, stats)
+        own = self.rlt_reward.teacher_temperature
+        of_prompts = self._log_probs(self.teacher, sequences, lengths, own, stats)
         return found | {p.row: values for p, values in zip(prompts, of_prompts, strict=True)}
 
     def _score_longest_views(
@@ -656,7 +636,8 @@ class Scorer:
         whole = self._sampled_log_probs(longest, temperature, stats)
         if whole is None:
             sequences = [teacher_sequence(view, score_given) for view in longest]
-            whole = self._teacher_log_probs(sequences, measure_sequences(longest, sequences), stats)
+            lengths = measure_sequences(longest, sequences)
+            whole = self._log_probs(self.teacher, sequences, lengths, reward.teacher_temperature, stats)
         parts = []
         for of_student in views:
             part = []
@@ -667,16 +648,24 @@ class Scorer:
             parts.append(part)
         return parts
 
-    def _teacher_log_probs(
-        self, sequences: list[ScoredSequence], lengths: list[SequenceLengths], stats: PhaseStats | None
+    # Any model
+
+    def _log_probs(
+        self,
+        model: RunModel,
+        sequences: list[ScoredSequence],
+        lengths: list[SequenceLengths],
+        temperature: float,
+        stats: PhaseStats | None = None,
     ) -> list[Tensor]:
-        """Run the teacher over N sequences of these lengths; return the log-probs of their scored tokens."""
+        """Run a model over N sequences of these lengths; return the log-probs of scored tokens, nats."""
         found: list[Tensor] = [torch.empty(0)] * len(sequences)
         for micro_batch, weight in self.plan(lengths):
-            values = self._teacher_forward(self._pack(sequences, micro_batch, weight, stats))
-            of_rows = values.split([sum(sequences[i].scored) for i in micro_batch.indices])
-            for i, one in zip(micro_batch.indices, of_rows, strict=True):
-                found[i] = one
+            packed = self._pack(sequences, micro_batch, weight, stats)
+            flat, _ = model(compute_log_probs, packed, temperature, self.head)
+            of_rows = flat.split([sum(sequences[i].scored) for i in micro_batch.indices])
+            for i, values in zip(micro_batch.indices, of_rows, strict=True):
+                found[i] = values
         return found
 
     def _pack(
