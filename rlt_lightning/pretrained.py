@@ -184,8 +184,13 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
 
 def context_length(name: str, trust_remote_code: bool = False) -> int:
     """Return the longest sequence that a model takes, in tokens; some have no limit."""
-    config = model_config(name, trust_remote_code).get_text_config()
-    return getattr(config, "max_position_embeddings", sys.maxsize)
+    return read_context_length(model_config(name, trust_remote_code))
+
+
+def read_context_length(config: Any) -> int:
+    """Return the same of a model's configuration."""
+    limit: int = getattr(config.get_text_config(), "max_position_embeddings", sys.maxsize)
+    return limit
 
 
 def can_replace_attention(config: Any) -> bool:

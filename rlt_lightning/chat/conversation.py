@@ -29,7 +29,7 @@ from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import ADDRESS, WorkerClient, build_refusal, load_certificates, read_api_key
 from rlt_lightning.engines.slots import find_device
-from rlt_lightning.pretrained import Dtype, load_model, load_tokenizer
+from rlt_lightning.pretrained import Dtype, load_model, load_tokenizer, read_context_length
 from rlt_lightning.tags import (
     CONTROL_CODES,
     TagStyle,
@@ -323,7 +323,7 @@ class LocalSpeaker:
         loaded = load_model(model.path, model.dtype, trust_remote_code=model.trust_remote_code)
         self.model = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = tokenizer
-        self.context: int = getattr(loaded.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+        self.context = read_context_length(loaded.config)
         self.ends = find_eos_token_ids(loaded, tokenizer)
         # `generate` would fill in what we leave unset from the model's own defaults.
         loaded.generation_config = GenerationConfig()

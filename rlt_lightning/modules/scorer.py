@@ -21,7 +21,6 @@ Ranks with sharded weights wait for each other in every forward, so they call th
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -70,6 +69,7 @@ from rlt_lightning.numerics.rewards import (
 from rlt_lightning.numerics.spans import Span, span_kl
 from rlt_lightning.numerics.students import Reduction, combine_terms
 from rlt_lightning.numerics.transfers import download, upload
+from rlt_lightning.pretrained import read_context_length
 from rlt_lightning.run.metrics import build_student_metrics, register
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, Scores
 
@@ -887,7 +887,7 @@ def require_room(student: RunModel, views: list[ModelView], sequences: list[Scor
     """
     if all(view.spans is None for view in views):
         return
-    context: int = call_model(student, longest_sequence)
+    context: int = call_model(student, lambda model: read_context_length(model.config))
     for view, sequence in zip(views, sequences, strict=True):
         if len(sequence.scored) > context:
             raise InputError(
@@ -896,9 +896,3 @@ def require_room(student: RunModel, views: list[ModelView], sequences: list[Scor
                 f"teacher, has {len(sequence.scored)} tokens of the student. Lower "
                 "rollouts.sampling.max_completion_length or, for given traces, data.max_length."
             )
-
-
-def longest_sequence(model: Any) -> int:
-    """Return the most tokens that a model takes; some have no limit."""
-    limit: int = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
-    return limit
