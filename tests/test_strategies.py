@@ -79,6 +79,10 @@ def test_ranks_divide_a_step_by_its_tokens_which_does_not_change_the_result(
     steps = json.loads(folder.with_suffix(".json").read_text())
     assert all(1 <= step["perf/rank_imbalance"] <= 1.05 for step in steps)
     assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
+    of_one_process = json.loads(uneven_single.with_suffix(".json").read_text())
+    for step, reference in zip(steps, of_one_process, strict=True):
+        for name in ("reward/std", "reward/group_std"):  # of the step, not a mean over ranks
+            assert step[name] == pytest.approx(reference[name], rel=1e-4), name
 
 
 @pytest.mark.full

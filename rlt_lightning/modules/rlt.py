@@ -303,7 +303,7 @@ class RLTModule(OnPolicyModule):
             batch.counts = scored.counts.compute_metrics(len(kept))
             sampler.reward_std.add(torch.cat(scored.stds).tolist(), self.global_step)
         assert batch.scores is not None
-        metrics |= reward_metrics(batch.scores, self.group_size)
+        metrics |= reward_metrics(batch.scores, scored.rewards, self.group_size)
         metrics |= self.measure_rollouts(rollouts, scored.shards)
         self.log_step(metrics | batch.counts, len(rollouts.rollouts))
 

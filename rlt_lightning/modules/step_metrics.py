@@ -13,20 +13,25 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from rlt_lightning.modules.phases import GIB, PhaseStats
-from rlt_lightning.numerics.advantages import zero_std_groups
+from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.types import RewardTerms, Rollouts, Scores
 
 
-def reward_metrics(scores: Scores, group_size: int) -> dict[str, Any]:
-    """Return means over the step's completions of the reward and its terms, raw and processed."""
+def reward_metrics(scores: Scores, rewards: Tensor, group_size: int) -> dict[str, Any]:
+    """Return means over this rank's completions of the reward and its terms, raw and processed.
+
+    Args:
+        scores: The scores of this rank's completions.
+        rewards: The rewards of all ranks' completions, (N,): of them are spread and equal groups.
+        group_size: Completions per problem.
+    """
     terms = scores.terms
-    groups = terms.reward.view(-1, group_size)  # (P, G)
     return {
         "reward/mean": terms.reward.mean(),
-        "reward/std": terms.reward.std(),
-        "reward/group_std": groups.std(dim=1).mean(),
-        "reward/zero_std_groups": zero_std_groups(terms.reward, group_size).float().sum(),
+        "reward/std": rewards.std(),
+        "reward/group_std": split_groups(rewards, group_size).std(dim=1).mean(),
+        "reward/zero_std_groups": zero_std_groups(rewards, group_size).float().sum(),
         **{f"reward/{name}": values.mean() for name, values in list_logged_terms(terms).items()},
         **{name: values.mean() for name, values in terms.details().items()},
         **student_metrics(scores),
