@@ -55,7 +55,7 @@ from rlt_lightning.types import Completion, InputError, require_limits
 PROBE_TOKENS = 64
 # The largest difference that rounding explains, by the worker's data type: nats, mean over a text.
 AGREEMENT = {"float32": 5e-4, "float16": 0.02, "bfloat16": 0.1}
-# vLLM takes signed 64-bit seeds and adds the number of the completion.
+# Servers take signed 64-bit seeds, and the number of the completion is added.
 SEED_MASK = 2**62 - 1
 
 
@@ -126,6 +126,11 @@ class SampleRequest:
     num_completions: int = 1
     max_tokens: int | None = None  # of each completion; None: sampling.max_completion_length
 
+    @property
+    def seeds(self) -> list[int]:
+        """Return a seed for each completion, for a server that is asked for one at a time."""
+        return [(self.seed & SEED_MASK) + i for i in range(self.num_completions)]
+
     def limit(self, sampling: Sampling) -> int:
         """Return the tokens that each completion may have."""
         return sampling.max_completion_length if self.max_tokens is None else self.max_tokens
@@ -190,7 +195,7 @@ class Engine(Protocol):
     """
 
     in_process: bool = False
-    reports_log_probs: bool = False
+    reports_log_probs: bool = False  # whether completions bring log-probs at the temperature of sampling
     takes_adapters: bool = False  # whether it is pushed a LoRA's matrices rather than merged weights
     max_model_len: int = sys.maxsize  # tokens of prompt and completion; known once it is started
     unverified: bool = False  # the engine sets it while a worker that has joined or rejoined awaits `verify`

@@ -11,7 +11,6 @@ from typing import Any
 
 from rlt_lightning.engines.base import (
     AGREEMENT,
-    SEED_MASK,
     Engine,
     EngineError,
     NamedTensor,
@@ -50,7 +49,7 @@ class ServedEngine(Engine):
             prompt: Token ids.
             sampling: Settings with the token limit of this completion.
             stop: The end tag. Send it only to a server that returns the tag's tokens: `sample` cuts.
-            seed: A number of at most 62 bits.
+            seed: A number that a signed 64-bit integer holds, at least 0.
 
         Returns:
             The token ids as they were sampled, and the finish reason: `length`, or `eos` where the server has
@@ -70,14 +69,13 @@ class ServedEngine(Engine):
     def sample(
         self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
     ) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.sample`. Completion i of a request has its seed plus i, cut to 62 bits."""
+        """See `Engine.sample` and, for the seeds, `SampleRequest.seeds`."""
         calls = []
         for request in requests:
             limit = request.limit(sampling)
             require_context(len(request.prompt) + limit, self.max_model_len)
             one = replace(sampling, max_completion_length=limit)
-            seeds = [(request.seed + i) & SEED_MASK for i in range(request.num_completions)]
-            calls += [(request.prompt, one, stop, seed) for seed in seeds]
+            calls += [(request.prompt, one, stop, seed) for seed in request.seeds]
         watcher = StopWatcher(self.tokenizer, stop, self.eos_ids)
 
         def complete(call: tuple[list[int], Sampling, str, int]) -> Completion:

@@ -28,7 +28,6 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from rlt_lightning.engines.base import (
-    SEED_MASK,
     Engine,
     EngineDescription,
     NamedTensor,
@@ -250,7 +249,7 @@ class VLLMEngine(Engine):
     def sample(
         self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
     ) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.sample`. Completion i of a request has its seed, cut to 62 bits, plus i."""
+        """See `Engine.sample` and, for the seeds, `SampleRequest.seeds`."""
         calls: list[CompletionRequest] = []
         brings: list[range] = []  # indices of the completions that each call brings
         rest: list[set[int]] = []  # indices of each call's group; those that have come are taken out
@@ -264,8 +263,7 @@ class VLLMEngine(Engine):
             # Greedy completions are all alike, and vLLM refuses several.
             parts = [range(i, i + 1) for i in group] if sampling.temperature > 0 else [group]
             missing = set(group)
-            for number, part in enumerate(parts):
-                seed = (request.seed & SEED_MASK) + number
+            for part, seed in zip(parts, request.seeds, strict=False):
                 calls.append(
                     CompletionRequest(request.prompt, one, stop, self.stop_ids, self.vocab_size, seed)
                 )

@@ -13,9 +13,9 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ request_others        dynamic sampling: again, for groups of equal rewards, or nearly equal ones
       ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
       ├ advantages            compare within each group → (N,)
-      ├ update_policy         the shard's micro-batches, equally many on all ranks (`pack` in base.py):
-      │   ├ for each of them log_probs → policy_loss → manual_backward; the last backward sums gradients*
-      │   └ optimizer step*   `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
+      ├ update_policy         on the shard's micro-batches, equally many on all ranks (`pack` in base.py):
+      │   ├ add_policy_gradient   log_probs → policy_loss → manual_backward; the last backward sums gradients*
+      │   └ finish_update*    `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.scores
 
 With sharded weights, each forward and backward waits for the other ranks too. `models/packed.py` runs a

@@ -162,14 +162,13 @@ class RolloutRequest:
             with waiting_for(f"the engine's completions of {len(self.missing)} prompts", on_terminal=False):
                 self.ended.wait()
 
-    def collect(self) -> bool:
-        """Wait for what the engine was asked for and keep it; return whether nothing is missing.
+    def collect(self) -> None:
+        """Wait for what the engine was asked for, and keep it.
 
         What it did not finish, because it lost its workers, stays missing. Any other error is raised once:
         afterwards the engine may be asked again.
         """
         self._take(math.inf)
-        return not self.missing
 
     def next_chunk(self, min_tokens: float) -> Chunk:
         """Wait until what has come has `min_tokens`, or the engine has no more; infinity: until all is there.
