@@ -245,14 +245,16 @@ def test_a_users_mypy_sees_the_types_of_the_wheel(programs: Path, tmp_path: Path
         'Trainer("runs/x", max_steps=1).fit(module, data)\n'
         'reveal_type(score([], "miniature", "miniature"))\n'
         'RLTModule("miniature", group_size="four")\n'
+        'RLTModule("miniature", seed="four")\n'  # an option that the class passes on
         "Trainer(5.0)\n"
     )
     command = [sys.executable, "-m", "mypy", "--python-executable", str(programs / "python"), "user.py"]
     environment = {name: value for name, value in os.environ.items() if "PATH" not in name}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     *lines, end = done.stdout.splitlines()
-    assert [line.partition(": ")[0] for line in lines] == [f"user.py:{number}" for number in (6, 7, 8)], lines
+    assert [line.partition(": ")[0] for line in lines] == [f"user.py:{number}" for number in (6, 7, 8, 9)], lines
     assert 'Revealed type is "list[rlt_lightning.python.teacher.Score]"' in lines[0]
     assert 'incompatible type "str"; expected "int"' in lines[1]
-    assert 'incompatible type "float"; expected "str | Path | RunFolder"' in lines[2]
-    assert end.startswith("Found 2 errors in 1 file")
+    assert 'incompatible type "str"; expected "int"' in lines[2]
+    assert 'incompatible type "float"; expected "str | Path | RunFolder"' in lines[3]
+    assert end.startswith("Found 3 errors in 1 file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -44,6 +44,8 @@ from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
+Init = TypeVar("Init", bound=Callable[..., None])
+
 
 @dataclass(frozen=True)
 class UpdateBatch:
@@ -66,11 +68,33 @@ class UpdateBatch:
         return self.planned.indices
 
 
+class PolicyOptions(TypedDict, total=False):
+    """The options that every module passes on to `PolicyModule`, which describes them."""
+
+    micro_batch_tokens: int
+    head: HeadOptions
+    dtype: Dtype
+    gradient_checkpointing: bool
+    attn_implementation: str | None
+    trust_remote_code: bool
+    seed: int
+    lora: LoRA | None
+    kernels: Kernels
+
+
+def follow_options(init: Init) -> Init:
+    """Let the parser look for what an `__init__` passes on as `**options` where that is declared.
+
+    There it finds defaults and descriptions. The TypedDict, which is for type checkers and editors, has none.
+    """
+    cast(Any, init).__annotations__["options"] = Any
+    return init
+
+
 class PolicyModule(LightningModule):
     """A trainable language model behind manual optimization: one Lightning batch is one optimizer step.
 
     A subclass declares the options that are new or have another default, and passes the others on to here.
-    The command line follows it: `--help` and config.yaml show them all.
 
     Args:
         pretrained: Model to train: local folder, hub id, miniature or smollm2-135m.

@@ -15,7 +15,7 @@ modules/scorer.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -24,9 +24,9 @@ from torch import Tensor
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.packed import compute_log_probs
-from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.base import PolicyModule, follow_options
 from rlt_lightning.modules.frozen import ReadModel
-from rlt_lightning.modules.on_policy import UpdateSums
+from rlt_lightning.modules.on_policy import OnPolicyOptions, UpdateSums
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scored_completions import ScoredCompletions
@@ -38,6 +38,7 @@ from rlt_lightning.modules.scorer import (
     split_student_setting,
 )
 from rlt_lightning.numerics.advantages import AdvantageEstimator, LeaveOneOutAdvantages, ShuffledAdvantages
+from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.likelihood import LikelihoodReward, LogProbReward, SolutionScores
 from rlt_lightning.numerics.losses import DrGRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import mask_tokens, to_padded
@@ -66,9 +67,9 @@ class LikelihoodModule(RLTModule):
         group_size: Thoughts per problem.
         advantages: How rewards of a group become advantages; None: LeaveOneOutAdvantages().
         policy_loss: None: the plain policy gradient, DrGRPOLoss without KL and with length 1.
+        importance_sampling: See `RLTModule`. The answer term is not weighted.
         scorer_dtype: Type of the weights of a scorer by name.
-        options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora. The
-            answer term is not weighted by importance_sampling.
+        options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
 
     Raises:
         InputError: If settings contradict each other.
@@ -76,6 +77,7 @@ class LikelihoodModule(RLTModule):
 
     reference_role = "the reference"
 
+    @follow_options
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
@@ -85,8 +87,10 @@ class LikelihoodModule(RLTModule):
         group_size: int = 8,
         advantages: AdvantageEstimator | None = None,
         policy_loss: PolicyLoss | None = None,
+        *,
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
         scorer_dtype: Dtype = "float32",
-        **options: Any,
+        **options: Unpack[OnPolicyOptions],
     ) -> None:
         scored_by, several = split_student_setting(scorer)
         if several is not None:
@@ -104,6 +108,7 @@ class LikelihoodModule(RLTModule):
             reward=reward,
             advantages=advantages or LeaveOneOutAdvantages(),
             policy_loss=policy_loss or DrGRPOLoss(kl_coef=0.0, max_completion_length=1),
+            importance_sampling=importance_sampling,
             # No options here: no reward asks a teacher, and several scorers count by their mean.
             teacher_log_probs="rollout",
             student_dtype=scorer_dtype,

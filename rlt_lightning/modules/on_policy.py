@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.models.kernels import fuse_blocks
-from rlt_lightning.modules.base import PolicyModule, UpdateBatch, check_model
+from rlt_lightning.modules.base import PolicyModule, PolicyOptions, UpdateBatch, check_model
 from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics, rollout_metrics
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling, measure_mismatch
+from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.rewards import FiniteChecks
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.rollouts.collectives import gather_from_ranks
@@ -47,14 +49,22 @@ class UpdateSums:
             self.mismatches.append(mismatch)
 
 
+class OnPolicyOptions(PolicyOptions, total=False):
+    """The options that a module of this kind passes on to `OnPolicyModule` and `PolicyModule`."""
+
+    optimizer: OptimizerConfig
+    layout: Layout
+    mismatch_alarm: float | None
+    max_staleness: int
+    offload_frozen: bool
+
+
 class OnPolicyModule(PolicyModule):
     """A model that trains on completions, which it asks the sampler of RolloutCallback for.
 
     Args:
         group_size: Completions per problem.
-        importance_sampling: Weights pi_trainer / pi_engine, truncated or masked. "auto": of tokens, capped at
-            2, if the engine is outside the process, unless rollouts are asynchronous. None: no weights; stale
-            rollouts are then clipped by their ratio instead.
+        importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         offload_frozen: Keep frozen models in pinned host memory while they are not used.
@@ -64,8 +74,8 @@ class OnPolicyModule(PolicyModule):
     def __init__(
         self,
         *,
-        group_size: int = 8,
-        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
+        group_size: int,
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
         mismatch_alarm: float | None = 0.1,
         max_staleness: int = 0,
         offload_frozen: bool = False,
@@ -132,6 +142,7 @@ class OnPolicyModule(PolicyModule):
     def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
         """Return what each step on completions logs after its update, of this rank's completions."""
         metrics: dict[str, Any] = rollout_metrics(rollouts)
+        [metrics["rollout/length_max"]] = self.max_over_ranks(metrics["rollout/length_max"])
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         return metrics | {"perf/rank_imbalance": shards.imbalance}

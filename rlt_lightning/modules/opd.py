@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -31,8 +31,9 @@ from rlt_lightning.models.packed import (
     head_divergence,
     scored_hidden_states,
 )
+from rlt_lightning.modules.base import follow_options
 from rlt_lightning.modules.frozen import FrozenModel, RunModel
-from rlt_lightning.modules.on_policy import OnPolicyModule, UpdateSums
+from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, UpdateSums
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
@@ -68,7 +69,7 @@ class OPDModule(OnPolicyModule):
         estimator: "full": over words. "sampled": reverse KL by the log-ratio of sampled tokens, or spans.
         temperature: Divides the logits of both; None: the temperature of sampling.
         group_size: Answers per problem.
-        importance_sampling: Of "sampled": see `OnPolicyModule`. The full divergence takes the tokens as they
+        importance_sampling: Of "sampled": see `RLTModule`. The full divergence takes the tokens as they
             are.
         teacher_dtype: Type of the teacher's weights.
         options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
@@ -77,6 +78,7 @@ class OPDModule(OnPolicyModule):
         InputError: If settings contradict each other.
     """
 
+    @follow_options
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
@@ -86,9 +88,10 @@ class OPDModule(OnPolicyModule):
         estimator: Literal["full", "sampled"] = "full",
         temperature: float | None = None,
         group_size: int = 1,
+        *,
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
         teacher_dtype: Dtype = "float32",
-        **options: Any,
+        **options: Unpack[OnPolicyOptions],
     ) -> None:
         # The full divergence is no mean over samples of the engine that could be weighed.
         weights = importance_sampling if estimator == "sampled" else None

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -35,8 +35,9 @@ from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.models.packed import compute_log_probs
+from rlt_lightning.modules.base import follow_options
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel
-from rlt_lightning.modules.on_policy import OnPolicyModule, UpdateSums
+from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, UpdateSums
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.modules.scorer import (
@@ -51,6 +52,7 @@ from rlt_lightning.modules.scorer import (
 from rlt_lightning.modules.step_metrics import held_out_metrics, reward_metrics
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
+from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward
@@ -72,6 +74,9 @@ class RLTModule(OnPolicyModule):
             CorrectnessReward makes this traditional RL.
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
+        importance_sampling: Weights pi_trainer / pi_engine, truncated or masked. "auto": of tokens, capped at
+            2, if the engine is outside the process, unless rollouts are asynchronous. None: no weights; stale
+            rollouts are then clipped by their ratio instead.
         teacher_log_probs: The teacher's log-probs in r_KL. "rollout": the engine's, if it sent them at the
             reward's temperature, else of another forward. "recompute": always of another forward.
         student_dtype: Type of the student's weights.
@@ -85,6 +90,7 @@ class RLTModule(OnPolicyModule):
 
     reference_role = "the reference of the KL penalty"
 
+    @follow_options
     def __init__(
         self,
         teacher: str = DEFAULT_MODEL,
@@ -93,13 +99,17 @@ class RLTModule(OnPolicyModule):
         reward: Reward = RLTReward(),
         advantages: AdvantageEstimator | None = None,
         policy_loss: PolicyLoss | None = None,
+        *,
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
         teacher_log_probs: Literal["rollout", "recompute"] = "rollout",
         student_dtype: Dtype = "float32",
         students: StudentNames | None = None,
         student_reduction: Reduction = "mean",
-        **options: Any,
+        **options: Unpack[OnPolicyOptions],
     ) -> None:
-        super().__init__(pretrained=teacher, group_size=group_size, **options)
+        super().__init__(
+            pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
+        )
         require_group(group_size)
         self.students = Students.of(student, students, student_reduction).ready_for(reward)
         self.reward = reward

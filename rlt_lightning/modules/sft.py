@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ import torch
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.packed import compute_log_probs
-from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.base import PolicyModule, PolicyOptions, follow_options
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Layout, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import FiniteChecks
@@ -30,12 +30,14 @@ class SFTModule(PolicyModule):
         options: Those of `PolicyModule`, such as dtype and lora.
     """
 
+    @follow_options
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
         optimizer: OptimizerConfig = OptimizerConfig(1e-5, 1e-4, (0.9, 0.95), "cosine", warmup_frac=0.05),
+        *,
         layout: Layout = "packed",
-        **options: Any,
+        **options: Unpack[PolicyOptions],
     ) -> None:
         super().__init__(pretrained=pretrained, optimizer=optimizer, layout=layout, **options)
 
