@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from rlt_lightning.moved import rename_method
+
 # A process that judges answers imports this file, and needs no torch.
 if TYPE_CHECKING:
     import torch
@@ -362,6 +364,8 @@ class RewardTerms:
     def baselines(self) -> dict[str, Tensor]:
         """Return what a term is measured from, which is logged as the terms are; no part of the reward."""
         return {}
+
+    levels = rename_method("levels", "baselines")
 
     def details(self) -> dict[str, Tensor]:
         """Return what only training logs, as means, by its whole name."""

@@ -252,7 +252,9 @@ def test_a_users_mypy_sees_the_types_of_the_wheel(programs: Path, tmp_path: Path
     environment = {name: value for name, value in os.environ.items() if "PATH" not in name}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     *lines, end = done.stdout.splitlines()
-    assert [line.partition(": ")[0] for line in lines] == [f"user.py:{number}" for number in (6, 7, 8, 9)], lines
+    assert [line.partition(": ")[0] for line in lines] == [f"user.py:{number}" for number in (6, 7, 8, 9)], (
+        lines
+    )
     assert 'Revealed type is "list[rlt_lightning.python.teacher.Score]"' in lines[0]
     assert 'incompatible type "str"; expected "int"' in lines[1]
     assert 'incompatible type "str"; expected "int"' in lines[2]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.datamodules.teacher_views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.models.packed import (
@@ -328,9 +329,11 @@ class OPDModule(OnPolicyModule):
         return -per_token(advantages, spans), -weight * advantages, entropy.detach(), mismatch
 
     @property
-    def views(self) -> Any:
-        """Return what the teacher sees, a TeacherViews."""
-        return get_stratos_data(self.trainer).views
+    def views(self) -> TeacherViews:
+        """Return what the teacher sees."""
+        views = get_stratos_data(self.trainer).views
+        assert views is not None, "`setup` requires the task student_opd, which has them"
+        return views
 
     @property
     def copies_student(self) -> bool:

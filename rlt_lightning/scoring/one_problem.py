@@ -262,7 +262,7 @@ class ExplanationScorer:
         student_reduction: How the rewards of several students become one: "mean", or the smallest, "min".
         student_dtype: Type of the students' weights.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
-        layout: How sequences share a forward; see `RLTModule`.
+        layout: How sequences share a forward; see `PolicyModule`.
         trust_remote_code: Run code that comes with a model.
 
     Raises:

@@ -197,7 +197,7 @@ class LikelihoodRewardFunction(RLTRewardFunction):
         force_format: See `ExplanationScorer`.
         scorer_dtype: Type of the weights of a scorer by name.
         micro_batch_tokens: See `ExplanationScorer`.
-        layout: How sequences share a forward; see `RLTModule`.
+        layout: How sequences share a forward; see `PolicyModule`.
         trust_remote_code: Run code that comes with a model.
 
     Example:
