@@ -151,7 +151,7 @@ def test_the_warmed_up_teacher_is_made_by_one_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["miniature", *(full(name) for name in MINIATURES if name != "miniature")])
 def test_a_miniature_takes_steps_and_copies_leaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FINDING)
-    found = importlib.import_module("make_miniature").gates(load_model(name), load_tokenizer(name))
+    found = importlib.import_module("make_miniature").measure_gates(load_model(name), load_tokenizer(name))
     assert found["step_accuracy"] > 0.99
     assert found["leaps_copied"] > 0.95
 

@@ -240,10 +240,10 @@ def test_a_student_that_lacks_a_step_rings_until_it_has_learned_some_traces(tmp_
     one = Arms(stages, Setting("new", last=NEW_OPERATIONS, hazard=0.2, num_warmup_epochs=3), seed=0)
     one.prepare()
     few = tmp_path / "few.jsonl"
-    few.write_text("".join(one.traces("warmup").read_text().splitlines(keepends=True)[:64]))
+    few.write_text("".join(one.make_traces("warmup").read_text().splitlines(keepends=True)[:64]))
     options = {"data__source": few, "model__optimizer__lr": 5e-4, "trainer__max_epochs": 9}
     student = stages("student", "fit", "miniature_student_sft", **options) / "model"
-    both = f"--model.teacher={one.teacher('warmup')}", f"--data.source={one.data('rlt')}"
+    both = f"--model.teacher={one.train_teacher('warmup')}", f"--data.source={one.data_file('rlt')}"
     for name, rings in (("miniature", True), (str(student), False)):
         own = *both, f"--model.student={name}"
         checks = read_checks(rlt("check", "--config=quickstart", *own))

@@ -28,8 +28,8 @@ SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 
 def accuracy(one: Arms, arm: str) -> float:
     """Train an arm's student at small size; its accuracy in percent."""
-    one.student(arm, one.traces(arm), greedy=False)
-    return figures.accuracy(one, arm)
+    one.train_student(arm, one.make_traces(arm), greedy=False)
+    return figures.read_accuracy(one, arm)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one.teacher, ("rlt", "score_given")))
     collapsed, sound = (metric(one, arm, "rollout/length_mean") for arm in ("score_given", "rlt"))
-    rise = {arm: figures.rise(one, arm)["reward/mean"] for arm in ("rlt", "score_given")}
+    rise = {arm: figures.measure_rise(one, arm)["reward/mean"] for arm in ("rlt", "score_given")}
     assert collapsed[-1] < collapsed[0] / 3
     assert sound[-1] > sound[0] / 2
     assert rise["score_given"] > 3 > rise["rlt"]
@@ -141,9 +141,9 @@ def test_the_learning_test_fails_with_a_fault(fault: str, one: Arms, monkeypatch
 
 def test_an_interval_is_students_t_over_seeds() -> None:
     # Mean 5, standard deviation 1, t = 4.303 for two degrees of freedom.
-    assert figures.interval([4.0, 5.0, 6.0]) == pytest.approx(4.303 / 3**0.5)
+    assert figures.compute_interval([4.0, 5.0, 6.0]) == pytest.approx(4.303 / 3**0.5)
     # One seed: 1.96 standard errors of 256 right answers to 512 problems.
-    assert figures.interval([50.0]) == pytest.approx(196 * (0.25 / 512) ** 0.5)
+    assert figures.compute_interval([50.0]) == pytest.approx(196 * (0.25 / 512) ** 0.5)
 
 
 def arm(*accuracy: float, rises: float = 0.0) -> dict[str, Any]:
@@ -152,14 +152,14 @@ def arm(*accuracy: float, rises: float = 0.0) -> dict[str, Any]:
 
 def test_what_contradicts_the_finding_is_named() -> None:
     fine = {"warmup": arm(40, 41, 42), "rlt": arm(90, 92, 93), "shuffled": arm(39, 40, 44)}
-    assert figures.failures({"arms": fine}) == []
-    [fault] = figures.failures({"arms": fine | {"rlt": arm(40, 90, 41)}})
+    assert figures.list_failures({"arms": fine}) == []
+    [fault] = figures.list_failures({"arms": fine | {"rlt": arm(40, 90, 41)}})
     assert "touches 0" in fault
-    [fault] = figures.failures({"arms": fine | {"shuffled": arm(60, 61, 62)}})
+    [fault] = figures.list_failures({"arms": fine | {"shuffled": arm(60, 61, 62)}})
     assert "control" in fault
-    [fault] = figures.failures({"arms": fine | {"shuffled": arm(39, 40, 44, rises=1)}})
+    [fault] = figures.list_failures({"arms": fine | {"shuffled": arm(39, 40, 44, rises=1)}})
     assert "control" in fault
-    [fault] = figures.failures({"arms": fine | {"kl_only": arm(90, 93, 92)}})
+    [fault] = figures.list_failures({"arms": fine | {"kl_only": arm(90, 93, 92)}})
     assert "one term of the reward reaches RLT (r_KL only)" in fault
 
 

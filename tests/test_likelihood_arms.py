@@ -22,8 +22,8 @@ def test_the_long_solution_is_the_chain_in_words(tmp_path: Path) -> None:
     solution = one.solution({"question": "start 2, add 1, add 3, times 7?"})
     assert solution == "2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2.\n\\boxed{2}"
     one.write_data()
-    assert read(one.data("raw")) == read(one.data("rlt"))  # all methods have the same problems
-    lengths = {len(load_tokenizer("miniature").encode(row["solution"])) for row in read(one.data("raw"))}
+    assert read(one.data_file("raw")) == read(one.data_file("rlt"))  # all methods have the same problems
+    lengths = {len(load_tokenizer("miniature").encode(row["solution"])) for row in read(one.data_file("raw"))}
     assert lengths == {34}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from plots import draw
 
 from rlt_lightning.demo.arms import ARMS, FURTHER, VARIATIONS, Arms, Setting
-from rlt_lightning.demo.figures import collect, difference, failures
+from rlt_lightning.demo.figures import collect, compute_difference, list_failures
 from rlt_lightning.demo.page import build_tables, show_explanations, write_results
 from rlt_lightning.demo.run import Job, make_folder, read_arms, read_seeds, run_arms
 from rlt_lightning.demo.stages import StageError, Stages
@@ -87,11 +87,11 @@ def run(
     print(f"\n{build_tables(figures)}")
     print(f"{seconds:.0f} s. Figures: {folder / 'finding.json'}, tables: {folder / 'finding.md'}")
     print(f"Picture: {folder / 'finding.svg'}" + (f", curves: {report}" if report else ""))
-    wrong = failures(figures)
+    wrong = list_failures(figures)
     for sentence in wrong:
         print(f"finding: the finding does not hold: {sentence}.", file=sys.stderr)
     if not wrong and {"warmup", "rlt"} <= set(arms):
-        mean, half = difference(figures["arms"], "rlt", "warmup")
+        mean, half = compute_difference(figures["arms"], "rlt", "warmup")
         print(f"RLT's students solve {mean:.1f} ± {half:.1f} points more than those of the warm-up teacher.")
     print(NEXT)
     return bool(wrong)

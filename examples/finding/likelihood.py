@@ -37,7 +37,7 @@ from plots import legend_below
 from ways import build_parser, cost, cost_table, require_names, run_in_turn
 
 from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
-from rlt_lightning.demo.figures import accuracy, interval, split_rewards
+from rlt_lightning.demo.figures import compute_interval, read_accuracy, split_rewards
 from rlt_lightning.demo.page import KIND_COLORS, kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
@@ -109,13 +109,14 @@ class Likelihood(Arms):
         super().write_data()
         for name in ("warmup", "raw"):
             lines = [
-                json.dumps(row | {"solution": self.solution(row)}) + "\n" for row in read(self.data(name))
+                json.dumps(row | {"solution": self.solution(row)}) + "\n"
+                for row in read(self.data_file(name))
             ]
-            rewrite(self.data(name), lines)
+            rewrite(self.data_file(name), lines)
             if name == "raw":
-                rewrite(self.data("rlt"), lines)
+                rewrite(self.data_file("rlt"), lines)
             else:
-                rewrite(self.data("warm"), lines[:NUM_WARM])
+                rewrite(self.data_file("warm"), lines[:NUM_WARM])
 
     def solution(self, row: dict[str, str]) -> str:
         """Return the solution of a problem in this task."""
@@ -132,12 +133,12 @@ class Likelihood(Arms):
         """Return an arm's student."""
         return self.student_base if arm == "base" else self.folder / arm / "student" / "model"
 
-    def arm(self, arm: str, samples: bool = False) -> None:
+    def run_arm(self, arm: str, samples: bool = False) -> None:
         """Train an arm's student and evaluate it."""
         if arm == "base":
             self.evaluate(arm, self.student_base)
         elif arm == "warm":
-            self.student(arm, self.data("warm"))
+            self.train_student(arm, self.data_file("warm"))
         else:
             method, _, start = arm.rpartition("_")
             self.evaluate(arm, self.train(arm, method, self.model(start)) / "model")
@@ -145,7 +146,7 @@ class Likelihood(Arms):
     def train(self, arm: str, method: str, start: Path | str) -> Path:
         """Run the stage of a method from a start, and return its folder."""
         shared = {
-            "data__source": self.data("raw"),
+            "data__source": self.data_file("raw"),
             "trainer__max_steps": self.setting.num_iterations,
             "model__optimizer__lr": self.setting.student_lr,
             **self.seeds,
@@ -191,12 +192,12 @@ class Likelihood(Arms):
 
     def explain(self, arm: str, start: Path | str) -> Path:
         """Run RLT of the warm-up teacher against a start, and return the file of its traces."""
-        problems = {"model__student": start, "data__source": self.data("raw"), **self.seeds}
+        problems = {"model__student": start, "data__source": self.data_file("raw"), **self.seeds}
         teacher = self.stages(
             f"{self.name}/{arm}/teacher",
             "fit",
             "quickstart",
-            model__teacher=self.teacher("warmup"),
+            model__teacher=self.train_teacher("warmup"),
             trainer__max_steps=self.setting.num_iterations,
             **problems,
         )
@@ -214,7 +215,7 @@ class Likelihood(Arms):
         """Run all stages of some arms, one after the other: they share their starts."""
         self.prepare()
         for arm in arms:
-            self.arm(arm)
+            self.run_arm(arm)
 
 
 # Figures
@@ -237,7 +238,7 @@ def measure(one: Likelihood, arm: str) -> dict[str, Any]:
     from rlt_lightning.pretrained import load_model, load_tokenizer
 
     tokenizer, model = load_tokenizer(one.student_base), load_model(str(one.model(arm)))
-    corpus, rows = Corpus(tokenizer, 0), read(one.data("test"))
+    corpus, rows = Corpus(tokenizer, 0), read(one.data_file("test"))
     texts = [""] * len(rows)
     for row in read(one.folder / arm / "sampled" / "responses.jsonl"):
         texts[int(row["id"].split("/")[1]) - 1] = row["response"]
@@ -303,8 +304,8 @@ def collect(ones: list[Likelihood], arms: list[str]) -> dict[str, Any]:
     for arm in arms:
         measured = [measure(one, arm) for one in ones]
         found[arm] = {
-            "accuracy": [accuracy(one, arm) for one in ones],
-            "greedy": [accuracy(one, arm, "greedy") for one in ones],
+            "accuracy": [read_accuracy(one, arm) for one in ones],
+            "greedy": [read_accuracy(one, arm, "greedy") for one in ones],
             **{name: [some[name] for some in measured] for name in measured[0]},
         }
         if arm.rpartition("_")[0] in ("binary", *REWARDS):
@@ -324,7 +325,7 @@ def name_arm(arm: str) -> str:
 
 def write_mean(values: list[float]) -> str:
     """Return a mean, with half of its interval if there are several seeds."""
-    return f"{fmean(values):.2f}" + (f" ± {interval(values):.2f}" if len(values) > 1 else "")
+    return f"{fmean(values):.2f}" + (f" ± {compute_interval(values):.2f}" if len(values) > 1 else "")
 
 
 def table(figures: dict[str, Any], start: str) -> str:
@@ -388,7 +389,7 @@ def draw_bars(axes: Any, arms: dict[str, Any], key: str) -> None:
             axes.axvline(fmean(arms[start][key]), color=color, linestyle=":")
         places = [place for place, method in enumerate(methods) if f"{method}_{start}" in arms]
         values = [arms[f"{methods[place]}_{start}"][key] for place in places]
-        errors = [interval(some) if len(some) > 1 or key == "accuracy" else 0.0 for some in values]
+        errors = [compute_interval(some) if len(some) > 1 or key == "accuracy" else 0.0 for some in values]
         heights = [place + 0.2 - 0.4 * number for place in places]
         label = f"from {STARTS[start]} (dotted: that before)"
         axes.barh(

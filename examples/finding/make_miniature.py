@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from rlt_lightning.demo.gates import IGNORED, MAX_STEPS, Corpus, gates
+from rlt_lightning.demo.gates import IGNORED, MAX_STEPS, Corpus, measure_gates
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import (
     CHAIN_WORDING,
@@ -202,7 +202,7 @@ def pretrain(
         num_tokens += int((ids != corpus.pad_token_id).sum())
         log.append({"step": step + 1, "loss": round(float(loss.detach()), 5)})
         if (step + 1) % 100 == 0:
-            log[-1] |= gates(model, tokenizer)
+            log[-1] |= measure_gates(model, tokenizer)
             print(
                 f"{log[-1]}, {num_tokens / 1e6:.1f} M tokens, {time.perf_counter() - begin:.0f} s", flush=True
             )

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
-from rlt_lightning.demo.figures import NAMES, accuracy, difference
+from rlt_lightning.demo.figures import NAMES, compute_difference, read_accuracy
 from rlt_lightning.demo.page import kinds_text, plus_minus
 from rlt_lightning.demo.stages import StageError, Stages
 
@@ -46,14 +46,14 @@ POOL = 2  # problems that are answered for each row, so that enough of them have
 class Pipelines(Arms):
     """The finding's stages of one seed, with the usual pipeline's traces beside those of teachers."""
 
-    def traces(self, arm: str) -> Path:
+    def make_traces(self, arm: str) -> Path:
         """Return the file that an arm's students learn from."""
         if arm in SELECT:
             return self.first_rows(arm, read(self.answers(arm) / "distillation.jsonl"))
         if arm == "unjudged":
             answers = read(self.answers("rejection") / "traces.jsonl")
             return self.first_rows(arm, [row for row in answers if row["trace"] == 0 and row["solution"]])
-        return super().traces(arm)
+        return super().make_traces(arm)
 
     def answers(self, arm: str) -> Path:
         """Let the base answer the problems of the pool, and keep right answers as an arm does."""
@@ -63,7 +63,7 @@ class Pipelines(Arms):
             "miniature_rejection",
             "README.md",
             model__teacher=self.setting.base,
-            data__source=self.data("pool"),
+            data__source=self.data_file("pool"),
             data__max_rows=POOL * self.setting.num_traces,
             distillation__select=SELECT[arm],
             **self.seeds,
@@ -77,7 +77,7 @@ class Pipelines(Arms):
         """
         if len(rows) < self.setting.num_traces:
             raise StageError(f"{arm} must have {self.setting.num_traces} rows, but has {len(rows)}.")
-        path = self.data(arm)
+        path = self.data_file(arm)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows[: self.setting.num_traces]))
         return path
 
@@ -87,7 +87,7 @@ class Pipelines(Arms):
         if {"warmup", "rlt"} & set(names):
             self.prepare()
         for arm in names:
-            self.arm(arm)
+            self.run_arm(arm)
 
 
 def main() -> int:
@@ -120,9 +120,9 @@ def show(folder: Path, ones: list[Pipelines], names: list[str]) -> None:
     """Write figures and table, and print the table."""
     arms = {
         arm: {
-            "accuracy": [accuracy(one, arm) for one in ones],
-            "greedy": [accuracy(one, arm, "greedy") for one in ones],
-            "kinds": measure_kinds([row for one in ones for row in read(one.traces(arm))]),
+            "accuracy": [read_accuracy(one, arm) for one in ones],
+            "greedy": [read_accuracy(one, arm, "greedy") for one in ones],
+            "kinds": measure_kinds([row for one in ones for row in read(one.make_traces(arm))]),
         }
         for arm in names
     }
@@ -134,7 +134,7 @@ def show(folder: Path, ones: list[Pipelines], names: list[str]) -> None:
         "|---|---|---|---|---|",
     ]
     for arm, found in arms.items():
-        mean, half = difference(arms, "rlt", arm) if "rlt" in arms else (float("nan"), float("nan"))
+        mean, half = compute_difference(arms, "rlt", arm) if "rlt" in arms else (float("nan"), float("nan"))
         behind = "" if arm == "rlt" else f"{mean:+.1f} ± {half:.1f}"
         cells = (PIPELINES[arm], plus_minus(found["accuracy"]), plus_minus(found["greedy"]), behind)
         lines.append(f"| {' | '.join(cells)} | {kinds_text(found['kinds'])} |")

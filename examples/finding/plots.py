@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from rlt_lightning.demo.arms import NUM_GROUPS, Arms
-from rlt_lightning.demo.figures import NAMES, curves, interval, kinds_over_iterations
+from rlt_lightning.demo.figures import NAMES, compute_interval, measure_kinds_over_iterations, read_curves
 from rlt_lightning.demo.page import KIND_COLORS, mean_kinds
 
 
@@ -52,7 +52,7 @@ def draw_accuracies(
     """Draw the accuracy of each arm's students as a bar, those of marked arms in another colour."""
     values = [found["accuracy"] for found in arms.values()][::-1]
     colors = ["#2a6f97" if arm in marked else "#9db4c0" for arm in arms][::-1]
-    means, halves = [fmean(some) for some in values], [interval(some) for some in values]
+    means, halves = [fmean(some) for some in values], [compute_interval(some) for some in values]
     above = [min(half, 100 - mean) for mean, half in zip(means, halves, strict=True)]
     below = [min(half, mean) for mean, half in zip(means, halves, strict=True)]
     axes.barh(names, means, xerr=(below, above), color=colors, capsize=3)
@@ -77,7 +77,7 @@ def draw_kinds(axes: Any, arms: dict[str, Any], names: list[str]) -> None:
 def draw_curves(axes: Any, mains: list[Arms], trained: list[str]) -> None:
     """Draw the reward that each arm trains over its iterations, averaged over seeds."""
     for arm in trained:
-        runs = [curves(one, arm)["reward/mean"] for one in mains]
+        runs = [read_curves(one, arm)["reward/mean"] for one in mains]
         axes.plot(
             range(1, len(runs[0]) + 1), [fmean(step) for step in zip(*runs, strict=True)], label=NAMES[arm]
         )
@@ -87,7 +87,7 @@ def draw_curves(axes: Any, mains: list[Arms], trained: list[str]) -> None:
 
 def draw_kinds_over_iterations(axes: Any, one: Arms, arm: str) -> None:
     """Draw which kinds of traces one teacher writes while it is trained."""
-    shares = kinds_over_iterations(one, arm)
+    shares = measure_kinds_over_iterations(one, arm)
     iterations = range(1, len(next(iter(shares.values()))) + 1)
     axes.stackplot(iterations, *shares.values(), colors=KIND_COLORS.values(), labels=list(shares))
     axes.set(xlabel="iteration", ylabel="completions, %", ylim=(0, 100), xlim=(1, iterations[-1]))

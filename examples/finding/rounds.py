@@ -46,7 +46,7 @@ from plots import draw_accuracies
 from ways import NEW, build_parser
 
 from rlt_lightning.demo.arms import SHUFFLED, Arms, Setting, measure_kinds, read
-from rlt_lightning.demo.figures import accuracy, difference, split_rewards
+from rlt_lightning.demo.figures import compute_difference, read_accuracy, split_rewards
 from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
@@ -105,34 +105,34 @@ class Rounds(Arms):
         setting = self.setting
         old = chain_rows(setting.num_test, 0, "test", None, setting.length)
         asked = ({key: row[key] for key in ("question", "answer")} for row in old)
-        rewrite(self.data("old"), map(format_line, asked))
-        rewrite(self.data("wrong"), map(format_line, show_wrong(read(self.data("rlt")), self.seed)))
+        rewrite(self.data_file("old"), map(format_line, asked))
+        rewrite(self.data_file("wrong"), map(format_line, show_wrong(read(self.data_file("rlt")), self.seed)))
         if num_new := NUM_NEW.get(setting.name):
-            new = read(self.data("warmup"))[:num_new]
+            new = read(self.data_file("warmup"))[:num_new]
             num_known, seed = setting.num_warmup - num_new, 10 * self.seed + 1
             known = chain_rows(num_known, seed, "train", NEW_MIXTURE, setting.length)
             rows = [*new, *({key: row[key] for key in new[0]} for row in known)]
-            rewrite(self.data("warmup"), map(format_line, rows))
+            rewrite(self.data_file("warmup"), map(format_line, rows))
 
     def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
         """Let an arm's student answer the held-out problems, and as many whose steps are all known."""
         super().evaluate(arm, model, greedy, **options)
         self.ask(f"{arm}/old", model, "old", rollouts__seed=self.seed)
 
-    def arm(self, arm: str, samples: bool = False) -> None:
+    def run_arm(self, arm: str, samples: bool = False) -> None:
         """Make an arm's traces, train a student of them, and evaluate it."""
         if arm == "base":
             self.evaluate(arm, self.student_base)
         else:
-            self.student(arm, self.traces(arm))
+            self.train_student(arm, self.make_traces(arm))
 
-    def traces(self, arm: str) -> Path:
+    def make_traces(self, arm: str) -> Path:
         """Return the file that an arm's student learns from, made if it is not there."""
         match = read_arm(arm) if arm != "warmup" else None
         if match is None or arm == "oracle":
-            return super().traces(arm)
+            return super().make_traces(arm)
         if match["dose"]:
-            all_traces = self.traces("warmup") if match["part"] == "s" else self.data("warmup")
+            all_traces = self.make_traces("warmup") if match["part"] == "s" else self.data_file("warmup")
             return self.cut(arm, all_traces, int(match["dose"]))
         student = self.model(match["of"] or "base")
         method, number = split_method(match["method"] or "rlt")
@@ -144,7 +144,7 @@ class Rounds(Arms):
         if method in ("best", "exactbest"):
             return self.explain(
                 arm,
-                self.teacher("warmup"),
+                self.train_teacher("warmup"),
                 student,
                 rollouts__num_traces=number,
                 distillation__select="best_reward",
@@ -154,7 +154,7 @@ class Rounds(Arms):
 
     def cut(self, arm: str, traces: Path, number: int) -> Path:
         """Return a file of the first traces of another file."""
-        path = self.data(arm)
+        path = self.data_file(arm)
         rewrite(path, traces.read_text().splitlines(keepends=True)[:number])
         return path
 
@@ -162,7 +162,7 @@ class Rounds(Arms):
         """Return an arm's student, made if it is not there."""
         if arm == "base":
             return self.student_base
-        self.arm(arm)
+        self.run_arm(arm)
         return self.folder / arm / "student" / "model"
 
     def train(self, arm: str, method: str, student: Path | str) -> Path:
@@ -171,9 +171,9 @@ class Rounds(Arms):
             f"{self.name}/{arm}/teacher",
             "fit",
             "quickstart",
-            model__teacher=self.teacher("warmup"),
+            model__teacher=self.train_teacher("warmup"),
             model__student=student,
-            data__source=self.data("wrong" if method == "wrong" else "rlt"),
+            data__source=self.data_file("wrong" if method == "wrong" else "rlt"),
             trainer__max_steps=self.setting.num_iterations,
             **self.seeds,
             **TRAINED[method],
@@ -199,7 +199,7 @@ class Rounds(Arms):
             "predict",
             config,
             "README.md",
-            data__source=self.data(source),
+            data__source=self.data_file(source),
             **self.seeds,
             **options,
         )
@@ -207,7 +207,7 @@ class Rounds(Arms):
 
     def rank(self, arm: str) -> list[dict[str, Any]]:
         """Return the warm-up teacher's traces with their rewards under an arm's student."""
-        return read(self.explain(f"ranked_{arm}", self.teacher("warmup"), self.model(arm)))
+        return read(self.explain(f"ranked_{arm}", self.train_teacher("warmup"), self.model(arm)))
 
 
 def read_number(solution: str) -> str:
@@ -267,12 +267,12 @@ def collect(ones: list[Rounds], arms: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"unit": "percent", "seeds": [one.seed for one in ones], "arms": {}}
     for arm in arms:
         found["arms"][arm] = {
-            "accuracy": [accuracy(one, arm) for one in ones],
-            "greedy": [accuracy(one, arm, "greedy") for one in ones],
-            "old": [accuracy(one, arm, "old") for one in ones],
+            "accuracy": [read_accuracy(one, arm) for one in ones],
+            "greedy": [read_accuracy(one, arm, "greedy") for one in ones],
+            "old": [read_accuracy(one, arm, "old") for one in ones],
         }
         if arm != "base":
-            rows = [read(one.traces(arm)) for one in ones]
+            rows = [read(one.make_traces(arm)) for one in ones]
             found["arms"][arm] |= {"rows": [*map(len, rows)], "kinds": [*map(measure_kinds, rows)]}
     found["reward_by_kind"] = {}
     for arm in list_frozen(arms):
@@ -311,7 +311,7 @@ def build_page(figures: dict[str, Any]) -> str:
     for arm in arms:
         of = read_arm(arm)["of"]
         if of in arms:
-            mean, half = difference(arms, arm, of)
+            mean, half = compute_difference(arms, arm, of)
             differences.append(f"| {name_arm(arm)} − {of} | {mean:+.1f} ± {half:.1f} |")
     ranked = figures["reward_by_kind"]
     kinds = [
@@ -376,7 +376,7 @@ def run_seed(one: Rounds, arms: list[str]) -> None:
     """Run all stages of a seed, one after the other: arms share their students."""
     one.prepare()
     for arm in arms:
-        one.arm(arm)
+        one.run_arm(arm)
     for arm in list_frozen(arms):
         one.rank(arm)
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from rounds import EXACT, NEW, Rounds, name_arm, read_number, show_wrong
 
 from rlt_lightning.demo.arms import measure_kinds, read
-from rlt_lightning.demo.figures import accuracy
+from rlt_lightning.demo.figures import read_accuracy
 from rlt_lightning.demo.page import kinds_text, mean_kinds
 from rlt_lightning.demo.run import read_seeds
 from rlt_lightning.demo.stages import StageError, Stages
@@ -68,7 +68,9 @@ class Questions(Rounds):
 
     def explain_wrong(self, arm: str) -> list[dict[str, Any]]:
         """Return traces of an arm's teacher for problems with a wrong solution."""
-        rewrite(self.data("raw_wrong"), map(format_line, show_wrong(read(self.data("raw")), self.seed)))
+        rewrite(
+            self.data_file("raw_wrong"), map(format_line, show_wrong(read(self.data_file("raw")), self.seed))
+        )
         traces = self.read_problems(
             f"wrongly_shown_{arm}",
             "miniature_generate",
@@ -86,17 +88,17 @@ class Questions(Rounds):
 
     def teach_other(self, arm: str) -> float:
         """Return the accuracy of a student of another base that an arm's traces have trained, percent."""
-        other, base, traces = f"{arm}/other", self.student_base, self.traces(arm)
+        other, base, traces = f"{arm}/other", self.student_base, self.make_traces(arm)
         self.student_base = OTHER_BASE
-        self.student(other, traces, greedy=False)
+        self.train_student(other, traces, greedy=False)
         self.student_base = base
-        return accuracy(self, other)
+        return read_accuracy(self, other)
 
     def run(self) -> dict[str, Any]:
         """Run all stages and return the seed's figures."""
         self.prepare()
         for arm in (*ARMS, "wrong_s64"):
-            self.arm(arm)
+            self.run_arm(arm)
         hard = self.find_hard()
         return {
             "best_of": {
@@ -112,7 +114,9 @@ class Questions(Rounds):
                 arm: {
                     "hard": measure_hard(read(self.folder / arm / "sampled" / "responses.jsonl"), hard),
                     "other": self.teach_other(arm),
-                    "words": fmean(len(row["reasoning_trace"].split()) for row in read(self.traces(arm))),
+                    "words": fmean(
+                        len(row["reasoning_trace"].split()) for row in read(self.make_traces(arm))
+                    ),
                 }
                 for arm in ARMS
             },
@@ -168,7 +172,7 @@ def split_tokens(one: Questions, estimator: Estimator) -> dict[str, dict[str, li
     from rlt_lightning.python import Teacher
 
     teacher = Teacher(
-        one.teacher("warmup"),
+        one.train_teacher("warmup"),
         str(one.model(STUDENT)),
         reward=RLTReward(kl_estimator=estimator),
         sampling=Sampling(temperature=0.7),

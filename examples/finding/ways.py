@@ -36,7 +36,7 @@ from typing import Any
 from plots import draw_accuracies
 
 from rlt_lightning.demo.arms import Arms, Setting, measure_kinds, read
-from rlt_lightning.demo.figures import accuracy, difference, right_steps
+from rlt_lightning.demo.figures import compute_difference, count_right_steps, read_accuracy
 from rlt_lightning.demo.page import kinds_text, mean_kinds, plus_minus
 from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.tags import R1
@@ -90,7 +90,7 @@ STAGES = {  # what is paid for, and the stages it is the mean of
 class Ways(Arms):
     """The finding's stages of one task and one seed, with students that learn on their own answers."""
 
-    def arm(self, arm: str, samples: bool = False) -> None:
+    def run_arm(self, arm: str, samples: bool = False) -> None:
         """Train an arm's student and evaluate it."""
         if arm in ON_POLICY:
             teacher, options = ON_POLICY[arm]
@@ -100,21 +100,21 @@ class Ways(Arms):
                 "miniature_opd",
                 model__pretrained=self.student_base,
                 model__optimizer__lr=self.setting.student_lr,
-                data__source=self.data("raw"),
+                data__source=self.data_file("raw"),
                 trainer__max_steps=self.setting.student_epochs * self.setting.num_traces // PROMPTS,
-                model__teacher=self.teacher(teacher) if teacher else "null",
+                model__teacher=self.train_teacher(teacher) if teacher else "null",
                 **self.seeds,
                 **options,
             )
             self.evaluate(arm, trained / "model")
         else:
-            super().arm(arm, samples)
+            super().run_arm(arm, samples)
 
     def run(self, arms: list[str]) -> None:
         """Run all stages of some arms."""
         self.prepare()
         for arm in arms:
-            self.arm(arm)
+            self.run_arm(arm)
 
 
 # Figures
@@ -122,7 +122,7 @@ class Ways(Arms):
 
 def thoughts(one: Arms, arm: str) -> dict[str, float]:
     """Return the kinds of the thoughts that an arm's student samples for held-out problems, in percent."""
-    questions = [row["question"] for row in read(one.data("test"))]
+    questions = [row["question"] for row in read(one.data_file("test"))]
     rows = read(one.folder / arm / "sampled" / "responses.jsonl")
     return measure_kinds(
         [
@@ -142,7 +142,7 @@ def standard_errors(one: Arms, arm: str) -> float:
 
     Where both solve none or all, the error is 0: equal students then differ by 0, others by infinity.
     """
-    shares = [accuracy(one, name) / 100 for name in (arm, "base")]
+    shares = [read_accuracy(one, name) / 100 for name in (arm, "base")]
     error = math.sqrt(sum(p * (1 - p) for p in shares) / one.setting.num_test)
     difference = shares[0] - shares[1]
     return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
@@ -159,10 +159,10 @@ def last_step(one: Ways, teacher: str, wrong: bool) -> dict[str, float]:
     from rlt_lightning.demo.gates import Corpus
     from rlt_lightning.pretrained import load_model, load_tokenizer
 
-    name = one.setting.base if teacher == "base" else str(one.teacher(teacher))
+    name = one.setting.base if teacher == "base" else str(one.train_teacher(teacher))
     model, tokenizer = load_model(name), load_tokenizer(name)
     corpus = Corpus(tokenizer, 0)
-    problems = [parse_chain(row["question"]) for row in read(one.data("test"))]
+    problems = [parse_chain(row["question"]) for row in read(one.data_file("test"))]
     right = [int(problem.answer) for problem in problems]
     shown = [(digit + (1 + place % 9) * wrong) % 10 for place, digit in enumerate(right)]
     examples = [
@@ -201,10 +201,10 @@ def collect(ones: list[Ways], arms: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for arm in arms:
         found[arm] = {
-            "accuracy": [accuracy(one, arm) for one in ones],
-            "greedy": [accuracy(one, arm, "greedy") for one in ones],
+            "accuracy": [read_accuracy(one, arm) for one in ones],
+            "greedy": [read_accuracy(one, arm, "greedy") for one in ones],
             "thoughts": [thoughts(one, arm) for one in ones],
-            "right_steps": [right_steps(one, arm) for one in ones],
+            "right_steps": [count_right_steps(one, arm) for one in ones],
         }
         if arm != "base":
             found[arm]["standard_errors"] = [standard_errors(one, arm) for one in ones]
@@ -218,7 +218,7 @@ def collect(ones: list[Ways], arms: list[str]) -> dict[str, Any]:
         for teacher in teachers
     }
     traces = {
-        arm: [measure_kinds(read(one.traces(arm))) for one in ones]
+        arm: [measure_kinds(read(one.make_traces(arm))) for one in ones]
         for arm in ("warmup", "rlt")
         if arm in arms
     }
@@ -240,7 +240,7 @@ def table(figures: dict[str, Any]) -> str:
     for arm, found in arms.items():
         gain = errors = ""
         if "standard_errors" in found:
-            mean, half = difference(arms, arm, "base")
+            mean, half = compute_difference(arms, arm, "base")
             gain = f"{mean:+.1f} ± {half:.1f}"
             errors = ", ".join(f"{error:+.1f}" for error in found["standard_errors"])
         cells = (NAMES[arm], plus_minus(found["accuracy"]), gain, errors, plus_minus(found["greedy"]))
@@ -262,7 +262,7 @@ def contrasts(figures: dict[str, Any]) -> str:
     lines = [f"| difference | points (± 95 %, {how}) |", "|---|---|"]
     for arm, other in pairs:
         if {arm, other} <= arms.keys():
-            mean, half = difference(arms, arm, other)
+            mean, half = compute_difference(arms, arm, other)
             lines.append(f"| {NAMES[arm]} − {NAMES[other]} | {mean:+.1f} ± {half:.1f} |")
     return "\n".join(lines)
 

@@ -226,62 +226,69 @@ def choose_format(
     named = None if options.tags is None else tag_style(options.tags)
     # data.tags are the teacher's if there is one: the frozen student keeps those of its training.
     own_named = named if teacher is None or options.force_format else None
-    seen = None if options.format_from is None else read_format(options.format_from, options)
-    taught = None if teacher is None else load_recorded_format(teacher, "teacher", options, learns)
-    known = None if student is None else load_recorded_format(student, "student", options, learns)
-    tags = named or options.written or find_tags(taught, seen, known) or STRATOS
-    student_tags = own_named or find_tags(known, seen) or tags
-    teachers = options.teacher_system_prompt
-    told = options.student_system_prompt
-    teachers = None if teachers is None else fill_prompt(teachers, TEACHER_SYSTEM_PROMPT, tags)
-    told = None if told is None else fill_prompt(told, STUDENT_SYSTEM_PROMPT, student_tags)
-    if seen is not None:
-        require_one_prompt(told, seen, options)
-    if taught is not None and not options.force_format:
-        require_same(str(teacher), taught, named, options, "tags")
-        require_same(str(teacher), taught, teachers, options, "teacher_system_prompt")
-    if known is not None and not options.force_format:
-        require_known(str(student), known, options, (own_named, told), seen)
-    if teachers is None and taught is not None:
-        teachers = taught.system_prompt
-    recorded = known or seen
+    row_format = None if options.format_from is None else read_format(options.format_from, options)
+    teacher_format = None if teacher is None else load_recorded_format(teacher, "teacher", options, learns)
+    student_format = None if student is None else load_recorded_format(student, "student", options, learns)
+    tags = named or options.written or find_tags(teacher_format, row_format, student_format) or STRATOS
+    student_tags = own_named or find_tags(student_format, row_format) or tags
+    teacher_prompt, student_prompt = options.teacher_system_prompt, options.student_system_prompt
+    if teacher_prompt is not None:
+        teacher_prompt = fill_prompt(teacher_prompt, TEACHER_SYSTEM_PROMPT, tags)
+    if student_prompt is not None:
+        student_prompt = fill_prompt(student_prompt, STUDENT_SYSTEM_PROMPT, student_tags)
+    if row_format is not None:
+        require_one_prompt(student_prompt, row_format, options)
+    if teacher_format is not None and not options.force_format:
+        require_same(str(teacher), teacher_format, named, options, "tags")
+        require_same(str(teacher), teacher_format, teacher_prompt, options, "teacher_system_prompt")
+    if student_format is not None and not options.force_format:
+        require_known(str(student), student_format, options, (own_named, student_prompt), row_format)
+    if teacher_prompt is None and teacher_format is not None:
+        teacher_prompt = teacher_format.system_prompt
+    recorded = student_format or row_format
+    recorded_prompt = None if recorded is None else recorded.system_prompt
     asked: dict[Role, tuple[str | None, bool]] = {
-        "teacher": (teacher, teachers is None),
-        "student": (student, told is None and recorded is None),
+        "teacher": (teacher, teacher_prompt is None),
+        "student": (student, student_prompt is None and recorded is None),
     }
     # A student learns what its rows say. One that is asked is asked as it was trained.
-    asks_by_row = learns or recorded is None or (recorded is known and recorded.share < 1)
+    asks_by_row = learns or recorded is None or (recorded is student_format and recorded.share < 1)
     return ChosenFormat(
         options=options,
         tags=student_tags if teacher is None else tags,
         student_tags=student_tags,
-        teacher_system_prompt=teachers,
-        student_system_prompt=recorded.system_prompt if told is None and recorded is not None else told,
-        keeps_row_prompts=told is None and asks_by_row,
-        recorded=known,
+        teacher_system_prompt=teacher_prompt,
+        student_system_prompt=recorded_prompt if student_prompt is None else student_prompt,
+        keeps_row_prompts=student_prompt is None and asks_by_row,
+        recorded=student_format,
         learner=student if learns else None,
         guessed={role: name for role, (name, unsaid) in asked.items() if name and unsaid and not learns},
     )
 
 
 def require_known(
-    student: str, known: ModelFormat, options: FormatOptions, told: tuple[Any, Any], seen: ModelFormat | None
+    student: str,
+    student_format: ModelFormat,
+    options: FormatOptions,
+    named: tuple[TagStyle | None, str | None],
+    row_format: ModelFormat | None,
 ) -> None:
     """Check that the tags and prompt of settings, and the rows of `format_from`, are a student's own."""
-    require_same(student, known, told[0], options, "tags")
-    require_same(student, known, told[1], options, "student_system_prompt")
-    if seen is not None:
-        require_same(student, known, seen.tags, options, "format_from")
-        require_same(student, known, seen.system_prompt, options, "format_from")
+    tags, prompt = named
+    require_same(student, student_format, tags, options, "tags")
+    require_same(student, student_format, prompt, options, "student_system_prompt")
+    if row_format is not None:
+        require_same(student, student_format, row_format.tags, options, "format_from")
+        require_same(student, student_format, row_format.system_prompt, options, "format_from")
 
 
-def require_one_prompt(told: str | None, seen: ModelFormat, options: FormatOptions) -> None:
+def require_one_prompt(student_prompt: str | None, row_format: ModelFormat, options: FormatOptions) -> None:
     """Check that a student's system prompt, if it is set, is the one that the rows of `format_from` have."""
-    if told not in (None, seen.system_prompt):
+    if student_prompt not in (None, row_format.system_prompt):
         raise InputError(
             f"Either {options.name('student_system_prompt')} or {options.name('format_from')} says how the "
-            f"student is asked, but the first is {quote_prompt(str(told))} and the rows of the second have "
-            f"{quote_prompt(seen.system_prompt)}. Drop one."
+            f"student is asked, but the first is {quote_prompt(str(student_prompt))} and the rows of the "
+            f"second have {quote_prompt(row_format.system_prompt)}. Drop one."
         )
 
 

@@ -112,7 +112,7 @@ class Arms:
         self.folder = stages.folder / self.name
         self.seeds: dict[str, Any] = {"data__seed": seed, "model__seed": seed, "rollouts__seed": seed}
 
-    def data(self, name: str) -> Path:
+    def data_file(self, name: str) -> Path:
         """Return the path of a file of rows that `write_data` writes."""
         return self.folder / "data" / f"{name}.jsonl"
 
@@ -132,18 +132,18 @@ class Arms:
             "test": chain_rows(setting.num_test, 0, "test", mixture, **kind),
         }
         for name, some in rows.items():
-            self.data(name).parent.mkdir(parents=True, exist_ok=True)
+            self.data_file(name).parent.mkdir(parents=True, exist_ok=True)
             keys = ("question", "answer") if name == "test" else ("question", "solution", "reasoning_trace")
             text = "".join(json.dumps({key: row[key] for key in keys}) + "\n" for row in some)
-            self.data(name).write_text(text)
+            self.data_file(name).write_text(text)
 
     def num_overlaps(self) -> int:
         """Return the number of held-out questions that are in a training stream, pretraining included."""
         from rlt_lightning.tasks.stepwise import CHAIN_SPLITS
 
         names = ("warmup", "rlt", "raw", "pool")
-        seen = {row["question"] for name in names for row in read(self.data(name))}
-        asked = [row["question"] for row in read(self.data("test"))]
+        seen = {row["question"] for name in names for row in read(self.data_file(name))}
+        asked = [row["question"] for row in read(self.data_file("test"))]
         return sum(question in seen or CHAIN_SPLITS.find_split(question) != "test" for question in asked)
 
     # Stages
@@ -156,14 +156,14 @@ class Arms:
             "fit",
             "miniature_warmup",
             model__pretrained=self.setting.base,
-            data__source=self.data("warmup"),
+            data__source=self.data_file("warmup"),
             trainer__max_epochs=self.setting.num_warmup_epochs,
             data__seed=self.seed,
             model__seed=self.seed,
         )
-        self.traces("warmup")
+        self.make_traces("warmup")
 
-    def teacher(self, arm: str) -> Path:
+    def train_teacher(self, arm: str) -> Path:
         """Return the model that writes an arm's traces; stage 2 trains it if the arm has RLT."""
         warm = self.folder / "warmup" / "teacher" / "model"
         if arm not in TRAINED:
@@ -174,17 +174,17 @@ class Arms:
             "quickstart",
             model__teacher=warm,
             model__student=self.student_base,
-            data__source=self.data("rlt"),
+            data__source=self.data_file("rlt"),
             trainer__max_steps=self.setting.num_iterations,
             **self.seeds,
             **TRAINED[arm],
         )
         return folder / "model"
 
-    def traces(self, arm: str) -> Path:
+    def make_traces(self, arm: str) -> Path:
         """Return the file that an arm's students learn from; stage 3 makes it for arms with a teacher."""
         if arm in ("raw", "oracle"):
-            return self.data(arm)
+            return self.data_file(arm)
         several = {"rollouts__num_traces": 4, "distillation__select": "best_reward"}
         folder = self.generate(arm, "traces", "raw", **(several if arm == "best_of_4" else {}))
         return folder / "distillation.jsonl"
@@ -196,14 +196,14 @@ class Arms:
             "predict",
             "miniature_generate",
             "README.md",
-            model__teacher=self.teacher(arm),
+            model__teacher=self.train_teacher(arm),
             model__student=self.student_base,
-            data__source=self.data(source),
+            data__source=self.data_file(source),
             **self.seeds,
             **options,
         )
 
-    def student(self, arm: str, traces: Path, greedy: bool = True) -> None:
+    def train_student(self, arm: str, traces: Path, greedy: bool = True) -> None:
         """Train a student on traces (stage 4) and evaluate it."""
         trained = self.stages(
             f"{self.name}/{arm}/student",
@@ -236,18 +236,18 @@ class Arms:
             "test",
             "miniature_evaluate",
             model__pretrained=model,
-            data__sets=json.dumps({"chains": str(self.data(source))}),
+            data__sets=json.dumps({"chains": str(self.data_file(source))}),
             **options,
         )
 
-    def arm(self, arm: str, samples: bool = False) -> None:
+    def run_arm(self, arm: str, samples: bool = False) -> None:
         """Run all stages of an arm; with `samples`, its teacher also explains one problem eight times."""
         if arm == "base":
             self.evaluate(arm, self.student_base)
             return
         if samples and arm not in ("raw", "oracle"):
             self.generate(arm, "samples", "rlt", data__max_rows=1, rollouts__num_traces=8)
-        self.student(arm, self.traces(arm))
+        self.train_student(arm, self.make_traces(arm))
 
     def all_groups(self, by: dict[str, dict[str, Any]]) -> None:
         """Rank the warm-up teacher's traces by rewards; train a student on each group (paper, Figure 4b)."""
@@ -259,7 +259,7 @@ class Arms:
                 "rank",
                 "groups.json",
                 trainer__accelerator="cpu",
-                model__teacher=self.teacher("warmup"),
+                model__teacher=self.train_teacher("warmup"),
                 model__student=self.student_base,
                 data__source=pool,
                 data__prompts_per_step=64,
@@ -271,11 +271,11 @@ class Arms:
             )
             for group in range(1, NUM_GROUPS + 1):
                 rows = ranked / "groups" / f"group-{group:02d}.jsonl"
-                self.student(f"{name}/{group}", rows, greedy=False)
+                self.train_student(f"{name}/{group}", rows, greedy=False)
 
     # Gates
 
-    def gates(self) -> dict[str, float]:
+    def measure_gates(self) -> dict[str, float]:
         """Return the figures by which the gates judge the base and the warm-up teacher's traces."""
         from rlt_lightning.demo.gates import write_gates  # imports PyTorch
 
@@ -294,7 +294,7 @@ class Arms:
 
     def passes_gates(self) -> bool:
         """Print the figures of the gates and return whether all gates hold."""
-        found, (low, high), num_overlaps = self.gates(), RIGHT_TRACES, self.num_overlaps()
+        found, (low, high), num_overlaps = self.measure_gates(), RIGHT_TRACES, self.num_overlaps()
         print(
             f"{self.name}, checked before RLT (docs/finding.md): single steps right "
             f"{found['step_accuracy']:.1%} (above {STEPS_RIGHT:.0%}),\n"

@@ -14,7 +14,7 @@ from re import Pattern
 
 from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.demo.arms import QUICK_ARMS, VARIATIONS, Arms, Setting
-from rlt_lightning.demo.figures import NAMES, collect, failures
+from rlt_lightning.demo.figures import NAMES, collect, list_failures
 from rlt_lightning.demo.page import (
     build_scores,
     compare_students,
@@ -152,7 +152,7 @@ def run(folder: Path, seeds: list[int], arms: list[str]) -> int:
     draw_picture(figures, stages.folder / "finding.svg")
     show_explanations(ones[0])
     print(f"\n{build_scores(figures, Setting.num_test)}")
-    wrong = failures(figures)
+    wrong = list_failures(figures)
     if not wrong and {"warmup", "rlt"} <= set(arms):
         print(f"\n{compare_students(figures)}")
     print(f"\nDone in {seconds:.0f} s:")

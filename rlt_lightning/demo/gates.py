@@ -67,7 +67,7 @@ class Corpus:
 
 
 @torch.no_grad()
-def gates(model: Any, tokenizer: Any, num_problems: int = 256) -> dict[str, float]:
+def measure_gates(model: Any, tokenizer: Any, num_problems: int = 256) -> dict[str, float]:
     """Return the share of numbers that a base gets right in a student's steps and in a teacher's leaps.
 
     Both are measured on problems of five steps that no training has seen, greedily, given what stands before
@@ -109,5 +109,5 @@ def write_gates(words: list[str], log: Path) -> None:
     """
     enter_stage(log)
     name, path = words
-    found = gates(load_model(name), load_tokenizer(name))
+    found = measure_gates(load_model(name), load_tokenizer(name))
     rewrite(Path(path), [json.dumps(found) + "\n"])

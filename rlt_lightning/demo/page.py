@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from rlt_lightning.demo.arms import SAMPLED_ARMS, TRAINED, Arms, read
-from rlt_lightning.demo.figures import NAMES, difference, interval
+from rlt_lightning.demo.figures import NAMES, compute_difference, compute_interval
 from rlt_lightning.demo.stages import Stages
 from rlt_lightning.tasks.stepwise import chain_kind
 
@@ -36,7 +36,7 @@ BAR = 20  # characters, for 100 %
 
 def plus_minus(values: list[float]) -> str:
     """Return a mean in percent with half of its interval, as text."""
-    return f"{fmean(values):.1f} ± {interval(values):.1f}"
+    return f"{fmean(values):.1f} ± {compute_interval(values):.1f}"
 
 
 def kinds_text(kinds: dict[str, float]) -> str:
@@ -72,7 +72,7 @@ def build_tables(figures: dict[str, Any]) -> str:
         how = "paired by seed" if len(figures["seeds"]) > 1 else "over problems"
         lines = [f"| difference to the warm-up teacher's students | points (± 95 %, {how}) |", "|---|---|"]
         for arm in (name for name in arms if name != "warmup"):
-            mean, half = difference(arms, arm, "warmup")
+            mean, half = compute_difference(arms, arm, "warmup")
             lines.append(f"| {NAMES[arm]} | {mean:+.1f} ± {half:.1f} |")
         parts.append("\n".join(lines))
     trained = {arm: found["rise"] for arm, found in arms.items() if "rise" in found}
@@ -173,7 +173,7 @@ def build_scores(figures: dict[str, Any], num_problems: int) -> str:
 
 def compare_students(figures: dict[str, Any]) -> str:
     """Return by how much RLT's students are ahead of the warm-up teacher's, in a sentence."""
-    mean, half = difference(figures["arms"], "rlt", "warmup")
+    mean, half = compute_difference(figures["arms"], "rlt", "warmup")
     students, theirs = ("students", "those") if len(figures["seeds"]) > 1 else ("student", "that")
     verb = "solve" if len(figures["seeds"]) > 1 else "solves"
     return (

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlt_lightning.demo.figures import interval
+from rlt_lightning.demo.figures import compute_interval
 from rlt_lightning.demo.page import KIND_COLORS, mean_kinds, name_student
 from rlt_lightning.run.ranking import draw_text
 
@@ -35,7 +35,7 @@ def draw_picture(figures: dict[str, Any], path: Path) -> None:
     for number, (arm, found) in enumerate(arms.items()):
         y = TOP + ROW * number + (ROW - BAR) / 2
         parts += [draw_text(PANELS[0][0] - 12, y + BAR / 2 + 4, name_student(arm), 'text-anchor="end"')]
-        mean, half = fmean(found["accuracy"]), interval(found["accuracy"])
+        mean, half = fmean(found["accuracy"]), compute_interval(found["accuracy"])
         parts += draw_accuracy(*PANELS[0], y, mean, half, "#2a6f97" if arm == "rlt" else "#9db4c0")
         parts += draw_kinds(found["kinds"], y) if "kinds" in found else []
     parts += draw_legend(bottom + 44)

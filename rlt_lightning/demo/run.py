@@ -69,7 +69,7 @@ def list_jobs(mains: list[Arms], others: list[Arms], arms: Sequence[str]) -> lis
     some += [(one, arm) for one in others for arm in ("rlt", "warmup")]
 
     def job(one: Arms, arm: str) -> Job:
-        return lambda: one.arm(arm, samples=one is mains[0] and arm in SAMPLED_ARMS)
+        return lambda: one.run_arm(arm, samples=one is mains[0] and arm in SAMPLED_ARMS)
 
     return [job(one, arm) for one, arm in some]
 

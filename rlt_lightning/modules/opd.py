@@ -185,8 +185,8 @@ class OPDModule(OnPolicyModule):
         judged = self.gather(judged, "what the teacher judges on all ranks")
         own = request.own_numbers
         counts = upload([judged[number][0] for number in own], self.device, torch.float32)
-        of_own = upload([judged[number][1] for number in own], self.device, torch.float32)
-        terms = JudgedTerms(-of_own / counts.clamp(min=1), judged_tokens=counts)
+        divergences = upload([judged[number][1] for number in own], self.device, torch.float32)
+        terms = JudgedTerms(-divergences / counts.clamp(min=1), judged_tokens=counts)
         rollouts = batch.rollouts = request.build_rollouts(own)
         batch.scores = Scores(terms, [], [], [])
         metrics |= judged_metrics(terms, rollouts, self.sum_over_ranks)
