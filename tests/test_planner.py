@@ -76,24 +76,24 @@ def test_cache_of_the_engine_stores_a_prompt_once() -> None:
     # 8 rows of 10 tokens, 4 prompts of 8; 12 numbers of 4 bytes a token; half of one of 6 layers is copied.
     drawing = 8 * 32 * 10
     sampled = 8 * 10 * (1 + 0.5 / 6)
-    assert memory.kv_cache(SETUP) == pytest.approx((sampled + 4 * 8) * 48 + drawing)
-    assert memory.kv_cache(replace(SETUP, hf_sequences=3)) == pytest.approx(
+    assert memory.count_kv_bytes(SETUP) == pytest.approx((sampled + 4 * 8) * 48 + drawing)
+    assert memory.count_kv_bytes(replace(SETUP, hf_sequences=3)) == pytest.approx(
         (3 * 10 * (1 + 0.5 / 6) + 3 * 8) * 48 + 3 * 320
     )
     under_autocast = replace(SETUP, policy=replace(MODEL, kv_bytes=2))
-    assert memory.kv_cache(under_autocast) == pytest.approx((sampled + 4 * 8) * 24 + drawing)
+    assert memory.count_kv_bytes(under_autocast) == pytest.approx((sampled + 4 * 8) * 24 + drawing)
     # With transformers' cache every row repeats its prompt, and one of 6 layers exists twice.
     repeated = replace(SETUP, policy=replace(MODEL, uses_slots=False))
-    assert memory.kv_cache(repeated) == pytest.approx(8 * 18 * (1 + 1 / 6) * 48 + drawing)
+    assert memory.count_kv_bytes(repeated) == pytest.approx(8 * 18 * (1 + 1 / 6) * 48 + drawing)
 
 
 def test_packed_weights_are_counted_where_the_engine_packs_them() -> None:
     long = replace(SETUP, step=replace(STEP, completion_length=64))
     on_cpu = replace(long, device=replace(GPU, name="cpu"))
-    assert memory.generate_parts(on_cpu, {})["packed weights"] == 400  # 100 weights of 4 bytes
+    assert memory.list_generate_parts(on_cpu, {})["packed weights"] == 400  # 100 weights of 4 bytes
     others = [long, replace(on_cpu, hf_sequences=3), replace(on_cpu, step=STEP), on(on_cpu, "zero3")]
     for setup in others:
-        assert "packed weights" not in memory.generate_parts(setup, {})
+        assert "packed weights" not in memory.list_generate_parts(setup, {})
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_each_strategy_divides_what_it_shards(
     sharding: str, weights: float, grads: float, states: float, buckets: float
 ) -> None:
     setup = on(half(SETUP) if sharding.startswith("zero") else SETUP, sharding)
-    assert memory.weights(setup, setup.policy, frozen=False) == weights
-    assert memory.gradients(setup) == grads
-    assert memory.optimizer_states(setup) == states
-    assert memory.buckets(setup) == buckets
+    assert memory.count_weight_bytes(setup, setup.policy, frozen=False) == weights
+    assert memory.count_gradient_bytes(setup) == grads
+    assert memory.count_optimizer_bytes(setup) == states
+    assert memory.count_bucket_bytes(setup) == buckets
 
 
 CPU = replace(GPU, name="cpu")
@@ -142,29 +142,29 @@ def test_a_step_allocates_what_its_optimizer_computes(
     options: dict[str, Any], sharding: str, expected: float
 ) -> None:
     setup = replace(SETUP if sharding == "whole" else on(SETUP, sharding), **options)
-    assert memory.step_workspace(setup) == expected
+    assert memory.count_workspace_bytes(setup) == expected
 
 
 def test_frozen_models_and_states_can_wait_on_the_host() -> None:
     offloaded = replace(SETUP, offload_frozen=True)
-    assert memory.weights(offloaded, MODEL, frozen=True) == 0
-    assert memory.host_memory(offloaded) == {"student weights": 400, "reference weights": 400}
+    assert memory.count_weight_bytes(offloaded, MODEL, frozen=True) == 0
+    assert memory.list_host_parts(offloaded) == {"student weights": 400, "reference weights": 400}
     train = next(p for p in memory.list_phases(offloaded) if p.name == "train")
     score = next(p for p in memory.list_phases(offloaded) if p.name == "score")
     assert (train.device["student weights"], score.device["student weights"]) == (0, 400)
     states = replace(on(half(SETUP), "zero3"), offload_optimizer=True)
-    host = memory.host_memory(states)
+    host = memory.list_host_parts(states)
     assert host["optimizer states"] == 300
-    assert memory.gradients(states) == 0
-    assert memory.weights(replace(states, offload_parameters=True), MODEL, frozen=False) == 0
-    assert memory.host_memory(replace(states, offload_parameters=True))["weights"] == 3 * 200 / 4
+    assert memory.count_gradient_bytes(states) == 0
+    assert memory.count_weight_bytes(replace(states, offload_parameters=True), MODEL, frozen=False) == 0
+    assert memory.list_host_parts(replace(states, offload_parameters=True))["weights"] == 3 * 200 / 4
 
 
 def test_models_are_loaded_whole_unless_they_are_sharded() -> None:
     # 100 weights of the policy and the reference in 4 bytes, of the student in 2; the largest tensor has 20.
     # FSDP2 and ZeRO-3 have shards of 4 processes and one tensor whole, ZeRO-3 in half precision.
     def start(setup: Setup) -> memory.Sizes:
-        found = memory.start_parts(setup)
+        found = memory.list_start_parts(setup)
         assert found is not None
         return found
 
@@ -195,7 +195,7 @@ def test_models_are_loaded_whole_unless_they_are_sharded() -> None:
 def test_four_bits_are_made_in_main_memory() -> None:
     in_4_bits = replace(MODEL, nf4_numel=60, nf4_bytes=35, shape=replace(SHAPE, trained=10))
     on_gpu = replace(SETUP, policy=in_4_bits, students=(), shares_base=True)
-    found = [memory.start_parts(replace(on_gpu, device=device)) for device in (GPU, CPU)]
+    found = [memory.list_start_parts(replace(on_gpu, device=device)) for device in (GPU, CPU)]
     # 30 weights in 4 bytes stay beside those in 4 bits, and 10 of the adapter.
     assert [parts and parts["policy weights"] for parts in found] == [35 + 4 * 30 + 4 * 10, 400]
 
@@ -234,14 +234,14 @@ def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> 
     assert shape.head_trained == 0
     policy = replace(MODEL, shape=replace(SHAPE, trained=10, largest_trained=5, head_trained=0))
     lora = replace(SETUP, policy=policy, shares_base=True, forwards_per_step=2)
-    assert memory.gradients(lora) == 4 * 10
-    assert memory.optimizer_states(lora) == 2 * 4 * 10
+    assert memory.count_gradient_bytes(lora) == 4 * 10
+    assert memory.count_optimizer_bytes(lora) == 2 * 4 * 10
     [train] = [phase for phase in memory.list_phases(lora) if phase.name == "train"]
     assert train.device["reference weights"] == 0
     # A reference that moves is a model of its own, without the adapter's 10 weights.
-    assert memory.lasting_parts(replace(lora, shares_base=False))["reference weights"] == 4 * 90
+    assert memory.list_lasting_parts(replace(lora, shares_base=False))["reference weights"] == 4 * 90
     whole, adapter = replace(WORKER, bucket_bytes=10**9), replace(WORKER, only_adapter=True)
-    assert [memory.pushed_bytes(lora, worker) for worker in (whole, adapter)] == [400, 40]
+    assert [memory.count_pushed_bytes(lora, worker) for worker in (whole, adapter)] == [400, 40]
 
 
 def test_head_needs_what_its_trace_shows() -> None:
@@ -258,8 +258,8 @@ def test_head_needs_what_its_trace_shows() -> None:
     model = replace(MODEL, shape=shape)
     setup = replace(SETUP, policy=model, logits_bytes=8 * 2**20)
     states = 8192 * 64 * 4  # were there before
-    assert 0.75 < forward / (memory.head_forward(setup, model, 8192) - states) <= 1
-    assert 0.75 < live.peak / (memory.head_backward(setup, 8192) - states) <= 1
+    assert 0.75 < forward / (memory.count_head_forward(setup, model, 8192) - states) <= 1
+    assert 0.75 < live.peak / (memory.count_head_backward(setup, 8192) - states) <= 1
 
 
 def test_rows_are_full_or_as_long_as_the_longest_sequence() -> None:
@@ -274,7 +274,7 @@ def test_rows_are_full_or_as_long_as_the_longest_sequence() -> None:
 def test_time_is_work_by_rate() -> None:
     # Per process: 4 families of 4 + 10 tokens; pairs 4 * 5 / 2 + 2 * (5 * 6 / 2 + 5 * 4) = 80; 10 are scored.
     forward = 4 * (120 * 14 + 2 * 80 + 40 * 10)
-    assert time.forward_flops(SETUP, MODEL) == forward
+    assert time.count_forward_flops(SETUP, MODEL) == forward
     seconds = {phase.name: phase.seconds for phase in time.estimate_step(SETUP).phases}
     assert seconds["score"] == seconds["reference"] == pytest.approx(forward / 0.5e6)
     assert seconds["train"] == pytest.approx(3 * forward / 0.5e6)  # a backward is two
@@ -332,17 +332,17 @@ def test_worker_holds_what_fits_beside_its_weights(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(time, "WORKER_OVERHEAD", 1000)
     setup = replace(SETUP, worker=WORKER)
     # 2 GPUs * (0.9 * 10000 - 1000) - 100 weights * 2 = 15800 bytes; a token takes 12 * 2.
-    assert time.kv_capacity(setup, WORKER) == pytest.approx(15800 / 24)
+    assert time.count_kv_tokens(setup, WORKER) == pytest.approx(15800 / 24)
     # A completion of 10 tokens and half of a prompt of 8: 47 fit; each of 2 copies has 4 of a step's 8.
-    assert time.rows_at_once(setup, WORKER) == 4
+    assert time.count_rows_at_once(setup, WORKER) == 4
     many = replace(setup, step=replace(STEP, prompts=1000))
-    assert time.rows_at_once(many, WORKER) == pytest.approx(15800 / 24 / 14)
+    assert time.count_rows_at_once(many, WORKER) == pytest.approx(15800 / 24 / 14)
     # Each copy samples 4 completions of 5 tokens at once. In each token step two GPUs read 100 weights of
     # 2 bytes, and 12 * 2 bytes for each token that is there: 2 of the prompt and 2.5 on average.
     reads = (5 * 200 + 4 * 5 * 4.5 * 24) / (2 * 0.8 * 1e4)
     prompts = 4 * 2 * (120 + 40) / (2 * 0.5e6)
-    assert time.sampling_seconds(setup) == pytest.approx(reads + prompts + 5 * time.WORKER_STEP)
-    assert time.sampling_seconds(replace(setup, decode_rate=10)) == 4 * 5 / 10
+    assert time.estimate_sampling_seconds(setup) == pytest.approx(reads + prompts + 5 * time.WORKER_STEP)
+    assert time.estimate_sampling_seconds(replace(setup, decode_rate=10)) == 4 * 5 / 10
 
 
 @pytest.mark.parametrize("places", [20, 100, 512])
@@ -382,7 +382,7 @@ def test_a_teacher_reads_each_row_before_the_policy() -> None:
     # Hidden states of the 32 scored tokens of a row of 40, six numbers each, and three more tiles.
     assert train["head"] - single["head"] == 32 * 6 * 4 + 3 * 16
     sampled = replace(DISTILLING, compares_words=False)
-    assert memory.head_backward(sampled, 32) == memory.head_backward(SETUP, 32)
+    assert memory.count_head_backward(sampled, 32) == memory.count_head_backward(SETUP, 32)
     of_itself = replace(DISTILLING, teacher=MODEL, is_own_teacher=True)
     assert all(phase.device["teacher weights"] == 0 for phase in memory.list_phases(of_itself))
 
@@ -399,11 +399,11 @@ def test_a_teacher_is_sharded_and_may_wait_on_the_host() -> None:
     parts = next(p for p in memory.list_phases(sharded) if p.name == "train").device
     assert parts["teacher weights"] == 400 / 4
     # Its weights outside the blocks, 40 of 4 bytes, are whole while both heads meet.
-    assert parts["gathered"] == memory.gathered_bytes(sharded, MODEL, backward=True) + 160
+    assert parts["gathered"] == memory.count_gathered_bytes(sharded, MODEL, backward=True) + 160
     offloaded = replace(DISTILLING, offload_frozen=True)
     weights = {p.name: p.device["teacher weights"] for p in memory.list_phases(offloaded)}
     assert weights == {"start": 0, "generate": 0, "train": 400, "step": 0, "checkpoint": 0}
-    assert memory.host_memory(offloaded)["teacher weights"] == 400
+    assert memory.list_host_parts(offloaded)["teacher weights"] == 400
     large = replace(DISTILLING, teacher=replace(TEACHER, shape=replace(SHAPE, weights=10**4)))
     [problem] = make_plan(large).problems()
     assert "--model.teacher_dtype bfloat16; --model.offload_frozen true" in problem
@@ -412,8 +412,8 @@ def test_a_teacher_is_sharded_and_may_wait_on_the_host() -> None:
 def test_a_teacher_costs_one_forward_after_its_own_prompts() -> None:
     step = replace(STEP, layout="packed", scoring_prompts=((10, 6),))
     setup = replace(DISTILLING, step=step)
-    own = time.forward_flops(setup, MODEL)
-    teachers = time.forward_flops(replace(setup, step=replace(step, mean_prompt_length=6)), TEACHER)
+    own = time.count_forward_flops(setup, MODEL)
+    teachers = time.count_forward_flops(replace(setup, step=replace(step, mean_prompt_length=6)), TEACHER)
     assert teachers > own
     train = time.estimate_step(setup).sum_seconds("train")
     assert train == pytest.approx((3 * own + teachers) / 0.5e6)
@@ -434,7 +434,7 @@ def test_two_heads_need_what_their_trace_shows() -> None:
             with LiveBytes(nn.ModuleList(heads)) as live:
                 sides = hidden[0], Head(heads[0].weight), hidden[1], Head(heads[1].weight)
                 linear_divergence(*sides, options, logits_mib=8).sum().backward()
-        parts.append(live.peak / (memory.head_backward(setup, 8192) - states))
+        parts.append(live.peak / (memory.count_head_backward(setup, 8192) - states))
     # The plan takes the most that any divergence needs.
     assert min(parts) > 0.5
     assert 0.75 < max(parts) <= 1

@@ -216,10 +216,10 @@ def test_the_plan_counts_the_bytes_of_a_real_run(dtype: str, miniature: str, tmp
     planned = read_model(miniature, dtype, LORA, sft, processes, SETUP.step, models)
     assert planned.stored_bytes == storage_bytes(tensors)
     setup = replace(SETUP, policy=planned, students=(), with_reference=False)
-    assert memory.weights(setup, planned, frozen=False) == planned.stored_bytes
+    assert memory.count_weight_bytes(setup, planned, frozen=False) == planned.stored_bytes
     states = losses.optimizer.state.values()
     kept = [t for s in states for k, t in s.items() if isinstance(t, Tensor) and not k.startswith("qmap")]
-    assert memory.optimizer_states(setup) == storage_bytes(kept)
+    assert memory.count_optimizer_bytes(setup) == storage_bytes(kept)
 
 
 @pytest.mark.parametrize(

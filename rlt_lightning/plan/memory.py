@@ -40,7 +40,7 @@ class Phase:
         return sum(self.device.values())
 
 
-def weights(setup: Setup, model: LanguageModel, frozen: bool) -> float:
+def count_weight_bytes(setup: Setup, model: LanguageModel, frozen: bool) -> float:
     """Return the weights of one model on one device, whole or a shard; none while they are offloaded."""
     if (frozen and setup.offload_frozen and not setup.device.is_cpu) or setup.offload_parameters:
         return 0.0
@@ -49,7 +49,7 @@ def weights(setup: Setup, model: LanguageModel, frozen: bool) -> float:
     return size / setup.shards
 
 
-def gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> float:
+def count_gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> float:
     """Return the whole weights that sharding gathers for a pass and, in a backward, their whole gradients.
 
     Without shards these are only the weights of the layer in 4 bits that is computing.
@@ -75,7 +75,7 @@ def gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> float:
     return live + shape.largest * size + sent
 
 
-def buckets(setup: Setup) -> float:
+def count_bucket_bytes(setup: Setup) -> float:
     """Return the buffers in which gradients travel between processes.
 
     DDP has a buffer for each gradient. DeepSpeed has `reduce_bucket_size` numbers, twice in stages 1 and 2,
@@ -94,7 +94,7 @@ def buckets(setup: Setup) -> float:
     return setup.bucket_numel * setup.grad_bytes * (1 if setup.sharding == "zero3" else 2)
 
 
-def gradients(setup: Setup) -> float:
+def count_gradient_bytes(setup: Setup) -> float:
     """Return the gradients of all trained weights: in shards, except under DDP and stage 1.
 
     DeepSpeed accumulates them in `grad_bytes`; stage 1 keeps them whole until the last row of a step.
@@ -104,7 +104,7 @@ def gradients(setup: Setup) -> float:
     return 0.0 if on_host else setup.policy.shape.trained * setup.grad_bytes / shards
 
 
-def optimizer_states(setup: Setup) -> float:
+def count_optimizer_bytes(setup: Setup) -> float:
     """Return AdamW's two moments and, if weights are in half precision, the fp32 weights that it steps."""
     if setup.policy.states_8bit is not None:
         return setup.policy.states_8bit
@@ -115,7 +115,7 @@ def optimizer_states(setup: Setup) -> float:
     return setup.policy.shape.trained * per_weight / setup.state_shards
 
 
-def step_workspace(setup: Setup) -> float:
+def count_workspace_bytes(setup: Setup) -> float:
     """Return what an optimizer step allocates for its own duration.
 
     AdamW computes the roots of the second moments: on a GPU for all weights at a time, on a CPU for one
@@ -136,7 +136,7 @@ def step_workspace(setup: Setup) -> float:
     return own * setup.master_bytes
 
 
-def kv_cache(setup: Setup) -> float:
+def count_kv_bytes(setup: Setup) -> float:
     """Return keys and values while HFEngine samples, and what it needs to draw a token.
 
     With the engine's own cache a prompt's keys and values exist once, and those of a layer are copied as
@@ -157,7 +157,7 @@ def kv_cache(setup: Setup) -> float:
     return tokens * token + rows * DRAW_BYTES * policy.shape.num_words
 
 
-def lasting_parts(setup: Setup) -> Sizes:
+def list_lasting_parts(setup: Setup) -> Sizes:
     """Return what lies on a device from one step to the next."""
     policy = setup.policy
     # PyTorch keeps the gradients of the step before until the next update; DeepSpeed frees most.
@@ -165,21 +165,25 @@ def lasting_parts(setup: Setup) -> Sizes:
     keeps_states = setup.trains and not setup.offload_optimizer
     parts = {
         "runtime": setup.device.reserved,
-        "policy weights": weights(setup, policy, frozen=False) if setup.loads_policy else 0.0,
-        "reference weights": weights(setup, policy, frozen=True) if setup.copies_reference else 0.0,
+        "policy weights": count_weight_bytes(setup, policy, frozen=False) if setup.loads_policy else 0.0,
+        "reference weights": count_weight_bytes(setup, policy, frozen=True)
+        if setup.copies_reference
+        else 0.0,
         "student weights": sum(
-            (weights(setup, one, frozen=True) for one in setup.frozen_students), start=0.0
+            (count_weight_bytes(setup, one, frozen=True) for one in setup.frozen_students), start=0.0
         ),
-        "teacher weights": weights(setup, setup.copied_teacher, frozen=True) if setup.copied_teacher else 0.0,
-        "optimizer states": optimizer_states(setup) if keeps_states else 0.0,
-        "gradient buckets": buckets(setup) if keeps_gradients else 0.0,
+        "teacher weights": count_weight_bytes(setup, setup.copied_teacher, frozen=True)
+        if setup.copied_teacher
+        else 0.0,
+        "optimizer states": count_optimizer_bytes(setup) if keeps_states else 0.0,
+        "gradient buckets": count_bucket_bytes(setup) if keeps_gradients else 0.0,
     }
     if setup.worker and setup.worker.colocated and not setup.device.is_cpu:
-        parts["vLLM worker"] = ASLEEP if setup.worker.sleeps else awake_worker(setup, setup.worker)
-    return parts | {"gradients": gradients(setup) if keeps_gradients else 0.0}
+        parts["vLLM worker"] = ASLEEP if setup.worker.sleeps else count_awake_bytes(setup, setup.worker)
+    return parts | {"gradients": count_gradient_bytes(setup) if keeps_gradients else 0.0}
 
 
-def start_parts(setup: Setup) -> Sizes | None:
+def list_start_parts(setup: Setup) -> Sizes | None:
     """Return what lies on a device while models are loaded, at the worst moment; None if none is.
 
     One process, DDP and DeepSpeed's stages 1 and 2 load whole models onto the device, in the types of the
@@ -214,25 +218,28 @@ def start_parts(setup: Setup) -> Sizes | None:
         return parts
     kept = setup.holds_gradients
     engine = parts | {
-        "policy weights": weights(setup, setup.policy, frozen=False),
-        "optimizer states": 0.0 if setup.offload_optimizer else master_weights(setup),
-        "gradient buckets": buckets(setup) if kept else 0.0,
-        "gradients": gradients(setup) if kept else 0.0,
+        "policy weights": count_weight_bytes(setup, setup.policy, frozen=False),
+        "optimizer states": 0.0 if setup.offload_optimizer else count_master_bytes(setup),
+        "gradient buckets": count_bucket_bytes(setup) if kept else 0.0,
+        "gradients": count_gradient_bytes(setup) if kept else 0.0,
     }
     return max(parts, engine, key=lambda moment: sum(moment.values()))
 
 
-def master_weights(setup: Setup) -> float:
+def count_master_bytes(setup: Setup) -> float:
     """Return the weights that DeepSpeed's stages 1 and 2 step."""
     return setup.policy.shape.trained * setup.master_bytes / setup.state_shards
 
 
-def generate_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+def list_generate_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what sampling needs: in the trainer's own processes, or of a GPU that a worker shares."""
     if not setup.hf_sequences:
         samples = setup.worker is not None and not setup.trains
-        return awake_parts(setup, lasting) if samples else None
-    parts = {"kv cache": kv_cache(setup), "gathered": gathered_bytes(setup, setup.policy, backward=False)}
+        return list_awake_parts(setup, lasting) if samples else None
+    parts = {
+        "kv cache": count_kv_bytes(setup),
+        "gathered": count_gathered_bytes(setup, setup.policy, backward=False),
+    }
     rows = min(setup.hf_sequences, setup.step.num_sequences)
     exact = setup.policy.weight_bytes == setup.policy.kv_bytes == 4
     if (
@@ -245,23 +252,23 @@ def generate_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     return parts
 
 
-def push_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+def list_push_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what a push needs: the bucket of gathered weights, and a worker that is awake."""
     worker = setup.worker
     if worker is None or not worker.pushed:
         return None
     largest = setup.policy.shape.largest * setup.policy.weight_bytes if setup.shards > 1 else 0
-    gathered = float(max(min(worker.bucket_bytes, pushed_bytes(setup, worker)), largest))
-    return awake_parts(setup, lasting) | {"gathered": gathered}
+    gathered = float(max(min(worker.bucket_bytes, count_pushed_bytes(setup, worker)), largest))
+    return list_awake_parts(setup, lasting) | {"gathered": gathered}
 
 
-def awake_parts(setup: Setup, lasting: Sizes) -> Sizes:
+def list_awake_parts(setup: Setup, lasting: Sizes) -> Sizes:
     """Return what a worker that is awake takes of a GPU that it shares with the trainer."""
     worker = setup.worker
-    return {"vLLM worker": awake_worker(setup, worker)} if worker and "vLLM worker" in lasting else {}
+    return {"vLLM worker": count_awake_bytes(setup, worker)} if worker and "vLLM worker" in lasting else {}
 
 
-def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+def list_score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what the largest forward of a reward needs: a student's or, if it is run, the teacher's.
 
     Offloaded students come back one at a time, and an offloaded reference that scores does too.
@@ -271,49 +278,49 @@ def score_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     if setup.scorer != "frozen":
         [model], kept = setup.students, lasting["reference weights"]
         if setup.scorer == "reference" and setup.copies_reference:
-            kept += returned_weights(setup, model)
+            kept += count_returned_bytes(setup, model)
         reads = replace(setup, step=setup.step.with_scoring_prompts(0))
-        return {"reference weights": kept} | forward_parts(reads, model)
-    returned = [returned_weights(setup, student) for student in setup.students]
+        return {"reference weights": kept} | list_forward_parts(reads, model)
+    returned = [count_returned_bytes(setup, student) for student in setup.students]
     forwards = [
         {"student weights": lasting["student weights"] + own}
-        | forward_parts(replace(setup, step=setup.step.with_scoring_prompts(number)), student)
+        | list_forward_parts(replace(setup, step=setup.step.with_scoring_prompts(number)), student)
         for number, (student, own) in enumerate(zip(setup.students, returned, strict=True))
     ]
     if setup.teacher_passes:
         weights_of = {"student weights": lasting["student weights"] + max(returned)}
-        forwards.append(weights_of | forward_parts(setup, setup.policy))
+        forwards.append(weights_of | list_forward_parts(setup, setup.policy))
     return max(forwards, key=lambda parts: sum(parts.values()))
 
 
-def reference_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+def list_reference_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what the reference's forward needs."""
     if not setup.with_reference:
         return None
-    reference = lasting["reference weights"] + returned_weights(setup, setup.policy)
-    return {"reference weights": reference} | forward_parts(setup, setup.policy)
+    reference = lasting["reference weights"] + count_returned_bytes(setup, setup.policy)
+    return {"reference weights": reference} | list_forward_parts(setup, setup.policy)
 
 
-def forward_parts(setup: Setup, model: LanguageModel) -> Sizes:
+def list_forward_parts(setup: Setup, model: LanguageModel) -> Sizes:
     """Return what a forward without gradient needs beside weights."""
     return {
         "activations": model.activations.forward,
-        "head": head_forward(setup, model, setup.step.scored_tokens),
-        "gathered": gathered_bytes(setup, model, backward=False),
+        "head": count_head_forward(setup, model, setup.step.scored_tokens),
+        "gathered": count_gathered_bytes(setup, model, backward=False),
     }
 
 
-def head_forward(setup: Setup, model: LanguageModel, num_scored: int) -> float:
+def count_head_forward(setup: Setup, model: LanguageModel, num_scored: int) -> float:
     """Return the hidden states of scored tokens, in fp32 on a CPU, and the tiles of logits."""
     return num_scored * model.shape.hidden_size * 4 + HEAD_TILES * setup.logits_bytes
 
 
-def head_grad(setup: Setup) -> float:
+def count_head_grad(setup: Setup) -> float:
     """Return the whole gradient of the head's weight; the embedding's is as large."""
     return setup.policy.shape.head_trained * setup.policy.product_bytes
 
 
-def head_backward(setup: Setup, num_scored: int) -> float:
+def count_head_backward(setup: Setup, num_scored: int) -> float:
     """Return hidden states and their gradients, in fp32, the weight's gradient, and the tiles of logits.
 
     A divergence from a teacher keeps the teacher's hidden states too, and more tiles.
@@ -321,10 +328,10 @@ def head_backward(setup: Setup, num_scored: int) -> float:
     sizes, tiles = 2 * setup.policy.shape.hidden_size, BACKWARD_TILES
     if setup.teacher is not None and setup.compares_words:
         sizes, tiles = sizes + setup.teacher.shape.hidden_size, PAIR_TILES
-    return num_scored * sizes * 4 + tiles * setup.logits_bytes + head_grad(setup)
+    return num_scored * sizes * 4 + tiles * setup.logits_bytes + count_head_grad(setup)
 
 
-def gathered_head(setup: Setup) -> float:
+def count_gathered_head(setup: Setup) -> float:
     """Return what of a teacher's shards is whole while the policy's head is: the teacher's own head."""
     teacher = setup.copied_teacher
     if setup.shards == 1 or teacher is None or not setup.compares_words:
@@ -334,7 +341,7 @@ def gathered_head(setup: Setup) -> float:
     return (shape.outside if setup.sharding == "fsdp2" else shape.largest) * teacher.product_bytes
 
 
-def train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+def list_train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what forward and backward need at their worst moment, which is one of four.
 
     1. The head's backward begins: all activations are kept.
@@ -348,11 +355,11 @@ def train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     if not setup.trains:
         return None
     policy, scored = setup.policy, setup.step.scored_tokens
-    grads, sent = gradients(setup), buckets(setup)
+    grads, sent = count_gradient_bytes(setup), count_bucket_bytes(setup)
     kept, block = policy.activations.kept, policy.activations.backward
     states = scored * policy.shape.hidden_size * 4
     moments: list[Sizes] = [
-        {"gradients": grads, "gradient buckets": sent, "activations": block, "head": head_grad(setup)}
+        {"gradients": grads, "gradient buckets": sent, "activations": block, "head": count_head_grad(setup)}
     ]
     tokens = [row.num_tokens for row in setup.step.mean_rows[:2]]
     for number, count in enumerate(tokens):
@@ -364,42 +371,42 @@ def train_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
                 "gradients": 0.0 if grow else grads,
                 "gradient buckets": early,
                 "activations": part * kept,
-                "head": head_backward(setup, round(part * scored)),
+                "head": count_head_backward(setup, round(part * scored)),
             },
             {
-                "gradients": min(grads, head_grad(setup)) if grow else grads,
+                "gradients": min(grads, count_head_grad(setup)) if grow else grads,
                 "gradient buckets": early,
                 "activations": part * (kept + block),
                 "head": part * states,
             },
         ]
-    gathered = gathered_bytes(setup, policy, backward=True) + gathered_head(setup)
+    gathered = count_gathered_bytes(setup, policy, backward=True) + count_gathered_head(setup)
     if setup.teacher is not None:
-        reads = forward_parts(replace(setup, step=setup.step.with_scoring_prompts(0)), setup.teacher)
+        reads = list_forward_parts(replace(setup, step=setup.step.with_scoring_prompts(0)), setup.teacher)
         gathered = max(gathered, reads["gathered"])
         moments.append({"gradients": grads, "gradient buckets": sent} | reads)
     found = max(moments, key=lambda parts: sum(parts.values()))
     if setup.copied_teacher is not None:
-        returned = returned_weights(setup, setup.copied_teacher)
+        returned = count_returned_bytes(setup, setup.copied_teacher)
         found = {"teacher weights": lasting["teacher weights"] + returned} | found
     return found | {"half-precision copies": policy.activations.copies, "gathered": gathered}
 
 
-def step_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
+def list_step_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
     """Return what the optimizer's step needs."""
     if not setup.trains:
         return None
-    return {"step workspace": step_workspace(setup), "gradients": gradients(setup)}
+    return {"step workspace": count_workspace_bytes(setup), "gradients": count_gradient_bytes(setup)}
 
 
 # What each phase adds to the lasting parts, or holds in their place; None where a run has no such phase.
 PHASES: dict[str, Callable[[Setup, Sizes], Sizes | None]] = {
-    "generate": generate_parts,
-    "push": push_parts,
-    "score": score_parts,
-    "reference": reference_parts,
-    "train": train_parts,
-    "step": step_parts,
+    "generate": list_generate_parts,
+    "push": list_push_parts,
+    "score": list_score_parts,
+    "reference": list_reference_parts,
+    "train": list_train_parts,
+    "step": list_step_parts,
 }
 
 
@@ -408,8 +415,8 @@ def list_phases(setup: Setup) -> Iterator[Phase]:
 
     A run that does not train has no checkpoint. If no model computes anything either, only texts are judged.
     """
-    lasting, host = lasting_parts(setup), host_memory(setup)
-    if (start := start_parts(setup)) is not None:
+    lasting, host = list_lasting_parts(setup), list_host_parts(setup)
+    if (start := list_start_parts(setup)) is not None:
         yield Phase("start", start, host)
     found = {name: parts_of(setup, lasting) for name, parts_of in PHASES.items()}
     computing = {name: parts for name, parts in found.items() if parts is not None}
@@ -419,25 +426,25 @@ def list_phases(setup: Setup) -> Iterator[Phase]:
         if not computing:
             yield Phase("judge", lasting, host)
         return
-    written = {"checkpoint file": file_buffer(setup)}
+    written = {"checkpoint file": count_file_bytes(setup)}
     if setup.device.is_cpu:
         yield Phase("checkpoint", lasting | written, host)
     else:
         yield Phase("checkpoint", lasting, host | written)
 
 
-def returned_weights(setup: Setup, model: LanguageModel) -> float:
+def count_returned_bytes(setup: Setup, model: LanguageModel) -> float:
     """Return the weights of an offloaded frozen model, which come back while it computes."""
     offloaded = setup.offload_frozen and not setup.device.is_cpu
     return model.frozen_weights * model.weight_bytes if offloaded else 0.0
 
 
-def awake_worker(setup: Setup, worker: PlannedWorkers) -> float:
+def count_awake_bytes(setup: Setup, worker: PlannedWorkers) -> float:
     """Return what a vLLM worker takes of the GPU that it shares with the trainer."""
     return worker.gpu_memory_utilization * setup.device.memory
 
 
-def host_memory(setup: Setup) -> Sizes:
+def list_host_parts(setup: Setup) -> Sizes:
     """Return what each process keeps in the host's memory rather than on the device."""
     policy, students = setup.policy, setup.frozen_students
     trained = policy.shape.trained
@@ -454,7 +461,7 @@ def host_memory(setup: Setup) -> Sizes:
         models = [policy, *frozen, *([setup.copied_teacher] if setup.copied_teacher else [])]
         parts["weights"] = sum(m.shape.weights * m.weight_bytes for m in models) / setup.shards
     if setup.offload_optimizer and setup.trains:
-        parts["optimizer states"] = optimizer_states(setup)
+        parts["optimizer states"] = count_optimizer_bytes(setup)
         # As they are accumulated, and as they are stepped.
         parts["gradients"] = 2 * trained * setup.master_bytes / setup.state_shards
     worker = setup.worker
@@ -464,12 +471,12 @@ def host_memory(setup: Setup) -> Sizes:
     return parts
 
 
-def file_buffer(setup: Setup) -> float:
+def count_file_bytes(setup: Setup) -> float:
     """Return the whole tensors of one file, which a process holds while it writes a checkpoint."""
     return min(FILE_BYTES, setup.policy.shape.trained * setup.master_bytes)
 
 
-def pushed_bytes(setup: Setup, worker: PlannedWorkers) -> float:
+def count_pushed_bytes(setup: Setup, worker: PlannedWorkers) -> float:
     """Return the weights, or those of an adapter, that travel to each worker."""
     shape = setup.policy.shape
     return (shape.trained if worker.only_adapter else shape.weights) * worker.push_bytes

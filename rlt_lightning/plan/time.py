@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from rlt_lightning.modules.phases import GIB
 from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.plan.inputs import LanguageModel, PlannedWorkers, Setup, Step
-from rlt_lightning.plan.memory import pushed_bytes
+from rlt_lightning.plan.memory import count_pushed_bytes
 
 # These constants are stated; docs/planning.md says where each comes from.
 WORKER_OVERHEAD = 3 * GIB  # vLLM's own activations and graphs, per GPU
@@ -109,7 +109,7 @@ def count_pairs(row: MicroBatch, sequences: list[SequenceLengths], mean_square: 
     return pairs
 
 
-def forward_flops(setup: Setup, model: LanguageModel, solution: int = 0) -> float:
+def count_forward_flops(setup: Setup, model: LanguageModel, solution: int = 0) -> float:
     """Return the operations of one forward over the slowest rank's sequences; see `count_work`."""
     work = count_work(setup.step, solution)
     return (
@@ -119,7 +119,7 @@ def forward_flops(setup: Setup, model: LanguageModel, solution: int = 0) -> floa
     )
 
 
-def kv_capacity(setup: Setup, worker: PlannedWorkers) -> float:
+def count_kv_tokens(setup: Setup, worker: PlannedWorkers) -> float:
     """Return how many tokens' keys and values fit beside the weights of one copy, over its GPUs."""
     gpus = worker.tensor_parallel_size
     room = gpus * (worker.gpu_memory_utilization * setup.device.memory - WORKER_OVERHEAD)
@@ -127,7 +127,7 @@ def kv_capacity(setup: Setup, worker: PlannedWorkers) -> float:
     return max(0.0, room / (setup.policy.shape.kv_per_token * worker.weight_bytes))
 
 
-def rows_at_once(setup: Setup, worker: PlannedWorkers) -> float:
+def count_rows_at_once(setup: Setup, worker: PlannedWorkers) -> float:
     """Return how many completions of full length one copy can work on at a time.
 
     The smallest of three limits counts: what fits at full length, the completions of a step, and
@@ -135,10 +135,10 @@ def rows_at_once(setup: Setup, worker: PlannedWorkers) -> float:
     """
     per_row = setup.step.completion_length + setup.step.prompt_length / setup.step.group_size
     in_step = setup.step.prompts * setup.step.group_size / worker.num_copies
-    return min(kv_capacity(setup, worker) / per_row, in_step, worker.max_sequences)
+    return min(count_kv_tokens(setup, worker) / per_row, in_step, worker.max_sequences)
 
 
-def sampling_seconds(setup: Setup) -> float:
+def estimate_sampling_seconds(setup: Setup) -> float:
     """Return the time until the last completion of a step is there, sampled by copies of the weights.
 
     A copy works on many completions at a time, and one that ends gives its place to one that waits. In every
@@ -158,7 +158,7 @@ def sampling_seconds(setup: Setup) -> float:
     so_far = step.mean_square * mean / 2  # tokens of a completion in flight, on average
     places = min(number, worker.max_sequences if worker else setup.hf_sequences)
     if worker and not device.is_cpu:
-        places = max(1, min(places, int(kv_capacity(setup, worker) / (prompt + so_far))))
+        places = max(1, min(places, int(count_kv_tokens(setup, worker) / (prompt + so_far))))
     steps = (number / places - 1) * mean + step.expect_longest(number)
     gpus = worker.tensor_parallel_size if worker else 1
     size = worker.weight_bytes if worker else policy.weight_bytes
@@ -173,9 +173,9 @@ def sampling_seconds(setup: Setup) -> float:
 def estimate_sampling(setup: Setup) -> Timing:
     """Return the time of sampling."""
     worker, step = setup.worker, setup.step
-    if worker and not setup.device.is_cpu and rows_at_once(setup, worker) < 1:
+    if worker and not setup.device.is_cpu and count_rows_at_once(setup, worker) < 1:
         return Timing("generate", float("inf"), "no completion of full length fits into a worker")
-    seconds = sampling_seconds(setup)
+    seconds = estimate_sampling_seconds(setup)
     copies = worker.num_copies if worker else setup.num_processes
     tokens = step.prompts * step.group_size * step.mean_completion_length
     rate = tokens / copies / seconds
@@ -193,7 +193,7 @@ def estimate_push(setup: Setup) -> list[Timing]:
     worker = setup.worker
     if worker is None or not worker.pushed or not setup.trains:
         return []  # a run that does not train pushes once, at its start
-    size = pushed_bytes(setup, worker)
+    size = count_pushed_bytes(setup, worker)
     reason = f"{size / 1e9:.1f} GB at {worker.push_bandwidth / 1e9:g} GB/s"
     found = [Timing("push", size / worker.push_bandwidth, reason)]
     # A worker drops its weights, which the next push brings, but not the base of an adapter.
@@ -209,7 +209,7 @@ def estimate_step(setup: Setup) -> StepTime:
     """Return the time of each phase of a step at the stated rates, without waiting and communication."""
     policy, students = setup.policy, setup.students
     rate = setup.device.flops * setup.mfu
-    forward = forward_flops(setup, policy)
+    forward = count_forward_flops(setup, policy)
     samples = bool(setup.hf_sequences or setup.worker)
     found = [estimate_sampling(setup)] if samples else []
     found += estimate_push(setup)
@@ -223,7 +223,7 @@ def estimate_step(setup: Setup) -> StepTime:
         flops = setup.teacher_passes * forward
         for number, student in enumerate(students):
             of_student = replace(setup, step=setup.step.with_scoring_prompts(number))
-            flops += forward_flops(of_student, student, setup.step.mean_solution_length)
+            flops += count_forward_flops(of_student, student, setup.step.mean_solution_length)
         found.append(work("score", flops, describe_scoring(setup)))
     if setup.with_reference:
         passes += 1
@@ -234,12 +234,14 @@ def estimate_step(setup: Setup) -> StepTime:
         flops, reason = repeated * forward, f"{repeated} forwards' worth"
         if setup.teacher is not None:
             passes += 1
-            flops += forward_flops(replace(setup, step=setup.step.with_scoring_prompts(0)), setup.teacher)
+            flops += count_forward_flops(
+                replace(setup, step=setup.step.with_scoring_prompts(0)), setup.teacher
+            )
             reason += " and the teacher's forward"
         if setup.trains_solutions:
             passes += 1
             of_scorer = replace(setup, step=setup.step.with_scoring_prompts(0))
-            flops += repeated * forward_flops(of_scorer, policy, setup.step.mean_solution_length)
+            flops += repeated * count_forward_flops(of_scorer, policy, setup.step.mean_solution_length)
             reason += ", and as many with the solutions"
         found.append(work("train", flops, reason))
     if setup.offload_optimizer and setup.trains:

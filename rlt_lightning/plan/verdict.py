@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlt_lightning.modules.phases import GIB
 from rlt_lightning.plan.inputs import LanguageModel, Setup, Sharding
 from rlt_lightning.plan.memory import Phase, list_phases
-from rlt_lightning.plan.time import StepTime, estimate_step, kv_capacity, name_number, rows_at_once
+from rlt_lightning.plan.time import StepTime, count_kv_tokens, count_rows_at_once, estimate_step, name_number
 
 LAYOUTS = {
     "whole": "all weights on one",
@@ -79,7 +79,7 @@ class Plan:
                 f"Try {'; '.join(dict.fromkeys(advice)) or 'more or larger devices'}."
             )
         worker = self.setup.worker
-        if worker and not self.setup.device.is_cpu and rows_at_once(self.setup, worker) < 1:
+        if worker and not self.setup.device.is_cpu and count_rows_at_once(self.setup, worker) < 1:
             size, length = worker.tensor_parallel_size, self.setup.step.completion_length
             found.append(
                 f"does not fit: a vLLM worker has no room for a completion of {length} tokens beside its "
@@ -371,8 +371,8 @@ def format_workers(setup: Setup) -> list[str]:
         f"{name_number(worker.num_gpus, 'GPU', 'GPUs')}, {where}",
         f"  takes {worker.gpu_memory_utilization:.0%} of a GPU, {weights / GIB:.1f} GiB of it for weights",
         f"  a token's keys and values take {per_token / 1024:.0f} KiB: room for "
-        f"{kv_capacity(setup, worker):,.0f} tokens a copy,",
-        f"  {rows_at_once(setup, worker):,.0f} completions of full length at once",
+        f"{count_kv_tokens(setup, worker):,.0f} tokens a copy,",
+        f"  {count_rows_at_once(setup, worker):,.0f} completions of full length at once",
     ]
 
 
