@@ -18,7 +18,7 @@ from rlt_lightning.numerics import (
     token_entropy,
     token_log_probs,
 )
-from rlt_lightning.numerics.head import tiles
+from rlt_lightning.numerics.head import choose_tiles
 
 VOCABULARY = 1100  # a block of 1024 words and a narrower one, in a MiB
 
@@ -147,7 +147,7 @@ def test_an_impossible_target_is_told():
 
 
 def test_few_tokens_do_not_make_wide_blocks():
-    rows, blocks = tiles(1, 64, 100_000, logits_mib=1)
+    rows, blocks = choose_tiles(1, 64, 100_000, logits_mib=1)
     assert rows == [slice(0, 1)]
     assert max(block.stop - block.start for block in blocks) * 64 <= 2**18  # weights of a block: 1 MiB
     assert sum(block.stop - block.start for block in blocks) == 100_000
@@ -157,7 +157,7 @@ def test_few_tokens_do_not_make_wide_blocks():
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 100, 1000, 16_384, 100_003])
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_rows_of_tiles_begin_at_multiples_of_16_bytes(num_tokens, hidden_size, num_words, num_heads):
-    rows, blocks = tiles(num_tokens, hidden_size, num_words, 512, num_heads)
+    rows, blocks = choose_tiles(num_tokens, hidden_size, num_words, 512, num_heads)
     widths = [block.stop - block.start for block in blocks]
     assert not any(width % 128 for width in widths[:-1])
     assert sum(widths) == num_words

@@ -316,7 +316,7 @@ def test_the_slowest_rank_is_that_of_drawn_lengths() -> None:
 
 
 def test_flops_are_those_that_a_run_counts(tiny_model: str) -> None:
-    from rlt_lightning.modules.phases import flops, forward_flops
+    from rlt_lightning.modules.phases import count_flops, forward_flops
     from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence, build_row
 
     step = replace(STEP, prompts=2, layout="shared_prefix")
@@ -325,7 +325,7 @@ def test_flops_are_those_that_a_run_counts(tiny_model: str) -> None:
     model = meta_model(tiny_model)
     counted = forward_flops(model, PackedSequences.from_sequences(sequences, families))
     pairs = time.count_pairs(build_row(families, step.mean_sequences), step.mean_sequences)
-    assert flops(model, 28, pairs, 20) == pytest.approx(counted)
+    assert count_flops(model, 28, pairs, 20) == pytest.approx(counted)
 
 
 def test_worker_holds_what_fits_beside_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from rlt_lightning.models.kernels import (
     Kernels,
     attention_kernel,
     compile_blocks,
-    missing,
+    explain_missing,
     use_checked_liger,
 )
 from rlt_lightning.models.packed import HeadOptions, scored_hidden_states
@@ -183,7 +183,7 @@ class AttentionCase:
             self.time_layouts(KERNELS["cpu"].name, merged)
         for kernel in reversed(ATTENTION_KERNELS):
             label = f"{self.name}, ours by {kernel}"
-            if reason := "needs a GPU" if ON_CPU else missing(kernel, DEVICE):
+            if reason := "needs a GPU" if ON_CPU else explain_missing(kernel, DEVICE):
                 note(label, why=f"skipped: {reason}")
                 continue
             if not attempt(label, partial(use_kernel, kernel)):

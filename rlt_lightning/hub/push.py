@@ -300,8 +300,8 @@ def complete_data_card(run: Path, repo_id: str, header_of: HeaderOf) -> str:
         inherit_licence(header, header_of, names, run / CARD)
     code = f'import datasets\n\nrows = datasets.load_dataset("{repo_id}", split="train")'
     train = f"rlt fit --config student_sft --data.source {repo_id}"
-    sections = [card.text.strip(), "## Use", fence("python", code), "Train a student on it:"]
-    sections += [fence("sh", train), *list_repetition(run, repo_id, "predict")]
+    sections = [card.text.strip(), "## Use", format_code("python", code), "Train a student on it:"]
+    sections += [format_code("sh", train), *list_repetition(run, repo_id, "predict")]
     return finish_card(card, sections)
 
 
@@ -491,14 +491,14 @@ def list_commands(folder: Path, repo_id: str, header: Any) -> list[str]:
     install = f"# rlt-lightning, to be installed first: {REPOSITORY}"
     if (folder / "adapter_config.json").exists():
         base_model, name = header.base_model or "BASE", repo_id.rpartition("/")[2]
-        return [fence("sh", f"vllm serve {base_model} --enable-lora --lora-modules {name}={repo_id}")]
+        return [format_code("sh", f"vllm serve {base_model} --enable-lora --lora-modules {name}={repo_id}")]
     if trained is not None and trained.role == "teacher":
         return [
             "This model explains given solutions:",
-            fence("sh", f"{install}\nrlt teach {repo_id} --question '…' --solution '…'"),
+            format_code("sh", f"{install}\nrlt teach {repo_id} --question '…' --solution '…'"),
         ]
     lines = [install, f"rlt chat --model.path {repo_id}", f"vllm serve {repo_id}  # for any OpenAI client"]
-    return ["This model answers questions:", fence("sh", "\n".join(lines))]
+    return ["This model answers questions:", format_code("sh", "\n".join(lines))]
 
 
 def list_repetition(run: Path | None, repo_id: str, verb: str) -> list[str]:
@@ -510,9 +510,9 @@ def list_repetition(run: Path | None, repo_id: str, verb: str) -> list[str]:
         f"hf download {repo_id} {SETTINGS} {kind}--local-dir .",
         f"rlt {verb} --config {SETTINGS} --output_dir runs/again",
     ]
-    return [f"`{SETTINGS}` has all settings of the run. To repeat it:", fence("sh", "\n".join(lines))]
+    return [f"`{SETTINGS}` has all settings of the run. To repeat it:", format_code("sh", "\n".join(lines))]
 
 
-def fence(language: str, code: str) -> str:
+def format_code(language: str, code: str) -> str:
     """Return code as a Markdown block."""
     return f"```{language}\n{code}\n```"

@@ -67,13 +67,13 @@ def solution_block(response: str, solution_open: str, solution_close: str) -> st
 def marked_answer(text: str) -> str | None:
     """Return the last boxed answer or, without one, the last one after `####`; None without either."""
     for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1]:
-        if (answer := braced(text, box.end())) is not None:
+        if (answer := read_braces(text, box.end())) is not None:
             return answer.strip()
     lines = FINAL_LINE.findall(text)
     return lines[-1].strip()[:ANSWER_CHARS] if lines else None
 
 
-def braced(text: str, start: int) -> str | None:
+def read_braces(text: str, start: int) -> str | None:
     """Return the text from `start`, just after an opening brace, to the brace that closes it.
 
     Returns:

@@ -167,7 +167,7 @@ class Heads(NamedTuple):
 SERVED: dict[str, dict[Heads, None]] = {}
 
 
-def missing(name: AttentionKernel, device: torch.device) -> str | None:
+def explain_missing(name: AttentionKernel, device: torch.device) -> str | None:
     """Return why a kernel is not available here, or None."""
     if name == "flash_attn" and find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
@@ -214,7 +214,7 @@ def choose_attention(model: Any, wanted: AttentionKernel | None, device: torch.d
         )
     SERVED.setdefault(device.type, {})[heads] = None
     for name in (wanted,) if wanted else ATTENTION_KERNELS:
-        reason = missing(name, device)
+        reason = explain_missing(name, device)
         fault = reason or find_failure(partial(install_attention, name, device))
         if fault is None:
             return KERNELS[device.type].name
@@ -352,7 +352,7 @@ def sample_log_probs(model: Any) -> Tensor:
     return compute_log_probs(model, packed)[0]
 
 
-def blocks(model: Any) -> list[nn.Module]:
+def find_blocks(model: Any) -> list[nn.Module]:
     """Return the transformer's blocks: the modules that transformers never splits."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
@@ -486,7 +486,7 @@ def compile_blocks(model: Any) -> Callable[[], None]:
             "model.kernels.compiled_blocks is for whole models and FSDP2, but DeepSpeed ZeRO-3 gathers "
             "weights layer by layer. Set it to false; model.kernels.liger works with ZeRO-3."
         )
-    replaced = blocks(model)
+    replaced = find_blocks(model)
     for block in replaced:
         block.forward = CompiledBlock(block)
 

@@ -130,13 +130,13 @@ def peak_memory(device: torch.device) -> int:
 
 
 def forward_flops(model: Any, packed: PackedSequences) -> float:
-    """Return the floating-point operations of one forward of a packed row; see `flops`."""
+    """Return the floating-point operations of one forward of a packed row; see `count_flops`."""
     pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(packed.segments.boundaries))
     pairs += sum((s.split - s.start) * (s.end - s.split) for s in packed.segments.shared)
-    return flops(model, packed.input_ids.shape[1], pairs, len(packed.targets))
+    return count_flops(model, packed.input_ids.shape[1], pairs, len(packed.targets))
 
 
-def flops(model: Any, num_tokens: float, pairs: float, num_scored: float) -> float:
+def count_flops(model: Any, num_tokens: float, pairs: float, num_scored: float) -> float:
     """Return the floating-point operations of one forward: 2 per weight and token, the head's if scored.
 
     Attention counts 4 * heads * head_dim per layer and pair of tokens that see each other. A backward pass is

@@ -41,9 +41,9 @@ from rlt_lightning.numerics.head import (
     LogitScale,
     OnlineSoftmax,
     block_size,
+    choose_kernel,
     impossible_as_inf,
     in_autocast_dtype,
-    kernel,
     places_in_block,
 )
 from rlt_lightning.numerics.log_probs import check_temperature, scaled_log_softmax
@@ -353,7 +353,7 @@ class LinearDivergence(torch.autograd.Function):
         """Compute each tile again."""
         options: PairOptions = ctx.options
         inputs, totals = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
-        gradient_of = kernel(divergence_gradient, options.compiled)
+        gradient_of = choose_kernel(divergence_gradient, options.compiled)
         chosen = options.divergence.kind, options.divergence.beta, options.divergence.clip
 
         def tile_gradient(student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice) -> Tensor:
@@ -407,7 +407,7 @@ class KLSums(NamedTuple):
 
 def kl_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tuple[Tensor, Totals]:
     """Return reverse or forward KL, (M,), in one pass: its terms are linear in both log-normalisers."""
-    add = kernel(add_kl_block, compiled)
+    add = choose_kernel(add_kl_block, compiled)
     reverse = options.kind == "reverse"
 
     def start(row: slice) -> KLSums:
@@ -437,7 +437,7 @@ def add_kl_block(sums: KLSums, p_logits: Tensor, q_logits: Tensor) -> KLSums:
 
 def sums_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tuple[Tensor, Totals]:
     """Return a jsd, or what is clipped, (M,), in two passes: mixture and bound need both normalisers."""
-    normalise, add = kernel(add_normalisers, compiled), kernel(tile_sums, compiled)
+    normalise, add = choose_kernel(add_normalisers, compiled), choose_kernel(tile_sums, compiled)
 
     def start(row: slice) -> tuple[OnlineSoftmax, OnlineSoftmax]:
         return OnlineSoftmax.start(tiles.zeros(row)), OnlineSoftmax.start(tiles.zeros(row))
@@ -513,7 +513,7 @@ class LinearTopLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: PairOptions, *inputs: Any) -> tuple[Tensor, ...]:
         """Choose among each tile's words and those chosen before: the top of all is the top of the tops."""
-        add = kernel(add_top_block, options.compiled)
+        add = choose_kernel(add_top_block, options.compiled)
         tiles, of_teacher = options.tiles(inputs), options.divergence.top_k_of == "teacher"
         num_common = min(len(head.weight) for _, head in tiles.sides)
         top_k = min(options.divergence.top_k or 0, num_common)
@@ -541,7 +541,7 @@ class LinearTopLogits(torch.autograd.Function):
         """Compute each of the student's tiles again."""
         hidden, weight, bias, words, rest, beyond = ctx.saved_tensors
         options: PairOptions = ctx.options
-        gradient_of = kernel(top_gradient, options.compiled)
+        gradient_of = choose_kernel(top_gradient, options.compiled)
 
         def tile_gradient(logits: Tensor, row: slice, block: slice) -> Tensor:
             sums = TopLogits(words[row] - block.start, rest[row], beyond[row])

@@ -53,18 +53,18 @@ class LogitScale(NamedTuple):
     def apply_(self, raw: Tensor) -> Tensor:
         """Turn the raw output into logits, in place."""
         if self.cap is None:
-            return times_(raw, self.scale / self.temperature)
+            return multiply_(raw, self.scale / self.temperature)
         return raw.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
 
     def pull_back_(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """Turn the gradient of the logits into that of the raw output, in place."""
-        times_(gradient, self.scale / self.temperature)
+        multiply_(gradient, self.scale / self.temperature)
         if self.cap is None:
             return gradient
         return gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())  # tanh' = 1 - tanh^2
 
 
-def times_(values: Tensor, factor: float) -> Tensor:
+def multiply_(values: Tensor, factor: float) -> Tensor:
     """Multiply in place; a factor of 1 costs no pass over the values."""
     return values if factor == 1 else values.mul_(factor)
 
@@ -185,7 +185,9 @@ class HeadTiles:
         self.states = [full_precision_on_cpu(hidden) for hidden, _ in sides]
         hidden_size = max(hidden.shape[1] for hidden, _ in sides)
         num_words = max(len(head.weight) for _, head in sides)
-        self.rows, self.blocks = tiles(len(self.states[0]), hidden_size, num_words, logits_mib, len(sides))
+        self.rows, self.blocks = choose_tiles(
+            len(self.states[0]), hidden_size, num_words, logits_mib, len(sides)
+        )
 
     def heads(self, block: slice) -> list[HeadBlock]:
         """Return each side's weights for a block; of the smaller vocabulary, what it has."""
@@ -248,7 +250,7 @@ def block_size(logits_mib: int | None, hidden: Tensor) -> int:
     return logits_mib
 
 
-def tiles(
+def choose_tiles(
     num_tokens: int, hidden_size: int, num_words: int, logits_mib: int, num_heads: int = 1
 ) -> tuple[list[slice], list[slice]]:
     """Cut tokens and vocabulary so that the fp32 logits of `num_heads` tiles fit: rows and blocks.
@@ -316,7 +318,7 @@ def compiled_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+def choose_kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """Return the function, compiled if asked for."""
     return compiled_kernel(function) if compiled else function
 

@@ -19,10 +19,10 @@ from rlt_lightning.numerics.head import (
     LogitScale,
     OnlineSoftmax,
     block_size,
+    choose_kernel,
     full_precision,
     impossible_as_inf,
     in_autocast_dtype,
-    kernel,
     places_in_block,
 )
 
@@ -123,7 +123,7 @@ class LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Add up over the vocabulary, tile by tile."""
         logits_of = HeadTiles([(hidden, Head(weight, bias, options.scale))], options.logits_mib)
-        add = kernel(add_block, options.compiled)
+        add = choose_kernel(add_block, options.compiled)
 
         def add_tile(sums: LogProbSums, logits: Tensor, row: slice, block: slice) -> LogProbSums:
             return add(sums, logits, targets[row] - block.start, options.with_entropy)
@@ -141,7 +141,7 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         """Compute each tile again, and finish each block's part of the gradient of the weight."""
         hidden, weight, bias, targets, log_normaliser = ctx.saved_tensors
-        gradient_of = kernel(log_prob_gradient, ctx.options.compiled)
+        gradient_of = choose_kernel(log_prob_gradient, ctx.options.compiled)
 
         def tile_gradient(logits: Tensor, row: slice, block: slice) -> Tensor:
             return gradient_of(logits, targets[row] - block.start, log_normaliser[row], grad[row])

@@ -145,11 +145,11 @@ def split_to(rows: list[MicroBatch], count: int, lengths: list[SequenceLengths])
             break
         row = divisible[0]
         rows.remove(row)
-        rows = sort_by_size([*rows, *halves(row, lengths)])
+        rows = sort_by_size([*rows, *split_in_two(row, lengths)])
     return rows
 
 
-def halves(row: MicroBatch, lengths: list[SequenceLengths]) -> list[MicroBatch]:
+def split_in_two(row: MicroBatch, lengths: list[SequenceLengths]) -> list[MicroBatch]:
     """Deal a row's families out to two rows or, if it has only one, the members of that one."""
     if len(row.families) > 1:
         return [build_row(row.families[half::2], lengths) for half in range(2)]

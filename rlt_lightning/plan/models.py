@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
+from rlt_lightning.models.kernels import find_blocks
 from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.run.shipped import list_shipped_configs
-from rlt_lightning.strategies.sharding import blocks
 from rlt_lightning.types import InputError
 
 # The fields of each config.json that decide sizes, as the models' authors published them.
@@ -166,7 +166,7 @@ class Shape:
     def from_model(cls, model: Any) -> Shape:
         """Count the weights of a model, which may be on the meta device."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
-        per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+        per_block = [sum(p.numel() for p in block.parameters()) for block in find_blocks(model)]
         sizes = [p.numel() for p in model.parameters()]
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         num_heads = getattr(config, "num_attention_heads", None) or 0
@@ -241,9 +241,9 @@ def trace_activations(
                 live.peak = live.now
                 hidden.backward(torch.empty_like(hidden))
             backward = live.peak - kept[-1]
-    cast = [p for p in blocks(model)[0].parameters() if p.dim() > 1 and p.dtype == torch.float32]
+    cast = [p for p in find_blocks(model)[0].parameters() if p.dim() > 1 and p.dtype == torch.float32]
     copied = 2 * sum(p.numel() for p in cast if p.requires_grad) if autocast else 0
-    num_blocks = len(blocks(model))
+    num_blocks = len(find_blocks(model))
     return Activations(
         kept=kept[0] - copied + (num_blocks - 1) * (kept[1] - kept[0] - copied),
         copies=num_blocks * copied,
@@ -285,7 +285,7 @@ class LiveBytes(TorchDispatchMode):
 
 def keep_first_blocks(model: Any, number: int) -> Any:
     """Return a copy of a model with only its first blocks, in training mode and without dropout."""
-    first = blocks(model)[0]
+    first = find_blocks(model)[0]
     parent, name, all_blocks = next(
         (module, name, child)
         for module in model.modules()

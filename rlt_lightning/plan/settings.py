@@ -36,7 +36,7 @@ from rlt_lightning.modules import (
 from rlt_lightning.modules.base import PolicyModule, count_steps, require_precision
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
-from rlt_lightning.modules.phases import GIB, flops, matmul_rate, resident_bytes
+from rlt_lightning.modules.phases import GIB, count_flops, matmul_rate, resident_bytes
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.numerics.likelihood import find_kl_reward
 from rlt_lightning.numerics.rewards import RLTReward
@@ -552,9 +552,9 @@ def read_model(
         weight_bytes=product_bytes if processes.use_deepspeed else weight_bytes,
         product_bytes=product_bytes,
         activations=traced,
-        flops_per_token=flops(model, 1, 0, 0),
-        flops_per_pair=flops(model, 0, 1, 0),
-        flops_per_scored=flops(model, 0, 0, 1),
+        flops_per_token=count_flops(model, 1, 0, 0),
+        flops_per_pair=count_flops(model, 0, 1, 0),
+        flops_per_scored=count_flops(model, 0, 0, 1),
         nf4_numel=sum(in_4_bits),
         nf4_bytes=sum(map(nf4_bytes, in_4_bits)),
         # Autocast casts fp32 weights once more.

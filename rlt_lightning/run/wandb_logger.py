@@ -252,7 +252,7 @@ def keep_id(path: Path) -> str:
 
 
 @contextmanager
-def account() -> Iterator[Any]:
+def open_account() -> Iterator[Any]:
     """Yield the account's `wandb.Api`, and turn its errors into one line.
 
     Raises:
@@ -293,7 +293,7 @@ def dashboard(
         read_entries(Path(run_dir))
     if find_spec("wandb_workspaces") is None:
         raise missing_package("rlt dashboard", "wandb-workspaces", "wandb", "use TensorBoard")
-    with account() as api:
+    with open_account() as api:
         build_workspace(project, entity or api.default_entity, name).save()
 
 

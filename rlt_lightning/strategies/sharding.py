@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rlt_lightning.models.kernels import blocks
+from rlt_lightning.models.kernels import find_blocks
 from rlt_lightning.models.weights import GROUP_NUMEL, Read, fill_in_place, stored_once
 
 
@@ -101,7 +101,7 @@ class FullyShard(Sharded, Unsharded):
             # With autocast only, fp32 weights would be gathered and copied to half precision.
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         buffers = dict(model.named_buffers())
-        for block in blocks(model):
+        for block in find_blocks(model):
             fully_shard(block, **options)
         # A root keeps its weights whole after a forward by default, and frozen ones would stay so.
         entry: Any = fully_shard(ModelEntry(model), reshard_after_forward=True, **options)
