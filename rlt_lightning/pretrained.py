@@ -92,7 +92,7 @@ def load_model(
     Lightning makes the GPU the default device inside `configure_model`; elsewhere it is the CPU.
 
     Args:
-        name: Local folder, hub id, miniature or smollm2-135m.
+        name: Local folder, hub id, or a name such as miniature.
         dtype: "float32", "bfloat16", "float16", or "auto" for what the checkpoint holds.
         attn_implementation: "sdpa", "eager", "flash_attention_2"; None: ours, which shares prefixes, or
             transformers' choice for a model whose windows or caps ours does not support.

@@ -277,7 +277,7 @@ class ChatModel:
     """The model that answers.
 
     Args:
-        path: Local folder, hub id, miniature or smollm2-135m. With a url, only its tokenizer and chat
+        path: Local folder, hub id, or a name such as miniature. With a url, only its tokenizer and chat
             template are loaded.
         url: A vLLM server that answers, such as http://127.0.0.1:8000; None: this process answers.
         served_model: Name under which the server lists the model; None: the first that it lists.

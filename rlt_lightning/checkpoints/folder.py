@@ -13,7 +13,7 @@ ranks wait for each other):
                  |                      |  (every tensor is gathered from all ranks)   |                     |
     other ranks  |        wait          |  weights, moments: their files               |        wait         |
 
-Who puts what into state.pt, and takes it out again when a run resumes; Lightning's fit loop calls them all:
+Who puts what into state.pt, and takes it out again when a run resumes; Lightning calls them all:
 
     loops, schedules          Lightning
     position in the data      StepLoader.state_dict                      datamodules/loader.py
@@ -25,7 +25,8 @@ Who puts what into state.pt, and takes it out again when a run resumes; Lightnin
     last row of metrics.csv   MetricsResume.on_save_checkpoint           callbacks/checkpoint.py
     what alarms remember      Alarms.state_dict                          callbacks/alarms.py
 
-Weights and moments come back by FolderCheckpointIO.load_checkpoint (checkpoints/io.py).
+Weights and moments come back by `load_checkpoint` in checkpoints/io.py: that of FolderCheckpointIO for whole
+weights, that of NamedCheckpoints for shards.
 
 And what a resumed run takes from elsewhere, so that no checkpoint holds it:
 

@@ -74,7 +74,7 @@ class SaveConfig(SaveConfigCallback):
     def save_config(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file; Lightning calls this on rank 0, before the models are loaded."""
         path = Path(trainer.default_root_dir) / "config.yaml"
-        # A kill must not leave half a file: a resumed run compares its settings with this one.
+        # A kill must not leave half a file, from which a run would be resumed, explained or tested.
         scratch = path.with_suffix(".tmp")
         # What was parsed has been validated.
         options = {"skip_unset": False, "skip_validation": True, "overwrite": True, "multifile": False}

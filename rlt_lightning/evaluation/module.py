@@ -23,7 +23,7 @@ class EvaluationModule(LightningModule):
     """Ask a model the problems of evaluation sets and judge its responses; see docs/evaluation.md.
 
     Args:
-        pretrained: The model: local folder, hub id, miniature or smollm2-135m. If vLLM workers serve it,
+        pretrained: The model: local folder, hub id, or a name such as miniature. If vLLM workers serve it,
             only its tokenizer is loaded here.
         dtype: Type of the weights; auto: as they are stored.
         attn_implementation: transformers' name; None: ours.

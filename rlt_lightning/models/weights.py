@@ -200,7 +200,7 @@ class WeightFiles:
     A file is open only while a tensor is read: its mapped pages would count as this process's memory.
 
     Args:
-        name: Local folder, hub id, miniature or smollm2-135m.
+        name: Local folder, hub id, or a name such as miniature.
         prefix: The part of the model's names that some files leave out: files of a model without a head.
     """
 

@@ -97,7 +97,7 @@ class PolicyModule(LightningModule):
     A subclass declares the options that are new or have another default, and passes the others on to here.
 
     Args:
-        pretrained: Model to train: local folder, hub id, miniature or smollm2-135m.
+        pretrained: Model to train: local folder, hub id, or a name such as miniature.
         optimizer: AdamW, its schedule and gradient clipping.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
         layout: How sequences share a forward: "shared_prefix" computes a group's prompt once, "packed" for

@@ -55,8 +55,8 @@ class LikelihoodModule(RLTModule):
     """Train a student to think so that the reference solution becomes probable (arXiv:2602.03979).
 
     Args:
-        pretrained: Model to train: local folder, hub id, miniature or smollm2-135m; a student that knows its
-            tags.
+        pretrained: Model to train: local folder, hub id, or a name such as miniature; a student that knows
+            its tags.
         scorer: Who reads the solution: "policy", the weights that train, as they are at this step;
             "reference", the initial ones, or as ReferenceSync moves them; or the name of a frozen model,
             with any tokenizer; or several, as a list or as weights by name: the mean of their rewards counts.

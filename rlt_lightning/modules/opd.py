@@ -63,7 +63,7 @@ class OPDModule(OnPolicyModule):
     samples), or the policy gradient of the sampled tokens' log-ratio.
 
     Args:
-        pretrained: The student, which is trained: local folder, hub id, miniature or smollm2-135m.
+        pretrained: The student, which is trained: local folder, hub id, or a name such as miniature.
         teacher: Frozen model that judges, such as an RLT teacher; None: the student itself.
         teacher_weights: Of oneself as teacher: "frozen" at the start, "live", or "averaged" by ReferenceSync.
         divergence: Which divergence, over all words or the likeliest.

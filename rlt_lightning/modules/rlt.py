@@ -67,7 +67,7 @@ class RLTModule(OnPolicyModule):
     """Train a teacher to write explanations that help a frozen student (RLT, arXiv:2506.08388, section 3).
 
     Args:
-        teacher: Model to train: local folder, hub id, miniature or smollm2-135m.
+        teacher: Model to train: local folder, hub id, or a name such as miniature.
         student: Frozen model that scores the explanations, with any tokenizer; None if the reward needs none.
         group_size: Completions per problem, G; 64 in the paper.
         reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:

@@ -11,8 +11,10 @@ A likelihood reward counts the solution's tokens only; where the policy itself i
 above is the policy.
 
 A step's completions may come in chunks, in any order, on any rank: what `score_students` returns is of one
-completion each. `rewards` runs no model. A solution without an explanation is read with the explanations of
-its problem, whose prompt it shares (`reward.baseline: empty`), and once a request, whose scorers do not move.
+completion each. `rewards` runs no model.
+
+With `reward.baseline: empty` a student also reads each problem's solution without an explanation: once in a
+step, in one forward with the problem's explanations, since they share the prompt.
 
 Ranks with sharded weights wait for each other in every forward, so they call the Scorer equally often, and
 `plan` gives them equally many micro-batches. A rank without completions scores another's, a dummy.

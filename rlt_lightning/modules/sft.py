@@ -24,7 +24,7 @@ class SFTModule(PolicyModule):
     loss = - sum_t log p_t / number of completion tokens of the whole optimizer step
 
     Args:
-        pretrained: Model to start from: local folder, hub id, miniature or smollm2-135m.
+        pretrained: Model to start from: local folder, hub id, or a name such as miniature.
         optimizer: AdamW, its schedule and gradient clipping; the defaults are the released recipe's.
         layout: How examples share a forward; "packed", since examples share no prefix.
         options: Those of `PolicyModule`, such as dtype and lora.

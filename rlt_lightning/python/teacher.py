@@ -157,7 +157,7 @@ class Teacher:
     Models that record their format, as those of this package do, are asked in it.
 
     Args:
-        teacher: Run, or local folder, hub id, miniature or smollm2-135m.
+        teacher: Run, or local folder, hub id, or a name such as miniature.
         student: The frozen student, or several as a list, or as weights by name; None: explain without a
             reward. With another tokenizer than the teacher's it needs a `reward` with kl_estimator k1 or k3.
         reward: The reward and its options.
@@ -280,8 +280,8 @@ def score(
 
     Args:
         rows: Rows with question, solution and a trace, or Bespoke-Stratos rows.
-        teacher: Run, or local folder, hub id, miniature or smollm2-135m.
-        student: The frozen student: folder, hub id, miniature or smollm2-135m; or several, see `Teacher`.
+        teacher: Run, or local folder, hub id, or a name such as miniature.
+        student: The frozen student: folder, hub id, or a name such as miniature; or several, see `Teacher`.
         reward: The reward and its options.
         student_reduction: See `Teacher`.
         trace_column: The column of the explanation.

@@ -42,7 +42,8 @@ class Metric:
         meaning: What it is, for docs and below the title of its chart. Markdown.
         healthy: Healthy values, and what a bad value says. Markdown.
         bounds: Smallest and largest possible value, such as "0 to 1".
-        section: Section of the report. Without one the chart stands in the folded section at the end.
+        section: Section of the report. Without one the chart stands in the folded section at the end; a term
+            of the reward without an entry stands with the reward.
         column: Column of recorded completions whose mean it is.
         label: Short name of that column; by default the title.
         panel: Metric whose panel in W&B it shares; by default its own.

@@ -250,7 +250,7 @@ class ExplanationScorer:
     """Score explanations with a frozen student, or with several.
 
     Args:
-        student: Frozen model that scores: local folder, hub id, miniature or smollm2-135m; or several, as a
+        student: Frozen model that scores: local folder, hub id, or a name such as miniature; or several, as a
             list or as weights by name.
         teacher: The model that is trained, as it is when training starts: its tokenizer and its format.
         reward: The RLT reward and its options, or a subclass with further terms.
