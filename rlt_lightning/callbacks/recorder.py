@@ -14,10 +14,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.rollouts.collectives import waiting_for_ranks
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, read_json_rows
 from rlt_lightning.run.rollout_rows import (
     build_token_columns,
-    gather_rows,
     rollout_rows,
     spread_evenly,
 )
@@ -189,3 +189,15 @@ def format_markdown(row: Row) -> str:
     )
     texts = ["".join(f"    {line}\n" for line in str(row[name]).splitlines()) for name in TEXTS]
     return figures + "".join(f"\n\n{name}\n\n{text}" for name, text in zip(TEXTS, texts, strict=True))
+
+
+def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
+    """Return the rows of all ranks on rank 0; on other ranks nothing."""
+    if trainer.world_size == 1:
+        return rows
+    parts: list[list[Row]] | None = (
+        [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
+    )
+    with waiting_for_ranks(trainer, "rank 0 to take the rows", "the rows of all ranks"):
+        torch.distributed.gather_object(rows, parts, dst=0)
+    return [row for part in parts or [] for row in part]

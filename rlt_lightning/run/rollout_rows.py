@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from lightning.pytorch import Trainer
-
 from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
 from rlt_lightning.run.metrics import OF_STUDENT, OURS
 from rlt_lightning.tags import decode_each
@@ -143,17 +140,6 @@ def describe_samples(numbers: Sequence[int], total: int) -> str:
     if len(numbers) == total:
         return f"all {total} samples"
     return f"{len(numbers)} of {total} samples: {', '.join(shown)}"
-
-
-def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
-    """Return the rows of all ranks on rank 0; on other ranks nothing."""
-    if trainer.world_size == 1:
-        return rows
-    gathered: list[list[Row]] | None = (
-        [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
-    )
-    torch.distributed.gather_object(rows, gathered, dst=0)
-    return [row for part in gathered or [] for row in part]
 
 
 def resume_rows(
