@@ -205,10 +205,10 @@ def test_the_check_of_the_head_sees_a_wrong_divergence(
 
     # By its module's name, since the package has a function of that name.
     module = import_module("rlt_lightning.numerics.divergence")
-    monkeypatch.setattr(module, "kernel", lambda function, compiled: function)
-    monkeypatch.setattr("rlt_lightning.numerics.log_probs.kernel", lambda function, compiled: function)
+    monkeypatch.setattr(module, "choose_kernel", lambda function, compiled: function)
+    monkeypatch.setattr("rlt_lightning.numerics.log_probs.choose_kernel", lambda function, compiled: function)
     assert compiled_head_fault(torch.float32, CPU, divergence) is None
-    monkeypatch.setattr(module, "kernel", compiled_wrongly)
+    monkeypatch.setattr(module, "choose_kernel", compiled_wrongly)
     fault = compiled_head_fault(torch.float32, CPU, divergence)
     assert fault is not None
     assert "a value or gradient is off by" in fault

@@ -281,7 +281,7 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
 def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Scored) -> None:
     rlt, rollouts, _ = scored
     if case == "no log-probs":
-        build = rlt.trainer.datamodule.rollout
+        build = rlt.trainer.datamodule.build_rollout
         rows = [build(r.problem, replace(r.completion, log_probs=None)) for r in rollouts.rollouts]
         rollouts = replace(rollouts, rollouts=rows)
     elif case == "another temperature":

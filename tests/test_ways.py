@@ -27,7 +27,7 @@ def test_only_the_last_operation_of_a_problem_is_new() -> None:
 
 def test_standard_errors_are_those_of_a_difference_of_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     # 50 % and 20 % of 100 problems: 0.3 / sqrt((0.25 + 0.16) / 100).
-    monkeypatch.setattr(ways, "accuracy", lambda one, arm: {"opd_rlt": 50.0, "base": 20.0}[arm])
+    monkeypatch.setattr(ways, "read_accuracy", lambda one, arm: {"opd_rlt": 50.0, "base": 20.0}[arm])
     one: Any = SimpleNamespace(setting=replace(NEW, num_test=100))
     assert ways.standard_errors(one, "opd_rlt") == pytest.approx(0.3 / 0.0041**0.5)
 
