@@ -72,7 +72,7 @@ COUNTED_STEP = [
 # Two ranks wait for these too: what they tell each other, none of it per token, row or metric.
 WAITS_OF_TWO = WAITS | {
     "rollouts/collectives.py:gather_from_ranks": 24,  # four for each of six gathers
-    "run/rollout_rows.py:gather_rows": 8,
+    "callbacks/recorder.py:gather_rows": 8,
     "modules/base.py:reduce_numbers": 6,
     "lightning/pytorch/strategies/strategy.py:__call__": 4,
     "lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor": 2,
@@ -91,7 +91,7 @@ def test_the_host_waits_once_per_token_and_never_per_row(gpus: int, group_size: 
     _, found = map(json.loads, (tmp_path / "run" / "waits.jsonl").read_text().splitlines())
     with (tmp_path / "run" / "metrics.csv").open() as file:
         _, step, _ = csv.DictReader(file)
-    tokens = found.pop("engines/hf.py:read")  # of the first rank; the metric is a mean over ranks
+    tokens = found.pop("engines/hf.py:read")  # of the first rank; the metric is of both
     assert tokens == float(step["rollout/length_max"]) or gpus > 1
     assert found == (WAITS if gpus == 1 else WAITS_OF_TWO)
 

@@ -142,7 +142,7 @@ class OnPolicyModule(PolicyModule):
     def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
         """Return what each step on completions logs after its update, of this rank's completions."""
         metrics: dict[str, Any] = rollout_metrics(rollouts)
-        [metrics["rollout/length_max"]] = self.max_over_ranks(metrics["rollout/length_max"])
+        metrics["rollout/length_max"] = float(shards.longest)
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         return metrics | {"perf/rank_imbalance": shards.imbalance}

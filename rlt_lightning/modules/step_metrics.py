@@ -63,7 +63,6 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     cut = {"rollout/half_character_frac": sum(number > 0 for number in of_others) / len(rows)}
     return {
         "rollout/length_mean": sum(lengths) / len(rows),
-        "rollout/length_max": float(max(lengths)),
         "rollout/closed_frac": sum(r.closed for r in rows) / len(rows),
         "rollout/truncated_frac": sum(r.completion.finish_reason == "length" for r in rows) / len(rows),
         "rollout/empty_frac": sum(r.empty for r in rows) / len(rows),

@@ -33,6 +33,7 @@ class Shards:
         self.group_size = group_size
         self.shares_prefix = shares_prefix
         self.loads = [0] * world_size  # tokens that each rank has
+        self.longest = 0  # tokens of the longest completion, of all ranks
 
     def divide(self, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
         """Divide completions over the ranks, after those of earlier calls; return this rank's, ascending.
@@ -48,6 +49,7 @@ class Shards:
         parts = balance_shards(list(families.values()), tokens, self.world_size, self.loads)
         for rank, part in enumerate(parts):
             self.loads[rank] += sum(tokens[i] for i in part)
+        self.longest = max([self.longest, *(num_completion for _, num_completion in lengths.values())])
         return [numbers[i] for i in parts[self.rank]]
 
     def _count(self, num_prompt: int, num_completion: int) -> int:
