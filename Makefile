@@ -70,6 +70,11 @@ test-docs: setup
 test-failed: setup
 	$(RUN)/python -m pytest --last-failed --last-failed-no-failures none -m ""
 
+# Whole runs on recorded completions, step by step, against tests/trajectories/committed; WRITE=1 writes these anew and
+# prints what moved by how much.
+trajectories: setup
+	$(RUN)/python -m pytest -q tests/trajectories
+
 # Further cases, and a real vLLM worker: before a release, and after a change of strategies, engines or GPU code.
 test-all: setup setup-vllm
 	$(PYTEST) -m "full and not docs"
@@ -104,4 +109,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-oldest prove check
+.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-oldest trajectories prove check

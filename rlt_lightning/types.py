@@ -303,12 +303,14 @@ class PromptBatch:
         rollouts: Their completions; `rlt predict` may read them from the data.
         scores: The scores of the completions.
         counts: What dynamic sampling has cost, by the names of its metrics; empty without it.
+        dropped: The completions of all ranks that it replaced: problem, number in the group, completion.
     """
 
     problems: list[Problem]
     rollouts: Rollouts | None = None
     scores: Scores | None = None
     counts: dict[str, float] = field(default_factory=dict)
+    dropped: list[tuple[Problem, int, Completion]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

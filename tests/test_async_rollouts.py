@@ -227,13 +227,14 @@ def test_a_request_survives_a_checkpoint(tmp_path: Path) -> None:
     assert other.sampler.pending is None
 
 
-def test_a_checkpoint_of_the_release_before_is_read() -> None:
+def test_a_request_is_read_from_a_checkpoint_by_groups() -> None:
     tensors = {"token_ids": torch.tensor([3, 4], dtype=torch.int32), "log_probs": torch.tensor([-0.5, -0.25])}
     entry = {**tensors, "finish_reason": "stop", "seed": 7, "worker": "http://w"}
     state = {
         **{"rows": [5, 6], "prompts": [[1, 2], [3]], "seeds": [9, 8], "stop": "</end>"},
         **{
             "policy_version": 4,
+            "step": 5,
             "num_completions": 2,
             "sampling": vars(SAMPLING),
             "finished": {1: [entry] * 2},
@@ -243,6 +244,7 @@ def test_a_checkpoint_of_the_release_before_is_read() -> None:
     completion = Completion([3, 4], [-0.5, -0.25], "stop", seed=7, worker="http://w")
     assert request.completions == {2: completion, 3: completion}
     assert request.missing == [0]
+    assert request.step == 5
     assert request.to_plain().keys() == state.keys()
 
 

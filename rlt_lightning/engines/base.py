@@ -118,13 +118,16 @@ class Sampling:
 class SampleRequest:
     """One prompt, to be completed `num_completions` times.
 
-    The same seed gives the same completions, whatever else is sampled at the same time.
+    The same seed gives the same completions, whatever else is sampled at the same time. Step and row are for
+    engines that look completions up.
     """
 
     prompt: list[int]
     seed: int
     num_completions: int = 1
     max_tokens: int | None = None  # of each completion; None: sampling.max_completion_length
+    step: int | None = None  # the training step that it is for, from 0; None: no step of training
+    row: int | None = None  # the problem's number in its source
 
     @property
     def seeds(self) -> list[int]:

@@ -311,6 +311,7 @@ class RLTModule(OnPolicyModule):
         if sampler.max_rounds:
             kept = scored.find_flat_groups(sampler.find_min_std(self.global_step))
             batch.counts = scored.counts.compute_metrics(len(kept))
+            batch.dropped = scored.dropped
             sampler.reward_std.add(torch.cat(scored.stds).tolist(), self.global_step)
         assert batch.scores is not None
         metrics |= reward_metrics(batch.scores, scored.rewards, self.group_size)

@@ -16,7 +16,7 @@ from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.shards import Shards
-from rlt_lightning.types import Rollout, Rollouts, Scores
+from rlt_lightning.types import Completion, Problem, Rollout, Rollouts, Scores
 
 
 @dataclass
@@ -39,6 +39,7 @@ class ScoredCompletions:
         scores: Rewards and terms of `own`; None if this rank has none.
         counts: What dynamic sampling has cost.
         stds: Standard deviation of the rewards of each group, by request; those that were replaced included.
+        dropped: The completions that dynamic sampling replaced: problem, number in the group, completion.
     """
 
     request: RolloutRequest
@@ -56,6 +57,7 @@ class ScoredCompletions:
         self.own = self.request.own_numbers
         self.counts = RefillCounts(len(self.request.rows))
         self.stds: list[Tensor] = []
+        self.dropped: list[tuple[Problem, int, Completion]] = []
 
     def build_rollouts(self, numbers: Sequence[int]) -> list[Rollout]:
         """Return completions attached to their problems."""
@@ -119,6 +121,10 @@ class ScoredCompletions:
         self.rewards = self.rewards.clone()
         for group, place in enumerate(places):
             old, new = (slice(i * size, (i + 1) * size) for i in (place, group))
+            self.dropped += [
+                (request.problems[number // size], number % size, request.completions[number])
+                for request, number in self.sources[old]
+            ]
             self.counts.dropped_tokens += sum(
                 request.sum_tokens([number]) for request, number in self.sources[old]
             )

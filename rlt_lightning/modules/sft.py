@@ -83,7 +83,7 @@ class SFTModule(PolicyModule):
             metrics = self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in batch.examples))
         metrics["policy/loss"] = loss
-        metrics |= {"data/completion_tokens": num_tokens, "data/epoch": float(self.current_epoch)}
+        metrics |= {"data/completion_tokens": total_tokens, "data/epoch": float(self.current_epoch)}
         self.log_step(metrics, len(batch.examples))
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:

@@ -59,6 +59,7 @@ class RolloutRequest:
         num_completions: Completions per problem.
         stop: The end tag.
         completions: What has come, by number.
+        step: The training step that they are for, from 0; None: validation or prediction.
         problems: The problems themselves; a checkpoint holds none.
         places: Which of the step's problems each one is, or replaces.
         own: Those that this rank rewards, logs and records: the problems that the loader gave it.
@@ -74,6 +75,7 @@ class RolloutRequest:
     num_completions: int
     stop: str
     completions: dict[int, Completion] = field(default_factory=dict)
+    step: int | None = None
     problems: list[Problem] = field(default_factory=list, compare=False)
     places: Sequence[int] = field(default=(), compare=False)
     own: Sequence[int] = field(default=(), compare=False)
@@ -137,7 +139,11 @@ class RolloutRequest:
         self.arrivals, self.ended, self.sampling_now = SimpleQueue(), Event(), True
         missing, size = self.missing, self.num_completions
         numbers = [i * size + j for i in missing for j in range(size)]
-        return [SampleRequest(self.prompts[i], self.seeds[i], size) for i in missing], numbers
+        requests = [
+            SampleRequest(self.prompts[i], self.seeds[i], size, step=self.step, row=self.rows[i])
+            for i in missing
+        ]
+        return requests, numbers
 
     def receive(self, samples: Iterable[tuple[int, Completion]], numbers: Sequence[int]) -> None:
         """Take what an engine yields until it ends; in a thread, unless the engine is in this process.
@@ -233,7 +239,7 @@ class RolloutRequest:
             if i not in missing
         }
         settings = {"rows": self.rows, "prompts": self.prompts, "seeds": self.seeds, "stop": self.stop}
-        settings |= {"policy_version": self.policy_version, "num_completions": size}
+        settings |= {"policy_version": self.policy_version, "num_completions": size, "step": self.step}
         return settings | {"sampling": vars(self.sampling), "finished": groups}
 
     @classmethod

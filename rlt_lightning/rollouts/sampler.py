@@ -267,6 +267,7 @@ class Sampler:
             sampling=sampling,
             num_completions=num_completions,
             stop=get_stratos_data(self.trainer).stop,
+            step=step if step >= 0 else None,
         )
         self._attach(request, problems, num_own)
         return request
