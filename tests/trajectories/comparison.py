@@ -22,8 +22,8 @@ from trajectories.runs import FOLDER, Trajectory
 
 DIGITS = 9  # as many as tell all fp32 numbers apart
 TOLERANCE = 1e-5
-# Where a kernel forces more. Behind each: the largest residual with other kernels than the committed ones, those
-# of PyTorch and MKL for AVX2 and for any x86-64. All other figures stayed within 4e-6.
+# Where a kernel forces more. Behind each: the largest residual with other kernels than the committed ones,
+# those of PyTorch and MKL for AVX2 and for any x86-64. All other figures stayed within 4e-6.
 TOLERANCES = {
     # k3 of log-ratios near 0 is their square, and has half of their digits.
     "policy/kl_ref": 1e-3,  # 2.2e-4, of LoRA, whose policy hardly moves
