@@ -187,7 +187,7 @@ def opd(**options: Any) -> Setup:
 def sft(task: str) -> Setup:
     """Return supervised fine-tuning of a teacher or a student."""
     return Setup(
-        SFTModule(STUDENT, **UPDATE),
+        SFTModule(STUDENT, **UPDATE | {"micro_batch_tokens": 120}),
         data(STUDENT, task=task, prompts_per_step=4, tags="r1", student_system_prompt=""),
     )
 
