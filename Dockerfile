@@ -21,7 +21,7 @@ USER rlt
 WORKDIR /opt/rlt/rlt_lightning
 COPY --chown=rlt . .
 
-ARG EXTRAS=deepspeed,wandb,tensorboard,quant
+ARG EXTRAS=deepspeed,liger,wandb,tensorboard,quant
 ARG PIP_EXTRA_INDEX_URL=
 ARG PIP_NO_CACHE_DIR=1
 RUN make setup EXTRAS="$EXTRAS"

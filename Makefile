@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` work on a bare machine with Python 3.11, pip, make and git.
 PYTHON ?= python3
-# What `make setup` installs: all that tests need. EXTRAS=deepspeed is enough to train.
+# What `make setup` installs: all that tests need. EXTRAS=deepspeed,liger is enough to train.
 EXTRAS ?= dev,deepspeed
 RUN = .venv/bin
 # Where Python may not write what it compiles, every process compiles all of it.

@@ -172,8 +172,8 @@ def test_a_compiled_head_passes_its_check_here():
     assert choose_head(HeadOptions(compiled=True), torch.float32, CPU, Divergence("forward")).compiled
 
 
-def times_1_1(tensor: Tensor) -> Tensor:
-    return 1.1 * tensor
+def times_1_1(parts: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return 1.1 * parts[0], parts[1]
 
 
 # The exact KL of an RLT reward, and losses of distillation: a function that is compiled wrongly, and how.

@@ -36,7 +36,9 @@ def kind_of(kernel: str) -> str:
 
 def profile(shape: str, side: str, peak: float) -> None:
     """Note time, MFU, GPU time by kind of kernel and calls that wait, of one optimise phase."""
-    group = gpu.Group(gpu.SHAPES[shape], 256 if TINY else 16384, True, DEVICE, *SIDES[side])
+    group = gpu.Group(
+        gpu.SHAPES[shape], 256 if TINY else 16384, shape in gpu.CHECKPOINTED, DEVICE, *SIDES[side]
+    )
     taken = median_seconds(group.optimise, rounds=1 if TINY else 3)
     group.policy.zero_grad()
     activities = [ProfilerActivity.CPU] + ([] if TINY else [ProfilerActivity.CUDA])

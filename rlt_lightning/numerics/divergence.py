@@ -40,6 +40,7 @@ from rlt_lightning.numerics.head import (
     HeadTiles,
     LogitScale,
     OnlineSoftmax,
+    TileGradient,
     block_size,
     choose_kernel,
     impossible_as_inf,
@@ -356,15 +357,19 @@ class LinearDivergence(torch.autograd.Function):
         gradient_of = choose_kernel(divergence_gradient, options.compiled)
         chosen = options.divergence.kind, options.divergence.beta, options.divergence.clip
 
-        def tile_gradient(student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice) -> Tensor:
+        def tile_gradient(
+            finish: TileGradient, student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice
+        ) -> Any:
             row_totals = Totals(*(values[row].unsqueeze(1) for values in totals))  # (m, 1) each
-            return gradient_of(student_logits, teacher_logits, row_totals, grad[row].unsqueeze(1), *chosen)
+            row_grad = grad[row].unsqueeze(1)
+            return gradient_of(finish, student_logits, teacher_logits, row_totals, row_grad, *chosen)
 
         of_student = options.tiles(inputs).gradients(ctx.needs_input_grad[1:4], tile_gradient)
         return (None, *of_student, None, None, None)
 
 
 def divergence_gradient(
+    finish: TileGradient,
     student_logits: Tensor,
     teacher_logits: Tensor,
     totals: Totals,
@@ -372,8 +377,8 @@ def divergence_gradient(
     kind: str,
     beta: float,
     clip: float | None = None,
-) -> Tensor:
-    """Return the gradient of a tile's logits of the student, f' - S sum f', (m, w_S).
+) -> tuple[Tensor, Tensor | None]:
+    """Return `finish` of the gradient of a tile's logits of the student, f' - S sum f', (m, w_S).
 
     Totals and the gradient of the divergence, `grad`, are (m, 1).
     """
@@ -393,7 +398,7 @@ def divergence_gradient(
         slopes.mul_(s[:, :width])
     gradient = s.mul_(-totals.slopes)
     gradient[:, :width] += slopes
-    return gradient.mul_(grad)
+    return finish(gradient.mul_(grad), student_logits)
 
 
 class KLSums(NamedTuple):
@@ -543,10 +548,10 @@ class LinearTopLogits(torch.autograd.Function):
         options: PairOptions = ctx.options
         gradient_of = choose_kernel(top_gradient, options.compiled)
 
-        def tile_gradient(logits: Tensor, row: slice, block: slice) -> Tensor:
+        def tile_gradient(finish: TileGradient, logits: Tensor, row: slice, block: slice) -> Any:
             sums = TopLogits(words[row] - block.start, rest[row], beyond[row])
             grads = TopLogits(top_grad[row], rest_grad[row], beyond_grad[row])
-            return gradient_of(logits, sums, grads, max(0, ctx.num_common - block.start))
+            return gradient_of(finish, logits, sums, grads, max(0, ctx.num_common - block.start))
 
         tiles = HeadTiles([(hidden, Head(weight, bias, options.student_scale))], options.logits_mib)
         return (None, *tiles.gradients(ctx.needs_input_grad[1:4], tile_gradient), None, None, None)
@@ -589,13 +594,16 @@ def add_to_side(side: TopLogits, logits: Tensor, width: int, places: Tensor) -> 
     return TopLogits(top, torch.logaddexp(side.rest, rest), torch.logaddexp(side.beyond, beyond))
 
 
-def top_gradient(logits: Tensor, sums: TopLogits, grads: TopLogits, num_common: int) -> Tensor:
-    """Return the gradient of a tile's logits, (m, w).
+def top_gradient(
+    finish: TileGradient, logits: Tensor, sums: TopLogits, grads: TopLogits, num_common: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return `finish` of the gradient of a tile's logits, (m, w).
 
     g_top at a chosen word, g_rest exp(z - rest) at the others, g_beyond exp(z - beyond) where only this side
     has the word.
 
     Args:
+        finish: What the backward products need of it.
         logits: The tile's, (m, w).
         sums: The places of the chosen words counted from the tile's first, (m, k), and both sums.
         grads: The gradients of the three.
@@ -608,7 +616,7 @@ def top_gradient(logits: Tensor, sums: TopLogits, grads: TopLogits, num_common: 
     rest, beyond = (values.clamp(min=IMPOSSIBLE).unsqueeze(1) for values in (sums.rest, sums.beyond))
     gradient = (others - rest).exp_() * grads.rest.unsqueeze(1)
     gradient[:, num_common:] = (others[:, num_common:] - beyond).exp() * grads.beyond.unsqueeze(1)
-    return gradient.scatter_add_(1, places, torch.where(found, grads.top, 0.0))
+    return finish(gradient.scatter_add_(1, places, torch.where(found, grads.top, 0.0)), logits)
 
 
 def top_log_probs(logits: TopLogits, tail: bool) -> Tensor:

@@ -50,23 +50,23 @@ class LogitScale(NamedTuple):
     cap: float | None = None
     exchanged: tuple[int, int] | None = None
 
-    def apply_(self, raw: Tensor) -> Tensor:
-        """Turn the raw output into logits, in place."""
-        if self.cap is None:
-            return multiply_(raw, self.scale / self.temperature)
-        return raw.mul_(self.scale / self.cap).tanh_().mul_(self.cap / self.temperature)
+    def product_factor(self) -> float:
+        """Return by what the matrix product multiplies the raw output, without a further pass over it."""
+        return self.scale / (self.temperature if self.cap is None else self.cap)
+
+    def cap_(self, product: Tensor) -> Tensor:
+        """Turn the product into logits, in place."""
+        return product if self.cap is None else product.tanh_().mul_(self.cap / self.temperature)
+
+    def gradient_factor(self) -> float:
+        """Return by what the backward products multiply, likewise."""
+        return self.scale / self.temperature
 
     def pull_back_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Turn the gradient of the logits into that of the raw output, in place."""
-        multiply_(gradient, self.scale / self.temperature)
+        """Turn the gradient of the logits, but for that factor, into that of the raw output, in place."""
         if self.cap is None:
             return gradient
         return gradient.mul_(1 - (logits * (self.temperature / self.cap)).square_())  # tanh' = 1 - tanh^2
-
-
-def multiply_(values: Tensor, factor: float) -> Tensor:
-    """Multiply in place; a factor of 1 costs no pass over the values."""
-    return values if factor == 1 else values.mul_(factor)
 
 
 class Head(NamedTuple):
@@ -92,17 +92,15 @@ class HeadBlock:
     def __init__(self, head: Head, block: slice, dtype: torch.dtype) -> None:
         exchanged, bias = head.scale.exchanged, head.bias
         self.weight = select_rows(head.weight, block, exchanged).to(dtype)  # (w, H)
+        self.scale, self.factor = head.scale, head.scale.product_factor()
         self.bias = None
         if bias is not None:
-            self.bias = select_rows(bias, block, exchanged).to(full_precision(dtype)).clamp(min=IMPOSSIBLE)
-        self.scale = head.scale
+            rows = select_rows(bias, block, exchanged).to(full_precision(dtype))
+            self.bias = rows.clamp(min=IMPOSSIBLE) * self.factor
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits of hidden states (m, H), (m, w), in fp32 or float64."""
-        raw = matmul(states, self.weight.t())
-        if self.bias is not None:
-            raw += self.bias
-        return self.scale.apply_(raw)
+        return self.scale.cap_(add_product(self.bias, states, self.weight.t(), self.factor))
 
 
 def select_rows(values: Tensor, block: slice, exchanged: tuple[int, int] | None) -> Tensor:
@@ -113,6 +111,28 @@ def select_rows(values: Tensor, block: slice, exchanged: tuple[int, int] | None)
             rows = rows.clone()
             rows[place - block.start] = values[other]
     return rows
+
+
+class TileGradient(NamedTuple):
+    """Turns the gradient of a tile's logits into what the backward products read.
+
+    A function that computes a gradient ends with it, so that one compiled kernel reads the logits and writes
+    half precision.
+
+    Attributes:
+        dtype: The type in which the products read the gradient.
+        scale: The head's; here its cap is differentiated, and the products multiply by its factor.
+        needs_bias: Whether the head's bias needs a gradient.
+    """
+
+    dtype: torch.dtype
+    scale: LogitScale
+    needs_bias: bool
+
+    def __call__(self, gradient: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the products' operand, (m, w), and its sums over the tokens in full precision, (w,)."""
+        gradient = self.scale.pull_back_(gradient, logits)
+        return gradient.to(self.dtype), gradient.sum(dim=0) if self.needs_bias else None
 
 
 class HeadGradients:
@@ -137,23 +157,19 @@ class HeadGradients:
         # Gradients of the current block's weight and bias, summed over the rows so far.
         self.block_grads: list[Tensor] = []
 
-    def add(self, head: HeadBlock, logit_grad: Tensor, logits: Tensor, row: slice) -> None:
-        """Add the part that comes from one tile, given its logits and their gradient, (m, w) each.
-
-        The gradient is overwritten.
-        """
-        raw_grad = head.scale.pull_back_(logit_grad, logits)
-        operand = raw_grad.to(self.states.dtype)
+    def add(self, head: HeadBlock, operand: Tensor, bias_grad: Tensor | None, row: slice) -> None:
+        """Add the part that comes from one tile, given what its `TileGradient` returned."""
+        factor = head.scale.gradient_factor()
         if self.hidden_grad is not None:
-            add_product_(self.hidden_grad[row], operand, head.weight)
+            add_product_(self.hidden_grad[row], operand, head.weight, factor)
         if not self.block_grads:
             rows = head.weight if self.weight_grad is not None else head.weight[:, :0]
             block_weight_grad = torch.zeros_like(rows, dtype=full_precision(head.weight.dtype))
             self.block_grads = [block_weight_grad, block_weight_grad.new_zeros(len(head.weight))]
         if self.weight_grad is not None:
-            add_product_(self.block_grads[0], operand.t(), self.states[row])
-        if self.bias_grad is not None:
-            self.block_grads[1] += raw_grad.sum(dim=0)
+            add_product_(self.block_grads[0], operand.t(), self.states[row], factor)
+        if bias_grad is not None:
+            self.block_grads[1].add_(bias_grad, alpha=factor)
 
     def finish(self, block: slice) -> None:
         """Write the block's gradients, once every row has been added."""
@@ -220,23 +236,23 @@ class HeadTiles:
         return [head.logits(states[row]) for head, states in zip(heads, self.states, strict=True)]
 
     def gradients(
-        self, needed: Sequence[bool], gradient_of: Callable[..., Tensor]
+        self, needed: Sequence[bool], gradient_of: Callable[..., tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of the first side's hidden states, weight and bias; None where none is needed.
 
         Args:
             needed: Which of the three are.
-            gradient_of: gradient_of(*logits of each side, row, block) returns the gradient of those of
-                the first side, (m, w).
+            gradient_of: gradient_of(finish, *logits of each side, row, block) returns `finish(gradient,
+                logits)` of those of the first side, (m, w).
         """
         hidden, head = self.sides[0]
         with without_autocast(hidden):
             gradients = HeadGradients(hidden, head, needed)
+            finish = TileGradient(self.states[0].dtype, head.scale, gradients.bias_grad is not None)
             for block in self.blocks:
                 heads = self.heads(block)
                 for row in self.rows:
-                    logits = self.logits(heads, row)
-                    gradients.add(heads[0], gradient_of(*logits, row, block), logits[0], row)
+                    gradients.add(heads[0], *gradient_of(finish, *self.logits(heads, row), row, block), row)
                 gradients.finish(block)
             return gradients.of_inputs()
 
@@ -312,6 +328,17 @@ def places_in_block(places: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return found, places.clamp(0, logits.shape[1] - 1)
 
 
+def add_in_block_(values: Tensor, places: Tensor, added: Tensor) -> Tensor:
+    """Add a number, (m,), to each row of values, (m, w), at the place of its target, (m,), if it has one."""
+    added = added.to(values.dtype).unsqueeze(1)
+    if torch.compiler.is_compiling():
+        # A scatter would be a kernel of its own, between one that writes the values and one that reads them.
+        columns = torch.arange(values.shape[1], device=values.device)
+        return values + torch.where(columns == places.unsqueeze(1), added, 0.0)
+    found, places = places_in_block(places, values)
+    return values.scatter_add_(1, places.unsqueeze(1), torch.where(found.unsqueeze(1), added, 0.0))
+
+
 @functools.cache
 def compiled_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled function; each function is compiled once."""
@@ -323,20 +350,22 @@ def choose_kernel(function: Callable[..., Any], compiled: bool) -> Callable[...,
     return compiled_kernel(function) if compiled else function
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in fp32, or in float64 for float64: half precision is summed in fp32."""
-    if a.dtype in (torch.float32, torch.float64):
-        return a @ b
-    # Only a GPU gets here: full_precision_on_cpu() turns half precision into fp32 elsewhere.
-    return torch.mm(a, b, out_dtype=torch.float32)
+def add_product(
+    added: Tensor | None, a: Tensor, b: Tensor, factor: float, out: Tensor | None = None
+) -> Tensor:
+    """Return added + factor * a @ b in fp32, or in float64 for float64: half precision is summed in fp32.
+
+    The factor multiplies the sums while the product still holds them, so it rounds neither a nor b.
+    """
+    # Only a GPU multiplies in half precision: full_precision_on_cpu() turns it into fp32 elsewhere.
+    options: dict[str, Any] = {} if a.dtype == full_precision(a.dtype) else {"out_dtype": torch.float32}
+    beta, added = (0, a.new_empty(1)) if added is None else (1, added)
+    return torch.addmm(added, a, b, **options, beta=beta, alpha=factor, out=out)
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Do total += a @ b, with products as in `matmul`."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += matmul(a, b)
+def add_product_(total: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """Do total += factor * a @ b, with products as in `add_product`."""
+    add_product(total, a, b, factor, out=total)
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:

@@ -18,6 +18,8 @@ from rlt_lightning.numerics.head import (
     HeadTiles,
     LogitScale,
     OnlineSoftmax,
+    TileGradient,
+    add_in_block_,
     block_size,
     choose_kernel,
     full_precision,
@@ -143,8 +145,8 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, log_normaliser = ctx.saved_tensors
         gradient_of = choose_kernel(log_prob_gradient, ctx.options.compiled)
 
-        def tile_gradient(logits: Tensor, row: slice, block: slice) -> Tensor:
-            return gradient_of(logits, targets[row] - block.start, log_normaliser[row], grad[row])
+        def tile_gradient(finish: TileGradient, logits: Tensor, row: slice, block: slice) -> Any:
+            return gradient_of(finish, logits, targets[row] - block.start, log_normaliser[row], grad[row])
 
         logits_of = HeadTiles([(hidden, Head(weight, bias, ctx.options.scale))], ctx.options.logits_mib)
         return (None, *logits_of.gradients(ctx.needs_input_grad[1:4], tile_gradient), None)
@@ -182,13 +184,12 @@ def add_block(sums: LogProbSums, logits: Tensor, places: Tensor, with_entropy: b
     return LogProbSums(softmax, weighted, torch.where(found, target_logits, sums.target_logits))
 
 
-def log_prob_gradient(logits: Tensor, places: Tensor, log_normaliser: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of a block's logits, (m, w): g (1[v = target] - p_v)."""
+def log_prob_gradient(
+    finish: TileGradient, logits: Tensor, places: Tensor, log_normaliser: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return `finish` of the gradient of a block's logits, (m, w): g (1[v = target] - p_v)."""
     p = (logits - log_normaliser.unsqueeze(1)).exp_()
-    gradient = p.mul_(-grad.unsqueeze(1))
-    found, places = places_in_block(places, logits)
-    at_target = torch.where(found, grad, 0.0).to(gradient.dtype)
-    return gradient.scatter_add_(1, places.unsqueeze(1), at_target.unsqueeze(1))
+    return finish(add_in_block_(p.mul_(-grad.unsqueeze(1)), places, grad), logits)
 
 
 def in_full_precision(logits: Tensor, temperature: float) -> Tensor:

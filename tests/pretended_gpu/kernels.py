@@ -12,11 +12,24 @@ HALF = (torch.bfloat16, torch.float16)
 LIBRARY = torch.library.Library("aten", "IMPL", "CPU")
 
 
-def mm_dtype(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def addmm_dtype(
+    added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     """Multiply in half precision and return fp32."""
     if a.dtype != b.dtype or a.dtype not in HALF or out_dtype != torch.float32:
-        raise RuntimeError(f"mm.dtype takes half precision and returns float32, not {a.dtype}, {out_dtype}")
-    return a.float() @ b.float()
+        raise RuntimeError(f"addmm takes half precision and returns float32, not {a.dtype}, {out_dtype}")
+    if added.dtype not in (a.dtype, out_dtype):
+        raise RuntimeError("self dtype must match either out_dtype or mat1 dtype")
+    return torch.addmm(added.float(), a.float(), b.float(), beta=beta, alpha=alpha)
+
+
+def addmm_dtype_out(
+    added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor, **factors: float
+) -> Tensor:
+    """Do the same, into a tensor that is there."""
+    if out.dtype != out_dtype:
+        raise RuntimeError("out_dtype must be the same as the dtype of the provided out tensor")
+    return out.copy_(addmm_dtype(added, a, b, out_dtype, **factors))
 
 
 def require_flash(q: Tensor, q_ends: Tensor, k_ends: Tensor) -> None:
@@ -114,6 +127,7 @@ def flash_backward(
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-LIBRARY.impl("mm.dtype", mm_dtype)
+LIBRARY.impl("addmm.dtype", addmm_dtype)
+LIBRARY.impl("addmm.dtype_out", addmm_dtype_out)
 LIBRARY.impl("_flash_attention_forward", flash_forward)
 LIBRARY.impl("_flash_attention_backward", flash_backward)
