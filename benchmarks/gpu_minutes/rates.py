@@ -10,6 +10,7 @@ import importlib
 import itertools
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,9 +29,18 @@ from rlt_lightning.numerics import Head, linear_log_probs
 from rlt_lightning.numerics.attention import KERNELS, Segments, SharedPrefix, segment_attention
 from rlt_lightning.numerics.head import LogitScale
 from rlt_lightning.numerics.varlen import Limits, PackedKernel
+from rlt_lightning.types import first_line
 
 TOKENS = 256 if TINY else 16384
 GIB = 2**30
+OTHERS = (
+    "FlexAttention",
+    "torch's varlen",
+    "ours by cuDNN",
+    "Liger's",
+    "cut-cross-entropy",
+    "compiled blocks",
+)
 
 
 def peak_gib() -> float:
@@ -148,7 +158,7 @@ class CudnnKernel(PackedKernel):
 def attention(heads: int, key_heads: int, size: int, shared: bool, how: str) -> Finding:
     """Time attention of 16 segments, behind a prefix that they share or each by itself.
 
-    A result that differs from ours fails, and is not timed.
+    A result that differs from ours is not timed.
     """
     torch.manual_seed(0)
     prefix = TOKENS // 8
@@ -219,7 +229,7 @@ def attention(heads: int, key_heads: int, size: int, shared: bool, how: str) -> 
             KERNELS[DEVICE.type] = CudnnKernel()
         error = max(distance(a, b) for a, b in zip(results(function), wanted, strict=True))
         if not error < 0.03:
-            return False, {"why": f"it differs from ours by {error:.2g} of the largest number"}
+            raise ValueError(f"it differs from ours by {error:.2g} of the largest number")
         with torch.no_grad():
             forward_s = median_seconds(function, 5, 2)
         both_s = median_seconds(both, 5, 2) if backward else None
@@ -230,6 +240,17 @@ def attention(heads: int, key_heads: int, size: int, shared: bool, how: str) -> 
     if both_s:
         fields |= {"both_ms": both_s * 1e3, "both_tflops": 14 * work / both_s}
     return None, fields
+
+
+def candidate(check: Callable[[], Finding]) -> Finding:
+    """Return what a check of another library's kernel finds; if it cannot serve us, that is no failure."""
+    try:
+        return check()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers and libraries have error classes of their own
+        traceback.print_exc()
+        return None, {"why": f"skipped: {type(error).__name__}: {first_line(error)}"}
 
 
 def phase_checks() -> dict[str, tuple[str, Callable[[], Finding]]]:
@@ -303,7 +324,7 @@ def main() -> None:
             note(name, why="skipped: no time left")
             continue
         free()
-        attempt(name, check)
+        attempt(name, partial(candidate, check) if name.endswith(OTHERS) else check)
     free()
 
 

@@ -56,9 +56,8 @@ def main() -> None:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found |= {"gpu": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, check=False)
-        found["driver"] = done.stdout.strip()
+        query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+        found["driver"] = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.strip()
     errors = {name: reason for name in (*NEEDED, *WISHED) if (reason := import_error(name))}
     note("versions", not set(errors) & set(NEEDED), **found, missing=errors)
     raise SystemExit(bool(set(errors) & set(NEEDED)))
