@@ -7,7 +7,7 @@
 #
 # Calls for a machine that is had for minutes (CALL=0, 1 or 2). LIMIT=seconds ends each in time:
 #
-#   0   30 s   keeps what was carried; versions, imports
+#   0   60 s   keeps what was carried; versions, imports (15 s where files are in memory)
 #   1  360 s   correctness, all at once on the CPU's cores: numerics, runs, strategies, pinned copies, tests;
 #              then alone: the GPU's ceilings, attention, phases of 0.5B, 1.5B and 7B with LoRA, the head
 #   2  240 s   SmolLM2: warm-up and RLT; the engine; a profile by kind of kernel; what call 1 had no time for
@@ -74,7 +74,7 @@ all) status=0; for call in 0 1 2; do "$0" $call || status=$?; done; "$0" report 
 *) echo "The call must be kit, 0, 1, 2, all or report, but is $call." >&2; exit 2 ;;
 esac
 
-limits=(30 360 240)
+limits=(60 360 240)
 slower=1
 if [[ -n ${REHEARSE:-} ]]; then slower=5 LIMIT=${LIMIT:-900}; fi # on a few cores
 LIMIT=${LIMIT:-${limits[$call]}}

@@ -62,5 +62,6 @@ def median_seconds(function: Callable[[], Any], rounds: int = 5, warm_up: int = 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     """Return the largest difference, relative to the largest wanted number."""
-    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
+    wanted = wanted.detach().double()
+    found = found.detach().to(wanted)
     return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)).item()
