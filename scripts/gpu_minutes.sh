@@ -17,6 +17,7 @@
 # SmolLM2 in two halves. Each call keeps in STORE (/tmp/gpu_minutes) what it finds in KIT. So the halves can travel
 # with different calls, if one call with both is too large: 64 MiB is what we had.
 #
+# SMOLLM2_STEPS (24) is the length of call 2's run of RLT, of up to 130 s.
 # OUT (runs/gpu_minutes) gets results.jsonl, a line for each finding as it comes, logs.tgz, and profiles.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
@@ -191,7 +192,7 @@ case $call in
     if [[ -f $runs/smollm2_warmup/.model ]]; then
         rlt=(--config configs/quickstart_smollm2.yaml --trainer.accelerator $accelerator --trainer.precision $precision
             --model.teacher "$runs/smollm2_warmup/model" --model.student "$(< "$runs/smollm2_warmup/.model")"
-            --export.enabled false)
+            --trainer.max_steps "${SMOLLM2_STEPS:-24}" --export.enabled false)
         [[ -z ${REHEARSE:-} ]] || rlt+=(--model.group_size 4 --rollouts.sampling.max_completion_length 4)
         fit smollm2 130 "${rlt[@]}"
         "$py" $minutes/curves.py "$runs" smollm2
