@@ -91,14 +91,10 @@ test-oldest:
 benchmarks: setup
 	scripts/benchmarks.sh
 
-# On a machine with a GPU: docs/gpu.md. Options: STEPS="1 2", OUT=DIR, KIT=DIR, PYTHON=FILE, REHEARSE=1 (on a CPU),
-# PRETEND=1 (on the tests' pretended GPU).
-gpu-ladder:
-	scripts/gpu_ladder.sh $(STEPS)
-
-# For a GPU machine without a network: wheels and a tokenizer into KIT (gpu_kit), 33 MB.
-gpu-kit: setup
-	scripts/gpu_kit.sh $(or $(KIT),gpu_kit)
+# On a machine with one GPU, 15 minutes: docs/gpu.md. Options: CALL=0|1|2, OUT=DIR, LIMIT=SECONDS, PYTHON=FILE, REHEARSE=1
+# (at tiny size on a CPU).
+gpu-minutes:
+	scripts/gpu_minutes.sh $(or $(CALL),all)
 
 check: setup
 	$(RUN)/ruff check .
@@ -109,4 +105,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-ladder gpu-kit setup setup-vllm docs quickstart finding ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-oldest trajectories prove check
+.PHONY: benchmarks gpu-minutes setup setup-vllm docs quickstart finding ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-oldest trajectories prove check

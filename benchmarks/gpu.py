@@ -1,6 +1,6 @@
 """On a GPU: reward, optimise phase, head memory and MFU of a shape with random weights, with a profile.
 
-    .venv/bin/python benchmarks/gpu.py [--shape qwen2.5-0.5b|7b|tiny] [--tokens 16384] [--rounds 5]
+    .venv/bin/python benchmarks/gpu.py [--shape qwen2.5-0.5b|qwen2.5-1.5b|7b|tiny] [--tokens 16384]
         [--gradient_checkpointing true|false]
 
 bf16 weights, one group of completions behind one prompt, about `--tokens` tokens in one packed row.
@@ -27,6 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
+from rlt_lightning.models.lora import LoRA, add_adapter, without_adapter
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.phases import forward_flops, matmul_rate
 from rlt_lightning.numerics import GRPOLoss, PackedSequences, ScoredSequence, to_padded
@@ -41,6 +42,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
         "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen2.5-1.5b": {
+        "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
     "7b": {
         "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -66,6 +71,8 @@ class Group:
         device: Computes.
         kernels: As `model.kernels`; the default is what a run chooses by itself.
         head: As `model.head`, likewise.
+        mixed: Whether trained weights are fp32, and products bf16 by autocast, as with bf16-mixed.
+        lora: Adapters are trained, and the frozen weights, in half precision on a GPU, are the reference.
     """
 
     def __init__(
@@ -76,22 +83,30 @@ class Group:
         device: torch.device,
         kernels: Kernels = Kernels(),
         head: HeadOptions = HeadOptions(),
+        mixed: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
         register_segment_attention()
         torch.manual_seed(0)
         config = Qwen2Config(**shape, max_position_embeddings=32768, attn_implementation=SEGMENT_ATTENTION)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        full = device.type == "cpu" or (mixed and lora is None)
         with torch.device(device):
-            self.policy = Qwen2ForCausalLM(config).to(dtype).train()
-        self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+            self.policy = Qwen2ForCausalLM(config).to(torch.float32 if full else torch.bfloat16).train()
+        self.lora, self.reference = lora, self.policy
+        if lora is None:
+            self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+        else:
+            add_adapter(self.policy, lora, seed=0)
+        self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=mixed)
         if checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         name = f"{shape['hidden_size']} x {shape['num_hidden_layers']}"
-        # As at the start of a run: check_model in modules/base.py.
-        self.head = prepare_model(partial(call, self.policy), name, kernels, head, device)
+        with self.autocast():  # as at the start of a run: check_model in modules/base.py
+            self.head = prepare_model(partial(call, self.policy), name, kernels, head, device)
+            blocks = fuse_blocks(partial(call, self.reference), name, kernels, device)
         self.kernels: dict[str, Any] = {
             "attention": KERNELS[device.type].name,
-            "blocks": fuse_blocks(partial(call, self.reference), name, kernels, device),
+            "blocks": blocks,
             "compiled_head": bool(self.head.compiled),
         }
         self.device, self.prompt_length = device, max(4, tokens // 8)
@@ -110,13 +125,23 @@ class Group:
 
     @torch.no_grad()
     def score(self) -> Tensor:
-        return compute_log_probs(self.reference, self.packed, 0.7, self.head)[0]
+        with self.autocast():
+            return without_adapter(self.reference, compute_log_probs, self.packed, 0.7, self.head)[0]
 
     def optimise(self) -> None:
         lengths = [self.length] * 16
         ref_log_probs = to_padded(self.score(), lengths)[0]
-        flat, _ = compute_log_probs(self.policy, self.packed, 0.7, self.head, with_entropy=True)
-        self.loss(to_padded(flat, lengths)[0], ref_log_probs, self.advantages).backward()
+        with self.autocast():
+            flat, _ = compute_log_probs(self.policy, self.packed, 0.7, self.head, with_entropy=True)
+            loss = self.loss(to_padded(flat, lengths)[0], ref_log_probs, self.advantages)
+        loss.backward()
+
+    def optimise_flops(self) -> float:
+        """Return what the optimise phase must compute: the reference's forward, forward and backward.
+
+        A backward is two forwards, or one where frozen weights need no gradient.
+        """
+        return (4 if self.lora is None else 3) * forward_flops(self.policy, self.packed)
 
     def full_log_probs(self, model: Any, sequence: ScoredSequence) -> Tensor:
         ids = torch.tensor([sequence.prefix + sequence.rest], device=self.device)
@@ -177,8 +202,7 @@ def main() -> None:
         options.rounds,
         warm_up=2,
     )
-    flops = 4 * forward_flops(group.policy, group.packed)  # reference 1, forward 1, backward 2
-    mfu = flops / optimise["ours"]["seconds"] / peak
+    mfu = group.optimise_flops() / optimise["ours"]["seconds"] / peak
     speed_up = {
         phase: found["one by one"]["seconds"] / found["ours"]["seconds"]
         for phase, found in (("score", reward), ("optimise", optimise))

@@ -13,8 +13,7 @@ def grow_segments(environment: MutableMapping[str, str]) -> None:
 
     Rows and caches have other sizes in every step, and fixed segments leave gaps that nothing fits into.
     PyTorch reads the variable once per process, under its older name too, so call this before torch is
-    imported. Processes that are started later inherit it. Step 1 of the GPU ladder notes what PyTorch has
-    made of it.
+    imported. Processes that are started later inherit it.
     """
     if not {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment[ALLOCATOR] = "expandable_segments:True"

@@ -3,7 +3,7 @@
 # then install the oldest for one Python into .venv-oldest, and run the tests that compare numbers there (10 min, 4 GB).
 # Run: make test-oldest, with uv on PATH (pip install uv) and a network.
 # PYTHON_VERSION, VENV: of the installation. uv reads variables of its own, as UV_FIND_LINKS; a file in UV_OVERRIDE, say
-# with torch==2.13.0+cpu, holds for the installation only.
+# with torch==2.11.0+cpu, holds for the installation only.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -39,10 +39,10 @@ LEFT = pytest.StashKey[Counter[str]]()
 SHARE_RANKS = ("test_strategies", "test_half_precision", "test_lora", "test_export")
 SHARE_RANKS += ("test_sharded_head", "test_sharded_push", "test_opd_runs")
 SHARE_RANKS += ("test_dynamic_sampling", "test_students", "test_token_cache")
-SHARE_NOTHING = ("test_learning", "test_benchmarks", "test_ladder", "test_restarts")
+SHARE_NOTHING = ("test_learning", "test_benchmarks", "test_gpu_minutes", "test_restarts")
 LONGEST = ("test_rlt_makes_more_traces_right_and_the_control_does_not", "ranks", "test_vllm_worker")
 LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_docs", "test_install")
-LONGEST += ("test_the_ladder_passes_at_tiny_size",)
+LONGEST += ("test_both_calls_pass_at_tiny_size",)
 LONGEST += ("test_killed_and_restarted_by_torchrun_equals_not_stopping",)
 LONGEST += ("test_pretended_verbs", "test_pretended_gpu")
 LONGEST += ("test_vllm_engine", "test_cli", "test_rank_failures", "test_hub", "test_async_rollouts")
@@ -52,7 +52,7 @@ NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be
 SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all"}
 # Files about what people read, and about the project itself: their tests get the mark docs.
 ABOUT_DOCS = ("test_docs", "test_docs_metrics", "test_figures", "test_habits", "test_install", "test_layout")
-ABOUT_DOCS += ("test_setup_gpu", "test_site", "test_elsewhere", "test_benchmarks", "test_ladder")
+ABOUT_DOCS += ("test_setup_gpu", "test_site", "test_elsewhere", "test_benchmarks", "test_gpu_minutes")
 # They get it, too, but for their further cases.
 ABOUT_DOCS_OR_FULL = ("test_report", "test_dashboards", "test_hub", "test_pretended_gpu")
 

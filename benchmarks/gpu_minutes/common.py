@@ -1,49 +1,46 @@
-"""What the checks of the GPU ladder share: device, results.jsonl, times, distances.
-
-A check is a script of this folder. It appends one line of JSON per finding to OUT/results.jsonl: `check`,
-`passed` (null for a measurement, and for what could not run, which says `why`), and its figures. REHEARSE=1
-lets it run at tiny size on a CPU, PRETEND=1 on a pretended GPU.
-"""
+"""What the checks on a GPU share: device, sizes, times, distances. REHEARSE=1 makes everything tiny."""
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from findings import OUT, Finding, note
 from torch import Tensor
 
 from rlt_lightning.modules.phases import synchronise
 from rlt_lightning.types import first_line
 
-OUT = Path(os.environ.get("OUT", "runs/gpu_ladder"))
-PRETENDED = bool(os.environ.get("PRETEND"))  # the GPU of tests/pretended_gpu
-TINY = PRETENDED or (bool(os.environ.get("REHEARSE")) and not torch.cuda.is_available())
-ON_CPU = TINY and not PRETENDED
+__all__ = [
+    "DEVICE",
+    "HALF",
+    "ON_CPU",
+    "OUT",
+    "TINY",
+    "Finding",
+    "attempt",
+    "distance",
+    "median_seconds",
+    "note",
+]
+
+ON_CPU = not torch.cuda.is_available()
+TINY = ON_CPU or bool(os.environ.get("REHEARSE"))
 DEVICE = torch.device("cpu" if ON_CPU else "cuda")
 HALF = torch.float32 if ON_CPU else torch.bfloat16
-Finding = tuple[bool | None, dict[str, Any]]
-
-
-def note(check: str, passed: bool | None = None, **fields: Any) -> None:
-    """Print a finding and append it to the results."""
-    line = json.dumps({"check": check, "passed": passed} | fields)
-    print(line, flush=True)
-    OUT.mkdir(parents=True, exist_ok=True)
-    with open(OUT / "results.jsonl", "a") as file:
-        file.write(line + "\n")
 
 
 def attempt(check: str, function: Callable[[], Finding]) -> bool:
     """Note what a function finds, and its error if it has one; return whether nothing failed."""
     try:
         passed, fields = function()
+    except torch.OutOfMemoryError as error:
+        passed, fields = None, {"why": f"skipped: does not fit ({first_line(error)})"}
     except Exception as error:  # the checks after it still run, and the line says what went wrong
         traceback.print_exc()
         passed, fields = False, {"why": f"{type(error).__name__}: {first_line(error)}"}
@@ -65,5 +62,6 @@ def median_seconds(function: Callable[[], Any], rounds: int = 5, warm_up: int = 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     """Return the largest difference, relative to the largest wanted number."""
-    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
+    wanted = wanted.detach().double()
+    found = found.detach().to(wanted)
     return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)).item()

@@ -1,4 +1,4 @@
-"""Step 2: CUDA against float64 on the CPU. An error is relative to the largest number."""
+"""CUDA against float64 on the CPU. An error is relative to the largest number."""
 
 from __future__ import annotations
 

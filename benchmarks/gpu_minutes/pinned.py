@@ -1,4 +1,4 @@
-"""Step 8: weights leave the GPU through two pinned buffers, as GlooPush sends them: what arrives, how fast.
+"""Weights leave the GPU through two pinned buffers, as GlooPush sends them: what arrives, how fast.
 
 The worker is the stand-in of the tests: it takes the weights over gloo, in a thread of this process.
 """
