@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import platform
 import subprocess
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -59,6 +60,11 @@ def main() -> None:
         query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
         found["driver"] = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.strip()
     errors = {name: reason for name in (*NEEDED, *WISHED) if (reason := import_error(name))}
+    if not set(errors) & set(NEEDED):
+        # All runs of call 1 need these products, whose types PyTorch only checks on a GPU.
+        from numerics import HALF, attempt, log_probs
+
+        attempt("head's products, half", partial(log_probs, HALF, 64, bias=True))
     note("versions", not set(errors) & set(NEEDED), **found, missing=errors)
     raise SystemExit(bool(set(errors) & set(NEEDED)))
 
