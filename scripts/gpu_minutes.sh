@@ -5,7 +5,8 @@
 #   REHEARSE=1 make gpu-minutes               the same at tiny size on a CPU: shows that everything runs, no more
 #   scripts/gpu_minutes.sh report FILE ...    results.jsonl of the calls as the tables of docs/gpu.md
 #
-# Calls for a machine that is had for minutes (CALL=0, 1 or 2). LIMIT=seconds ends each in time:
+# Calls for a machine that is had for minutes (CALL=0, 1 or 2; rates, engine or profile is that part). LIMIT=seconds
+# ends each in time:
 #
 #   0   60 s   keeps what was carried; versions, imports (15 s where files are in memory)
 #   1  360 s   correctness, all at once on the CPU's cores: numerics, runs, strategies, pinned copies, tests;
@@ -17,7 +18,7 @@
 # SmolLM2 in two halves. Each call keeps in STORE (/tmp/gpu_minutes) what it finds in KIT. So the halves can travel
 # with different calls, if one call with both is too large: 64 MiB is what we had.
 #
-# SMOLLM2_STEPS (24) is the length of call 2's run of RLT, of up to 130 s.
+# SMOLLM2_STEPS (20) is the length of call 2's run of RLT, of up to 150 s.
 # OUT (runs/gpu_minutes) gets results.jsonl, a line for each finding as it comes, logs.tgz, and profiles.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
@@ -70,15 +71,15 @@ END
 case $call in
 kit) make_kit; exit ;;
 report) shift; exec "$py" $minutes/report.py "$@" ;;
-0 | 1 | 2) ;;
+0 | 1 | 2 | rates | engine | profile) ;;
 all) status=0; for call in 0 1 2; do "$0" $call || status=$?; done; "$0" report "$OUT/results.jsonl"; exit $status ;;
-*) echo "The call must be kit, 0, 1, 2, all or report, but is $call." >&2; exit 2 ;;
+*) echo "The call must be kit, 0, 1, 2, all, rates, engine, profile or report, but is $call." >&2; exit 2 ;;
 esac
 
-limits=(60 360 240)
+declare -A limits=([0]=60 [1]=360 [2]=240)
 slower=1
 if [[ -n ${REHEARSE:-} ]]; then slower=5 LIMIT=${LIMIT:-900}; fi # on a few cores
-LIMIT=${LIMIT:-${limits[$call]}}
+LIMIT=${LIMIT:-${limits[$call]:-240}}
 logs=$STORE/logs runs=$STORE/runs
 mkdir -p "$logs" "$runs"
 export OUT STORE HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
@@ -192,9 +193,9 @@ case $call in
     if [[ -f $runs/smollm2_warmup/.model ]]; then
         rlt=(--config configs/quickstart_smollm2.yaml --trainer.accelerator $accelerator --trainer.precision $precision
             --model.teacher "$runs/smollm2_warmup/model" --model.student "$(< "$runs/smollm2_warmup/.model")"
-            --trainer.max_steps "${SMOLLM2_STEPS:-24}" --export.enabled false)
+            --trainer.max_steps "${SMOLLM2_STEPS:-20}" --export.enabled false)
         [[ -z ${REHEARSE:-} ]] || rlt+=(--model.group_size 4 --rollouts.sampling.max_completion_length 4)
-        fit smollm2 130 "${rlt[@]}"
+        fit smollm2 150 "${rlt[@]}"
         "$py" $minutes/curves.py "$runs" smollm2
         save_logs
     fi
@@ -203,6 +204,9 @@ case $call in
     save_logs
     check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 20))
     ;;
+rates) check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 20)) ;;
+engine) check engine 600 "$py" $minutes/engine.py ;;
+profile) check profile 600 "$py" $minutes/profile_phases.py $((LIMIT - SECONDS - 20)) ;;
 esac
 save_logs
 find "$OUT" -type f -size +16M -exec echo "larger than 16 MiB:" {} \;

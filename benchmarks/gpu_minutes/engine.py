@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpu
 import torch
-from common import DEVICE, HALF, TINY, median_seconds, note
+from common import DEVICE, HALF, ON_CPU, TINY, median_seconds, note
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling, sample_all
@@ -23,6 +24,17 @@ def copy_rate() -> float:
     return 2 * len(source) / median_seconds(lambda: target.copy_(source))
 
 
+def profile(sample: Callable[[], Any], length: int) -> dict[str, Any]:
+    """Return what a token step asks of a GPU: kernels, and milliseconds that it computes."""
+    if ON_CPU:
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        sample()
+    kernels = [event for event in recorded.events() if str(event.device_type).endswith("CUDA")]
+    busy_ms = sum(event.self_device_time_total for event in kernels) / 1e3
+    return {"kernels_per_step": len(kernels) / length, "gpu_ms_per_step": busy_ms / length}
+
+
 def main() -> None:
     register_segment_attention()
     rate = copy_rate()
@@ -35,12 +47,12 @@ def main() -> None:
     model.generation_config.eos_token_id = None  # all completions of full length
     tokenizer = AutoTokenizer.from_pretrained(str(MINIATURES["miniature"]))
     tokenizer.eos_token = None
-    engine = HFEngine()
-    engine.start(model, tokenizer, Path())
     prompt = torch.randint(300, (16 if TINY else 512,)).tolist()
-    length = 4 if TINY else 128
+    length = 4 if TINY else 64
     weights = sum(p.nbytes for p in model.parameters())
     for rows in (2, 4) if TINY else (64, 256):
+        engine = HFEngine(max_sequences=rows)
+        engine.start(model, tokenizer, Path())
         options = Sampling(temperature=0.7, max_completion_length=length)
         requests = [SampleRequest(prompt, seed=0, num_completions=rows)]
         sample = partial(sample_all, engine, requests, options, "</never>")
@@ -50,6 +62,7 @@ def main() -> None:
             tokens_per_s=rows * length / taken,
             ms_per_token_step=taken / length * 1e3,
             part_of_memory_rate=weights * length / taken / rate,
+            **profile(sample, length),
         )
 
 
