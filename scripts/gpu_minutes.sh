@@ -186,7 +186,7 @@ case $call in
     "$py" $minutes/curves.py "$runs" quickstart fp32_cpu fp32 offloading lora fsdp2 zero3 smollm2_warmup
     save_logs
     unset OMP_NUM_THREADS TORCHINDUCTOR_COMPILE_THREADS
-    check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 20))
+    check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 40))
     ;;
 2)
     [[ -f $runs/smollm2_warmup/.model ]] || smollm2_warmup
@@ -202,11 +202,11 @@ case $call in
     check engine 60 "$py" $minutes/engine.py
     check profile 80 "$py" $minutes/profile_phases.py 45
     save_logs
-    check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 20))
+    check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 40))
     ;;
-rates) check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 20)) ;;
+rates) check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 40)) ;;
 engine) check engine 600 "$py" $minutes/engine.py ;;
-profile) check profile 600 "$py" $minutes/profile_phases.py $((LIMIT - SECONDS - 20)) ;;
+profile) check profile 600 "$py" $minutes/profile_phases.py $((LIMIT - SECONDS - 40)) ;;
 esac
 save_logs
 find "$OUT" -type f -size +16M -exec echo "larger than 16 MiB:" {} \;

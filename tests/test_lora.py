@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
+from rlt_lightning.models import lora as lora_module
 from rlt_lightning.models.lora import LoRA, add_adapter, defer_merge, merge_weights, without_adapter
 from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -67,6 +68,30 @@ def test_a_layer_by_hand_and_nothing_else_is_trained(tiny_model: str) -> None:
     assert (a.shape, b.shape) == ((2, 64), (64, 2))
     by_hand = x @ layer.base_layer.weight.T + 3.0 / 2 * (x @ a.T) @ b.T
     torch.testing.assert_close(layer(x), by_hand)
+
+
+def test_autocast_makes_no_copies_that_change_no_bit(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step() -> tuple[list[Tensor], int]:
+        """Outputs and gradients, and how many fp32 copies of half precision were made."""
+        model = load_model(tiny_model, "bfloat16")
+        add_adapter(model, LoRA(rank=4), seed=0)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:  # it begins as 0, which would hide A's gradient
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile() as recorded:
+            logits = model(torch.arange(20)[None], use_cache=False).logits
+            logits.float().square().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        copies = sum(event.name == "aten::_to_copy" for event in recorded.events())
+        return [logits.detach(), *gradients], copies
+
+    ours, few = step()
+    monkeypatch.setattr(lora_module, "cast_unless_autocast", lambda states, dtype: states.to(dtype))
+    theirs, many = step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert many - few >= 2 * 7  # an input of each of the layers, and its gradient
 
 
 def test_training_starts_at_the_pretrained_model(tiny_model: str) -> None:

@@ -195,7 +195,8 @@ def report(findings: Iterable[Finding]) -> str:
     rates = {
         "tokens_per_s": "tokens/s",
         "ms_per_token_step": "ms a token step",
-        "part_of_memory_rate": "of the memory's rate",
+        "gpu_ms_per_step": "of these the GPU computes",
+        "kernels_per_step": "kernels a step",
     }
     sections: dict[str, Callable[[], str]] = {
         "Checks": lambda: checks_table(found),

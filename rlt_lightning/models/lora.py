@@ -131,6 +131,17 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
         adapted = isinstance(layer, adapted_layer_class())
         if adapted and not isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)):
             raise InputError(f"model.lora.targets must be linear layers, but {name} is none. Drop it.")
+        if adapted:
+            layer._cast_input_dtype = cast_unless_autocast
+
+
+def cast_unless_autocast(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give states the type of an adapter's weights, in place of peft's method.
+
+    Under autocast both products are in half precision anyway. Peft's fp32 copy of each layer's input, and the
+    copy back, then change no bit; on an H100 copies were a seventh of the time of a 7B update.
+    """
+    return states if torch.is_autocast_enabled(states.device.type) else states.to(dtype)
 
 
 def is_adapter(name: str) -> bool:
