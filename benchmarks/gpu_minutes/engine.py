@@ -28,7 +28,7 @@ def copy_rate() -> float:
 
 
 def profile(sample: Callable[[], Any], length: int) -> dict[str, Any]:
-    """Return how many kernels a token step has, and their milliseconds; the prompt's are counted with them."""
+    """Return how many kernels a token step has, and their milliseconds, the prompt's included."""
     if ON_CPU:
         return {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
