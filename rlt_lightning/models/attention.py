@@ -11,6 +11,13 @@ from rlt_lightning.numerics.attention import Segments, segment_attention
 
 # The name of our attention as an attn_implementation.
 SEGMENT_ATTENTION = "rlt_segments"
+# What models pass to an attention function that changes no result, since we call them without dropout and
+# with masks that hold sliding windows.
+KNOWN_ARGUMENTS = {
+    *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"),
+    *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window"),
+}
 
 
 class PackedRow:
@@ -67,7 +74,17 @@ def packed_attention(
 
     Returns:
         (batch, L, heads, D), and None for the attention weights.
+
+    Raises:
+        ValueError: If the model passes what would have to change the result, such as the keys that an indexer
+            chose, or a sliding window for a packed row.
     """
+    given = {name for name, value in kwargs.items() if value is not None}
+    unknown = given - (KNOWN_ARGUMENTS if packed_row is None else KNOWN_ARGUMENTS - {"sliding_window"})
+    if unknown:
+        raise ValueError(
+            f"our attention does not know what the model passes to it: {', '.join(sorted(unknown))}"
+        )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +29,13 @@ FALLBACKS: dict[Layout, list[Layout]] = {
     "single": ["single"],
 }
 
+# Names of a layer's probabilities of dropout, where its forward calls the function, and of noise.
+NOISE = re.compile("dropout|jitter|layerdrop")
+# Names in a configuration of how many tokens a layer may see.
+REACH = re.compile("window|chunk|topk|top_k|block|original_max_position")
+# Names of how many of all tokens a layer keeps by a score, as an indexer or a dynamic mask does.
+CHOICE = re.compile("^index_topk|keep_window_size")
+LONGEST_CHECKED = 2304  # tokens: more than the 2,048 that sparse attention keeps in released models
 FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, KeyError)
 
 
@@ -191,9 +199,13 @@ def head_divergence(
 def logit_scale(model: Any, temperature: float) -> LogitScale:
     """Return what the architecture does to its logits, and the temperature that divides them afterwards."""
     config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None)  # Cohere
+    scale = getattr(config, "logit_scale", None) or getattr(
+        config, "lm_head_multiplier", None
+    )  # Cohere, Falcon-H1
     divisor = getattr(config, "logits_scaling", None)  # Granite
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(
+        config, "logits_soft_cap", None
+    )  # Gemma 2
     return LogitScale(temperature, scale or 1 / (divisor or 1), cap)
 
 
@@ -213,12 +225,13 @@ def computing_dtype(model: Any) -> torch.dtype:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to zero."""
+    """Switch off what draws random numbers in training mode: dropout, and the jitter of routers."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in vars(module).items():
+            if isinstance(value, float) and NOISE.search(name):
+                setattr(module, name, 0.0)
 
 
 # The check of a layout at the start of a run
@@ -241,28 +254,47 @@ def verify_layout(
     Raises:
         InputError: If no layout is right, or "shared_prefix" was asked for and is wrong.
     """
-    candidates = FALLBACKS[wanted]
     architecture, attention = run(lambda model: (type(model).__name__, model.config._attn_implementation))
+    call_model(run, lambda model: announce_check(name, model))
+    candidates = [(attention, layout) for layout in FALLBACKS[wanted]]
     if attention != SEGMENT_ATTENTION and attention_chosen and wanted == "auto":
         # The user's own choice rules out shared prefixes: nothing to warn of.
         candidates = candidates[1:]
-    call_model(run, lambda model: announce_check(name, model))
+    if not attention_chosen and wanted != "shared_prefix":
+        # Where ours is right one by one only, the model's own may be right in a packed row, too.
+        others = [own for own in call_model(run, list_own_attentions) if own != attention]
+        slowest = [candidates.pop()] if wanted != "single" else []
+        candidates += [(own, layout) for own in others for layout in FALLBACKS[wanted] if layout == "packed"]
+        candidates += slowest + [(own, "single") for own in others]
     faults: list[str] = []
-    for layout in candidates:
+    for attention, layout in candidates:
+        call_model(run, set_attention, attention)
         fault = call_model(run, known_fault, layout) or call_model(run, layout_fault, layout)
         if fault is None:
             if faults:
+                by = "" if attention == candidates[0][0] else f" and attention '{attention}'"
                 rank_zero_warn(
-                    f"'{name}' ({architecture}) runs with layout '{layout}', which is slower: with "
-                    f"'{candidates[0]}' {faults[0]}."
+                    f"'{name}' ({architecture}) runs with layout '{layout}'{by}, which is slower: with "
+                    f"'{candidates[0][1]}' {faults[0]}."
                 )
             return layout
         faults.append(fault)
     raise InputError(
-        f"The log-probs of '{name}' ({architecture}) with layout '{candidates[-1]}' must equal its "
+        f"The log-probs of '{name}' ({architecture}) with layout '{candidates[-1][1]}' must equal its "
         f"own, but {faults[-1]}. "
         + ("Use model.layout auto." if wanted == "shared_prefix" else "Use a Llama, Qwen2 or Qwen3 model.")
     )
+
+
+def list_own_attentions(model: Any) -> list[str]:
+    """Return the names of the model's own attentions that compute any mask, the fastest first."""
+    return ["sdpa", "eager"] if getattr(type(model), "_supports_sdpa", False) else ["eager"]
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Let a model compute attention by another function."""
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(name)
 
 
 def known_fault(model: Any, layout: Layout) -> str | None:
@@ -272,8 +304,16 @@ def known_fault(model: Any, layout: Layout) -> str | None:
         return f"its attention ('{model.config._attn_implementation}') does not share prefixes"
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
-    if layout != "single" and any(r.get("rope_type") in ("longrope", "dynamic") for r in by_layer):
+    # Hunyuan calls a fixed factor, alpha, dynamic.
+    depends = [
+        r.get("rope_type") == "longrope" or (r.get("rope_type") == "dynamic" and not r.get("alpha"))
+        for r in by_layer
+    ]
+    if layout != "single" and any(depends):
         return "the longest sequence of a row would decide how positions of the others are turned"
+    chosen = [name for name, value in config.to_dict().items() if CHOICE.search(name) and value]
+    if layout != "single" and chosen:
+        return f"its layers choose among all tokens of a row ({', '.join(chosen)})"
     return None
 
 
@@ -281,15 +321,30 @@ def known_fault(model: Any, layout: Layout) -> str | None:
 def layout_fault(model: Any, layout: Layout) -> str | None:
     """Compare log-probs in this layout with the model's own on random tokens; return the fault, or None."""
     generator = torch.Generator().manual_seed(0)
-    num_words = min(1000, model.config.get_text_config().vocab_size)
-    prefix, *rests = (torch.randint(num_words, (n,), generator=generator).tolist() for n in (5, 7, 4, 9))
-    sequences = [ScoredSequence(prefix, rest, [False] + [True] * (4 + len(rest))) for rest in rests]
+    config = model.config.get_text_config()
+    num_words = min(1000, config.vocab_size)
+    # Two sequences are longer than what a layer may see; of each the last tokens are scored.
     device = next(model.parameters()).device
+    reach = find_longest_reach(config, find_longest_checked(model, device))
+    lengths = (5, 7 + reach, 4, 9 + reach)
+    prefix, *rests = (torch.randint(num_words, (n,), generator=generator).tolist() for n in lengths)
+    totals = [len(prefix) + len(rest) for rest in rests]
+    scored = [min(13, total - 1) for total in totals]
+    sequences = [
+        ScoredSequence(prefix, rest, [False] * (total - last) + [True] * last)
+        for rest, total, last in zip(rests, totals, scored, strict=True)
+    ]
+    attention = model.config._attn_implementation
 
-    def own(token_ids: list[int]) -> Tensor:
+    def own(token_ids: list[int], last: int) -> Tensor:
+        """Return the log-probs of the last tokens by transformers' plainest attention."""
         ids = torch.tensor([token_ids], device=device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        set_attention(model, "eager")
+        try:
+            logits = model(input_ids=ids, use_cache=False).logits[0, -last - 1 : -1].float()
+        finally:
+            set_attention(model, attention)
+        return logits.log_softmax(-1).gather(1, ids[0, -last:, None]).squeeze(1)
 
     apart = ((0,), (1,), (2,))
     together = ((0, 1), (2,)) if layout in ("auto", "shared_prefix") else apart
@@ -299,8 +354,9 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
         return torch.cat([compute_log_probs(model, row)[0] for row in packed])
 
     try:
-        theirs = [own(sequence.prefix + sequence.rest) for sequence in sequences]
-        changed = own([*sequences[0].prefix, *sequences[0].rest[:-1], (rests[0][-1] + 1) % num_words])
+        theirs = [own(prefix + rest, last) for rest, last in zip(rests, scored, strict=True)]
+        again = own(prefix + rests[0], scored[0])
+        changed = own([*prefix, *rests[0][:-1], (rests[0][-1] + 1) % num_words], scored[0])
         singly = ours(*[(family,) for family in apart])
         packed = singly if layout == "single" else ours(together)
         # The first sequence has other tokens; the rows are equally long, so nothing is rounded differently.
@@ -310,12 +366,36 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
         # The model takes no positions, segments or 4-D mask, or lacks something.
         return f"its forward fails ({first_line(error)})"
     differences = Differences(
+        again=theirs[0] - again,
         later=theirs[0][:-1] - changed[:-1],
         own=singly - torch.cat(theirs),
         neighbour=(packed - beside_others)[len(theirs[0]) :],
         packed=packed - singly,
     )
     return differences.fault(exact=computing_dtype(model) in (torch.float32, torch.float64))
+
+
+def find_longest_reach(config: Any, most: int) -> int:
+    """Return the largest number of tokens, up to `most`, that a configuration names as what a layer may see.
+
+    A window, a chunk, an indexer's choice, the length up to which positions are turned in one way: a shorter
+    text cannot show that they are ignored.
+    """
+    entries = config.to_dict()
+    for value in list(entries.values()):
+        entries |= value if isinstance(value, dict) else {}
+    named = {name: v for name, v in entries.items() if isinstance(v, int) and REACH.search(str(name))}
+    sizes = [v for name, v in named.items() if "block_size" in name]
+    counts = [v for name, v in named.items() if "blocks" in name]
+    lengths = [*named.values(), *(size * count for size in sizes for count in counts)]
+    return max((length for length in lengths if length <= most), default=0)
+
+
+def find_longest_checked(model: Any, device: torch.device) -> int:
+    """Return how long a sequence of the check may be: it runs some ten, in half a minute at most."""
+    flops = 2 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    affordable = (1e12 if device.type == "cpu" else 1e15) / (10 * flops)
+    return min(LONGEST_CHECKED, int(affordable))
 
 
 class Differences(NamedTuple):
@@ -325,6 +405,7 @@ class Differences(NamedTuple):
     own: Tensor  # between ours one by one and the model's own
     neighbour: Tensor  # of ours in a row, with other tokens in the sequence before
     packed: Tensor  # between ours in a row and one by one
+    again: Tensor = torch.empty(0)  # of the model's own, computed twice
 
     def fault(self, exact: bool) -> str | None:
         """Return the first difference that is no rounding, or None.
@@ -335,9 +416,11 @@ class Differences(NamedTuple):
         not show in `neighbour`: only a leak between sequences changes it.
         """
         size = torch.max if exact else torch.mean
-        sizes = [size(difference.abs()).item() if len(difference) else 0.0 for difference in self]
-        bounds = [1e-3] * 4 if exact else [0.05, 0.2, 0.005, min(max(0.03, 2 * sizes[1]), 0.1)]  # nats
+        in_order = (self.again, self.later, self.own, self.neighbour, self.packed)
+        sizes = [size(difference.abs()).item() if len(difference) else 0.0 for difference in in_order]
+        bounds = [1e-3] * 5 if exact else [0.01, 0.05, 0.2, 0.005, min(max(0.03, 2 * sizes[2]), 0.1)]  # nats
         faults = (
+            "its own change by {:.2g} nats from one forward to the next: it draws random numbers in training",
             "its own change by {:.2g} nats with a token that comes later",
             "they differ by {:.2g} nats even one by one",
             "they change by {:.2g} nats with the tokens of another sequence",
