@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from rlt_lightning.console import announce, size_text, waiting_for, without_hub_retries
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
@@ -303,10 +303,8 @@ def ensure_pad_token(tokenizer: Any) -> int:
     """Give the tokenizer a padding token that is not its eos, from its vocabulary, and return its id.
 
     We train packed, so no padding enters a loss. But somebody who pads with the exported tokenizer and masks
-    the padding would mask the eos too, if they were the same.
-
-    Raises:
-        InputError: If the vocabulary has no token that could serve.
+    the padding would mask the eos too, if they were the same. Where the vocabulary has no token that could
+    serve, as that of R1's distillations, the tokenizer stays as it came, with a warning.
     """
     candidates = [
         tokenizer.pad_token,
@@ -321,10 +319,12 @@ def ensure_pad_token(tokenizer: Any) -> int:
         if token in vocabulary and vocabulary[token] != tokenizer.eos_token_id:
             tokenizer.pad_token = token
             return vocabulary[token]
-    raise InputError(
-        f"The tokenizer must have a padding token other than its eos {tokenizer.eos_token!r}, but its "
-        "vocabulary has no spare one. Set pad_token in its tokenizer_config.json."
+    rank_zero_warn(
+        f"The tokenizer's vocabulary has no spare token for padding, so its eos {tokenizer.eos_token!r} is "
+        "used. Whoever masks padding in training masks the eos, too, and the model never learns to end."
     )
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return vocabulary[tokenizer.pad_token]
 
 
 def announce_model(name: str, dtype: str, role: str = "") -> None:

@@ -460,7 +460,7 @@ def test_pad_token_differs_from_eos(smol: Any, qwen: Any):
     assert ensure_pad_token(copy.deepcopy(qwen)) == 151643
 
 
-def test_a_vocabulary_without_a_spare_token_is_refused():
+def test_a_vocabulary_without_a_spare_token_keeps_its_padding():
     class Llama3Tokenizer:
         pad_token = unk_token = None
         eos_token, eos_token_id = "<|eot_id|>", 9
@@ -472,8 +472,10 @@ def test_a_vocabulary_without_a_spare_token_is_refused():
             return self.vocabulary
 
     tokenizer = Llama3Tokenizer()
-    with pytest.raises(InputError, match="padding token other than its eos"):
-        ensure_pad_token(tokenizer)
+    with pytest.warns(UserWarning, match="no spare token for padding"):
+        assert ensure_pad_token(tokenizer) == 9
+    assert tokenizer.pad_token == "<|eot_id|>"
+    tokenizer.pad_token = None
     tokenizer.vocabulary = {
         "<|eot_id|>": 9,
         "<|reserved_special_token_0|>": 3,

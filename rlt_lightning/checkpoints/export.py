@@ -81,8 +81,16 @@ def export_model(
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(folder)
             generation = copy.deepcopy(model.generation_config)
-            if any(getattr(generation, name, None) is not None for name in ("temperature", "top_p", "top_k")):
-                # transformers refuses to write sampling settings, which some models come with, without it.
+            sampling = [
+                name
+                for name in ("temperature", "top_p", "top_k")
+                if getattr(generation, name, None) is not None
+            ]
+            # Some models come with sampling settings; transformers refuses to write them for greedy decoding.
+            if generation.do_sample is False:
+                for name in sampling:
+                    setattr(generation, name, None)
+            elif sampling:
                 generation.do_sample = True
             generation.save_pretrained(folder)
         else:

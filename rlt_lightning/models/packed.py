@@ -29,8 +29,8 @@ FALLBACKS: dict[Layout, list[Layout]] = {
     "single": ["single"],
 }
 
-# Names of a layer's probabilities of dropout, where its forward calls the function, and of noise.
-NOISE = re.compile("dropout|jitter|layerdrop")
+# Names of a layer's probabilities of dropout, which its forward may read, and of noise on its input.
+NOISE = re.compile("dropout|layerdrop|input_jitter")
 # Names in a configuration of how many tokens a layer may see.
 REACH = re.compile("window|chunk|topk|top_k|block|original_max_position")
 # Names of how many of all tokens a layer keeps by a score, as an indexer or a dynamic mask does.
@@ -65,7 +65,10 @@ def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
             # transformers would build a dense L x L mask from the positions.
             no_mask = torch.empty(1, 1, 1, 0, device=packed.input_ids.device)
             options |= {"packed_row": PackedRow(packed.segments), "attention_mask": no_mask}
-    return model.base_model(**options).last_hidden_state[0, packed.predictors]
+    base = model.base_model
+    if base is model:  # Llama 4's class gives its base another name than it has
+        base = next(part for part in model.children() if part is not model.get_output_embeddings())
+    return base(**options).last_hidden_state[0, packed.predictors]
 
 
 def compute_log_probs(
@@ -225,7 +228,7 @@ def computing_dtype(model: Any) -> torch.dtype:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch off what draws random numbers in training mode: dropout, and the jitter of routers."""
+    """Switch off what draws random numbers in training mode: dropout, and jitter of a layer's input."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -161,10 +161,19 @@ def count_flops(model: Any, num_tokens: float, pairs: float, num_scored: float) 
         shape = codes[name].shape if name in codes else getattr(parameter, "ds_shape", parameter.shape)
         if len(shape) >= 2 and parameter is not embedding:
             weights += shape.numel() * (chosen if len(shape) == 3 else 1)
-    num_heads = getattr(config, "num_attention_heads", None) or 0
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
-    per_pair = 4 * config.num_hidden_layers * num_heads * head_dim
+    # Layers may differ in their heads (Gemma 4).
+    per_pair = sum(4 * heads * size for heads, size in list_heads(config))
     return 2 * weights * num_tokens + per_pair * pairs + 2 * num_scored * head.in_features * head.out_features
+
+
+def list_heads(config: Any) -> list[tuple[int, int]]:
+    """Return how many attention heads each layer has, and their size; 0 heads where there is no attention."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    found = []
+    for layer in layers:
+        heads = getattr(layer, "num_attention_heads", None) or 0
+        found.append((heads, getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads)))
+    return found
 
 
 @cache

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
 from rlt_lightning.models.kernels import find_blocks
 from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
+from rlt_lightning.modules.phases import list_heads
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.run.shipped import list_shipped_configs
 from rlt_lightning.types import InputError
@@ -169,9 +170,8 @@ class Shape:
         per_block = [sum(p.numel() for p in block.parameters()) for block in find_blocks(model)]
         sizes = [p.numel() for p in model.parameters()]
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
-        num_heads = getattr(config, "num_attention_heads", None) or 0
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
-        kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        layers = list_heads(config)
+        kv_heads = getattr(config, "num_key_value_heads", None)
         return cls(
             weights=sum(sizes),
             trained=sum(trained),
@@ -183,7 +183,7 @@ class Shape:
             hidden_size=config.hidden_size,
             num_words=head.out_features,
             head_trained=head.weight.numel() if head.weight.requires_grad else 0,
-            kv_per_token=2 * config.num_hidden_layers * kv_heads * head_dim,
+            kv_per_token=sum(2 * (kv_heads or heads) * size for heads, size in layers),
         )
 
 
