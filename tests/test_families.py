@@ -40,7 +40,8 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SPARSE = {
     "head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
     "dense_intermediate_size": 96, "shared_intermediate_size": 32, "intermediate_size": 32,
-    "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3, "index_local_blocks": 1,
+    "index_n_heads": 2, "index_head_dim": 16,
+    "index_block_size": 8, "index_topk_blocks": 3, "index_local_blocks": 1,
     "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
 }  # fmt: skip
 # Model type, what differs from BASE, and the layout in which it must run.
