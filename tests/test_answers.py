@@ -216,3 +216,203 @@ def test_answers_are_compared_by_what_they_mean(kind: str) -> None:
         faults += [(reference, answer) for answer in [reference, *right] if not same_answer(reference, answer)]
         faults += [(reference, "not", answer) for answer in wrong if same_answer(reference, answer)]
     assert faults == []
+
+
+# Where an answer stands: a solution, and the answer in it.
+FOUND: dict[str, list[tuple[str, str | None]]] = {
+    "boxes": [
+        (r"It is $\boxed{7}$.", "7"),
+        (r"It is \boxed 7.", "7"),
+        (r"It is $\boxed 17$ apples", "17"),
+        (r"\boxed-5", "-5"),
+        (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"),
+        (r"First \boxed{7}; after a check \boxed 5.", "5"),
+        (r"\boxed{8}, in the form \boxed{}.", "8"),
+        (r"\boxed{8} \boxed{ }", "8"),
+        (r"\fbox{9}", "9"),
+        (r"\boxed {9}", "9"),
+        (r"\\boxed{9}", "9"),
+        (r"\boxed{9", None),
+        (r"\boxed{\frac{9}$.", None),
+        (r"\boxed{4} and then \boxed{6", "4"),
+        (r"$x=\boxed{3}$ or $x=\boxed{5}$", "3, 5"),
+        (r"\boxed{3} and \boxed{5}", "3, 5"),
+        (r"\boxed{2}, \boxed{4}, \boxed{6}", "2, 4, 6"),
+        (r"\boxed{3} is wrong, and it is \boxed{5}", "5"),
+        (r"Not $\boxed 5$, it is $\boxed{7}$.", "7"),
+        (r"\boxed{7}" + "\n\nSo \\boxed{7}", "7"),
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"The answer is 8. \boxed{7}", "7"),
+        (r"\boxed{7} The answer is 8.", "7"),
+    ],
+    "hashes and headings": [
+        ("#### 72", "72"),
+        ("####72", "72"),
+        ("3 + 4 = 7\n#### 7\n", "7"),
+        ("#### -7", "-7"),
+        ("#### 1,250", "1,250"),
+        (r"#### \frac{3}{4}", r"\frac{3}{4}"),
+        ("#### 72 apples", "72 apples"),
+        ("#### $72", "$72"),
+        ("#### Result\nThe answer is 8.", "8"),
+        ("#### Final Answer\n\n8", "8"),
+        ("#### 2. Add them\nThe sum is 8.", "8"),
+        ("#### Step 3\nThis gives 8.", "8"),
+        ("#### 2024 Results\nIt is 8.", "8"),
+        ("#### 结果\n答案是8。", "8"),
+        ("##### Result\n\nThe final answer is $8$.", "8"),
+        ("#### 42\n" + "and this agrees with the check. " * 80, "42"),
+    ],
+    "tags": [
+        ("<answer>7</answer>", "7"),
+        ("<answer> 7 </answer> and not 8", "7"),
+        ("<answer>London</answer>", "London"),
+    ],
+    "announced": [
+        ("The answer is 42.", "42"),
+        ("The answer is: **42**.", "42"),
+        ("**Answer:** 42", "42"),
+        ("Answer: $x = 42$", "x = 42"),
+        (r"The final answer is \(42\).", "42"),
+        ("The answer is 1/2.", "1/2"),
+        ("The answer is .5", ".5"),
+        ("The answer is −7.", "−7"),
+        ("The answer is 7 km/h, since 14/2 = 7.", "7 km/h"),
+        ("The answer is therefore 9 because 3 * 3 = 9 and 2 + 2 = 4.", "9"),
+        ("The answer is 3. We checked 4 cases.", "3"),
+        ("The answer is Paris.", "Paris"),
+        ("The answer is (3, 4).", "(3, 4)"),
+        ("So the answer to the question is 12.", "12"),
+        ("The answer is not 3. It is 4.", "4"),
+        ("答案是42。", "42"),
+        ("答案：42", "42"),
+        ("답은 42입니다.", "42"),
+        ("정답: 42", "42"),
+        ("答えは42です。", "42"),
+        ("La respuesta es 42.", "42"),
+        ("La réponse est 42.", "42"),
+        ("Die Antwort ist 42.", "42"),
+        ("Ответ: 42", "42"),
+    ],
+    "last of a text": [
+        ("So the total is 42.", "42"),
+        ("2 + 3 = 5", "5"),
+        ("so it is 1,200.", "1,200"),
+        ("It takes 30 minutes.", "30 minutes"),
+        ("It costs $5 and then $7.", "$7"),
+        (r"Hence $\frac{3}{4}$.", r"\frac{3}{4}"),
+        ("所以一共有42个苹果。", "42"),
+        ("it went from 10 to -3.", "-3"),
+        ("I do not know.", None),
+        ("", None),
+        ("x+1", "x+1"),
+        ("Paris", "Paris"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_an_answer_is_found_where_it_stands(kind: str) -> None:
+    found = {solution: find_answer(solution) for solution, _ in FOUND[kind]}
+    same = {
+        solution: answer if answer is not None and found[solution] and normalise(found[solution]) == normalise(answer) else found[solution]
+        for solution, answer in FOUND[kind]
+    }
+    assert same == dict(FOUND[kind])
+
+
+LETTERS: dict[str | None, list[str]] = {
+    "B": [
+        r"\boxed{B}", r"\boxed{b}", r"\boxed{(B)}", r"\boxed{B)}", r"\boxed{B.}", r"\boxed{\text{B}}", r"\boxed{\textbf{(B) }12}", r"\boxed{B: 12}",
+        r"\boxed{B \quad 12}", r"\boxed{\text{Option B}}", r"\boxed{\mathrm{(b)}}", r"\boxed{Ｂ}", r"\boxed B", r"\boxed{B}．", "\\boxed{**B**}", "<answer>B</answer>", "#### B",
+        r"\boxed{B} Option A would need more heat.", r"\boxed{B}, not \boxed{}.", r"\boxed{B}. The answer is A.", r"\boxed{B} with the value \boxed{\frac{1}{2}}",
+        r"The value is \boxed{\frac{1}{2}}. Answer: B", r"\boxed{x^2+1}" + "\n\nThe correct answer is (B).", r"\boxed{12} so the answer is B",
+        "Answer: B", "Answer: (b)", "**Answer: B**", "**Answer:** B", "The answer is B, not C.", "The answer is B. Option C is too big.", "The answer is B. Option A is wrong.",
+        "The answer is therefore B.", "The best answer would be B", "The correct answer is option B.", r"The answer is $\textbf{B}$", r"The answer is \textbf{(B)}", "Answer: **B**",
+        "The correct option is B.", "Option B is correct; option A is not.", "B is the correct answer.", "I choose B.", "So it must be option B.", "答案：B", "答案是B。", "故选：B", "故选B", "正解はBです",
+        "정답은 B입니다", "La respuesta correcta es B.", "La réponse est B", "Die richtige Antwort ist B.", "Ответ: B", "B", "(B)", "so\n(B) 12", "so\n**B**", "B) 12", "Therefore, the answer is\n\nB",
+        "Option A is wrong since it is heavy. Option C is not it either. The answer is B",
+    ],
+    "A": ["The answer is A.", r"\boxed{A}", "A", "(A) one", "Answer: A because it floats", "The answer is A, since it floats"],
+    "D": [r"\boxed{D) 10 m/s}", "Answer: D", r"\boxed{\frac{3}{4}} Answer: D"],
+    "E": [r"\boxed{E}", "Answer: (E)"],
+    "I": [r"\boxed{I}"],
+    "J": [r"\boxed{J}", "(J) none of them"],
+    None: [
+        "A triangle has three sides.", "The answer is a prime number.", "The answer: Dogs", r"\boxed{Both}", r"\boxed{K}", r"\boxed{A, B}", r"\boxed{AB}", r"\boxed{A or B}", "The answer is A or B.", "",
+        "I think that it is heavy.", r"\boxed{12}", "Both are right.", "Answer: ABC", "Answer: A and C", "The answer is A triangle.", r"\boxed{A triangle}", "Bad luck", "Option C is wrong.", "The answer is not B.",
+    ],
+}
+
+
+def test_a_choice_is_one_letter() -> None:
+    found = {text: find_letter(text) for texts in LETTERS.values() for text in texts}
+    assert found == {text: letter for letter, texts in LETTERS.items() for text in texts}
+
+
+READ: list[tuple[dict[str, Any], str]] = [
+    ({"answer": 7}, "7"),
+    ({"answer": 27.0}, "27"),
+    ({"answer": 0.1 + 0.2}, "0.3"),
+    ({"answer": 0.00001}, "1e-05"),
+    ({"answer": -0.0}, "-0"),
+    ({"answer": False}, "False"),
+    ({"answer": ["7"]}, "7"),
+    ({"answer": ["3", 5]}, "3, 5"),
+    ({"answer": " 7 "}, "7"),
+    ({"answer": "1 + 1 = 2\n#### 1,080"}, "1,080"),
+    ({"answer": "6 * 2 = 12 #### 12"}, "12"),
+    ({"answer": r"so \boxed{3} or \boxed{4}"}, "3, 4"),
+    ({"answer": "The answer is 7."}, "7"),
+    ({"answer": "", "solution": r"So \boxed{2}."}, "2"),
+    ({"answer": float("nan"), "solution": r"So \boxed{2}."}, "2"),
+    ({"answer": None, "solution": "It is 2\n#### 2"}, "2"),
+    ({"answer": "None"}, "None"),
+    ({"answer": r"\infty"}, r"\infty"),
+    *(({"answer": letter, "kind": "choice"}, "B") for letter in ("B", "b.", "(B)", "B)", " B ", "B. 12 apples", "(b) some", r"\boxed{B}", "Answer: B", r"\text{(B)}", "Option B", "Ｂ")),
+    ({"solution": r"so \boxed{(H)}", "kind": "choice"}, "H"),
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "no_answer"),
+    ({"answer": float("nan")}, "no_answer"),
+    ({"answer": []}, "no_answer"),
+    ({"solution": "So it is 2."}, "no_answer"),
+    ({"answer": {"value": 7}, "solution": r"\boxed{7}"}, "bad_answer"),
+    ({"answer": [{"value": 7}]}, "bad_answer"),
+    ({"answer": b"7"}, "bad_answer"),
+    ({"answer": "nan", "solution": r"\boxed{7}"}, "bad_answer"),
+    ({"answer": "???"}, "bad_answer"),
+    ({"answer": "-"}, "bad_answer"),
+    ({"answer": r"\frac{"}, "bad_answer"),
+    ({"answer": r"\boxed{"}, "bad_answer"),
+    ({"answer": "####"}, "bad_answer"),
+    ({"answer": "7" * 1001}, "bad_answer"),
+    ({"answer": "12", "kind": "choice"}, "bad_answer"),
+    ({"answer": "A, C", "kind": "choice"}, "bad_answer"),
+    ({"answer": "K", "kind": "choice"}, "bad_answer"),
+    ({"answer": "A triangle", "kind": "choice"}, "bad_answer"),
+]
+
+
+@pytest.mark.parametrize(("row", "answer"), READ)
+def test_references_are_read_from_answers_and_solutions(row: dict[str, Any], answer: str) -> None:
+    assert read_reference(row) == answer
+
+
+@pytest.mark.parametrize(("row", "reason"), REFUSED)
+def test_references_that_can_never_be_right_are_refused(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRowError) as error:
+        read_reference(row)
+    assert error.value.reason == reason
+    if reason == BadRowReason.BAD_ANSWER:
+        with Judge("r1") as judge:
+            assert not judge.judge(r"\boxed{7}", row).correct
+
+
+def test_cases_from_the_wild_are_judged_right(shared: Path) -> None:
+    cases = [json.loads(line) for line in (shared / "cases" / "judging.jsonl").read_text().splitlines()]
+    with Judge("r1", num_workers=1) as judge:
+        verdicts = judge.judge_all((case["response"], case["row"]) for case in cases)
+    wrong = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.correct != case["right"]]
+    assert len(wrong) <= 0.02 * len(cases), wrong
+    assert not any(verdict.timed_out for verdict in verdicts)

@@ -68,11 +68,12 @@ ANNOUNCED = re.compile(
     r"|(?:答案|答え|正解|결과|정답|답)\s*(?:应该是|应为|是|为|は|은|는|이|:|：)+|故?选\s*(?:择)?\s*(?:是|为)?[:：]?"
     r"|(?i:\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)(?:\s+\w+)?\s*(?:(?:es|é|è|est|ist|lautet)\b|[:=—–-]))"
 )
+# What may stand between that and the answer, or the letter.
 FILLER = re.compile(
-    r"(?:[\s:：*_\"“”$({\[]|\\(?:text\w*|math\w+|bf|\(|\[)(?![a-zA-Z])|\bis\b|"
-    r"(?i:\b(?:therefore|thus|then|hence|so|clearly|simply|just|indeed|likely|most|probably|definitely|equal to|now|also"
-    r"|about|approximately|given by|option|choice|letter|the|one|number|value)\b,?))*"
+    r"(?:[\s:：*_\"“”]|\bis\b|(?i:\b(?:therefore|thus|then|hence|so|clearly|simply|just|indeed|likely|most|probably"
+    r"|definitely|equal to|now|also|about|approximately|given by|option|choice|letter|the|one|number|value)\b,?))*"
 )
+LETTER_FILLER = re.compile(rf"(?:{FILLER.pattern}|[${{\[]|\\(?:text\w*|math\w+|bf|\(|\[)(?![a-zA-Z]))*")
 SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s|입니다|です")
 
 LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+*/=^]))"
@@ -212,15 +213,12 @@ def find_in_prose(text: str) -> str | None:
 
 def read_announced(text: str) -> str | None:
     """Return the answer that a text begins with; None if it is none, as after "the answer is not"."""
-    start = FILLER.match(text)
-    begun = text[: start.end() if start else 0]
-    if (formula := FORMULA.match(text, max(begun.find("$"), 0) if "$" in begun else len(begun))) is not None:
+    filler = FILLER.match(text)
+    rest = text[filler.end() if filler else 0 :]
+    if (formula := FORMULA.match(rest)) is not None:
         return next(filter(None, formula.groups())).strip()
-    rest = text[len(begun) :]
     end = SENTENCE_END.search(rest)
     sentence = (rest[: end.start()] if end else rest).strip(" *_\"”$`")
-    if begun.rstrip(" ").endswith("("):
-        sentence = f"({sentence}"
     if not sentence or re.match(r"(?i)not\b|n't", sentence):
         return None
     if re.search(r"\d", sentence):
@@ -267,16 +265,14 @@ def read_letter(text: str) -> str | None:
 def find_letter_in_prose(text: str) -> str | None:
     """Return the option that a text calls the answer, or right, or begins its last line with."""
     for found in reversed(list(ANNOUNCED.finditer(text))):
-        filler = FILLER.match(text, found.end())
-        place = filler.end() if filler else found.end()
-        if (letter := letter_at(text, place)) is not None:
+        filler = LETTER_FILLER.match(text, found.end())
+        if (letter := letter_at(text, filler.end() if filler else found.end())) is not None:
             return letter
-    called = [found for found in CALLED_RIGHT.finditer(text)]
+    called = list(CALLED_RIGHT.finditer(text))
     called += [found for found in OPTION.finditer(text) if not DENIED.search(sentence_around(text, found))]
-    for pattern in (called, ):
-        if pattern:
-            last = max(pattern, key=lambda found: found.start())
-            return re.sub(r"\W", "", next(filter(None, last.groups()))).upper()
+    if called:
+        last = max(called, key=lambda found: found.start())
+        return re.sub(r"\W", "", next(filter(None, last.groups()))).upper()
     return read_letter(text.rpartition("\n")[2])
 
 

@@ -266,7 +266,6 @@ def is_terminating(value: Fraction) -> bool:
 
 PAIRS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", "{": "}"}
 BRACKET = re.compile(r"\\[{}]|\\[lr]angle|[()\[\]{}]")
-OPENING = {"(", "[", r"\{", r"\langle", "{"}
 THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
 SEPARATOR = re.compile(r",\s*(?:and|or)\b|[,;，；]|\\cup(?![a-zA-Z])|\\(?:lor|vee)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|[和或与及]")
 RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|\\ne(?![a-zA-Z])|\\approx(?![a-zA-Z])|\\in(?![a-zA-Z])|[<>=]")
@@ -342,17 +341,17 @@ def split_parts(text: str, joins_thousands: bool = True) -> list[str]:
 
 def bracket_depth(text: str) -> int:
     """Return how many brackets of a text are open at its end."""
-    return sum(1 if bracket in OPENING else -1 for bracket in BRACKET.findall(text))
+    return sum(1 if bracket in PAIRS else -1 for bracket in BRACKET.findall(text))
 
 
 def read_brackets(text: str) -> tuple[str, str, str] | None:
     """Return the brackets around a whole text, and what they hold; None without such."""
     found = list(BRACKET.finditer(text))
-    if len(found) < 2 or found[0].start() != 0 or found[-1].end() != len(text):
+    if len(found) < 2 or found[0].start() != 0 or found[-1].end() != len(text) or found[0][0] not in PAIRS:
         return None
     depth = 0
     for bracket in found:
-        depth += 1 if bracket[0] in OPENING else -1
+        depth += 1 if bracket[0] in PAIRS else -1
         if depth == 0 and bracket is not found[-1]:
             return None
     return (found[0][0], text[found[0].end() : found[-1].start()], found[-1][0]) if depth == 0 else None

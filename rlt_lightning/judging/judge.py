@@ -40,7 +40,7 @@ from rlt_lightning.judging.answers import (
     solution_block,
     solves_countdown,
 )
-from rlt_lightning.judging.compare import same_answer, same_numbers
+from rlt_lightning.judging.compare import same_answer
 from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError
 
@@ -206,9 +206,8 @@ class Judge:
         if kind != "math":
             raise InputError(f"The kind of a reference must be math, choice or countdown, but is '{kind}'.")
         wanted, answer = require_answer(reference), find_answer(block)
-        quick = same_numbers(wanted, answer) if wanted and answer else False
-        if quick is not None:
-            return lambda: Verdict(quick, formatted, answer)
+        if wanted is None or answer is None:
+            return lambda: Verdict(False, formatted, answer)
         result = self._submit(same_answer, wanted, answer)
 
         def end() -> Verdict:
