@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from rlt_lightning.judging.compare import read_quantity, same_answer, same_numbers
 from rlt_lightning.judging.normalise import normalise, read_characters
-from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 from rlt_lightning.version import __version__
 
@@ -54,19 +54,22 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BARE_BOX = re.compile(r"-?(?:\\[a-zA-Z]+(?:\{[^{}]*\})*|\([^()\s]*\)|\d[\d.,/]*|[a-zA-Z]+)")
 # Between two boxes that are one answer.
 BETWEEN_BOXES = re.compile(
-    r"[\s$\\(),;]*(?:,|;|\band\b|\bor\b|和|或)[\s$\\(),;]*(?:(?:and|or)\s*)?[\s$]*(?:\$?[a-zA-Z]\w*\s*=\s*)?", re.I
+    r"[\s,;]*(?:,|;|\band\b|\bor\b|和|或)[\s,;]*(?:(?:and|or)\s*)?(?:[a-zA-Z]\w*\s*=\s*)?", re.I
 )
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 HASHES = re.compile(r"^#### *(.+)$", re.MULTILINE)
-FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
 LAST_NUMBER = re.compile(
-    r"(?:(?<![\w).])-\s?)?[$€£¥₹]?(?:\\frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?|\.\d+)(?:\s?\\?%)?", re.I
+    r"(?:(?<![\w).])-\s?)?[$€£¥₹]?(?:\\frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?|\.\d+)(?:\s?\\?%)?",
+    re.I,
 )
 # What announces an answer, in the languages that models answer in.
 ANNOUNCED = re.compile(
     r"(?i:\banswers?(?:\s+(?:to|of|for)\b[^.\n]{0,60}?)?\W{0,4}\s*(?:(?:is|are|was|would be|should be|must be|will be)\b|[:=]))"
-    r"|(?:答案|答え|正解|결과|정답|답)\s*(?:应该是|应为|是|为|は|은|는|이|:|：)+|故?选\s*(?:择)?\s*(?:是|为)?[:：]?"
-    r"|(?i:\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)(?:\s+\w+)?\s*(?:(?:es|é|è|est|ist|lautet)\b|[:=—–-]))"
+    r"|(?:答案|答え|正解|결과|정답|답|उत्तर|الجواب|الإجابة)\s*(?:应该是|应为|是|为|は|은|는|이|:|：)+|故?选\s*(?:择)?\s*(?:是|为)?[:：]?"
+    r"|(?i:\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap|đáp án|ответ)(?:\s+\w+)?\s*(?:(?:es|é|è|est|ist|lautet)\b|[:=—–-]))"
 )
 # What may stand between that and the answer, or the letter.
 FILLER = re.compile(
@@ -74,19 +77,26 @@ FILLER = re.compile(
     r"|definitely|equal to|now|also|about|approximately|given by|option|choice|letter|the|one|number|value)\b,?))*"
 )
 LETTER_FILLER = re.compile(rf"(?:{FILLER.pattern}|[${{\[]|\\(?:text\w*|math\w+|bf|\(|\[)(?![a-zA-Z]))*")
-SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s|입니다|です")
+SENTENCE_END = re.compile(
+    r"[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s|입니다|です"
+)
 
 LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+*/=^]))"
 MORE_LETTERS = re.compile(r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*\(?[A-J](?!\w)")
 # A and I are words, too.
 WORD_FOLLOWS = re.compile(r"\s+(?!(?:because|since|as|which|with|for|and|is|so|or|but|not|by)\b)[a-z]+")
-ONE_LETTER = re.compile(r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer)\b\W*(?:is\b)?)?\W*([A-Ja-j])(?P<rest>.*)", re.DOTALL)
+ONE_LETTER = re.compile(
+    r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer)\b\W*(?:is\b)?)?\W*([A-Ja-j])(?P<rest>.*)",
+    re.DOTALL,
+)
 CALLED_RIGHT = re.compile(
     rf"(?i:\b(?:correct|right|best)\s+(?:option|choice|one|letter)\W*(?:is|:)\W*(?:option\s+)?|\b(?:choose|select|pick)\s+(?:option\s+|choice\s+)?)\W{{0,3}}({LETTER})"
     rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*({LETTER})\s*(?i:is\s+(?:therefore\s+|thus\s+)?(?:the\s+)?(?:correct|right|best|answer))"
 )
 OPTION = re.compile(rf"(?i:\b(?:option|choice)\s+)({LETTER})")
-DENIED = re.compile(r"(?i)\b(?:not|n't|wrong|incorrect|false|eliminate\w*|rule[sd]?|exclude\w*|unlike|than|too)\b|n't")
+DENIED = re.compile(
+    r"(?i)\b(?:not|n't|wrong|incorrect|false|eliminate\w*|rule[sd]?|exclude\w*|unlike|than|too)\b|n't"
+)
 
 # Texts that stand for a missing answer.
 MISSING = {"nan", "null", "n/a", "na", "<na>", "undefined", "tbd", "unknown"}
@@ -110,20 +120,24 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 # Where answers stand
 
 
-def solution_block(response: str, solution_open: str, solution_close: str, thought_close: str = "") -> str:
-    """Return the end of the solution: of the text after the last opening tag, or else after the thought."""
-    _, opened, block = response.rpartition(solution_open)
-    if opened:
-        block = block.partition(solution_close)[0]
-    elif thought_close:
-        block = block.rpartition(thought_close)[2]
+def solution_block(response: str, tags: TagStyle) -> str:
+    """Return the end of the solution: what follows the thought, without the solution's tags.
+
+    Returns:
+        The whole response without any tag, and nothing of a thought that is never closed.
+    """
+    _, closed, rest = response.rpartition(tags.thought_close)
+    if not closed and tags.thought_open in response and tags.solution_open not in response:
+        return ""
+    rest = rest if closed and rest.strip() else response
+    block = rest.rpartition(tags.solution_open)[2].partition(tags.solution_close)[0]
     return block[-BLOCK_CHARS:]
 
 
 def find_answer(text: str) -> str | None:
     """Return the answer that a solution gives; see the file's header for where it stands."""
     if (marked := marked_answer(text)) is not None:
-        return marked
+        return read_written(marked)
     return None if is_box_open(text) else find_in_prose(text[-ANSWER_CHARS:])
 
 
@@ -154,7 +168,9 @@ def find_boxes(text: str) -> list[tuple[int, int, str]]:
 
 def is_box_open(text: str) -> bool:
     """Return whether a box is opened and never closed, and no other has an answer."""
-    opened = (box for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1] if text.startswith("{", box.end()))
+    opened = (
+        box for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1] if text.startswith("{", box.end())
+    )
     return not find_boxes(text) and any(read_braces(text, box.end() + 1) is None for box in opened)
 
 
@@ -163,7 +179,7 @@ def join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
     start, _, content = boxes[0]
     contents = [content]
     for before, end, content in boxes[1:]:
-        if end > start or not BETWEEN_BOXES.fullmatch(text, end, start):
+        if end > start or not BETWEEN_BOXES.fullmatch(re.sub(r"\\text|[{}$\\()]", " ", text[end:start])):
             break
         if content not in contents:
             contents.append(content)
@@ -191,7 +207,9 @@ def is_final_line(line: str, text: str) -> bool:
     """Return whether what follows `####` is an answer: a number, with words only in a text's last line."""
     value = read_quantity(normalise(line))
     if value is None:
-        return not re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", line)) and not re.match(r"\W*\d+[.)]\s", line)
+        return not re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", line)) and not re.match(
+            r"\W*\d+[.)]\s", line
+        )
     return not re.search(r"[^\W\d_]{2}", line) or text.rstrip().endswith(line.rstrip())
 
 
@@ -218,7 +236,7 @@ def read_announced(text: str) -> str | None:
     if (formula := FORMULA.match(rest)) is not None:
         return next(filter(None, formula.groups())).strip()
     end = SENTENCE_END.search(rest)
-    sentence = (rest[: end.start()] if end else rest).strip(" *_\"”$`")
+    sentence = (rest[: end.start()] if end else rest).strip(' *_"”$`')
     if not sentence or re.match(r"(?i)not\b|n't", sentence):
         return None
     if re.search(r"\d", sentence):
@@ -314,10 +332,14 @@ def write_value(value: Any) -> str | None:
         return "" if math.isnan(value) else f"{value:.15g}"
     if isinstance(value, list | tuple):
         parts = [write_value(part) for part in value]
-        return None if None in parts or len(parts) > ANSWER_CHARS else ", ".join(part for part in parts if part)
+        return (
+            None if None in parts or len(parts) > ANSWER_CHARS else ", ".join(part for part in parts if part)
+        )
     if value is None:
         return ""
-    return str(value).strip() if isinstance(value, str | int | Fraction) else None
+    if isinstance(value, int) and value.bit_length() > 10 * ANSWER_CHARS:  # Python refuses to write it
+        return None
+    return str(value).strip() if isinstance(value, str | int) else None
 
 
 def read_written(text: str) -> str | None:
@@ -342,13 +364,17 @@ def read_reference(row: Reference) -> str:
         raise BadRowError(BadRowReason.BAD_ANSWER, "answer has a box or #### without an answer")
     if answer is None and write_value(row.get("answer")) is None:
         kind = type(row["answer"]).__name__
-        raise BadRowError(BadRowReason.BAD_ANSWER, f"answer must be text, a number or a list of these, but is {kind}")
+        raise BadRowError(
+            BadRowReason.BAD_ANSWER, f"answer must be text, a number or a list of these, but is {kind}"
+        )
     if answer is None:
         detail = "the row has no answer, and its solution has none in \\boxed{} or after ####"
         raise BadRowError(BadRowReason.NO_ANSWER, detail)
     if row.get("kind") == "choice":
         if (letter := read_letter(answer) or find_letter_in_prose(answer)) is None:
-            raise BadRowError(BadRowReason.BAD_ANSWER, "the answer to a choice must be one letter from A to J")
+            raise BadRowError(
+                BadRowReason.BAD_ANSWER, "the answer to a choice must be one letter from A to J"
+            )
         return letter
     if (fault := find_fault(answer)) is not None:
         raise BadRowError(BadRowReason.BAD_ANSWER, f"no response can equal the answer, which {fault}")
@@ -376,7 +402,7 @@ def ends_with_answer(text: str, reference: Reference) -> bool | None:
     formulas.
     """
     for tags in (STRATOS, R1):
-        text = solution_block(text, tags.solution_open, tags.solution_close)
+        text = solution_block(text, tags)
     if (problem := read_countdown(reference)) is not None:
         expression = arithmetic_expression(text)
         return expression is not None and solves_countdown(expression, *problem)

@@ -25,14 +25,14 @@ from rlt_lightning.judging.normalise import normalise
 MIN_DIGITS = 6
 # Formulas are evaluated to so many digits, and equal up to so many; a larger value is not computed.
 PRECISION, AGREEMENT, MAX_DIGITS = 100, 80, 10_000
-NUM_POINTS = 3  # at which formulas with variables are compared
+NUM_POINTS = 4  # at which formulas with variables are compared
 
 
 # Numbers
 
 DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 NUMBER = re.compile(
-    rf"""(?P<sign>[-+]?)\s*(?P<currency>[$€£¥₹₽₩]?)\s*(?P<inner>-?)(?:
+    rf"""(?P<sign>[-+]?)\s*(?P<currency>[$€£¥₹₽₩]|US\s?\$|USD|EUR|Rs\.?|)\s*(?P<inner>-?)(?:
     (?P<thousands>[1-9]\d{{0,2}}(?:,\d{{3}})+(?:\.\d+)?)
     |(?P<repeating>\d*\.\d*(?:\\overline\s*\{{\d+\}}|\(\d+\)))
     |(?P<whole>\d+)\s*(?:\\frac\s*\{{(?P<num>\d+)\}}\s*\{{(?P<den>\d+)\}}|\s(?P<num2>\d+)\s*/\s*(?P<den2>\d+))
@@ -43,8 +43,8 @@ NUMBER = re.compile(
     )(?P<rest>.*)""",
     re.VERBOSE | re.DOTALL,
 )
-SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-SCALES |= {"百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
+SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES |= {"dozen": 12, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
 
 # Units: the word for each, and its other spellings, without plural s. Of `SHORT` ones a space must stand before,
 # since `3m` may be a product.
@@ -75,30 +75,79 @@ UNITS = {
     "l": "liter litre 升",
     "degree": "deg 度",
     "rad": "radian",
-    "dollar": "usd $ 美元",
+    "dollar": "usd us $ 美元",
     "cent": "¢",
     "euro": "eur € 欧元",
     "gbp": "£",
     "¥": "yuan rmb 元 块 人民币 yen 円",
-    "rupee": "₹ inr",
+    "rupee": "₹ inr rs",
     "rouble": "₽ ruble",
     "won": "₩ 원",
-    "mph": "",
+    "mi/h": "mph",
     "km/h": "kmh kmph kph",
+    "am": "",
+    "pm": "",
     "unit": "",
     "people": "person 人",
     "%": "",
-    **{short: "" for short in ("n", "j", "w", "v", "k", "c", "f", "a", "hz", "pa", "kw", "kj", "ev", "mol", "ha", "acre")},
+    **dict.fromkeys(
+        [
+            "dm",
+            "n",
+            "j",
+            "w",
+            "v",
+            "k",
+            "c",
+            "f",
+            "a",
+            "hz",
+            "pa",
+            "kw",
+            "kj",
+            "ev",
+            "mol",
+            "ha",
+            "acre",
+            "ohm",
+        ],
+        "",
+    ),
 }
 UNIT_OF = {word: unit for unit, words in UNITS.items() for word in (unit, *words.split())}
-SHORT = re.compile(r"[a-zA-Z]|in|pa|ha|ev")
+SHORT = re.compile(r"[a-zA-Z]|in|am|pm|pa|ha|ev|rs|us")
 UNIT_TOKEN = re.compile(r"[^\W\d_]+|[$€£¥₹₽₩¢%]|/|\^\s*\{-?\d\}")
 UNIT = re.compile(rf"(?:\s|\\cdot|{UNIT_TOKEN.pattern}|[().'-])*")
 POWERS = {"square": "2", "sq": "2", "平方": "2", "cubic": "3", "cu": "3"}
+# After these a short word is a unit, too.
+AHEAD = {*POWERS, "/", "per"}
 # Words after a number that change its value.
-CHANGING = {"squared", "cubed", "factorial", "over", "time", "plu", "minu", "divided", "tenth", "hundredth", "mod", "not"}
+CHANGING = set(
+    [
+        "squared",
+        "cubed",
+        "factorial",
+        "over",
+        "time",
+        "plu",
+        "minu",
+        "divided",
+        "tenth",
+        "hundredth",
+        "mod",
+        "not",
+        "or",
+        "and",
+        "than",
+        "to",
+        "least",
+        "most",
+    ]
+)
 # Languages without spaces write a unit directly behind a number.
-UNSPACED = re.compile(r"[\u0e00-\u0eff\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0400-\u04ff\u0600-\u06ff\u0900-\u0dff]")
+UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0400-\u04ff\u0600-\u06ff\u0900-\u0dff]"
+)
 
 
 @dataclass(frozen=True)
@@ -127,7 +176,7 @@ def read_quantity(text: str) -> Quantity | None:
     if found is None or (number := read_number(found)) is None:
         return None
     rest, value = found["rest"], number.value
-    if (percent := rest.lstrip().startswith("%")):
+    if percent := rest.lstrip().startswith("%"):
         rest = rest.lstrip()[1:]
     words = rest.split()
     if words and (scale := SCALES.get(words[0].lower().removesuffix("s"))):
@@ -184,32 +233,48 @@ def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
     if not UNIT.fullmatch(text):
         return None
     tokens = UNIT_TOKEN.findall(text)
-    names = [UNIT_OF.get(singular(token), singular(token)) for token in tokens]
-    known = [singular(token) in UNIT_OF or token.lower() in POWERS for token in tokens]
     if not tokens:
         return frozenset() if not text.strip(" .'-()") else None
+    names = [UNIT_OF.get(singular(token), "") for token in tokens]
+    names = [
+        "" if SHORT.fullmatch(tokens[i]) and i and tokens[i - 1].lower() not in AHEAD else names[i]
+        for i in range(len(tokens))
+    ]
     first = tokens[0]
-    if set(names) & CHANGING or (SHORT.fullmatch(first) and not spaced) or first in "/^":
+    if (
+        {singular(token) for token in tokens} & CHANGING
+        or first in "/^"
+        or (SHORT.fullmatch(first) and not spaced)
+    ):
         return None
-    is_unit = (known[0] and (spaced or not names[1:] or known[-1])) or UNSPACED.search(first) is not None
-    if not is_unit and not (spaced and any(len(token) >= 4 for token in tokens)):
-        return None
-    return frozenset(merge_powers(names))
+    is_unit = names[0] or first.lower() in POWERS
+    is_written = spaced or all(
+        name or token in "/^" or token.startswith("^") for name, token in zip(names, tokens, strict=True)
+    )
+    if not UNSPACED.search(first) and not (is_unit and is_written):
+        if not (spaced and any(len(token) >= 4 and token.isalpha() for token in tokens)):
+            return None
+    return frozenset(merge_unit(names, tokens))
 
 
-def merge_powers(names: list[str]) -> Iterator[str]:
-    """Yield units with their powers: cm^2 of `square cm`, `cm ^{2}` and `平方 cm`."""
-    power = ""
-    for name, following in zip(names, [*names[1:], ""], strict=True):
-        before = POWERS.get(name)
-        if before and following:
-            power = before
-        elif name == "per":
-            yield "/"
-        elif not name.startswith("^"):
-            raised = re.sub(r"\D", "", following) if following.startswith("^") else ""
-            yield name + (power or raised)
-            power = ""
+def merge_unit(names: list[str], tokens: list[str]) -> Iterator[str]:
+    """Yield the known units, each with its power and `/`, and the other words: `cm2` of `square cm`, `/h` of `per hour`.
+
+    Other words begin with a space.
+    """
+    power = over = ""
+    for i, (name, token) in enumerate(zip(names, tokens, strict=True)):
+        if token.lower() in POWERS and i + 1 < len(tokens):
+            power = POWERS[token.lower()]
+        elif token in ("/", "per"):
+            over = "/"
+        elif not token.startswith("^"):
+            following = tokens[i + 1] if i + 1 < len(tokens) else ""
+            raised = re.sub(r"[^\d-]", "", following) if following.startswith("^") else power
+            first, *others = name.split("/") if name else [f" {singular(token)}"]
+            yield over + first + raised
+            yield from (f"/{other}" for other in others)
+            power = over = ""
 
 
 def singular(word: str) -> str:
@@ -224,21 +289,29 @@ def same_quantity(a: Quantity, b: Quantity) -> bool:
         return False
     if a.percent == b.percent:
         return same_number(a, b)
+    if any(not name.startswith(" ") for name in a.unit | b.unit):
+        return False  # 45 degrees are not 45 %
     percentage, number = (a, b) if a.percent else (b, a)
     hundredth = replace(percentage, value=percentage.value / 100, step=percentage.step / 100)
     return same_number(percentage, number) or same_number(hundredth, number)
 
 
 def same_unit(a: frozenset[str], b: frozenset[str]) -> bool:
-    """Return whether two units agree; one may say more, such as `apples in total`."""
-    return a <= b or b <= a
+    """Return whether two units agree; one may have more words, such as `apples in total`, or be missing."""
+    if not a or not b:
+        return True
+    known, others = ({name for name in unit if name[0] != " "} for unit in (a, b))
+    words, other_words = a - known, b - others
+    return known == others and (words <= other_words or other_words <= words)
 
 
 def same_number(a: Quantity, b: Quantity) -> bool:
     """Return whether two numbers are equal, or one is the other as a decimal of at least `MIN_DIGITS` digits."""
     if a.value == b.value:
         return True
-    return (not b.step or not b.digits) and is_rounded(a, b.value) or (not a.digits and is_rounded(b, a.value))
+    return ((not b.step or not b.digits) and is_rounded(a, b.value)) or (
+        not a.digits and is_rounded(b, a.value)
+    )
 
 
 def is_rounded(decimal: Quantity, value: Fraction) -> bool:
@@ -267,11 +340,18 @@ def is_terminating(value: Fraction) -> bool:
 PAIRS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", "{": "}"}
 BRACKET = re.compile(r"\\[{}]|\\[lr]angle|[()\[\]{}]")
 THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
-SEPARATOR = re.compile(r",\s*(?:and|or)\b|[,;，；]|\\cup(?![a-zA-Z])|\\(?:lor|vee)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|[和或与及]")
-RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|\\ne(?![a-zA-Z])|\\approx(?![a-zA-Z])|\\in(?![a-zA-Z])|[<>=]")
+SEPARATOR = re.compile(
+    r",\s*(?:and|or)\b|[,;，；]|\\cup(?![a-zA-Z])|\\(?:lor|vee)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|[和或与及]"
+)
+RELATION = re.compile(
+    r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|\\ne(?![a-zA-Z])|\\approx(?![a-zA-Z])|\\in(?![a-zA-Z])|[<>=]"
+)
 # A variable, function or measure, as it stands left of an equals sign.
-NAME = re.compile(r"(?:\\(?:angle|triangle|overline|widehat)\s*)?\\?[a-zA-Z]+'*(?:_\{[^{}]*\})?(?:\^\{-1\})?(?:\s*\([^()=<>]*\))?(?:\s*\{?[A-Z]+\}?)?")
+NAME = re.compile(
+    r"(?:\\(?:angle|triangle|overline|widehat)\s*)?\\?[a-zA-Z]+'*(?:_\{[^{}]*\})?(?:\^\{-1\})?(?:\s*\([^()=<>]*\))?(?:\s*\{?[A-Z]+\}?)?"
+)
 TUPLE_NAME = re.compile(r"\(\s*\w+(?:\s*,\s*\w+)+\s*\)")
+SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\(-\\infty,\\infty\))?\s*[|:]\s*(.*[<>=\\].*)\\\}")
 VARIABLE = re.compile(r"\\?[a-zA-Z]+(?:_\{[^{}]*\})?(?:\([a-z]\))?")
 
 
@@ -304,6 +384,8 @@ def read_answer(text: str) -> Parsed:
     parts = split_parts(text)
     if len(parts) > 1:
         return Parsed(text, brackets=",", parts=tuple(map(read_answer, parts)))
+    if builder := SET_BUILDER.fullmatch(text):
+        return read_answer(builder[1])
     members, relations = split_relations(text)
     if {"=", r"\approx"} >= set(relations) != set() or relations == [r"\in"]:
         if name := read_name(members):
@@ -413,7 +495,7 @@ def same_numbers(reference: str, answer: str) -> bool | None:
     """Return whether two texts are equal as they are written or as numbers; None if more must be known."""
     a, b = normalise(reference), normalise(answer)
     if a == b:
-        return True
+        return bool(a)
     first, second = read_quantity(a), read_quantity(b)
     return None if first is None or second is None else same_quantity(first, second)
 
@@ -421,7 +503,11 @@ def same_numbers(reference: str, answer: str) -> bool | None:
 def same_answer(reference: str, answer: str) -> bool:
     """Return whether an answer is equal to the reference."""
     quick = same_numbers(reference, answer)
-    return same_parsed(read_answer(normalise(reference)), read_answer(normalise(answer))) if quick is None else quick
+    return (
+        same_parsed(read_answer(normalise(reference)), read_answer(normalise(answer)))
+        if quick is None
+        else quick
+    )
 
 
 def same_parsed(a: Parsed, b: Parsed) -> bool:
@@ -430,6 +516,7 @@ def same_parsed(a: Parsed, b: Parsed) -> bool:
         return same_equation(a, b)
     if a.name and not b.name and re.search(r"[-+*/]|\\times|\\cdot", a.name):
         return False  # 0 is no answer for x-y=0
+    a, b = order_named(a, b.brackets), order_named(b, a.brackets)
     if a.brackets == "," and not b.brackets:
         b = Parsed(b.text, brackets=",", parts=(b,))
     if b.brackets == "," and not a.brackets:
@@ -450,6 +537,14 @@ def same_parsed(a: Parsed, b: Parsed) -> bool:
             return False
         left.remove(match)
     return True
+
+
+def order_named(parsed: Parsed, brackets: str) -> Parsed:
+    """Return `x=3, y=4` as the pair (3,4) where it is compared with a pair."""
+    names = {part.name for part in parsed.parts}
+    if brackets != "()" or parsed.brackets != "," or "" in names or len(names) < len(parsed.parts):
+        return parsed
+    return replace(parsed, brackets="()", parts=tuple(sorted(parsed.parts, key=lambda part: part.name)))
 
 
 def is_equation(parsed: Parsed) -> bool:
@@ -525,10 +620,13 @@ def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quant
         return same_relation(a, b)
     if not isinstance(a, Expr) or not isinstance(b, Expr):
         return type(a) is type(b) and bool(verify(a, b, float_rounding=AGREEMENT, timeout_seconds=None))
-    pairs = [(evaluate(a, i), evaluate(b, i)) for i in range(NUM_POINTS if a.free_symbols | b.free_symbols else 1)]
+    pairs = [
+        (evaluate(a, i), evaluate(b, i)) for i in range(NUM_POINTS if a.free_symbols | b.free_symbols else 1)
+    ]
     if any(x is None or y is None for x, y in pairs):
         return bool(verify(a, b, float_rounding=AGREEMENT, numeric_precision=PRECISION, timeout_seconds=None))
-    if all(agree(x, y) for x, y in pairs):
+    # Laws such as ln ab = ln a + ln b hold where both sides are real.
+    if all(agree(x, y) for x, y in [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs):
         return True
     if len(pairs) > 1 or not all(value.is_real for value in pairs[0]):
         return False
@@ -556,8 +654,8 @@ def parse_formula(text: str) -> Any:
     # Of numbers side by side math_verify takes the sum, of 1011_2 the digits.
     if re.search(r"\d\s+\d|\d\s*_", text) or not re.search(r"[^\W_]", text):
         return None
-    from math_verify import LatexExtractionConfig, parse
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
     from sympy import Float, I, Rational, Symbol
 
     # It warns that it has no time limit; the judge has one.
@@ -600,21 +698,21 @@ def evaluate(expression: Any, point: int) -> Any:
     """Return the value of a formula where its variables have fixed values; None if it has none there."""
     from sympy import Rational
 
-    names = sorted(expression.free_symbols, key=str)
-    values = {name: Rational(hash_name(str(name), point), 1009) for name in names}
+    values = {}
+    for place, name in enumerate(sorted(expression.free_symbols, key=str)):
+        number = 1009 + sum((i + 1) * 7919 * byte for i, byte in enumerate(f"{name}{point}".encode())) % 2003
+        # Half of the variables are negative at half of the points: |x| is not x, but the root of xy that of x times y.
+        sign = -1 if point >= NUM_POINTS // 2 and (place + point) % 2 else 1
+        values[name] = Rational(sign * number, 1009)
     try:
         value = expression.evalf(PRECISION, subs=values)
     except (ArithmeticError, AttributeError, TypeError, ValueError):
         return None
-    if getattr(value, "_prec", PRECISION) == 1:  # nothing is left of it but rounding, as of \sqrt{8}-2\sqrt{2}
+    if (
+        getattr(value, "_prec", PRECISION) == 1
+    ):  # nothing is left of it but rounding, as of \sqrt{8}-2\sqrt{2}
         value *= 0
     return value if value.is_number and value.is_finite else None
-
-
-def hash_name(name: str, point: int) -> int:
-    """Return a number that differs between names and points; the last point is negative."""
-    number = 1009 + sum((i + 1) * 7919 * byte for i, byte in enumerate(f"{name}{point}".encode())) % 2003
-    return -number if point == NUM_POINTS - 1 else number
 
 
 def agree(a: Any, b: Any) -> bool:

@@ -188,7 +188,7 @@ class Judge:
         """
         formatted = self.is_formatted(response)
         tags = self.tags
-        block = solution_block(response, tags.solution_open, tags.solution_close, tags.thought_close)
+        block = solution_block(response, tags)
         kind = reference.get("kind", "math")
         if kind == "choice":
             letter = find_letter(block)
@@ -206,9 +206,7 @@ class Judge:
         if kind != "math":
             raise InputError(f"The kind of a reference must be math, choice or countdown, but is '{kind}'.")
         wanted, answer = require_answer(reference), find_answer(block)
-        if wanted is None or answer is None:
-            return lambda: Verdict(False, formatted, answer)
-        result = self._submit(same_answer, wanted, answer)
+        result = self._submit(same_answer, wanted or "", answer or "")
 
         def end() -> Verdict:
             correct, timed_out = result(False)

@@ -35,7 +35,9 @@ SIGNS = {
     "°º˚": " degree ",
     "⟨〈": r"\langle ",
     "⟩〉": r"\rangle ",
-    "、": ",",
+    "、٬": ",",
+    "٫": ".",
+    "∶": ":",
     "’‘′": "'",
     "“”„«»": '"',
 }
@@ -56,12 +58,12 @@ LOOKS = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|boldmath|bf|it|rm|[bB]igg?[lr]?|[lL]arge|LARGE|huge|normalsize)"
     r"(?![a-zA-Z])|\\(?:left|right)\s*\.|\\(?:left|right)(?![a-zA-Z])|\\!|\\tag\*?\{[^{}]*\}"
 )
-LINES = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align|gathered|gather|equation|split)\*?\}|(?<!\\)&(?=[^&]*$)")
+LINES = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align|gathered|gather|equation|split)\*?\}|(?<!\\)&")
 DELIMITERS = re.compile(r"(?<!\\)\\[\[\]()]")
 SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|quad|qquad|thinspace|hspace\*?\{[^{}]*\})(?![a-zA-Z])|~")
 # Other spellings of a command.
 COMMANDS = {
-    r"\\[dtc]frac(?![a-zA-Z])": r"\\frac",
+    r"\\(?:[dtcs]|nice)frac(?![a-zA-Z])": r"\\frac",
     r"\\(?:leq|leqslant|le)(?![a-zA-Z])|<=|=<": r"\\le ",
     r"\\(?:geq|geqslant|ge)(?![a-zA-Z])|>=": r"\\ge ",
     r"\\lt(?![a-zA-Z])": "<",
@@ -75,6 +77,9 @@ COMMANDS = {
     r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\\(?:degree|textdegree)(?![a-zA-Z])": " degree ",
     r"\\(?:mathbb\s*\{R\}|mathbb R|R(?![a-zA-Z])|Reals)": r"(-\\infty,\\infty)",
     r"\b[bpBV]?matrix\}": "pmatrix}",
+    r"\\dot\s*(?=\{\d)": r"\\overline",
+    r"\\frac\s*\{\\(?:text|mathrm)\{([^{}]*)\}\}\s*\{\\(?:text|mathrm)\{([^{}]*)\}\}": r" \1/\2",
+    r"\((\d+)\)\s*_": r"\1_",
     r"(?i:\bper\s?cent(?:age)?\b|\bpct\b)|\\%|\\text\s*\{\\%\}": "%",
     r"\\(?:lvert|rvert|vert)(?![a-zA-Z])": "|",
     r"\\(?:mid)(?![a-zA-Z])": "|",
@@ -88,7 +93,9 @@ NAMES = re.compile(
 )
 NAME_OF = {"infinity": "infty", "inf": "infty", "oo": "infty"}
 
-THOUSANDS_SPACE = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\\[,;:! ]| |~|\{,\}|'|\{\\,\}) ?\d{3})+)(?![\d'])")
+THOUSANDS_SPACE = re.compile(
+    r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\\[,;:! ]| |~|\{,\}|'|\{\\,\}) ?\d{3})+)(?![\d'])"
+)
 SCIENTIFIC = re.compile(r"(?<![\w.}])([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)(?![\w.])")
 TIMES_TEN = re.compile(r"(?<=\d)\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
 POWER = re.compile(r"([\^_])\s*([+-]?\d+)")
@@ -113,16 +120,24 @@ def read_characters(text: str) -> str:
 
 def is_invisible(char: str) -> bool:
     """Return whether a character is a control, half a pair, or says how others are to be shown."""
-    return "\ufe00" <= char <= "\ufe0f" or (unicodedata.category(char) in ("Cf", "Cs", "Cc") and char not in "\n\t")
+    return "\ufe00" <= char <= "\ufe0f" or (
+        unicodedata.category(char) in ("Cf", "Cs", "Cc") and char not in "\n\t"
+    )
 
 
 def read_character(char: str) -> str:
     """Return one character as ASCII digits, a command of a Greek letter, or in its plain form."""
     if char.isascii() or ord(char) in SIGN_OF:
         return SIGN_OF.get(ord(char), char)
-    if "FRACTION" in (name := unicodedata.name(char, "")) and len(parts := unicodedata.normalize("NFKC", char).split("⁄")) == 2:
+    if (
+        "FRACTION" in (name := unicodedata.name(char, ""))
+        and len(parts := unicodedata.normalize("NFKC", char).split("⁄")) == 2
+    ):
         return rf"\frac{{{parts[0]}}}{{{parts[1]}}}"
-    if name.startswith("GREEK SMALL LETTER ") and (letter := name[19:].lower().replace("lamda", "lambda")) in GREEK.split():
+    if (
+        name.startswith("GREEK SMALL LETTER ")
+        and (letter := name[19:].lower().replace("lamda", "lambda")) in GREEK.split()
+    ):
         return rf"\{letter} "
     plain = unicodedata.normalize("NFKC", char)
     return "".join(str(unicodedata.decimal(part, part)) for part in plain)
@@ -146,8 +161,8 @@ def read_markup(text: str) -> str:
 def read_latex(text: str) -> str:
     """Return a text with one spelling of every command, and without those that only change its looks."""
     if not re.search(r"matrix|array|cases", text):
-        text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", text)
-    text = COLOUR.sub("", LINES.sub("", LOOKS.sub("", text)))
+        text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", LINES.sub("", text))
+    text = COLOUR.sub("", LOOKS.sub("", text))
     for pattern, written in COMMANDS.items():
         text = re.sub(pattern, written, text)
     while (unwrapped := UNWRAPPED.sub(r" \1 ", text)) != text:
@@ -187,7 +202,7 @@ def read_numbers(text: str) -> str:
 
 def tidy_ends(text: str) -> str:
     """Return a text without the punctuation around it, and without braces around all of it."""
-    text = text.strip(" \n\t\"'*`;:。,").removeprefix("=").strip()
+    text = text.strip(" \n\t\"'*`;:。,").removeprefix("=").removeprefix(r"\approx").strip()
     if not text.endswith(r"\ldots"):
         text = text.rstrip(".。;,: ")
     while text.startswith("{") and text.endswith("}") and "{" not in text[1:-1] and "}" not in text[1:-1]:
