@@ -62,7 +62,7 @@ FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
 LAST_NUMBER = re.compile(
-    r"(?:(?<![\w).])-\s?)?[$€£¥₹]?(?:\\frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?|\.\d+)(?:\s?\\?%)?",
+    r"(?:(?<![\w).])-\s?)?(?<![A-Za-z\d.])[$€£¥₹]?(?:\\frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?|\.\d+)(?:\s?\\?%)?",
     re.I,
 )
 # What announces an answer, in the languages that models answer in.
@@ -181,7 +181,8 @@ def join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
     for before, end, content in boxes[1:]:
         if end > start or not BETWEEN_BOXES.fullmatch(re.sub(r"\\text|[{}$\\()]", " ", text[end:start])):
             break
-        if content not in contents:
+        # The same value may be boxed in two forms.
+        if not any(same_numbers(content, other) for other in contents):
             contents.append(content)
         start = before
     return ", ".join(reversed(contents))
@@ -219,6 +220,8 @@ def find_in_prose(text: str) -> str | None:
         if (value := read_announced(text[found.end() :])) is not None:
             return value
     formulas = [found for found in FORMULA.finditer(text) if re.search(r"\w", found[0])]
+    # Behind an answer some text may name a variable again.
+    formulas = [found for found in formulas if re.search(r"\d", found[0])] or formulas
     numbers = list(LAST_NUMBER.finditer(text_of_numbers := read_characters(text)))
     whole = text.strip()
     if re.fullmatch(r"[!-~]*\w[!-~]*", whole) and not formulas:
