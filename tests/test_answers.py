@@ -1,4 +1,4 @@
-"""Which answers are equal, where an answer stands, and which rows can be judged: answers.yaml has the cases."""
+"""Which answers are equal, where an answer stands, which rows can be judged: answers.yaml has the cases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlt_lightning.judging.answers import ANSWER_CHARS, find_answer, find_letter, read_reference
+from rlt_lightning.judging.answers import find_answer, find_letter, read_reference
 from rlt_lightning.judging.compare import same_answer
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.judging.normalise import normalise
@@ -81,7 +81,6 @@ def test_an_answer_is_found_where_it_stands(kind: str) -> None:
 
 
 def test_a_mark_is_found_far_before_the_end() -> None:
-    assert find_answer("#### 42\n" + "and this agrees with the check. " * ANSWER_CHARS) is None
     assert find_answer("#### 42\n" + "and this agrees with the check. " * 80) == "42"
 
 
@@ -158,9 +157,14 @@ def test_references_that_can_never_be_right_are_refused(row: dict[str, Any], rea
     with pytest.raises(BadRowError) as error:
         read_reference(row)
     assert error.value.reason == reason
-    if reason == BadRowReason.BAD_ANSWER:
-        with Judge("r1") as judge:
-            assert not judge.judge(r"\boxed{7}", row).correct
+
+
+def test_a_judge_takes_nothing_for_right_where_nothing_can_be() -> None:
+    rows = [row for row, reason in REFUSED if reason == BadRowReason.BAD_ANSWER]
+    with Judge("r1", num_workers=1) as judge:
+        verdicts = judge.judge_all((r"\boxed{7}", row) for row in rows)
+        verdicts += judge.judge_all((rf"\boxed{{{row['answer']}}}", row) for row in rows)
+    assert not any(verdict.correct for verdict in verdicts)
 
 
 def test_cases_from_the_wild_are_judged_right(shared: Path) -> None:

@@ -1,20 +1,20 @@
-r"""Find the answer in a response and in a row: plain functions on bounded texts, quick enough for any process.
+r"""Find the answer in a response and in a row: plain functions on bounded texts, quick in any process.
 
     response ─ solution_block ─▶ solution ─ find_answer, find_letter ─▶ answer, or None
     row ─ read_reference ─▶ reference, or why no answer can ever be right
 
 Where an answer stands, the first of these that the solution has:
 
-1. the last box that is not empty, with boxes that only `and`, `or`, commas or a name part from it. If boxes are
-   opened and none is closed, there is no answer.
-2. the last `<answer>…</answer>`;
-3. the last line of `####` and a number, as GSM8K's solutions end. Other lines of `#` are headings.
-4. what follows the last "answer is", "Answer:", "答案是" and their like, if it begins with a value;
-5. the last formula between dollar signs, or the last number, whichever ends later.
+1. The last box that is not empty, with boxes that only `and`, `or`, a comma or a name parts from it. If boxes
+   are opened and none is closed, there is no answer.
+2. The last `<answer>…</answer>`.
+3. The last line of `####` and a number, as GSM8K's solutions end. Other lines of `#` are headings.
+4. What follows the last "answer is", "Answer:", "答案是" and their like, if it begins with a value.
+5. The last formula between dollar signs, or the last number, whichever ends later.
 
-A choice is the last box, `<answer>` or `####` line that holds a single letter, from A to J; else the letter after
-the last "answer is"; else one that is called right or chosen; else the one that the last line begins with. A box
-with a formula hides no letter, and two letters are none.
+A choice is a letter from A to J: in the last box, `<answer>` or `####` line that holds one; else after the
+last "answer is"; else one that is called right or chosen; else at the start of the last line. So a box with a
+formula hides no letter. Where several letters stand, none is chosen.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from fractions import Fraction
 from importlib import metadata
 from typing import Any, Literal
 
-from rlt_lightning.judging.compare import read_quantity, same_answer, same_numbers
+from rlt_lightning.judging.compare import same_answer, same_numbers
 from rlt_lightning.judging.normalise import normalise, read_characters
+from rlt_lightning.judging.quantities import read_quantity
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 from rlt_lightning.version import __version__
@@ -57,24 +58,34 @@ BETWEEN_BOXES = re.compile(
     r"[\s,;]*(?:,|;|\band\b|\bor\b|和|或)[\s,;]*(?:(?:and|or)\s*)?(?:[a-zA-Z]\w*\s*=\s*)?", re.I
 )
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-HASHES = re.compile(r"^#### *(.+)$", re.MULTILINE)
+HASHES = re.compile(r"^####(?!#) *(.+)$", re.MULTILINE)
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
 LAST_NUMBER = re.compile(
-    r"(?:(?<![\w).])-\s?)?(?<![A-Za-z\d.])[$€£¥₹]?(?:\\frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?|\.\d+)(?:\s?\\?%)?",
+    r"(?:(?<![\w).])-\s?)?(?<![A-Za-z\d.])[$€£¥₹]?"
+    r"(?:\\frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?|\.\d+)(?:\s?\\?%)?",
     re.I,
 )
 # What announces an answer, in the languages that models answer in.
 ANNOUNCED = re.compile(
-    r"(?i:\banswers?(?:\s+(?:to|of|for)\b[^.\n]{0,60}?)?\W{0,4}\s*(?:(?:is|are|was|would be|should be|must be|will be)\b|[:=]))"
-    r"|(?:答案|答え|正解|결과|정답|답|उत्तर|الجواب|الإجابة)\s*(?:应该是|应为|是|为|は|은|는|이|:|：)+|故?选\s*(?:择)?\s*(?:是|为)?[:：]?"
-    r"|(?i:\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap|đáp án|ответ)(?:\s+\w+)?\s*(?:(?:es|é|è|est|ist|lautet)\b|[:=—–-]))"
+    r"(?i:\bans(?:wers?)?(?:\s+choice)?(?:\s+(?:to|of|for)\b[^.\n]{0,60}?)?\W{0,4}"
+    r"\s*(?:(?:is|are|was|would be|should be|must be|will be)\b|[:=]))"
+    r"|(?:答案|答え|正解|결과|정답|답|उत्तर|الجواب|الإجابة)\s*(?:应该是|应为|是|为|は|은|는|이|هي|هو|:|：)+"
+    r"|故?选\s*(?:择)?\s*(?:是|为)?[:：]?"
+    r"|(?i:\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap|đáp án|ответ)(?:\s+\w+)?"
+    r"\s*(?:(?:es|é|è|est|ist|lautet)\b|[:=—–-]))"
 )
+# What is said of an answer, and is none.
+SAID = re.compile(
+    r"(?i)(?:not|n't|correct|right|wrong|clear|obvious|unique|found|given|obtained|as follows|here|below)\b"
+)
+MAX_WORDS = 6  # of an answer in words
 # What may stand between that and the answer, or the letter.
 FILLER = re.compile(
     r"(?:[\s:：*_\"“”]|\bis\b|(?i:\b(?:therefore|thus|then|hence|so|clearly|simply|just|indeed|likely|most|probably"
-    r"|definitely|equal to|now|also|about|approximately|given by|option|choice|letter|the|one|number|value)\b,?))*"
+    r"|definitely|equal to|now|also|about|approximately|given by|option|choice|letter|the|la|el|le|die|one"
+    r"|number|value)\b,?))*"
 )
 LETTER_FILLER = re.compile(rf"(?:{FILLER.pattern}|[${{\[]|\\(?:text\w*|math\w+|bf|\(|\[)(?![a-zA-Z]))*")
 SENTENCE_END = re.compile(
@@ -82,6 +93,7 @@ SENTENCE_END = re.compile(
 )
 
 LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+*/=^]))"
+LETTER_PLACE = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
 MORE_LETTERS = re.compile(r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*\(?[A-J](?!\w)")
 # A and I are words, too.
 WORD_FOLLOWS = re.compile(r"\s+(?!(?:because|since|as|which|with|for|and|is|so|or|but|not|by)\b)[a-z]+")
@@ -89,17 +101,20 @@ ONE_LETTER = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer)\b\W*(?:is\b)?)?\W*([A-Ja-j])(?P<rest>.*)",
     re.DOTALL,
 )
+SEVERAL = re.compile(r"\W*[A-J](?:\W*(?:and\b|or\b)?\W*[A-J])+\W*")
 CALLED_RIGHT = re.compile(
-    rf"(?i:\b(?:correct|right|best)\s+(?:option|choice|one|letter)\W*(?:is|:)\W*(?:option\s+)?|\b(?:choose|select|pick)\s+(?:option\s+|choice\s+)?)\W{{0,3}}({LETTER})"
-    rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*({LETTER})\s*(?i:is\s+(?:therefore\s+|thus\s+)?(?:the\s+)?(?:correct|right|best|answer))"
+    r"(?i:\b(?:correct|right|best)\s+(?:option|choice|one|letter)\W*(?:is|:)\W*(?:option\s+)?"
+    rf"|\b(?:choose|select|pick)\s+(?:option\s+|choice\s+)?)\W{{0,3}}({LETTER})"
+    rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*({LETTER})\s*"
+    r"(?i:is\s+(?:therefore\s+|thus\s+)?(?:the\s+)?(?:correct|right|best|answer))"
 )
-OPTION = re.compile(rf"(?i:\b(?:option|choice)\s+)({LETTER})")
+OPTION = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?\W{{0,4}})({LETTER})|\(([A-J])\)\W*$")
 DENIED = re.compile(
-    r"(?i)\b(?:not|n't|wrong|incorrect|false|eliminate\w*|rule[sd]?|exclude\w*|unlike|than|too)\b|n't"
+    r"(?i)\b(?:not|wrong|incorrect|false|eliminate\w*|rule[sd]?|exclude\w*|unlike|than|too)\b|n't"
 )
 
 # Texts that stand for a missing answer.
-MISSING = {"nan", "null", "n/a", "na", "<na>", "undefined", "tbd", "unknown"}
+MISSING = {"nan", "null", "n/a", "<na>"}
 # As tasks/countdown.py writes its questions.
 COUNTDOWN_QUESTION = re.compile(
     r"Make (\d+) from the numbers ([\d, and]+)\. Use each of the numbers exactly once"
@@ -152,7 +167,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def find_boxes(text: str) -> list[tuple[int, int, str]]:
-    """Return start, end and content of the last boxes that are neither empty nor left open, the last one first."""
+    """Return start, end and content of boxes that are neither empty nor left open, the last one first."""
     boxes = []
     for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1]:
         if text[box.end() : box.end() + 1] == "{":
@@ -168,10 +183,9 @@ def find_boxes(text: str) -> list[tuple[int, int, str]]:
 
 def is_box_open(text: str) -> bool:
     """Return whether a box is opened and never closed, and no other has an answer."""
-    opened = (
-        box for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1] if text.startswith("{", box.end())
-    )
-    return not find_boxes(text) and any(read_braces(text, box.end() + 1) is None for box in opened)
+    opened = [box.end() + 1 for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1]]
+    is_open = any(text[start - 1 : start] == "{" and read_braces(text, start) is None for start in opened)
+    return is_open and not find_boxes(text)
 
 
 def join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
@@ -206,12 +220,11 @@ def read_braces(text: str, start: int) -> str | None:
 
 def is_final_line(line: str, text: str) -> bool:
     """Return whether what follows `####` is an answer: a number, with words only in a text's last line."""
-    value = read_quantity(normalise(line))
-    if value is None:
-        return not re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", line)) and not re.match(
-            r"\W*\d+[.)]\s", line
-        )
-    return not re.search(r"[^\W\d_]{2}", line) or text.rstrip().endswith(line.rstrip())
+    has_words = re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", line)) is not None
+    is_item = re.match(r"\W*\d+[.)]\s", line) is not None
+    if read_quantity(normalise(line)) is None:
+        return not has_words and not is_item
+    return not has_words or text.rstrip().endswith(line.rstrip())
 
 
 def find_in_prose(text: str) -> str | None:
@@ -240,14 +253,14 @@ def read_announced(text: str) -> str | None:
         return next(filter(None, formula.groups())).strip()
     end = SENTENCE_END.search(rest)
     sentence = (rest[: end.start()] if end else rest).strip(' *_"”$`')
-    if not sentence or re.match(r"(?i)not\b|n't", sentence):
+    if (
+        not sentence
+        or SAID.match(sentence)
+        or (len(sentence.split()) > MAX_WORDS and not sentence[0].isdigit())
+    ):
         return None
-    if re.search(r"\d", sentence):
-        number = LAST_NUMBER.search(read_characters(sentence))
-        first_word = re.match(r"[^\W\d_]{2,}", sentence)
-        if first_word and number and not re.match(r"[a-zA-Z]\w{0,2}\s*=|\\", sentence):
-            return None
-    return sentence
+    begins_with_word = re.match(r"[^\W\d_]{2,}", sentence) and not re.match(r"[a-zA-Z]\w{0,2}\s*=", sentence)
+    return None if begins_with_word and LAST_NUMBER.search(read_characters(sentence)) else sentence
 
 
 def add_unit(text: str, number: re.Match[str]) -> str:
@@ -263,47 +276,59 @@ def add_unit(text: str, number: re.Match[str]) -> str:
 
 def find_letter(text: str) -> str | None:
     """Return the chosen option of a solution, from A to J; see the file's header for where it stands."""
-    marks = [content for _, _, content in find_boxes(text)]
+    boxes = find_boxes(text)
+    marks = [join_boxes(text, boxes)] if boxes else []
+    marks += [content for _, _, content in boxes]
     marks += [*ANSWER_TAG.findall(text)[::-1], *HASHES.findall(text)[::-1]]
-    letter = next(filter(None, map(read_letter, marks)), None)
-    return letter or find_letter_in_prose(read_characters(text[-ANSWER_CHARS:]).strip())
+    letters = (read_letter(mark) for mark in marks)
+    letter = next((letter for letter in letters if letter is not None), None)
+    return (find_letter_in_prose(text[-ANSWER_CHARS:]) if letter is None else letter) or None
 
 
 def read_letter(text: str) -> str | None:
-    """Return the letter of a text that names one option: `B`, `(B)`, `b.`, `B: 12`, `Option B`; else None."""
+    """Return the letter of a text that names one option: `B`, `(B)`, `b.`, `B: 12`, `Option B`.
+
+    Returns:
+        An empty text if it names several, None if it names none.
+    """
     text = normalise(text)
-    found = ONE_LETTER.fullmatch(text)
-    if found is None:
+    if SEVERAL.fullmatch(text):
+        return ""
+    if (match := ONE_LETTER.fullmatch(text)) is None:
         return None
-    letter, rest = found[1], found["rest"]
+    letter, rest = match[1], match["rest"]
+    if MORE_LETTERS.match(rest):
+        return ""
     is_alone = not re.search(r"\w", rest)
-    if MORE_LETTERS.match(rest) or (letter.islower() and not is_alone and not re.match(r"[).:\]]", rest)):
-        return None
+    if letter.islower():
+        return letter.upper() if is_alone or re.match(r"[).:\]]", rest) else None
     is_followed = is_alone or re.match(r"\s*[).:\]}]|\s+[^a-zA-Z\s]|\s+-\s|,\s", rest)
-    return letter.upper() if is_followed else None
+    return letter if is_followed else None
 
 
 def find_letter_in_prose(text: str) -> str | None:
     """Return the option that a text calls the answer, or right, or begins its last line with."""
-    for found in reversed(list(ANNOUNCED.finditer(text))):
-        filler = LETTER_FILLER.match(text, found.end())
-        if (letter := letter_at(text, filler.end() if filler else found.end())) is not None:
+    text = read_characters(text).strip()
+    for match in reversed(list(ANNOUNCED.finditer(text))):
+        filler = LETTER_FILLER.match(text, match.end())
+        if (letter := letter_at(text, filler.end() if filler else match.end())) is not None:
             return letter
     called = list(CALLED_RIGHT.finditer(text))
-    called += [found for found in OPTION.finditer(text) if not DENIED.search(sentence_around(text, found))]
+    called += [match for match in OPTION.finditer(text) if not DENIED.search(sentence_around(text, match))]
     if called:
-        last = max(called, key=lambda found: found.start())
+        last = max(called, key=lambda match: match.start())
         return re.sub(r"\W", "", next(filter(None, last.groups()))).upper()
     return read_letter(text.rpartition("\n")[2])
 
 
 def letter_at(text: str, place: int) -> str | None:
-    """Return the letter at a place of a text, if it is an option and no word or list."""
-    found = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))").match(text, place)
-    if found is None or MORE_LETTERS.match(text, found.end()):
+    """Return the letter at a place of a text; an empty text if several stand there, None for another word."""
+    if (match := LETTER_PLACE.match(text, place)) is None:
         return None
-    letter = re.sub(r"\W", "", found[0])
-    is_word = letter in "AI" and found[0] == letter and WORD_FOLLOWS.match(text, found.end())
+    if MORE_LETTERS.match(text, match.end()):
+        return ""
+    letter = re.sub(r"\W", "", match[0])
+    is_word = letter in "AI" and match[0] == letter and WORD_FOLLOWS.match(text, match.end())
     return None if is_word else letter.upper()
 
 
@@ -320,8 +345,8 @@ def sentence_around(text: str, found: re.Match[str]) -> str:
 def reference_answer(row: Reference) -> str | None:
     """Return the right answer of a row: its `answer` or, without one, the answer that its `solution` marks.
 
-    An `answer` may be a whole worked solution, such as GSM8K's, which ends in `#### 18`. A number loses what only
-    its storage added: 27.0 becomes 27. The answers in a list are all wanted.
+    An `answer` may be a whole worked solution, such as GSM8K's, which ends in `#### 18`. A number loses what
+    only its storage added: 27.0 becomes 27. The answers in a list are all wanted.
     """
     text = write_value(row.get("answer"))
     if text is None or text:
@@ -330,7 +355,7 @@ def reference_answer(row: Reference) -> str | None:
 
 
 def write_value(value: Any) -> str | None:
-    """Return a row's value as text, empty if it is missing; None if it is neither text nor number nor a list."""
+    """Return a row's value as text, empty if it is missing; None if it is no text, number or list of them."""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.15g}"
     if isinstance(value, list | tuple):
@@ -351,16 +376,15 @@ def read_written(text: str) -> str | None:
         return text.rpartition("####")[2].strip() or None
     if BOX.search(text):
         return marked_answer(text[-BLOCK_CHARS:])
-    found = ANNOUNCED.search(text)
-    return (found and find_in_prose(text[-ANSWER_CHARS:])) or text
+    return (ANNOUNCED.search(text) and find_in_prose(normalise(text[-ANSWER_CHARS:]))) or text
 
 
 def read_reference(row: Reference) -> str:
     """Return the right answer of a row, as a judge compares with it.
 
     Raises:
-        BadRowError: If the row has none, or one that no response can equal: a mapping, `NaN`, `???`, an open brace,
-            or an option that is not a single letter.
+        BadRowError: If the row has none, or one that no response can equal: a mapping, `nan`, `???`, an open
+            brace, or an option that is not a single letter.
     """
     answer = reference_answer(row)
     if answer is None and write_value(row.get("answer")):
@@ -374,7 +398,7 @@ def read_reference(row: Reference) -> str:
         detail = "the row has no answer, and its solution has none in \\boxed{} or after ####"
         raise BadRowError(BadRowReason.NO_ANSWER, detail)
     if row.get("kind") == "choice":
-        if (letter := read_letter(answer) or find_letter_in_prose(answer)) is None:
+        if not (letter := read_letter(answer) or find_letter_in_prose(answer)):
             raise BadRowError(
                 BadRowReason.BAD_ANSWER, "the answer to a choice must be one letter from A to J"
             )
@@ -398,11 +422,10 @@ def find_fault(answer: str) -> str | None:
 
 
 def ends_with_answer(text: str, reference: Reference) -> bool | None:
-    """Return whether a text ends with the right answer; None if that is no number, so that no quick rule can say.
+    """Return whether a text ends with the right answer; None if that is no number, so that a judge must say.
 
-    Of a Countdown problem, known by its columns or by its `question`, the expression at the end must solve it. It
-    starts no process, so that every run can count the right explanations among thousands. `Judge` also compares
-    formulas.
+    Of a Countdown problem, known by its columns or its question, the expression at the end must solve it. It
+    starts no process, so that every run can count the right explanations among thousands.
     """
     for tags in (STRATOS, R1):
         text = solution_block(text, tags)

@@ -1,8 +1,8 @@
-r"""Write an answer in one way, whatever its script, signs and markup: `normalise("**２½** °")` is `2\frac{1}{2} degree`.
+r"""Write an answer in one way, whatever its script, signs and markup: `**２½** °` is `2\frac{1}{2} degree`.
 
     characters ─▶ signs ─▶ markup ─▶ LaTeX ─▶ numbers ─▶ spaces
 
-Each step is a table or a few substitutions; tests/judging.py has a case for each. A value is never computed
+Each step is a table or a few substitutions; tests/answers.yaml has cases for each. A value is never computed
 here, so equal texts have equal values, and other texts are compared by `judging.compare`.
 """
 
@@ -147,8 +147,8 @@ def read_markup(text: str) -> str:
     """Return a text without Markdown's emphasis, HTML's tags and the signs around formulas."""
     text = HTML_RAISED.sub(lambda m: f"{'^' if m[1] in 'pP' else '_'}{{{m[2]}}}", text)
     text = HTML.sub(" ", text).strip()
-    while found := EMPHASIS.match(text):
-        text = found[2].strip()
+    while match := EMPHASIS.match(text):
+        text = match[2].strip()
     text = re.sub(r"(?<=[\w)])\s*\*\*\s*(?=[\w(-])", "^", text).replace("**", " ")
     text = DELIMITERS.sub(" ", text)
     text = re.sub(r"\\\$|＄", " DOLLAR ", text)
@@ -182,14 +182,14 @@ def read_latex(text: str) -> str:
 def brace_arguments(text: str, opening: re.Pattern[str]) -> str:
     """Replace the parentheses after a command by braces, as in `sqrt(2)`."""
     start = 0
-    while found := opening.search(text, start):
-        depth, end = 1, found.end()
+    while match := opening.search(text, start):
+        depth, end = 1, match.end()
         while end < len(text) and depth:
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
-        start = found.end()
+        start = match.end()
         if not depth:
-            text = f"{text[: found.start()]}{found[1]}{{{text[found.end() : end - 1]}}}{text[end:]}"
+            text = f"{text[: match.start()]}{match[1]}{{{text[match.end() : end - 1]}}}{text[end:]}"
     return text
 
 

@@ -40,7 +40,7 @@ from rlt_lightning.modules.text_reward import CorrectnessReward
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.result import GROUP_STD_BELOW, MIN_STEPS, MORE_STEPS
 from rlt_lightning.scoring.one_problem import ScoredBatch, score_problems
-from rlt_lightning.types import BadRowReason, InputError, Rollout
+from rlt_lightning.types import BadRowError, BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]
 TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG}
