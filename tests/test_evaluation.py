@@ -438,7 +438,7 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
         ),
         (
             ["--data.sets={math500: FOLDER/no_answers.jsonl}"],
-            r"math500 must be usable, but 2 of 2 in '.*' are not \(rows 1, 2: it has neither an answer",
+            r"math500 must be usable, but 2 of 2 in '.*' are not \(rows 1, 2: the row has no answer",
         ),
         (["--data.sets={math500: FOLDER/none.jsonl}"], "'.*none.jsonl' must exist, but does not"),
         (["--data.sets={gsm8k: FOLDER/broken.parquet}"], "must be a whole Parquet file, but is not"),

@@ -45,9 +45,11 @@ SIGN_OF = {ord(sign): written for signs, written in SIGNS.items() for sign in si
 RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
 GREEK = "alpha beta gamma delta epsilon zeta eta theta lambda mu nu xi pi rho sigma tau phi chi psi omega"
+GREEK_LETTERS = frozenset(GREEK.split())
 
-HTML = re.compile(r"</?(?:b|i|em|strong|u|span|p|br|code|font|div|mark)\b[^<>]*>", re.I)
+HTML = re.compile(r"</?(?:b|i|em|strong|u|span|p|br|code|font|div|mark)(?:\s+\w+=[^<>]*)?\s*/?>", re.I)
 HTML_RAISED = re.compile(r"<su([pb])>([^<>]*)</su\1>", re.I)
+MONEY = "\ue000"  # holds the place of a dollar sign that stands for money
 EMPHASIS = re.compile(r"^(\*+|_{2,}|`+)(.*[^\s*_`].*)\1$", re.S)
 
 # Commands whose argument is the answer, and what is only looks.
@@ -55,7 +57,7 @@ WORDS = "text|textbf|textrm|textit|textsf|texttt|textnormal|emph|mbox|hbox|mathr
 UNWRAPPED = re.compile(rf"\\(?:{WORDS}|mathbf|mathsf|mathit|boldsymbol|bm|bf|boxed|fbox)\s*\{{([^{{}}]*)\}}")
 COLOUR = re.compile(r"\\(?:text|f)?color(?:box)?\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}")
 LOOKS = re.compile(
-    r"\\(?:displaystyle|textstyle|scriptstyle|limits|boldmath|bf|it|rm|[bB]igg?[lr]?|[lL]arge|LARGE|huge|normalsize)"
+    r"\\(?:displaystyle|textstyle|scriptstyle|limits|boldmath|bf|it|rm|[bB]igg?[lr]?|[lL]arge|LARGE|huge)"
     r"(?![a-zA-Z])|\\(?:left|right)\s*\.|\\(?:left|right)(?![a-zA-Z])|\\!|\\tag\*?\{[^{}]*\}"
 )
 LINES = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align|gathered|gather|equation|split)\*?\}|(?<!\\)&")
@@ -88,15 +90,15 @@ COMMANDS = {
 }
 # Functions and constants written as words.
 NAMES = re.compile(
-    r"(?<![\\a-zA-Z])(sqrt|infinity|infty|inf|oo|pi|theta|alpha|beta|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot"
-    r"|sec|csc|log|ln|exp)(?=[\s\d(){}/*+^_\-,;.=\]]|$)"
+    r"(?<![\\a-zA-Z])(sqrt|infinity|infty|inf|oo|pi|theta|alpha|beta|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos"
+    r"|tan|cot|sec|csc|log|ln|exp)(?=[\s\d(){}/*+^_\-,;.=\]]|$)"
 )
 NAME_OF = {"infinity": "infty", "inf": "infty", "oo": "infty"}
 
 THOUSANDS_SPACE = re.compile(
     r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\\[,;:! ]| |~|\{,\}|'|\{\\,\}) ?\d{3})+)(?![\d'])"
 )
-SCIENTIFIC = re.compile(r"(?<![\w.}])([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)(?![\w.])")
+SCIENTIFIC = re.compile(r"(?<![\w.}])([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)(?!\w|\.\d)")
 TIMES_TEN = re.compile(r"(?<=\d)\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
 POWER = re.compile(r"([\^_])\s*([+-]?\d+)")
 
@@ -129,17 +131,12 @@ def read_character(char: str) -> str:
     """Return one character as ASCII digits, a command of a Greek letter, or in its plain form."""
     if char.isascii() or ord(char) in SIGN_OF:
         return SIGN_OF.get(ord(char), char)
-    if (
-        "FRACTION" in (name := unicodedata.name(char, ""))
-        and len(parts := unicodedata.normalize("NFKC", char).split("⁄")) == 2
-    ):
-        return rf"\frac{{{parts[0]}}}{{{parts[1]}}}"
-    if (
-        name.startswith("GREEK SMALL LETTER ")
-        and (letter := name[19:].lower().replace("lamda", "lambda")) in GREEK.split()
-    ):
+    plain, name = unicodedata.normalize("NFKC", char), unicodedata.name(char, "")
+    if "FRACTION" in name and plain.count("⁄") == 1:
+        return r"\frac{{{}}}{{{}}}".format(*plain.split("⁄"))
+    letter = name.removeprefix("GREEK SMALL LETTER ").lower().replace("lamda", "lambda")
+    if letter in GREEK_LETTERS:
         return rf"\{letter} "
-    plain = unicodedata.normalize("NFKC", char)
     return "".join(str(unicodedata.decimal(part, part)) for part in plain)
 
 
@@ -151,11 +148,11 @@ def read_markup(text: str) -> str:
         text = match[2].strip()
     text = re.sub(r"(?<=[\w)])\s*\*\*\s*(?=[\w(-])", "^", text).replace("**", " ")
     text = DELIMITERS.sub(" ", text)
-    text = re.sub(r"\\\$|＄", " DOLLAR ", text)
+    text = text.replace(r"\$", f" {MONEY} ")
     # A single dollar sign before a number is money; others stand around a formula.
     if text.count("$") == 1:
-        text = re.sub(r"\$(?=\s*[\d.])", " DOLLAR ", text)
-    return text.replace("$", " ").replace("DOLLAR", "$")
+        text = re.sub(r"\$(?=\s*[\d.])", f" {MONEY} ", text)
+    return text.replace("$", " ").replace(MONEY, "$")
 
 
 def read_latex(text: str) -> str:

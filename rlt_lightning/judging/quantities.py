@@ -1,6 +1,6 @@
 r"""Read numbers with their units, and compare them exactly: plain functions on normalised texts.
 
-    `1{,}250.50 euros` ─ normalise ─▶ `1250.50 euros` ─ read_quantity ─▶ Quantity ─ same_quantity ─▶ equal or not
+    1{,}250 euros ─ normalise ─▶ 1250 euros ─ read_quantity ─▶ Quantity ─ same_quantity ─▶ equal or not
 
 A decimal is equal to another number only if no digit differs, but to a fraction or a root, whose digits never
 end, if it has six of them. Units are compared by their words and not converted.
