@@ -171,17 +171,16 @@ def read_name(members: list[str]) -> str:
 
 def read_interval(members: list[str], relations: list[str]) -> Parsed | None:
     """Return the interval that inequalities describe: `(2,5]` of 2<x<=5; None for others."""
-    if not relations or not {"<", ">", r"\le", r"\ge"} >= set(relations):
+    if relations and {">", r"\ge"} >= set(relations):
+        members, relations = members[::-1], [r"\le" if sign == r"\ge" else "<" for sign in relations[::-1]]
+    if not relations or not {"<", r"\le"} >= set(relations):
         return None
-    if relations[0] in (">", r"\ge"):
-        turned = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
-        return read_interval(members[::-1], [turned[relation] for relation in relations[::-1]])
     if len(members) == 2:
         if VARIABLE.fullmatch(members[0]):
             members, relations = [r"-\infty", *members], ["<", *relations]
         else:
             members, relations = [*members, r"\infty"], [*relations, "<"]
-    if len(members) != 3 or not VARIABLE.fullmatch(members[1]) or not {"<", r"\le"} >= set(relations):
+    if len(members) != 3 or not VARIABLE.fullmatch(members[1]):
         return None
     if any(re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", side)) for side in (members[0], members[2])):
         return None
@@ -327,8 +326,10 @@ def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quant
     from sympy import Expr, MatrixBase
     from sympy.core.relational import Relational
 
-    if isinstance(a, MatrixBase) and isinstance(b, MatrixBase):
-        return a.shape == b.shape and all(map(same_expression, a.flat(), b.flat()))
+    if getattr(a, "is_Matrix", False) or getattr(b, "is_Matrix", False):
+        a, b = a.doit(), b.doit()  # sums and products of matrices
+        are_matrices = isinstance(a, MatrixBase) and isinstance(b, MatrixBase) and a.shape == b.shape
+        return are_matrices and all(map(same_expression, a.flat(), b.flat()))
     if isinstance(a, Relational) and isinstance(b, Relational):
         return same_relation(a, b)
     if not isinstance(a, Expr) or not isinstance(b, Expr):
@@ -395,11 +396,12 @@ def is_huge(expression: Any) -> bool:
 
 def log_size(expression: Any) -> float:
     """Return about the number of digits of the largest value in a formula; infinity for towers."""
-    from sympy import Pow, Rational, factorial
+    from sympy import MatrixBase, Pow, Rational, factorial
 
     if isinstance(expression, Rational):
         return max(math.log10(max(abs(int(part)), 1)) for part in (expression.p, expression.q))
-    parts = [log_size(part) for part in getattr(expression, "args", ())]
+    members = expression.flat() if isinstance(expression, MatrixBase) else getattr(expression, "args", ())
+    parts = [log_size(part) for part in members]
     if math.inf in parts:
         return math.inf
     if isinstance(expression, Pow | factorial):
