@@ -30,7 +30,7 @@ from rlt_lightning.judging.quantities import (
 )
 
 # Formulas are evaluated to so many digits, and equal up to so many; a larger value is not computed.
-PRECISION, AGREEMENT, MAX_DIGITS = 100, 80, 100_000
+PRECISION, AGREEMENT, MAX_DIGITS = 400, 350, 100_000
 NUM_POINTS = 4  # at which formulas with variables are compared
 
 
