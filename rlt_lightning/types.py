@@ -98,6 +98,7 @@ class BadRowReason(StrEnum):
     EMPTY_SOLUTION = "empty_solution"
     EMPTY_TRACE = "empty_trace"
     NO_ANSWER = "no_answer"
+    BAD_ANSWER = "bad_answer"
     PROMPT_TOO_LONG = "prompt_too_long"
     SOLUTION_TOO_LONG = "solution_too_long"
     TOO_LONG = "too_long"

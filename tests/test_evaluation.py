@@ -228,7 +228,10 @@ def test_an_evaluation_leaves_table_figures_and_records(finished: Path, tiny_mod
         (f"arithmetic/{row}", sample) for row in range(1, 5) for sample in range(2)
     ]
     assert len({r["response"] for r in records}) == 8
-    assert "| arithmetic | 4        | 2 |" in (finished / "evaluation.md").read_text()
+    page = (finished / "evaluation.md").read_text()
+    assert "| arithmetic | 4        | 2 |" in page
+    assert re.fullmatch(r"rlt_lightning \S+, math-verify \S+", summary["judge"])
+    assert f"Judged by {summary['judge']}." in page
 
 
 def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
@@ -435,7 +438,7 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
         ),
         (
             ["--data.sets={math500: FOLDER/no_answers.jsonl}"],
-            r"math500 must be usable, but 2 of 2 in '.*' are not \(rows 1, 2: it has neither an answer",
+            r"math500 must be usable, but 2 of 2 in '.*' are not \(rows 1, 2: the row has no answer",
         ),
         (["--data.sets={math500: FOLDER/none.jsonl}"], "'.*none.jsonl' must exist, but does not"),
         (["--data.sets={gsm8k: FOLDER/broken.parquet}"], "must be a whole Parquet file, but is not"),

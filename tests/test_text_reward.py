@@ -132,11 +132,15 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
         {"question": "1 + 3?", "answer": "4", "kind": "puzzle"},
         {"question": "Make 35.", "solution": "35", "kind": "countdown", "numbers": "3 4 5", "target": 35},
         {"question": "1 + 4?"},
+        {"question": "1 + 5?", "answer": {"value": 6}},
+        {"question": "1 + 6?", "answer": "???", "solution": r"\boxed{7}"},
     ]
     made = rows_of(tmp_path, tiny_model, rows)
     assert [problem.row for problem in made.problems] == [1, 2, 3, 4, 5]
     reasons = {row: str(error.reason) for row, error in made.reports[0].bad}
-    assert reasons == {6: "no_answer", 7: "wrong_type", 8: "wrong_type", 9: "missing_column"}
+    assert reasons == {6: "no_answer", 7: "wrong_type", 8: "wrong_type", 9: "missing_column"} | dict.fromkeys(
+        (10, 11), "bad_answer"
+    )
     terms = CorrectnessReward()
     answers = ["18", "2", "3", "B", r"\boxed{(3 + 4) * 5}"]
     right = [

@@ -256,7 +256,7 @@ def measure(one: Likelihood, arm: str) -> dict[str, Any]:
     for place, (example, solution) in enumerate(zip(examples, solutions, strict=True)):
         end = len(example.token_ids) - after - 1
         found.append(float(log_probs[place, end - len(tokenizer.encode(solution)) : end].sum()))
-    written = [solution_block(text, R1.solution_open, R1.solution_close).strip() for text in texts]
+    written = [solution_block(text, R1).strip() for text in texts]
     traces = [
         {"question": row["question"], "reasoning_trace": thought}
         for row, thought in zip(rows, thoughts, strict=True)

@@ -18,12 +18,7 @@ from typing import Any, get_args
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.judging.answers import (
-    LETTERS,
-    AnswerKind,
-    Reference,
-    reference_answer,
-)
+from rlt_lightning.judging.answers import AnswerKind, Reference, read_reference
 from rlt_lightning.run.metrics import SET_TITLES
 from rlt_lightning.tags import holds_half_pair
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
@@ -37,7 +32,8 @@ PRIVATE_SOURCES = ("Idavidrein/gpqa",)
 QUESTIONS = ("question", "problem", "prompt", "Question")
 IDS = ("id", "unique_id", "Record ID")
 NUMBERS = ("numbers", "nums")
-# Of the options of a choice, the right one first: GPQA's.
+LETTERS = "ABCD"  # of the options of a choice
+# Their columns, the right one first: GPQA's.
 CHOICE_COLUMNS = ("Correct Answer", *(f"Incorrect Answer {i}" for i in range(1, len(LETTERS))))
 OVERALL = "overall"  # the figures' name for the mean over sets
 # Rows of an embedded set, if max_rows does not ask for more.
@@ -267,11 +263,8 @@ Reader = Callable[[dict[str, Any], EvaluationSet, OptionOrder], Parts]
 
 def read_math(row: dict[str, Any], spec: EvaluationSet, order: OptionOrder) -> Parts:
     """Read a question with a mathematical answer."""
-    answer = reference_answer(row)
-    if answer is None:
-        detail = "it has neither an answer nor a solution with a \\boxed{} one"
-        raise BadRowError(BadRowReason.EMPTY_SOLUTION, detail)
-    return {"question": read_question(row, spec.strip)}, {"kind": "math", "answer": answer}
+    reference = {"kind": "math", "answer": read_reference({**row, "kind": "math"})}
+    return {"question": read_question(row, spec.strip)}, reference
 
 
 def read_choice(row: dict[str, Any], spec: EvaluationSet, order: OptionOrder) -> Parts:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow
-from rlt_lightning.judging.answers import reference_answer
+from rlt_lightning.judging.answers import read_reference, reference_answer
 from rlt_lightning.tags import R1, STRATOS, TagStyle, holds_half_pair
 from rlt_lightning.tasks.countdown import require_counts
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
@@ -53,9 +53,8 @@ def require_judgeable(reference: Mapping[str, Any]) -> None:
         raise BadRowError(BadRowReason.WRONG_TYPE, detail)
     if kind == "countdown":
         require_counts(reference.get("numbers"), reference.get("target"))
-    elif reference_answer(reference) is None:
-        detail = "the row has no answer, and its solution has none in \\boxed{} or after ####"
-        raise BadRowError(BadRowReason.NO_ANSWER, detail)
+    else:
+        read_reference(reference)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from rlt_lightning.evaluation.metrics import compute_pass_at, split_by_set
 from rlt_lightning.evaluation.module import EvaluationModule
 from rlt_lightning.evaluation.protocol import require_responses_fit, sample_responses
 from rlt_lightning.evaluation.results import render
+from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.models.lora import merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.pretrained import context_length
@@ -281,6 +282,7 @@ def summarise(
     summary = {
         "model": None if given else module.pretrained,
         "responses": data.responses,
+        "judge": JUDGE_VERSION,
         "dtype": None if given else module.dtype_name,
         "data_seed": data.seed,
         "max_rows": data.max_rows,

@@ -44,6 +44,7 @@ def render(summary: dict[str, Any]) -> str:
     """Return the results as a Markdown page, with the paper's for the sets that it has results of."""
     name, sets = summary["model"] or summary["responses"], summary["sets"]
     page = f"# Evaluation of {name}\n\n{render_table([HEADER, *map(build_result_row, sets.values())])}"
+    page += f"\nJudged by {summary['judge']}.\n"
     comparable = find_comparable_sets(summary)
     if comparable:
         page += f"\nBeside {PAPER_SOURCE}:\n\n{build_comparison(summary, name)}"

@@ -482,6 +482,8 @@ def format_evaluation(summary: dict[str, Any]) -> str:
     if sampling := (summary.get("rollouts") or {}).get("sampling"):
         length = sampling["max_completion_length"]
         notes.append(f"Temperature {sampling['temperature']}, at most {length} tokens a response.")
+    if judge := summary.get("judge"):
+        notes.append(f"Judged by {judge}.")
     return "\n".join([table, *notes]).strip()
 
 

@@ -1,25 +1,45 @@
-"""Find the answer in a response and decide whether it is right: plain functions on bounded texts.
+r"""Find the answer in a response and in a row: plain functions on bounded texts, quick in any process.
 
-Functions that may hang or crash run in the processes of `rlt_lightning.judging.judge`.
+    response ─ solution_block ─▶ solution ─ find_answer, find_letter ─▶ answer, or None
+    row ─ read_reference ─▶ reference, or why no answer can ever be right
+
+Where an answer stands, the first of these that the solution has:
+
+1. The last box that is not empty, with boxes that only `and`, `or`, a comma or a name parts from it. If boxes
+   are opened and none is closed, there is no answer.
+2. The last `<answer>…</answer>`.
+3. The last line of `####` and a number, as GSM8K's solutions end. Other lines of `#` are headings.
+4. What follows the last "answer is", "Answer:", "答案是" and their like, if it begins with a value.
+5. The last formula between dollar signs, or the last number, whichever ends later.
+
+A choice is a letter from A to J: in the last box, `<answer>` or `####` line that holds one; else after the
+last "answer is"; else one that is called right or chosen; else at the start of the last line. So a box with a
+formula hides no letter. Where several letters stand, none is chosen.
 """
 
 from __future__ import annotations
 
 import ast
-import logging
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import lru_cache
+from importlib import metadata
 from typing import Any, Literal
 
-from rlt_lightning.tags import R1, STRATOS
-from rlt_lightning.types import InputError
+from rlt_lightning.judging.compare import same_answer, same_numbers
+from rlt_lightning.judging.normalise import normalise, read_characters
+from rlt_lightning.judging.quantities import read_quantity
+from rlt_lightning.tags import R1, STRATOS, TagStyle
+from rlt_lightning.types import BadRowError, BadRowReason, InputError
+from rlt_lightning.version import __version__
 
 AnswerKind = Literal["math", "choice", "countdown"]
 # A row with `answer` or `solution`, `kind` and, for countdown, `numbers` and `target`.
 Reference = Mapping[str, Any]
+# What figures that depend on judging say of it.
+JUDGE_VERSION = f"rlt_lightning {__version__}, math-verify {metadata.version('math-verify')}"
 
 # A boxed answer is searched in this many characters, at the end of a solution or a response.
 BLOCK_CHARS = 20_000
@@ -29,16 +49,72 @@ ANSWER_CHARS = 1_000
 MAX_BOXES = 20
 # Longest expression of Countdown.
 EXPRESSION_CHARS = 200
-LETTERS = "ABCD"
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-FINAL_LINE = re.compile(r"^#### *(.+)$", re.MULTILINE)  # as GSM8K's solutions end
-TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textrm|textit|mathbf|mathrm|boldsymbol)\s*\{([^{}]*)\}")
-PLAIN_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+")
-SINGLE_LETTER = re.compile(rf"\W*([{LETTERS}])(?:\W*$|[).:,\]}}].*$)", re.DOTALL)
-NAMED_LETTER = re.compile(
-    rf"(?i:answer|option|choice)(?i:\s+is|\s+must\s+be)?[\s:*(${{\\]*(?:\\\w+\{{)?\(?([{LETTERS}])\b"
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+# What `\boxed 7` holds.
+BARE_BOX = re.compile(r"-?(?:\\[a-zA-Z]+(?:\{[^{}]*\})*|\([^()\s]*\)|\d[\d.,/]*|[a-zA-Z]+)")
+# Between two boxes that are one answer.
+BETWEEN_BOXES = re.compile(
+    r"[\s,;]*(?:,|;|\band\b|\bor\b|和|或)[\s,;]*(?:(?:and|or)\s*)?(?:[a-zA-Z]\w*\s*=\s*)?", re.I
 )
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+HASHES = re.compile(r"^####(?!#) *(.+)$", re.MULTILINE)
+FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
+LAST_NUMBER = re.compile(
+    r"(?:(?<![\w).])-\s?)?(?<![A-Za-z\d.])[$€£¥₹]?"
+    r"(?:\\frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?|\.\d+)(?:\s?\\?%)?",
+    re.I,
+)
+# What announces an answer, in the languages that models answer in.
+ANNOUNCED = re.compile(
+    r"(?i:\bans(?:wers?)?(?:\s+choice)?(?:\s+(?:to|of|for)\b[^.\n]{0,60}?)?\W{0,4}"
+    r"\s*(?:(?:is|are|was|would be|should be|must be|will be)\b|[:=]))"
+    r"|(?:答案|答え|正解|결과|정답|답|उत्तर|الجواب|الإجابة)\s*(?:应该是|应为|是|为|は|은|는|이|هي|هو|:|：)+"
+    r"|故?选\s*(?:择)?\s*(?:是|为)?[:：]?"
+    r"|(?i:\b(?:respuesta|resposta|risposta|réponse|antwort|antwoord|odpowiedź|cevap|đáp án|ответ)(?:\s+\w+)?"
+    r"\s*(?:(?:es|é|è|est|ist|lautet)\b|[:=—–-]))"
+)
+# What is said of an answer, and is none.
+SAID = re.compile(
+    r"(?i)(?:not|n't|correct|right|wrong|clear|obvious|unique|found|given|obtained|as follows|here|below)\b"
+)
+MAX_WORDS = 6  # of an answer in words
+# What may stand between that and the answer, or the letter.
+FILLER = re.compile(
+    r"(?:[\s:：*_\"“”]|\bis\b|(?i:\b(?:therefore|thus|then|hence|so|clearly|simply|just|indeed|likely|most|probably"
+    r"|definitely|equal to|now|also|about|approximately|given by|option|choice|letter|the|la|el|le|die|one"
+    r"|number|value)\b,?))*"
+)
+LETTER_FILLER = re.compile(rf"(?:{FILLER.pattern}|[${{\[]|\\(?:text\w*|math\w+|bf|\(|\[)(?![a-zA-Z]))*")
+SENTENCE_END = re.compile(
+    r"[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s|입니다|です"
+)
+
+LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+*/=^]))"
+LETTER_PLACE = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
+MORE_LETTERS = re.compile(r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*\(?[A-J](?!\w)")
+# A and I are words, too.
+WORD_FOLLOWS = re.compile(r"\s+(?!(?:because|since|as|which|with|for|and|is|so|or|but|not|by)\b)[a-z]+")
+ONE_LETTER = re.compile(
+    r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer)\b\W*(?:is\b)?)?\W*([A-Ja-j])(?P<rest>.*)",
+    re.DOTALL,
+)
+SEVERAL = re.compile(r"\W*[A-J](?:\W*(?:and\b|or\b)?\W*[A-J])+\W*")
+CALLED_RIGHT = re.compile(
+    r"(?i:\b(?:correct|right|best)\s+(?:option|choice|one|letter)\W*(?:is|:)\W*(?:option\s+)?"
+    rf"|\b(?:choose|select|pick)\s+(?:option\s+|choice\s+)?)\W{{0,3}}({LETTER})"
+    rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*({LETTER})\s*"
+    r"(?i:is\s+(?:therefore\s+|thus\s+)?(?:the\s+)?(?:correct|right|best|answer))"
+)
+OPTION = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?\W{{0,4}})({LETTER})|\(([A-J])\)\W*$")
+DENIED = re.compile(
+    r"(?i)\b(?:not|wrong|incorrect|false|eliminate\w*|rule[sd]?|exclude\w*|unlike|than|too)\b|n't"
+)
+
+# Texts that stand for a missing answer.
+MISSING = {"nan", "null", "n/a", "<na>"}
 # As tasks/countdown.py writes its questions.
 COUNTDOWN_QUESTION = re.compile(
     r"Make (\d+) from the numbers ([\d, and]+)\. Use each of the numbers exactly once"
@@ -56,21 +132,74 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 }
 
 
-def solution_block(response: str, solution_open: str, solution_close: str) -> str:
-    """Return the end of the text after the last opening tag, or of the whole response without such a tag."""
-    _, opened, block = response.rpartition(solution_open)
-    if opened:
-        block = block.partition(solution_close)[0]
+# Where answers stand
+
+
+def solution_block(response: str, tags: TagStyle) -> str:
+    """Return the end of the solution: what follows the thought, without the solution's tags.
+
+    Returns:
+        The whole response without any tag, and nothing of a thought that is never closed.
+    """
+    _, closed, rest = response.rpartition(tags.thought_close)
+    if not closed and tags.thought_open in response and tags.solution_open not in response:
+        return ""
+    rest = rest if closed and rest.strip() else response
+    block = rest.rpartition(tags.solution_open)[2].partition(tags.solution_close)[0]
     return block[-BLOCK_CHARS:]
 
 
+def find_answer(text: str) -> str | None:
+    """Return the answer that a solution gives; see the file's header for where it stands."""
+    if (marked := marked_answer(text)) is not None:
+        return read_written(marked)
+    return None if is_box_open(text) else find_in_prose(text[-ANSWER_CHARS:])
+
+
 def marked_answer(text: str) -> str | None:
-    """Return the last boxed answer or, without one, the last one after `####`; None without either."""
+    """Return the answer of a solution that marks it, by a box, by `<answer>` or by `####`; None without."""
+    boxes = find_boxes(text)
+    if boxes or is_box_open(text):
+        return join_boxes(text, boxes) if boxes else None
+    marks = [*ANSWER_TAG.findall(text), *(line for line in HASHES.findall(text) if is_final_line(line, text))]
+    marks = [mark.strip() for mark in marks if mark.strip()]
+    return marks[-1][:ANSWER_CHARS] if marks else None
+
+
+def find_boxes(text: str) -> list[tuple[int, int, str]]:
+    """Return start, end and content of boxes that are neither empty nor left open, the last one first."""
+    boxes = []
     for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1]:
-        if (answer := read_braces(text, box.end())) is not None:
-            return answer.strip()
-    lines = FINAL_LINE.findall(text)
-    return lines[-1].strip()[:ANSWER_CHARS] if lines else None
+        if text[box.end() : box.end() + 1] == "{":
+            content = read_braces(text, box.end() + 1)
+            end = box.end() + 2 + len(content or "")
+        else:
+            bare = BARE_BOX.match(text, box.end(), box.end() + ANSWER_CHARS)
+            content, end = (bare[0].rstrip(".,"), bare.end()) if bare else (None, 0)
+        if content and content.strip():
+            boxes.append((box.start(), end, content.strip()))
+    return boxes
+
+
+def is_box_open(text: str) -> bool:
+    """Return whether a box is opened and never closed, and no other has an answer."""
+    opened = [box.end() + 1 for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1]]
+    is_open = any(text[start - 1 : start] == "{" and read_braces(text, start) is None for start in opened)
+    return is_open and not find_boxes(text)
+
+
+def join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
+    """Return the last box's content, with those of the boxes before it that belong to the same list."""
+    start, _, content = boxes[0]
+    contents = [content]
+    for before, end, content in boxes[1:]:
+        if end > start or not BETWEEN_BOXES.fullmatch(re.sub(r"\\text|[{}$\\()]", " ", text[end:start])):
+            break
+        # The same value may be boxed in two forms.
+        if not any(same_numbers(content, other) for other in contents):
+            contents.append(content)
+        start = before
+    return ", ".join(reversed(contents))
 
 
 def read_braces(text: str, start: int) -> str | None:
@@ -89,18 +218,256 @@ def read_braces(text: str, start: int) -> str | None:
     return None
 
 
-def chosen_letter(text: str) -> str | None:
-    """Return the chosen option: a boxed letter, else one called the answer, else the last line's first."""
-    marked = marked_answer(text)
-    if marked is not None:
-        single = SINGLE_LETTER.match(TEXT_COMMAND.sub(r"\1", marked))
-        return single.group(1) if single else None
-    end = text[-ANSWER_CHARS:].rstrip()
-    named = NAMED_LETTER.findall(end)
-    if named:
-        return str(named[-1])
-    single = SINGLE_LETTER.match(end.rpartition("\n")[2])
-    return single.group(1) if single else None
+def is_final_line(line: str, text: str) -> bool:
+    """Return whether what follows `####` is an answer: a number, with words only in a text's last line."""
+    has_words = re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", line)) is not None
+    is_item = re.match(r"\W*\d+[.)]\s", line) is not None
+    if read_quantity(normalise(line)) is None:
+        return not has_words and not is_item
+    return not has_words or text.rstrip().endswith(line.rstrip())
+
+
+def find_in_prose(text: str) -> str | None:
+    """Return the answer at the end of a text without marks."""
+    for found in reversed(list(ANNOUNCED.finditer(text))):
+        if (value := read_announced(text[found.end() :])) is not None:
+            return value
+    formulas = [found for found in FORMULA.finditer(text) if re.search(r"\w", found[0])]
+    # Behind an answer some text may name a variable again.
+    formulas = [found for found in formulas if re.search(r"\d", found[0])] or formulas
+    numbers = list(LAST_NUMBER.finditer(text_of_numbers := read_characters(text)))
+    whole = text.strip()
+    if re.fullmatch(r"[!-~]*\w[!-~]*", whole) and not formulas:
+        return whole
+    after_number = len(text_of_numbers) - numbers[-1].end() if numbers else len(text) + 1
+    if formulas and len(text) - formulas[-1].end() <= after_number:
+        return next(filter(None, formulas[-1].groups())).strip()
+    return add_unit(text_of_numbers, numbers[-1]) if numbers else None
+
+
+def read_announced(text: str) -> str | None:
+    """Return the answer that a text begins with; None if it is none, as after "the answer is not"."""
+    filler = FILLER.match(text)
+    rest = text[filler.end() if filler else 0 :]
+    if (formula := FORMULA.match(rest)) is not None:
+        return next(filter(None, formula.groups())).strip()
+    end = SENTENCE_END.search(rest)
+    sentence = (rest[: end.start()] if end else rest).strip(' *_"”$`')
+    if (
+        not sentence
+        or SAID.match(sentence)
+        or (len(sentence.split()) > MAX_WORDS and not sentence[0].isdigit())
+    ):
+        return None
+    begins_with_word = re.match(r"[^\W\d_]{2,}", sentence) and not re.match(r"[a-zA-Z]\w{0,2}\s*=", sentence)
+    return None if begins_with_word and LAST_NUMBER.search(read_characters(sentence)) else sentence
+
+
+def add_unit(text: str, number: re.Match[str]) -> str:
+    """Return a number in a text with the unit that follows it."""
+    following = re.match(r"\s?[a-zA-Z°€£$%/]+(?:\^?\{?\d\}?)?", text[number.end() :])
+    written = number[0].strip() + (following[0] if following else "")
+    quantity = read_quantity(normalise(written))
+    return written if quantity and quantity.unit else number[0].strip().rstrip(",")
+
+
+# Choices
+
+
+def find_letter(text: str) -> str | None:
+    """Return the chosen option of a solution, from A to J; see the file's header for where it stands."""
+    boxes = find_boxes(text)
+    marks = [join_boxes(text, boxes)] if boxes else []
+    marks += [content for _, _, content in boxes]
+    marks += [*ANSWER_TAG.findall(text)[::-1], *HASHES.findall(text)[::-1]]
+    letters = (read_letter(mark) for mark in marks)
+    letter = next((letter for letter in letters if letter is not None), None)
+    return (find_letter_in_prose(text[-ANSWER_CHARS:]) if letter is None else letter) or None
+
+
+def read_letter(text: str) -> str | None:
+    """Return the letter of a text that names one option: `B`, `(B)`, `b.`, `B: 12`, `Option B`.
+
+    Returns:
+        An empty text if it names several, None if it names none.
+    """
+    text = normalise(text)
+    if SEVERAL.fullmatch(text):
+        return ""
+    if (match := ONE_LETTER.fullmatch(text)) is None:
+        return None
+    letter, rest = match[1], match["rest"]
+    if MORE_LETTERS.match(rest):
+        return ""
+    is_alone = not re.search(r"\w", rest)
+    if letter.islower():
+        return letter.upper() if is_alone or re.match(r"[).:\]]", rest) else None
+    is_followed = is_alone or re.match(r"\s*[).:\]}]|\s+[^a-zA-Z\s]|\s+-\s|,\s", rest)
+    return letter if is_followed else None
+
+
+def find_letter_in_prose(text: str) -> str | None:
+    """Return the option that a text calls the answer, or right, or begins its last line with."""
+    text = read_characters(text).strip()
+    for match in reversed(list(ANNOUNCED.finditer(text))):
+        filler = LETTER_FILLER.match(text, match.end())
+        if (letter := letter_at(text, filler.end() if filler else match.end())) is not None:
+            return letter
+    called = list(CALLED_RIGHT.finditer(text))
+    called += [match for match in OPTION.finditer(text) if not DENIED.search(sentence_around(text, match))]
+    if called:
+        last = max(called, key=lambda match: match.start())
+        return re.sub(r"\W", "", next(filter(None, last.groups()))).upper()
+    return read_letter(text.rpartition("\n")[2])
+
+
+def letter_at(text: str, place: int) -> str | None:
+    """Return the letter at a place of a text; an empty text if several stand there, None for another word."""
+    if (match := LETTER_PLACE.match(text, place)) is None:
+        return None
+    if MORE_LETTERS.match(text, match.end()):
+        return ""
+    letter = re.sub(r"\W", "", match[0])
+    is_word = letter in "AI" and match[0] == letter and WORD_FOLLOWS.match(text, match.end())
+    return None if is_word else letter.upper()
+
+
+def sentence_around(text: str, found: re.Match[str]) -> str:
+    """Return the sentence that a match stands in."""
+    start = max(text.rfind(mark, 0, found.start()) for mark in ".!?\n") + 1
+    end = re.compile(r"[.!?\n]").search(text, found.end())
+    return text[start : end.start() if end else len(text)]
+
+
+# References
+
+
+def reference_answer(row: Reference) -> str | None:
+    """Return the right answer of a row: its `answer` or, without one, the answer that its `solution` marks.
+
+    An `answer` may be a whole worked solution, such as GSM8K's, which ends in `#### 18`. A number loses what
+    only its storage added: 27.0 becomes 27. The answers in a list are all wanted.
+    """
+    text = write_value(row.get("answer"))
+    if text is None or text:
+        return read_written(text) if text else None
+    return marked_answer(str(row.get("solution") or "")[-BLOCK_CHARS:])
+
+
+def write_value(value: Any) -> str | None:
+    """Return a row's value as text, empty if it is missing; None if it is no text, number or list of them."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.15g}"
+    if isinstance(value, list | tuple):
+        parts = [write_value(part) for part in value]
+        return (
+            None if None in parts or len(parts) > ANSWER_CHARS else ", ".join(part for part in parts if part)
+        )
+    if value is None:
+        return ""
+    if isinstance(value, int) and value.bit_length() > 10 * ANSWER_CHARS:  # Python refuses to write it
+        return None
+    return str(value).strip() if isinstance(value, str | int) else None
+
+
+def read_written(text: str) -> str | None:
+    """Return the answer that a row's text gives; the text itself if it marks and announces none."""
+    if "####" in text:
+        return text.rpartition("####")[2].strip() or None
+    if BOX.search(text):
+        return marked_answer(text[-BLOCK_CHARS:])
+    return (ANNOUNCED.search(text) and find_in_prose(normalise(text[-ANSWER_CHARS:]))) or text
+
+
+def read_reference(row: Reference) -> str:
+    """Return the right answer of a row, as a judge compares with it.
+
+    Raises:
+        BadRowError: If the row has none, or one that no response can equal: a mapping, `nan`, `???`, an open
+            brace, or an option that is not a single letter.
+    """
+    answer = reference_answer(row)
+    if answer is None and write_value(row.get("answer")):
+        raise BadRowError(BadRowReason.BAD_ANSWER, "answer has a box or #### without an answer")
+    if answer is None and write_value(row.get("answer")) is None:
+        kind = type(row["answer"]).__name__
+        raise BadRowError(
+            BadRowReason.BAD_ANSWER, f"answer must be text, a number or a list of these, but is {kind}"
+        )
+    if answer is None:
+        detail = "the row has no answer, and its solution has none in \\boxed{} or after ####"
+        raise BadRowError(BadRowReason.NO_ANSWER, detail)
+    if row.get("kind") == "choice":
+        if not (letter := read_letter(answer) or find_letter_in_prose(answer)):
+            raise BadRowError(
+                BadRowReason.BAD_ANSWER, "the answer to a choice must be one letter from A to J"
+            )
+        return letter
+    if (fault := find_fault(answer)) is not None:
+        raise BadRowError(BadRowReason.BAD_ANSWER, f"no response can equal the answer, which {fault}")
+    return answer
+
+
+def find_fault(answer: str) -> str | None:
+    """Return why no answer can equal this one; None if one can."""
+    text = normalise(answer)
+    if len(answer) > ANSWER_CHARS:
+        return f"has more than {ANSWER_CHARS} characters"
+    if text.casefold() in MISSING:
+        return f"is {text}"
+    if not re.search(r"[^\W_]", text):
+        return "has no letter or digit"
+    opened = text.replace(r"\{", "").replace(r"\}", "")
+    return "has braces that do not match" if opened.count("{") != opened.count("}") else None
+
+
+def ends_with_answer(text: str, reference: Reference) -> bool | None:
+    """Return whether a text ends with the right answer; None if that is no number, so that a judge must say.
+
+    Of a Countdown problem, known by its columns or its question, the expression at the end must solve it. It
+    starts no process, so that every run can count the right explanations among thousands.
+    """
+    for tags in (STRATOS, R1):
+        text = solution_block(text, tags)
+    if (problem := read_countdown(reference)) is not None:
+        expression = arithmetic_expression(text)
+        return expression is not None and solves_countdown(expression, *problem)
+    wanted = reference_answer(reference) if reference.get("kind", "math") == "math" else None
+    if wanted is None or read_quantity(normalise(wanted)) is None:
+        return None
+    found = find_answer(text)
+    return found is not None and bool(same_numbers(wanted, found))
+
+
+def require_answer(reference: Reference) -> str | None:
+    """Return the answer of a reference; None if no response can be right.
+
+    Raises:
+        InputError: If the reference has none.
+    """
+    try:
+        return read_reference(reference)
+    except BadRowError as error:
+        if error.reason != BadRowReason.NO_ANSWER:
+            return None
+    raise InputError(
+        "A reference must have an `answer`, or a `solution` with a \\boxed{} one, but this has "
+        f"only the columns {', '.join(map(str, reference)) or 'of an empty row'}. Add an answer."
+    )
+
+
+def equivalence_classes(answers: list[str]) -> list[int]:
+    """Number answers so that equivalent ones share a number: the index of the first of them."""
+    firsts: list[int] = []
+    numbers = []
+    for i, answer in enumerate(answers):
+        number = next((j for j in firsts if same_answer(answers[j], answer)), i)
+        firsts += [i] if number == i else []
+        numbers.append(number)
+    return numbers
+
+
+# Countdown
 
 
 def arithmetic_expression(text: str) -> str | None:
@@ -120,102 +487,12 @@ def arithmetic_expression(text: str) -> str | None:
     return expression if usable else None
 
 
-def reference_answer(row: Mapping[str, Any]) -> str | None:
-    """Return the right answer of a row: its `answer` or, without one, the marked answer of its `solution`.
-
-    An `answer` may be a whole worked solution, such as GSM8K's, which ends in `#### 18`. A number loses the
-    decimals that only its storage added: 27.0 becomes 27.
-    """
-    answer = row.get("answer")
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
-    text = "" if answer is None else str(answer).strip()
-    if "####" in text or BOX.search(text):
-        return marked_answer(text[-BLOCK_CHARS:])
-    return text or marked_answer(str(row.get("solution") or "")[-BLOCK_CHARS:])
-
-
-def tidy(answer: str) -> str:
-    """Remove a full stop after an answer, and commands such as `\\textbf{(073)}` around a number."""
-    answer = answer.strip().rstrip(".,; ")
-    bare = TEXT_COMMAND.sub(r"\1", answer).strip(" ()")
-    return bare if PLAIN_NUMBER.fullmatch(bare) else answer
-
-
-def ends_with_answer(text: str, reference: Reference) -> bool | None:
-    """Return whether a text ends with the right answer; None if no quick rule can say.
-
-    Of a number, the text's last number, or its boxed one, must be equal; of a Countdown problem, known by
-    its columns or by its `question`, the expression at the end must solve it. It starts no process, so that
-    every run can count the right explanations among thousands. `Judge` also compares expressions.
-    """
-    for tags in (STRATOS, R1):
-        text = solution_block(text, tags.solution_open, tags.solution_close)
-    if (problem := read_countdown(reference)) is not None:
-        expression = arithmetic_expression(text)
-        return expression is not None and solves_countdown(expression, *problem)
-    answer = reference_answer(reference) if reference.get("kind", "math") == "math" else None
-    if answer is None or not PLAIN_NUMBER.fullmatch(wanted := tidy(answer)):
-        return None
-    marked = marked_answer(text)
-    found = PLAIN_NUMBER.findall(text[-ANSWER_CHARS:]) if marked is None else [tidy(marked)]
-    last = found[-1] if found else ""
-    if not PLAIN_NUMBER.fullmatch(last):
-        return False
-    return Fraction(last.replace(",", "")) == Fraction(wanted.replace(",", ""))
-
-
 def read_countdown(reference: Reference) -> tuple[list[int], int] | None:
     """Return numbers and target of a Countdown problem, by its columns or question; None if it is none."""
     if reference.get("kind") == "countdown" and {"numbers", "target"} <= reference.keys():
         return [int(number) for number in reference["numbers"]], int(reference["target"])
     found = COUNTDOWN_QUESTION.match(str(reference.get("question") or ""))
     return ([int(number) for number in re.findall(r"\d+", found[2])], int(found[1])) if found else None
-
-
-def require_answer(reference: Reference) -> str:
-    """Return the answer of a reference.
-
-    Raises:
-        InputError: If the reference has none.
-    """
-    answer = reference_answer(reference)
-    if answer is None:
-        raise InputError(
-            "A reference must have an `answer`, or a `solution` with a \\boxed{} one, but this has "
-            f"only the columns {', '.join(map(str, reference)) or 'of an empty row'}. Add an answer."
-        )
-    return answer
-
-
-def equals_reference(reference: str, answer: str, marked: bool) -> tuple[bool, str | None]:
-    """Return whether an answer is mathematically equal to the reference, and the answer that was found.
-
-    Args:
-        reference: The right answer.
-        answer: The marked answer, or a text to find the answer in.
-        marked: Whether `answer` is a marked one.
-    """
-    from math_verify import verify
-
-    parsed = parse_answer(answer) if marked else parse_text(answer)
-    found = answer if marked else next((part for part in parsed if isinstance(part, str)), None)
-    return bool(verify(parse_answer(reference), parsed, timeout_seconds=None)), found
-
-
-def equivalence_classes(answers: list[str]) -> list[int]:
-    """Number answers so that equivalent ones share a number: the index of the first of them."""
-    from math_verify import verify
-
-    firsts: list[int] = []
-    numbers = []
-    for i, answer in enumerate(answers):
-        parsed = parse_answer(answer)
-        same = (j for j in firsts if verify(parse_answer(answers[j]), parsed, timeout_seconds=None))
-        number = next(same, i)
-        firsts += [i] if number == i else []
-        numbers.append(number)
-    return numbers
 
 
 def solves_countdown(expression: str, numbers: list[int], target: int) -> bool:
@@ -243,19 +520,3 @@ def exact_value(node: ast.AST) -> tuple[Fraction, list[int]]:
         (left, some), (right, others) = exact_value(node.left), exact_value(node.right)
         return OPERATORS[type(node.op)](left, right), some + others
     raise SyntaxError(f"no arithmetic: {ast.unparse(node)}")
-
-
-@lru_cache(maxsize=4096)
-def parse_answer(answer: str) -> list[Any]:
-    """Parse an answer with math_verify: into an expression, if possible, and its normalised text."""
-    return parse_text(f"\\boxed{{{tidy(answer)}}}")
-
-
-def parse_text(text: str) -> list[Any]:
-    """Find and parse an answer in a text with math_verify."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-    # It warns that it has no time limit; the judge has one.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    return list(parse(text, kinds, parsing_timeout=None))

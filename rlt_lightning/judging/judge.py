@@ -29,19 +29,18 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from rlt_lightning.judging.answers import (
-    ANSWER_CHARS,
     AnswerKind,
     Reference,
     arithmetic_expression,
-    chosen_letter,
-    equals_reference,
     equivalence_classes,
-    marked_answer,
+    find_answer,
+    find_letter,
     read_countdown,
     require_answer,
     solution_block,
     solves_countdown,
 )
+from rlt_lightning.judging.compare import same_answer
 from rlt_lightning.tags import TagStyle, tag_style
 from rlt_lightning.types import InputError
 
@@ -188,10 +187,11 @@ class Judge:
         Quick work is done here. Work that may hang is handed to a process.
         """
         formatted = self.is_formatted(response)
-        block = solution_block(response, self.tags.solution_open, self.tags.solution_close)
+        tags = self.tags
+        block = solution_block(response, tags)
         kind = reference.get("kind", "math")
         if kind == "choice":
-            letter = chosen_letter(block)
+            letter = find_letter(block)
             correct = letter is not None and letter == require_answer(reference)
             return lambda: Verdict(correct, formatted, letter)
         if kind == "countdown":
@@ -205,12 +205,11 @@ class Judge:
             return lambda: Verdict(correct, formatted, expression)
         if kind != "math":
             raise InputError(f"The kind of a reference must be math, choice or countdown, but is '{kind}'.")
-        marked = marked_answer(block)
-        text = block[-ANSWER_CHARS:] if marked is None else marked
-        result = self._submit(equals_reference, require_answer(reference), text, marked is not None)
+        wanted, answer = require_answer(reference), find_answer(block)
+        result = self._submit(same_answer, wanted or "", answer or "")
 
         def end() -> Verdict:
-            (correct, answer), timed_out = result((False, marked))
+            correct, timed_out = result(False)
             return Verdict(correct, formatted, answer, timed_out)
 
         return end

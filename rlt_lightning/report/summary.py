@@ -91,7 +91,8 @@ def describe_training(run: Run) -> str:
     count = count_problems(run)
     if run.evaluation is not None:
         sets = ", ".join(str(found.get("title", name)) for name, found in run.evaluation["sets"].items())
-        return f"The model {run.evaluation.get('model', '')} was evaluated on {sets}."
+        judge = f", judged by {run.evaluation['judge']}" if "judge" in run.evaluation else ""
+        return f"The model {run.evaluation.get('model', '')} was evaluated on {sets}{judge}."
     steps = run.result.steps if run.result else 0
     if not steps:
         return f"{run.completions.total:,} completions of {count} were scored." if count else ""

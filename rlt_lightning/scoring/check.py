@@ -29,9 +29,8 @@ from rlt_lightning.callbacks.ranking import (
     choose_reward,
 )
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
 from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.likelihood import LikelihoodModule
@@ -41,7 +40,7 @@ from rlt_lightning.modules.text_reward import CorrectnessReward
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.result import GROUP_STD_BELOW, MIN_STEPS, MORE_STEPS
 from rlt_lightning.scoring.one_problem import ScoredBatch, score_problems
-from rlt_lightning.types import BadRowReason, InputError, Rollout
+from rlt_lightning.types import BadRowError, BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]
 TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG}
@@ -191,7 +190,11 @@ def check_steps(data: StratosDataModule, length: dict[str, Any]) -> Check:
 
 def can_be_judged(reference: dict[str, Any]) -> bool:
     """Return whether answers to a row can be compared with one."""
-    return reference.get("kind") == "countdown" or reference_answer(reference) is not None
+    try:
+        require_judgeable(reference)
+    except BadRowError:
+        return False
+    return True
 
 
 def draw_rows(data: StratosDataModule, number: int) -> list[DrawnRow]:

@@ -1,0 +1,439 @@
+r"""Compare an answer with a reference: by their structure first, and the parts by value.
+
+    same_answer ─ normalise ─▶ read_answer ─▶ lists, tuples and intervals of parts, with their names
+                                   │
+                     parts: numbers with units exactly ─ words as text ─ formulas by math_verify
+
+What math_verify alone gets wrong is settled before it is asked; tests/answers.yaml has each case: `(4,3)` for
+`(3,4)`, `silent` for `listen`, `30 hours` for `30 minutes`, `2` for `2ab`, and all numbers below 1e-6.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from rlt_lightning.judging.normalise import normalise
+from rlt_lightning.judging.quantities import (
+    UNSPACED,
+    Quantity,
+    keeps_digits,
+    read_quantity,
+    read_unit,
+    same_quantity,
+    same_unit,
+)
+
+# Formulas are evaluated to so many digits, and equal up to so many; a larger value is not computed.
+PRECISION, AGREEMENT, MAX_DIGITS = 400, 350, 100_000
+NUM_POINTS = 4  # at which formulas with variables are compared
+
+
+# Structure
+
+PAIRS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", "{": "}"}
+BRACKET = re.compile(r"\\[{}]|\\[lr]angle|[()\[\]{}]")
+THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
+SEPARATOR = re.compile(
+    r",\s*(?:and|or)\b|[,;]|\\(?:cup|lor|vee)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|[和或与及]"
+)
+RELATION = re.compile(r"\\(?:le|ge|ne|approx|in)(?![a-zA-Z])|[<>=]")
+# A variable, function or measure, as it stands left of an equals sign.
+NAME = re.compile(
+    r"(?:\\(?:angle|triangle|overline|widehat)\s*)?\\?[a-zA-Z]+'*(?:_\{[^{}]*\})?(?:\^\{-1\})?"
+    r"(?:\s*\([^()=<>]*\))?(?:\s*\{?[A-Z]+\}?)?"
+)
+TUPLE_NAME = re.compile(r"\(\s*\w+(?:\s*,\s*\w+)+\s*\)")
+SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\(-\\infty,\\infty\))?\s*[|:]\s*(.*[<>=\\].*)\\\}")
+VARIABLE = re.compile(r"\\?[a-zA-Z]+(?:_\{[^{}]*\})?(?:\([a-z]\))?")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """The structure of an answer: `x = (1, 2]` is Parsed("(1, 2]", "x", "(]", (Parsed("1"), Parsed("2"))).
+
+    Attributes:
+        text: The normalised text, without the name.
+        name: What the answer is said to be equal to, such as `x` or `f(x)`; empty without one.
+        brackets: "," for a list in any order, brackets for an ordered one, empty for a single part.
+        parts: The parts of a list.
+    """
+
+    text: str
+    name: str = ""
+    brackets: str = ""
+    parts: tuple[Parsed, ...] = ()
+
+    @property
+    def whole(self) -> str:
+        """Return the text with the name."""
+        return f"{self.name}={self.text}" if self.name else self.text
+
+
+@lru_cache(maxsize=4096)
+def read_answer(text: str) -> Parsed:
+    """Return the structure of a normalised text."""
+    text = text.strip()
+    parts = split_parts(text)
+    if len(parts) > 1:
+        return Parsed(text, brackets=",", parts=tuple(map(read_answer, parts)))
+    if builder := SET_BUILDER.fullmatch(text):
+        return read_answer(builder[1])
+    members, relations = split_relations(text)
+    is_equation = relations == [r"\in"] or (relations and {"=", r"\approx"} >= set(relations))
+    if is_equation and (name := read_name(members)):
+        value = members[0] if name == members[-1] else members[-1]
+        return replace(read_answer(value), name=name)
+    if interval := read_interval(members, relations):
+        return interval
+    if text.count(r"\pm") == 1 and not relations:
+        both = (text.replace(r"\pm", sign).strip().removeprefix("+").strip() for sign in "+-")
+        return Parsed(text, brackets=",", parts=tuple(map(read_answer, both)))
+    if inside := read_brackets(text):
+        opening, content, closing = inside
+        parts = split_parts(content, joins_thousands=False)
+        if opening == r"\{":
+            return Parsed(text, brackets=",", parts=tuple(map(read_answer, parts)))
+        if len(parts) > 1 and opening != "{":
+            brackets = "()" if opening == r"\langle" else opening + closing
+            return Parsed(text, brackets=brackets, parts=tuple(map(read_answer, parts)))
+        if PAIRS[opening] == closing:
+            return read_answer(content)
+    return Parsed(text)
+
+
+def split_parts(text: str, joins_thousands: bool = True) -> list[str]:
+    """Split a text at commas, `and`, `or` and unions outside brackets; not at those of 1,250."""
+    numbers = [match.span() for match in THOUSANDS.finditer(text)] if joins_thousands else []
+    ends, start = [], 0
+    for separator in SEPARATOR.finditer(text):
+        place = separator.start()
+        if bracket_depth(text[:place]) == 0 and not any(a < place < b for a, b in numbers):
+            ends.append((start, place))
+            start = separator.end()
+    pieces = [text[a:b].strip() for a, b in (*ends, (start, len(text)))]
+    return [piece for piece in pieces if piece] if len(pieces) > 1 else [text]
+
+
+def bracket_depth(text: str) -> int:
+    """Return how many brackets of a text are open at its end."""
+    return sum(1 if bracket in PAIRS else -1 for bracket in BRACKET.findall(text))
+
+
+def read_brackets(text: str) -> tuple[str, str, str] | None:
+    """Return the brackets around a whole text, and what they hold; None without such."""
+    match = list(BRACKET.finditer(text))
+    if len(match) < 2 or match[0].start() != 0 or match[-1].end() != len(text) or match[0][0] not in PAIRS:
+        return None
+    depth = 0
+    for bracket in match:
+        depth += 1 if bracket[0] in PAIRS else -1
+        if depth == 0 and bracket is not match[-1]:
+            return None
+    return (match[0][0], text[match[0].end() : match[-1].start()], match[-1][0]) if depth == 0 else None
+
+
+def split_relations(text: str) -> tuple[list[str], list[str]]:
+    """Return the sides of equations and inequalities outside brackets, and the signs between them."""
+    members, relations, start = [], [], 0
+    for relation in RELATION.finditer(text):
+        if bracket_depth(text[: relation.start()]) == 0:
+            members.append(text[start : relation.start()].strip())
+            relations.append(relation[0])
+            start = relation.end()
+    return [*members, text[start:].strip()], relations
+
+
+def read_name(members: list[str]) -> str:
+    """Return the side of an equation that is not its value: `x` of x=7 and 7=x, `14/2` of 14/2=7.
+
+    Returns:
+        An empty text if both sides are formulas, as in 2x+3y=7. Of a chain a=b=c, c is the value.
+    """
+    first, last = members[0], members[-1]
+    if not first or not last:
+        return ""
+    if len(members) > 2:
+        return first
+    plain = re.sub(r"_\{[^{}]*\}|\^\{-1\}", "", first)
+    if NAME.fullmatch(first) or TUPLE_NAME.fullmatch(first) or not re.search(r"\d", plain):
+        return first
+    if VARIABLE.fullmatch(last) and not re.search(r"(?<!\\)(?<![\\a-zA-Z])[a-zA-Z]", first):
+        return last
+    is_arithmetic = not re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", first))
+    return first if is_arithmetic else ""
+
+
+def read_interval(members: list[str], relations: list[str]) -> Parsed | None:
+    """Return the interval that inequalities describe: `(2,5]` of 2<x<=5; None for others."""
+    if relations and {">", r"\ge"} >= set(relations):
+        members, relations = members[::-1], [r"\le" if sign == r"\ge" else "<" for sign in relations[::-1]]
+    if not relations or not {"<", r"\le"} >= set(relations):
+        return None
+    if len(members) == 2:
+        if VARIABLE.fullmatch(members[0]):
+            members, relations = [r"-\infty", *members], ["<", *relations]
+        else:
+            members, relations = [*members, r"\infty"], [*relations, "<"]
+    if len(members) != 3 or not VARIABLE.fullmatch(members[1]):
+        return None
+    if any(re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", side)) for side in (members[0], members[2])):
+        return None
+    brackets = ("(" if relations[0] == "<" else "[") + (")" if relations[1] == "<" else "]")
+    return Parsed("", "", brackets, (read_answer(members[0]), read_answer(members[2])))
+
+
+# Comparison
+
+
+def same_numbers(reference: str, answer: str) -> bool | None:
+    """Return whether two texts are equal as they are written or as numbers; None if more must be known."""
+    a, b = normalise(reference), normalise(answer)
+    if a == b:
+        return bool(a)
+    first, second = read_quantity(a), read_quantity(b)
+    return None if first is None or second is None else same_quantity(first, second)
+
+
+def same_answer(reference: str, answer: str) -> bool:
+    """Return whether an answer is equal to the reference."""
+    if (is_same := same_numbers(reference, answer)) is not None:
+        return is_same
+    a, b = normalise(reference), normalise(answer)
+    if is_words(a) and squeeze(a) == squeeze(b):
+        return True
+    return same_parsed(read_answer(a), read_answer(b))
+
+
+def same_parsed(a: Parsed, b: Parsed) -> bool:
+    """Return whether two answers have equal parts: a list's in any order, others in theirs."""
+    if (a.name and b.name and squeeze(a.name) != squeeze(b.name)) or is_equation(a) != is_equation(b):
+        return same_equation(a, b)
+    if a.name and not b.name and re.search(r"[-+*/]|\\times|\\cdot", a.name):
+        return False  # 0 is no answer for x-y=0
+    a, b = order_named(a, b.brackets), order_named(b, a.brackets)
+    if a.brackets == "," and not b.brackets:
+        b = Parsed(b.text, brackets=",", parts=(b,))
+    if b.brackets == "," and not a.brackets:
+        a = Parsed(a.text, brackets=",", parts=(a,))
+    if a.brackets != b.brackets or len(a.parts) != len(b.parts):
+        return False
+    if not a.brackets:
+        return same_leaf(a.text, b.text)
+    if a.brackets != ",":
+        return all(map(same_parsed, a.parts, b.parts))
+    names, others = ({part.name for part in parsed.parts} for parsed in (a, b))
+    if max(len(names), len(others)) > 1 and "" in names | others:
+        return all(map(same_parsed, a.parts, b.parts))  # the parts of `x=1, y=2` have an order in `1, 2`
+    left = list(b.parts)
+    for part in a.parts:
+        match = next((other for other in left if same_parsed(part, other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def order_named(parsed: Parsed, brackets: str) -> Parsed:
+    """Return `x=3, y=4` as the pair (3,4) where it is compared with a pair."""
+    names = {part.name for part in parsed.parts}
+    if brackets != "()" or parsed.brackets != "," or "" in names or len(names) < len(parsed.parts):
+        return parsed
+    return replace(parsed, brackets="()", parts=tuple(sorted(parsed.parts, key=lambda part: part.name)))
+
+
+def is_equation(parsed: Parsed) -> bool:
+    """Return whether an answer is an equation without a name, such as 2x+3y=7."""
+    return not parsed.brackets and not parsed.name and "=" in split_relations(parsed.text)[1]
+
+
+def same_equation(a: Parsed, b: Parsed) -> bool:
+    """Return whether two equations with different left sides say the same, such as y=2x and x=y/2."""
+    return not a.brackets and not b.brackets and same_formula(a.whole, b.whole)
+
+
+def same_leaf(a: str, b: str) -> bool:
+    """Return whether two parts are equal: as text, as numbers, or as formulas."""
+    if squeeze(a) == squeeze(b):
+        return True
+    first, second = read_quantity(a), read_quantity(b)
+    if first and second:
+        return same_quantity(first, second)
+    (a, unit), (b, other) = split_unit(a), split_unit(b)
+    if is_words(a) or is_words(b) or not same_unit(unit, other):
+        return squeeze(a) == squeeze(b) and same_unit(unit, other)
+    if ":" in a or ":" in b:
+        ratios = a.split(":"), b.split(":")
+        return len(ratios[0]) == len(ratios[1]) and all(map(same_leaf, *ratios))
+    return same_formula(a, b)
+
+
+def squeeze(text: str) -> str:
+    """Return a text without what tells no answers apart: case of words, spaces outside numbers, quotes."""
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.replace('"', "").replace("'", ""))
+    return text.casefold() if re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", text)) else text
+
+
+def is_words(text: str) -> bool:
+    """Return whether a part is no formula: it has a word, or is only letters, or is in another script."""
+    words = (re.fullmatch(r"[^\W\d_]{3,}[.,;:!?]?", token) for token in text.split())
+    return any(words) or UNSPACED.search(text) is not None or re.fullmatch(r"[a-zA-Z]{2,}", text) is not None
+
+
+def split_unit(text: str) -> tuple[str, frozenset[str]]:
+    """Return a formula and the unit behind it: `2\\sqrt{3}` and cm.
+
+    Degrees become radians in `\\sin 30 degree`, and are dropped in `90 degree - x`.
+    """
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
+        return re.sub(r"\s*degree\b", lambda _: r"\cdot\frac{\pi}{180}", text), frozenset()
+    match = re.fullmatch(r"(.*(?:[\d)}]|\\pi))(\s*)((?:\s?(?:[^\W\d_]+|/)(?:\s*\^\s*\{-?\d\})?)+)", text)
+    unit = read_unit(match[3], spaced=bool(match[2])) if match else None
+    formula = match[1] if match and unit else text
+    return re.sub(r"\s*degree\b", "", formula), unit or frozenset()
+
+
+# Formulas
+
+
+def same_formula(a: str, b: str) -> bool:
+    """Return whether two formulas are equal, by their values at some points, else by math_verify."""
+    try:
+        first, second = parse_formula(a), parse_formula(b)
+        if first is None or second is None or is_huge(first) or is_huge(second):
+            return False
+        return same_case(a, b) and same_expression(first, second, read_quantity(a), read_quantity(b))
+    except (MemoryError, RecursionError):  # of these the judge says that the limit was reached
+        raise
+    except Exception:  # sympy has many errors for formulas without a value
+        return False
+
+
+def same_case(a: str, b: str) -> bool:
+    """Return whether no letter is large in one formula and small in the other; math_verify ignores case."""
+    letters, others = (set(re.sub(r"\\[a-zA-Z]+", "", text)) for text in (a, b))
+    return not any(letter.swapcase() in others - letters for letter in letters - others if letter.isalpha())
+
+
+def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quantity | None = None) -> bool:
+    """Return whether two parsed formulas are equal; `first` and `second` are their numbers, if any."""
+    from math_verify import verify
+    from sympy import Expr, MatrixBase
+    from sympy.core.relational import Relational
+
+    if getattr(a, "is_Matrix", False) or getattr(b, "is_Matrix", False):
+        a, b = a.doit(), b.doit()  # sums and products of matrices
+        are_matrices = isinstance(a, MatrixBase) and isinstance(b, MatrixBase) and a.shape == b.shape
+        return are_matrices and all(map(same_expression, a.flat(), b.flat()))
+    if isinstance(a, Relational) and isinstance(b, Relational):
+        return same_relation(a, b)
+    if not isinstance(a, Expr) or not isinstance(b, Expr):
+        return type(a) is type(b) and bool(verify(a, b, float_rounding=AGREEMENT, timeout_seconds=None))
+    num_points = NUM_POINTS if a.free_symbols | b.free_symbols else 1
+    pairs = [(evaluate(a, point), evaluate(b, point)) for point in range(num_points)]
+    if any(x is None or y is None for x, y in pairs):
+        return bool(verify(a, b, float_rounding=AGREEMENT, numeric_precision=PRECISION, timeout_seconds=None))
+    # Laws such as ln ab = ln a + ln b hold where both sides are real.
+    if all(agree(x, y) for x, y in [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs):
+        return True
+    if len(pairs) > 1 or not all(value.is_real for value in pairs[0]):
+        return False
+    value_a, value_b = (Fraction(str(value.evalf(PRECISION))) for value in pairs[0])
+    return bool((first and keeps_digits(first, value_b)) or (second and keeps_digits(second, value_a)))
+
+
+def same_relation(a: Any, b: Any) -> bool:
+    """Return whether two equations or inequalities say the same: one is the other times a constant."""
+    mirrored = {"<": ">", "<=": ">="}
+    if mirrored.get(a.rel_op, a.rel_op) != mirrored.get(b.rel_op, b.rel_op):
+        return False
+    values = [(evaluate(a.lhs - a.rhs, i), evaluate(b.lhs - b.rhs, i)) for i in range(NUM_POINTS)]
+    if any(x is None or y is None or not y or not x for x, y in values):
+        return False
+    ratios = [x / y for x, y in values]
+    has_order = a.rel_op not in ("==", "!=")
+    is_turned = a.rel_op != b.rel_op
+    if has_order and (not ratios[0].is_real or (ratios[0] < 0) != is_turned):
+        return False
+    return all(agree(ratio, ratios[0]) for ratio in ratios)
+
+
+@lru_cache(maxsize=4096)
+def parse_formula(text: str) -> Any:
+    """Return a formula as math_verify parses it, with exact decimals; None if it cannot."""
+    # Of numbers side by side math_verify takes the sum, of 1011_2 the digits.
+    if re.search(r"\d\s+\d|\d\s*_", text) or not re.search(r"[^\W_]", text):
+        return None
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+    from sympy import Float, I, Rational, Symbol
+
+    # It warns that it has no time limit; the judge has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # Text is normalised already: it must neither lose units, as 2ab would, nor be searched for a box.
+    rules = NormalizationConfig(units=False, malformed_operators=True, nits=False, boxed="none")
+    kinds = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=rules)]
+    match = parse(f"${text}$", kinds, fallback_mode="no_fallback", parsing_timeout=None)
+    if not match or isinstance(match[0], str):
+        return None
+    parsed = match[0]
+    if not is_huge(parsed) and hasattr(parsed, "atoms"):
+        exact: dict[Any, Any] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
+        exact |= {symbol: I for symbol in parsed.atoms(Symbol) if symbol.name == "i"}
+        parsed = parsed.xreplace(exact) if exact else parsed
+    return parsed
+
+
+def is_huge(expression: Any) -> bool:
+    """Return whether a formula's value has so many digits that it is not computed, as a power tower has."""
+    return log_size(expression) > MAX_DIGITS
+
+
+def log_size(expression: Any) -> float:
+    """Return about the number of digits of the largest value in a formula; infinity for towers."""
+    from sympy import MatrixBase, Pow, Rational, factorial
+
+    if isinstance(expression, Rational):
+        return max(math.log10(max(abs(int(part)), 1)) for part in (expression.p, expression.q))
+    members = expression.flat() if isinstance(expression, MatrixBase) else getattr(expression, "args", ())
+    parts = [log_size(part) for part in members]
+    if math.inf in parts:
+        return math.inf
+    if isinstance(expression, Pow | factorial):
+        exponent = 10 ** min(parts[-1], 300.0)
+        return exponent * max(0.3, parts[0]) if exponent < 1e9 and parts[-1] < 300 else math.inf
+    return sum(parts)
+
+
+def evaluate(expression: Any, point: int) -> Any:
+    """Return the value of a formula where its variables have fixed values; None if it has none there."""
+    from sympy import Rational
+
+    values = {}
+    for place, name in enumerate(sorted(expression.free_symbols, key=str)):
+        number = 1009 + sum((i + 1) * 7919 * byte for i, byte in enumerate(f"{name}{point}".encode())) % 2003
+        # At half of the points half of the variables are negative: |x| is not x there.
+        sign = -1 if point >= NUM_POINTS // 2 and (place + point) % 2 else 1
+        values[name] = Rational(sign * number, 1009)
+    try:
+        value = expression.evalf(PRECISION, subs=values)
+    except (ArithmeticError, AttributeError, TypeError, ValueError):
+        return None
+    # Of \sqrt{8}-2\sqrt{2} nothing but rounding is left.
+    if getattr(value, "_prec", PRECISION) == 1:
+        value *= 0
+    return value if value.is_number and value.is_finite else None
+
+
+def agree(a: Any, b: Any) -> bool:
+    """Return whether two values agree in `AGREEMENT` digits."""
+    from sympy import Float
+
+    size = max(abs(a), abs(b))
+    difference = abs(a - b)
+    return bool(difference == 0 or difference < size * Float(10) ** -AGREEMENT)

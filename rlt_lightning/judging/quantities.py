@@ -1,0 +1,284 @@
+r"""Read numbers with their units, and compare them exactly: plain functions on normalised texts.
+
+    1{,}250 euros ─ normalise ─▶ 1250 euros ─ read_quantity ─▶ Quantity ─ same_quantity ─▶ equal or not
+
+A decimal is equal to another number only if no digit differs, but to a fraction or a root, whose digits never
+end, if it has six of them. Units are compared by their words and not converted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+# A decimal stands for a value with other decimals, such as 1/3, if it has this many significant digits.
+MIN_DIGITS = 6
+
+DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
+NUMBER = re.compile(
+    rf"""(?P<sign>[-+]?)\s*(?P<currency>[$€£¥₹₽₩]|US\s?\$|USD|EUR|Rs\.?|)\s*(?P<inner>-?)(?:
+    (?P<thousands>[1-9]\d{{0,2}}(?:,\d{{3}})+(?:\.\d+)?)
+    |(?P<repeating>\d*\.\d*(?:\\overline\s*\{{\d+\}}|\(\d+\)))
+    |(?P<whole>\d+)\s*(?:\\frac\s*\{{(?P<num>\d+)\}}\s*\{{(?P<den>\d+)\}}|\s(?P<num2>\d+)\s*/\s*(?P<den2>\d+))
+    |\\frac\s*\{{\s*(?P<top>-?{DECIMAL})\s*\}}\s*\{{\s*(?P<bottom>-?{DECIMAL})\s*\}}
+    |(?P<over>{DECIMAL})\s*/\s*(?P<under>{DECIMAL})
+    |(?:(?P<mantissa>{DECIMAL})\s*\\times\s*)?10\s*\^\s*\{{(?P<power>[-+]?\d{{1,4}})\}}
+    |(?P<decimal>{DECIMAL})
+    )(?P<rest>.*)""",
+    re.VERBOSE | re.DOTALL,
+)
+SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES |= {"dozen": 12, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
+
+# Units, each with its other spellings without plural s.
+UNITS = """
+mm millimeter millimetre 毫米
+cm centimeter centimetre 厘米 公分
+dm decimeter decimetre 分米
+m meter metre 米
+km kilometer kilometre 千米 公里
+in inch inche 英寸
+ft foot feet 英尺
+yd yard
+mi mile 英里
+mg milligram 毫克
+g gram gramme gm 克
+kg kilogram kilo 千克 公斤
+lb pound
+oz ounce
+ton tonne 吨
+ms millisecond 毫秒
+s sec second 秒
+min minute 分钟
+h hr hour 小时
+day 天 日
+week 周 星期
+month 月
+yr year 年
+am
+pm
+ml milliliter millilitre 毫升
+l liter litre 升
+degree deg 度
+rad radian
+mi/h mph
+km/h kmh kmph kph
+n newton 牛
+j joule
+w watt
+v volt
+a ampere
+k kelvin
+c celsius
+f fahrenheit
+hz hertz
+pa pascal
+kw
+kj
+ev
+mol mole
+ohm Ω ω
+ha hectare
+acre
+cup
+unit
+man men
+people person 人
+dollar usd us $ 美元
+cent ¢
+euro eur € 欧元
+gbp £
+¥ yuan rmb 元 块 人民币 yen 円
+rupee ₹ inr rs
+rouble ₽ ruble
+won ₩ 원
+"""
+UNIT_OF = {word: line.split()[0] for line in UNITS.strip().splitlines() for word in line.split()}
+# Only with a space before it is this a unit: 3m may be a product.
+SHORT = re.compile(r"[a-zA-Z]|in|am|pm|pa|ha|ev|rs|us")
+UNIT_TOKEN = re.compile(r"[^\W\d_]+|[$€£¥₹₽₩¢]|/|\^\s*\{-?\d\}")
+UNIT = re.compile(rf"(?:\s|\\cdot|{UNIT_TOKEN.pattern}|[().'-])*")
+POWERS = {"square": "2", "sq": "2", "平方": "2", "cubic": "3", "cu": "3"}
+# Words after a number that change its value.
+CHANGING = re.compile(
+    r"(?i)\b(?:squared|cubed|factorial|over|times|plus|minus|divided|tenths?|hundredths?|mod|not|or|and|than|to"
+    r"|least|most)\b"
+)
+# Languages without spaces write a unit directly behind a number.
+UNSPACED = re.compile(
+    "[\u0400-\u04ff\u0600-\u06ff\u0900-\u0eff\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number as it is written: `1.50 kg` is Quantity(Fraction(3, 2), 3, Fraction(1, 100), {"kg"}, False).
+
+    Attributes:
+        value: The number. A percentage keeps its number: 15 of 15 %.
+        digits: Significant digits of a decimal; 0 for whole numbers and fractions, which are exact.
+        step: Value of a decimal's last digit.
+        unit: Words of the unit; empty without one.
+        percent: Whether it is a percentage.
+    """
+
+    value: Fraction
+    digits: int = 0
+    step: Fraction = Fraction(0)
+    unit: frozenset[str] = frozenset()
+    percent: bool = False
+
+
+@lru_cache(maxsize=4096)
+def read_quantity(text: str) -> Quantity | None:
+    """Return a normalised text's number with its unit; None for anything else."""
+    match = NUMBER.fullmatch(text.strip())
+    if match is None or (number := read_number(match)) is None:
+        return None
+    rest, value = match["rest"], number.value
+    if percent := rest.lstrip().startswith("%"):
+        rest = rest.lstrip()[1:]
+    words = rest.split()
+    if words and (scale := SCALES.get(words[0].lower().removesuffix("s"))):
+        value, rest = value * scale, " " + " ".join(words[1:])
+    if (unit := read_unit(match["currency"] + rest, rest[:1].isspace() or bool(match["currency"]))) is None:
+        return None
+    if (match["sign"] == "-") != (match["inner"] == "-"):
+        value = -value
+    return replace(number, value=value, unit=unit, percent=percent)
+
+
+def read_number(match: re.Match[str]) -> Quantity | None:
+    """Return the number of a match of `NUMBER`, without sign; None if it has no value."""
+    try:
+        if text := match["thousands"]:
+            return read_decimal(text.replace(",", ""))
+        if text := match["repeating"]:
+            return Quantity(read_repeating(text))
+        if whole := match["whole"]:
+            part = Fraction(int(match["num"] or match["num2"]), int(match["den"] or match["den2"]))
+            # 2 \frac{3}{2} is a product, if anything.
+            return Quantity(int(whole) + part) if part < 1 else None
+        if match["top"] or match["over"]:
+            top, bottom = match["top"] or match["over"], match["bottom"] or match["under"]
+            return Quantity(Fraction(top) / Fraction(bottom))
+        if match["power"]:
+            number, power = read_decimal(match["mantissa"] or "1"), Fraction(10) ** int(match["power"])
+            return replace(number, value=number.value * power, step=number.step * power)
+        return read_decimal(match["decimal"])
+    except (ZeroDivisionError, ValueError):
+        return None
+
+
+def read_decimal(text: str) -> Quantity:
+    """Return the value of digits with or without a point."""
+    decimals = len(text.partition(".")[2])
+    digits = len(text.replace(".", "").lstrip("0")) if decimals else 0
+    return Quantity(Fraction(text.rstrip(".") or "0"), digits, Fraction(1, 10**decimals))
+
+
+def read_repeating(text: str) -> Fraction:
+    """Return the value of a decimal whose last digits repeat: 1/3 of `0.\\overline{3}`."""
+    whole, fixed, cycle = re.fullmatch(r"(\d*)\.(\d*)\D+(\d+)\D", text).groups()  # type: ignore[union-attr]
+    repeated = Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(fixed))
+    return Fraction(f"{whole or 0}.{fixed or 0}") + repeated
+
+
+def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
+    """Return the words of a unit, each in one spelling; None if the text is no unit.
+
+    A word is a unit if the table has it, if another script writes it, or if it has four letters and a space
+    before it. So `7 apples` has one, and `3bc` and `2 ab` are products.
+    """
+    if not UNIT.fullmatch(text) or CHANGING.search(text):
+        return None
+    tokens = UNIT_TOKEN.findall(text)
+    if not tokens:
+        return frozenset() if not text.strip(" .'-()") else None
+    first = tokens[0]
+    names = [read_unit_word(token, before) for before, token in zip(["", *tokens], tokens, strict=False)]
+    if first[0] in "/^" or (SHORT.fullmatch(first) and not spaced):
+        return None
+    is_known = names[0] != "" or first.lower() in POWERS
+    is_whole = all(name or token[0] in "/^" for name, token in zip(names, tokens, strict=True))
+    has_word = any(len(token) >= 4 and token.isalpha() for token in tokens)
+    if UNSPACED.search(first) or (is_known and (spaced or is_whole)) or (spaced and has_word):
+        return frozenset(merge_unit(names, tokens))
+    return None
+
+
+def read_unit_word(word: str, before: str) -> str:
+    """Return the unit that a word stands for, empty without one. A short one stands first, or after `per`."""
+    is_other = SHORT.fullmatch(word) and before and before.lower() not in (*POWERS, "/", "per")
+    return "" if is_other else UNIT_OF.get(singular(word), "")
+
+
+def merge_unit(names: list[str], tokens: list[str]) -> Iterator[str]:
+    """Yield a unit's parts: `cm2` of `square cm`, `m` and `/s` of `m per second`; ` apple`, a word."""
+    power = over = ""
+    for name, token, following in zip(names, tokens, [*tokens[1:], ""], strict=True):
+        if token.lower() in POWERS and following:
+            power = POWERS[token.lower()]
+        elif token in ("/", "per"):
+            over = "/"
+        elif not token.startswith("^"):
+            raised = re.sub(r"[^\d-]", "", following) if following.startswith("^") else power
+            top, *bottom = name.split("/") if name else [f" {singular(token)}"]
+            yield over + top + raised
+            yield from (f"/{part}" for part in bottom)
+            power = over = ""
+
+
+def singular(word: str) -> str:
+    """Return a word in lower case, without its plural s."""
+    word = word.casefold()
+    return word.removesuffix("s") if len(word) > 2 else word
+
+
+def same_quantity(a: Quantity, b: Quantity) -> bool:
+    """Return whether two numbers are equal. A unit or percent sign that one of them lacks does not count."""
+    if not same_unit(a.unit, b.unit):
+        return False
+    if a.percent == b.percent:
+        return same_number(a, b)
+    if any(not name.startswith(" ") for name in a.unit | b.unit):
+        return False  # 45 degrees are not 45 %
+    percentage, number = (a, b) if a.percent else (b, a)
+    hundredth = replace(percentage, value=percentage.value / 100, step=percentage.step / 100)
+    return same_number(percentage, number) or same_number(hundredth, number)
+
+
+def same_unit(a: frozenset[str], b: frozenset[str]) -> bool:
+    """Return whether two units agree; one may have more words, such as `apples in total`, or be missing."""
+    if not a or not b:
+        return True
+    known, others = ({name for name in unit if name[0] != " "} for unit in (a, b))
+    words, other_words = a - known, b - others
+    return known == others and (words <= other_words or other_words <= words)
+
+
+def same_number(a: Quantity, b: Quantity) -> bool:
+    """Return whether two numbers are equal, or one is the other's decimal of at least `MIN_DIGITS` digits."""
+    if a.value == b.value:
+        return True
+    decimal, exact = (a, b) if a.digits else (b, a)
+    return not exact.digits and not is_terminating(exact.value) and keeps_digits(decimal, exact.value)
+
+
+def keeps_digits(decimal: Quantity, value: Fraction) -> bool:
+    """Return whether a decimal has enough digits of a value, the last one rounded or cut off."""
+    missing = abs(value) - abs(decimal.value)
+    is_near = -decimal.step / 2 <= missing < decimal.step and value * decimal.value > 0
+    return is_near and decimal.digits >= MIN_DIGITS
+
+
+def is_terminating(value: Fraction) -> bool:
+    """Return whether a number has finitely many decimals."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
