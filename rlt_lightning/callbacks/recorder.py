@@ -76,12 +76,15 @@ class RolloutRecorder(Callback):
                 rows[i] |= build_token_columns(batch.rollouts.rollouts[i], batch.scores, i, formats)
         if self.token_ids:
             for row, rollout in zip(rows, batch.rollouts.rollouts, strict=True):
-                row |= build_replay_columns(rollout.problem.teacher_prompt, rollout.completion)
+                row |= build_replay_columns(
+                    rollout.problem.teacher_prompt, rollout.completion, batch.rollouts.temperature
+                )
         rows = gather_rows(rows, trainer)
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
             if self.token_ids and batch.dropped:
-                append_rows(self._path(trainer).with_name(DROPPED), build_dropped_rows(step, batch.dropped))
+                dropped = build_dropped_rows(step, batch.dropped, batch.rollouts.temperature)
+                append_rows(self._path(trainer).with_name(DROPPED), dropped)
 
     def _choose_with_tokens(self, rewards: list[float], group_size: int) -> list[int]:
         """Return the positions of the completions whose tokens are recorded."""
@@ -170,11 +173,13 @@ class CompletionsTable(Callback):
         return Path(trainer.default_root_dir) / "wandb" / "completions.jsonl"
 
 
-def build_dropped_rows(step: int, dropped: list[tuple[Problem, int, Completion]]) -> list[Row]:
+def build_dropped_rows(
+    step: int, dropped: list[tuple[Problem, int, Completion]], temperature: float
+) -> list[Row]:
     """Build one row per completion that dynamic sampling replaced, with what ReplayEngine reads of it."""
     return [
         {"step": step, "row": problem.row, "completion": number}
-        | build_replay_columns(problem.teacher_prompt, completion)
+        | build_replay_columns(problem.teacher_prompt, completion, temperature)
         for problem, number, completion in dropped
     ]
 

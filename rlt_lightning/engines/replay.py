@@ -18,15 +18,25 @@ from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.types import Completion, InputError
 
-COLUMNS = ("step", "row", "completion", "token_ids", "log_probs", "finish_reason", "prompt_crc32")
+COLUMNS = (
+    "step",
+    "row",
+    "completion",
+    "token_ids",
+    "log_probs",
+    "finish_reason",
+    "temperature",
+    "prompt_crc32",
+)
 
 
-def build_replay_columns(prompt: Sequence[int], completion: Completion) -> Row:
+def build_replay_columns(prompt: Sequence[int], completion: Completion, temperature: float) -> Row:
     """Return what a row of a completion needs beside step, row and number to be replayed."""
     return {
         "token_ids": completion.token_ids,
         "log_probs": completion.log_probs,
         "finish_reason": completion.finish_reason,
+        "temperature": temperature,
         "prompt_crc32": checksum_prompt(prompt),
     }
 
@@ -36,23 +46,45 @@ def checksum_prompt(prompt: Sequence[int]) -> int:
     return crc32(json.dumps(list(prompt)).encode())
 
 
+def read_recording(path: Path) -> Iterator[Row]:
+    """Yield the rows of a recording, with the columns that a replay needs.
+
+    Raises:
+        InputError: If a row lacks one, or holds no completion.
+    """
+    for row in read_json_rows(path):
+        if absent := [name for name in COLUMNS if name not in row]:
+            raise InputError(
+                f"ReplayEngine needs the columns {', '.join(COLUMNS)}, but {path} lacks {', '.join(absent)}. "
+                "Record the run with recorder.token_ids: true."
+            )
+        ids, log_probs = row["token_ids"], row["log_probs"]
+        numbers = [row[name] for name in ("step", "row", "completion")]
+        whole = all(isinstance(number, int) for number in numbers) and isinstance(ids, list)
+        if not whole or (log_probs is not None and len(log_probs) != len(ids)):
+            raise InputError(
+                "A recorded completion must have a step, a row, a number, and a log-prob for each token id, but "
+                f"in {path} one has not: step {numbers[0]!r}, row {numbers[1]!r}. Record it again."
+            )
+        yield {name: row[name] for name in COLUMNS}
+
+
 class ReplayEngine(Engine):
     """Return the recorded completions of a run, step by step, so that no sampling can branch.
 
     Whatever differs between two replays then comes from rewards, losses or the optimizer. Validation and
-    prediction are not recorded, so they cannot be replayed.
+    prediction are not recorded, so they cannot be replayed. The whole recording is held in memory.
 
     Args:
         rollouts: `rollouts.jsonl` of a run with `recorder.token_ids: true`. A `dropped.jsonl` beside it has
             the completions that dynamic sampling replaced, and is read too.
-        in_process: Whether every rank reads the files, as for HFEngine. False: rank 0 does, as for workers;
-            asynchronous rollouts need that.
+        in_process: Whether the engine behaves as one in process, like HFEngine, or as one outside it, like
+            VLLMEngine, on which importance sampling and asynchronous rollouts depend. Set what the recorded
+            run had.
 
     Raises:
-        InputError: If the file has no such rows.
+        InputError: If the file has no such rows, or a completion twice.
     """
-
-    reports_log_probs = True
 
     def __init__(self, rollouts: str, in_process: bool = True) -> None:
         self.path = Path(rollouts)
@@ -61,14 +93,16 @@ class ReplayEngine(Engine):
             raise InputError(f"ReplayEngine's rollouts must be a rollouts.jsonl, but {rollouts} is no file.")
         self.groups: dict[tuple[int, int], dict[int, Row]] = {}  # by step, from 0, and row; then by number
         for path in (self.path, self.path.with_name("dropped.jsonl")):
-            for row in read_json_rows(path):
-                if absent := [name for name in COLUMNS if name not in row]:
-                    raise InputError(
-                        f"ReplayEngine needs the columns {', '.join(COLUMNS)}, but {path} lacks "
-                        f"{', '.join(absent)}. Record the run with recorder.token_ids: true."
-                    )
+            for row in read_recording(path):
                 group = self.groups.setdefault((row["step"] - 1, row["row"]), {})
-                group[row["completion"]] = {name: row[name] for name in COLUMNS}
+                if row["completion"] in group:
+                    raise InputError(
+                        f"A recording must have each completion once, but {path} has step {row['step']}, row "
+                        f"{row['row']}, completion {row['completion']} again. Do files of two runs lie there?"
+                    )
+                group[row["completion"]] = row
+        rows = [row for group in self.groups.values() for row in group.values()]
+        self.reports_log_probs = all(row["log_probs"] is not None for row in rows)
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Do nothing: no model samples."""
@@ -83,10 +117,10 @@ class ReplayEngine(Engine):
     def sample(
         self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
     ) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.sample`; recorded log-probs hold at the temperature of the run that recorded them."""
+        """See `Engine.sample`."""
         first = 0
         for request in requests:
-            group = self._find_group(request, request.limit(sampling))
+            group = self._find_group(request, sampling)
             for number in range(request.num_completions):
                 row = group[number]
                 yield (
@@ -97,7 +131,7 @@ class ReplayEngine(Engine):
                 )
             first += request.num_completions
 
-    def _find_group(self, request: SampleRequest, max_tokens: int) -> dict[int, Row]:
+    def _find_group(self, request: SampleRequest, sampling: Sampling) -> dict[int, Row]:
         """Return the recorded completions of a request by number.
 
         Raises:
@@ -109,13 +143,17 @@ class ReplayEngine(Engine):
                 "validation off (data.val_rows 0)."
             )
         group = self.groups.get((request.step, request.row), {})
-        wanted, prompt = set(range(request.num_completions)), checksum_prompt(request.prompt)
+        wanted, prompt = list(range(request.num_completions)), checksum_prompt(request.prompt)
+        temperatures = {row["temperature"] for row in group.values()} - {sampling.temperature}
+        max_tokens = request.limit(sampling)
         longest = max((len(row["token_ids"]) for row in group.values()), default=0)
         fault = None
-        if not wanted <= group.keys():
-            fault = f"{len(group)} completions instead of {len(wanted)}"
+        if sorted(group) != wanted:
+            fault = f"completions {sorted(group)} instead of {wanted}"
         elif any(row["prompt_crc32"] != prompt for row in group.values()):
             fault = "completions of another prompt"
+        elif temperatures:
+            fault = f"temperature {temperatures.pop()} instead of {sampling.temperature}"
         elif longest > max_tokens:
             fault = f"a completion of {longest} tokens, above the limit of {max_tokens}"
         if fault is not None:

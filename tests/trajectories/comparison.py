@@ -1,9 +1,10 @@
 """Compare a trajectory with the committed one: to the last digit, within a tolerance, and on average.
 
     same versions, processor, threads   every figure is equal in all DIGITS digits that the file holds
-    anything else                       |residual| <= tolerance, and the mean residual of a run is 0 within
-                                        its error, so that no small bias hides below the tolerance
+    anything else                       |residual| <= tolerance, and the mean residual of a run, and of all
+                                        weights at its end, is 0 within its error
 
+So a constant offset does not hide below the tolerance. What grows along a run does, until it exceeds it.
 A residual is (found - wanted) / scale. The scale of a figure is its largest size in the run, since a loss
 that passes through 0 has no digits of its own there.
 """
@@ -39,7 +40,7 @@ TOLERANCES = {
 # is no bias.
 ROUNDING = 0.2
 ERRORS = 5.0  # a mean residual of so many standard errors is a bias
-WEIGHT = "weight/"
+WEIGHT, MOVED = "weight/", "moved/"
 # The size of what is added up, where terms cancel: their rounding does not.
 SIZES = {
     "policy/loss": 1.0,  # advantages of a group add up to 0
@@ -79,6 +80,7 @@ def transpose(trajectory: Trajectory) -> dict[str, list[float]]:
     """Return the values of each figure over the steps, which all have the same, and of each weight one."""
     columns = {name: [step[name] for step in trajectory.steps] for name in trajectory.steps[0]}
     columns |= {WEIGHT + name: [norm] for name, norm in trajectory.weights.items()}
+    columns |= {MOVED + name: [norm] for name, norm in trajectory.moved.items()}
     return {name: [round_digits(value) for value in values] for name, values in columns.items()}
 
 
@@ -129,6 +131,9 @@ def find_differences(residuals: dict[str, list[float]]) -> list[str]:
             lines.append(f"{name}: off by {value:.2g} in step {step}")
         elif is_biased(values, ROUNDING * tolerance):
             lines.append(f"{name}: off by {statistics.mean(values):.2g} on average")
+    weights = [values[0] for name, values in residuals.items() if name.startswith(WEIGHT)]
+    if is_biased(weights, ROUNDING * TOLERANCE):
+        lines.append(f"all weights: off by {statistics.mean(weights):.2g} on average")
     return lines
 
 

@@ -44,6 +44,7 @@ from rlt_lightning.numerics import (
     NOVERReward,
     RLPRReward,
     RLTReward,
+    TruncatedImportanceSampling,
     VeriFreeReward,
 )
 from rlt_lightning.strategies.fsdp2 import FSDP2
@@ -54,7 +55,7 @@ STEPS = 10
 NUM_ROWS = 24  # of the data: more than ten steps take in one epoch of two problems
 TEACHER, STUDENT = "miniature-teacher", "miniature"
 OTHER_STUDENT, OTHER_TOKENIZER = "miniature-seed1", "miniature-pieces"
-# Of RLT: not 1, and high enough that no two completions of a group are alike.
+# Not 1, and high enough that no two completions of a group are alike.
 TEMPERATURE = 1.3
 # What a step measures of time and memory is no result.
 MEASURED = "perf/"
@@ -72,10 +73,12 @@ class Trajectory:
     Attributes:
         steps: The figures of each step, by name.
         weights: The Euclidean norm of each weight tensor at the end, by name.
+        moved: That of its change over the run.
     """
 
     steps: list[dict[str, float]]
     weights: dict[str, float]
+    moved: dict[str, float]
 
 
 @dataclass
@@ -102,7 +105,8 @@ class Setup:
 # The kinds
 
 
-OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.01, scheduler="linear", max_grad_norm=1.0)
+# Decay strong enough to be seen in ten small steps.
+OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=1.0, scheduler="linear", max_grad_norm=1.0)
 # Small enough for several micro-batches in each update.
 UPDATE: dict[str, Any] = {"optimizer": OPTIMIZER, "micro_batch_tokens": 250}
 
@@ -152,7 +156,7 @@ def likelihood(reward: Any, scorer: str = "policy") -> Setup:
     return Setup(
         LikelihoodModule(STUDENT, scorer=scorer, reward=reward, group_size=4, **UPDATE),
         data(STUDENT, task="student_likelihood", tags="r1", student_system_prompt=""),
-        {"sampling": Sampling(temperature=1.0, max_completion_length=30)},
+        {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=30)},
         "likelihood",
     )
 
@@ -162,7 +166,7 @@ def traditional_rl() -> Setup:
     return Setup(
         RLTModule(STUDENT, student=None, reward=CorrectnessReward(), group_size=4, **UPDATE),
         data(STUDENT, task="student_rl", tags="r1", student_system_prompt=""),
-        {"sampling": Sampling(temperature=1.0, max_completion_length=60)},
+        {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=60)},
         "traditional_rl",
     )
 
@@ -179,7 +183,7 @@ def opd(**options: Any) -> Setup:
             student_system_prompt="",
             view=ViewOptions("hint"),
         ),
-        {"sampling": Sampling(temperature=1.0, max_completion_length=60)},
+        {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=60)},
         "opd",
     )
 
@@ -216,10 +220,16 @@ KINDS: dict[str, Callable[[], Setup]] = {
         recording="dynamic", reward=Parity, rollouts={"dynamic_sampling": DynamicSampling(max_rounds=2)}
     ),
     "rlt_asynchronous": stale,
+    # As an engine outside the process samples; its log-probs are those of older weights from step 2 on.
+    "rlt_importance_sampling": lambda: rlt(
+        in_process=False,
+        rollouts={"score_early": False},
+        importance_sampling=TruncatedImportanceSampling("token", cap=1.01),
+    ),
     "loss_bnpo": lambda: stale(policy_loss=BNPOLoss()),
     "loss_dr_grpo": lambda: stale(policy_loss=DrGRPOLoss(max_completion_length=30)),
     "loss_dapo": lambda: stale(policy_loss=DAPOLoss(clip_eps_high=0.28)),
-    "loss_gspo": lambda: stale(policy_loss=GSPOLoss(clip_eps_low=3e-2, clip_eps_high=4e-2)),
+    "loss_gspo": lambda: stale(policy_loss=GSPOLoss(clip_eps_low=1e-3, clip_eps_high=2e-3)),
     "loss_cispo": lambda: stale(policy_loss=CISPOLoss()),
     "loss_plain_kl": lambda: stale(policy_loss=GRPOLoss(unbiased_kl=False)),
     "sft_teacher": lambda: sft("teacher_sft"),
@@ -283,23 +293,35 @@ class Watch(Callback):
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.weights: dict[str, float] = {}
+        self.moved: dict[str, float] = {}
+        self.initial: dict[str, torch.Tensor] = {}
         self.loss: WatchedLoss | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if hasattr(pl_module, "policy_loss"):
             self.loss = WatchedLoss(pl_module)
+        self.initial = copy_weights(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         log_probs = self.loss.take() if self.loss else {}
         self.steps.append(collect_figures(trainer) | log_probs)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        for name, tensor in stored_once(pl_module.policy).items():
-            with whole_tensors([tensor]) as [whole]:
-                self.weights[name] = float(whole.detach().double().norm())
+        for name, weight in copy_weights(pl_module).items():
+            self.weights[name] = float(weight.norm())
+            self.moved[name] = float((weight - self.initial[name]).norm())
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.steps.append(collect_figures(trainer))
+
+
+def copy_weights(module: Any) -> dict[str, torch.Tensor]:
+    """Return whole copies of a policy's weights by name, float64, on every rank."""
+    copies = {}
+    for name, tensor in stored_once(module.policy).items():
+        with whole_tensors([tensor]) as [whole]:
+            copies[name] = whole.detach().double().clone()
+    return copies
 
 
 def collect_figures(trainer: Trainer) -> dict[str, float]:
@@ -361,7 +383,7 @@ def run(kind: str, strategy: str = "", folder: Path | None = None, record: bool 
         for name in ("rollouts.jsonl", "dropped.jsonl"):
             if (folder / name).exists():
                 recording.with_name(name).write_text("".join(shorten_rows(folder / name)))
-    return Trajectory(watch.steps, watch.weights)
+    return Trajectory(watch.steps, watch.weights, watch.moved)
 
 
 class Sampled(HFEngine):

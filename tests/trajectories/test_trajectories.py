@@ -3,7 +3,7 @@
     make trajectories             compare, and print the largest residuals of each run
     make trajectories WRITE=1     write anew, and print what has moved by how much
 
-docs/extending.md says how to add a kind; runs.py has the kinds, comparison.py the tolerances.
+runs.py has the kinds, comparison.py the tolerances, planted.py faults that must be noticed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def compare(kind: str, strategy: str, trajectory: Trajectory) -> None:
     """
     path, name, found = name_of_file(kind, strategy), f"{kind} {strategy}".strip(), transpose(trajectory)
     if os.environ.get("WRITE"):
-        moved = describe(find_residuals(read(path)[0], found)) if path.exists() else "new"
+        wanted = read(path)[0] if path.exists() else {}
+        both = wanted.keys() & found.keys()
+        moved = describe(find_residuals({n: wanted[n] for n in both}, {n: found[n] for n in both}))
+        moved += f"; {len(found.keys() - both)} figures new, {len(wanted.keys() - both)} gone"
         write(path, trajectory)
         print(f"figure: {name}: {moved}")
         return
