@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -30,6 +31,9 @@ LIGHT = {"demo": run_demo, "rounds": run_rounds}
 def main() -> None:
     """Run the command line and exit with its status."""
     arguments = sys.argv[1:]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a terminal's encoding cannot show must not end a run whose work is done.
+        sys.stdout.reconfigure(errors="replace")
     if not arguments:
         print(FIRST_RUN, end="")
         print_verbs()

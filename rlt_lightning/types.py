@@ -91,9 +91,11 @@ class BadRowReason(StrEnum):
     """Why a row cannot be used."""
 
     BROKEN_JSON = "broken_json"
+    WRONG_ENCODING = "wrong_encoding"
     WRONG_TYPE = "wrong_type"
     MISSING_COLUMN = "missing_column"
     MISSING_TAGS = "missing_tags"
+    EXTRA_TAG = "extra_tag"
     EMPTY_QUESTION = "empty_question"
     EMPTY_SOLUTION = "empty_solution"
     EMPTY_TRACE = "empty_trace"

@@ -241,13 +241,14 @@ def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
     data.setup("predict")
     [problem] = data.problems
     rollout = data.build_rollout(problem, data.format.completion_from_trace(problem, trace))
-    assert data.fits_student(rollout) == (tags == "stratos" if fits is None else fits)
+    fits = tags == "stratos" if fits is None else fits
+    assert data.fits_student(rollout) == fits
     made.write_text(json.dumps(data.format.build_conversation(problem, rollout.text)) + "\n")
     student = StratosDataModule(
         str(made), task="student_sft", tokenizer=tiny_model, tags=tags, prompts_per_step=1
     )
-    if not trace:
-        with pytest.raises(InputError, match="empty_trace"):
+    if not fits:
+        with pytest.raises(InputError, match="extra_tag" if trace else "empty_trace"):
             student.setup("fit")
         return
     student.setup("fit")

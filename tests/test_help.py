@@ -54,6 +54,23 @@ def test_help_of_a_verb_imports_nothing_heavy() -> None:
     assert "--model.group_size=8 " in done.stdout
 
 
+def test_help_shows_values_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    screens.print_screen("fit")
+    shown = capsys.readouterr().out
+    assert "--model.reward.kl_weight=3.0 " in shown
+    assert "bf16-true" not in shown
+
+
+def test_output_that_no_encoding_shows_ends_no_command() -> None:
+    code = "import sys; sys.argv = ['rlt', 'fit', '--help']; import rlt_lightning.__main__ as m; m.main()"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.isspace()
+
+
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     screens.print_main_help()
     lines = capsys.readouterr().out.splitlines()

@@ -15,9 +15,11 @@ import pytest
 from commands import wait_until
 from lightning.pytorch import Trainer
 from test_rlt_module import data, module, rollout_callback
+from tqdm import tqdm
 
+import rlt_lightning
 from rlt_lightning.callbacks import progress
-from rlt_lightning.callbacks.progress import IterationBar, format_figure
+from rlt_lightning.callbacks.progress import LAYOUT, IterationBar, format_figure
 from rlt_lightning.console import waiting_for
 
 Captured = pytest.CaptureFixture[str]
@@ -124,3 +126,17 @@ def test_a_terminal_without_a_size_gets_lines(
 )
 def test_figures_are_written_to_be_read(value: float, text: str) -> None:
     assert format_figure(value) == text
+
+
+def test_a_narrow_terminal_keeps_the_time_that_is_left() -> None:
+    figures = "reward -0.412, closed 0.98, loss 0.00123, tok/s 5,120"
+    bar = {"prefix": "iteration [held-out batch 1/2: generate]", "postfix": figures, "bar_format": LAYOUT}
+    assert "ETA" in tqdm.format_meter(3, 125, 100.0, ncols=80, **bar)
+
+
+def test_a_dry_run_leaves_no_model(tiny_model: str, tmp_path: Path) -> None:
+    trainer = rlt_lightning.Trainer(
+        tmp_path / "run", accelerator="cpu", fast_dev_run=True, callbacks=[rollout_callback(4)]
+    )
+    trainer.fit(module(tiny_model), data(tiny_model, tmp_path))
+    assert not (tmp_path / "run/model").exists()

@@ -57,6 +57,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Trainer("unused", accumulate_grad_batches=4),
         "so accumulate_grad_batches must be 1, but is 4",
     ),
+    "gradients that the trainer clips": (
+        lambda: Trainer("unused", gradient_clip_val=1.0),
+        "Set optimizer.max_grad_norm instead",
+    ),
+    "a run without a length": (lambda: count_steps(4, -1, None, None), "trainer.max_time ends it early"),
     "greedy sampling": (
         lambda: train(Sampling(temperature=0)),
         "rollouts.sampling.temperature must be above 0 in training, but is 0",

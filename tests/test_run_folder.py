@@ -91,6 +91,24 @@ def test_the_run_folder_follows_from_options_and_what_exists(
     assert choice == RunFolder(run / subfolder, path, resumes, overwrites)
 
 
+@pytest.mark.parametrize("named", [".", "checkpoints"])
+def test_a_run_stands_for_its_newest_checkpoint(named: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(run, [f"{BEST}/state.pt", f"{LAST}/state.pt"])
+    for verb in ("fit", "predict"):
+        choice = choose_run_folder(verb, str(tmp_path / "new"), "", str(run / named))
+        assert choice == RunFolder(tmp_path / "new", str(run / LAST), resume=False, overwrite=False)
+    assert choose_run_folder("fit", str(run), "", str(run / named)).resume
+    with pytest.raises(InputError, match="a run's folder with one"):
+        choose_run_folder("fit", str(run), "", str(tmp_path))
+
+
+def test_a_resumed_run_says_from_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, TRAINED)
+    open_run_folder(choose_run_folder("fit", str(tmp_path), resume=True))
+    assert f"resuming from {tmp_path / LAST}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("verb", "lies", "ckpt_path", "resume", "overwrite", "expected"), REFUSALS)
 def test_options_that_cannot_be_followed_are_refused(
     verb: str,

@@ -49,8 +49,8 @@ def custom_row(question: str = "1+6?", solution: str = "7", trace: str = "Count.
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:
-    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-    path.write_text("\n".join(lines) + "\n")
+    lines = (row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows)
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
     return str(path)
 
 
@@ -334,6 +334,7 @@ def without_tag(tag: str) -> dict[str, Any]:
 
 BAD_ROWS = [
     ('{"question": "q", ', BadRowReason.BROKEN_JSON),
+    (b'{"question": "\xa3\xbf", "solution": "s", "reasoning_trace": "t"}', BadRowReason.WRONG_ENCODING),
     ("[1, 2]", BadRowReason.WRONG_TYPE),
     ({"question": 7, "solution": "s", "reasoning_trace": "t"}, BadRowReason.WRONG_TYPE),
     ({"conversations": "hello"}, BadRowReason.WRONG_TYPE),
@@ -349,6 +350,7 @@ BAD_ROWS = [
     (custom_row(solution=" "), BadRowReason.EMPTY_SOLUTION),
     (stratos_row(thought=""), BadRowReason.EMPTY_TRACE),
     (custom_row(trace=""), BadRowReason.EMPTY_TRACE),
+    (custom_row(trace="a <|end_of_thought|> b"), BadRowReason.EXTRA_TAG),
     (custom_row(question="long " * 400), BadRowReason.PROMPT_TOO_LONG),
     (custom_row(solution="long " * 60), BadRowReason.SOLUTION_TOO_LONG),
     (custom_row(trace="long " * 600), BadRowReason.TOO_LONG),

@@ -62,7 +62,7 @@ class ModelExporter(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.enabled:
+        if not self.enabled or is_dry_run(trainer):
             return
         module: Any = pl_module
         with replace_folder(Path(trainer.default_root_dir) / "model", trainer.strategy) as folder:
@@ -83,7 +83,9 @@ class ModelExporter(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the model of a run that was killed after its last checkpoint: it has no step to train."""
         # Without a checkpoint nothing was trained at all.
-        if not self.enabled or self.has_written or trainer.ckpt_path is None or not trainer.is_global_zero:
+        if not self.enabled or self.has_written or is_dry_run(trainer):
+            return
+        if trainer.ckpt_path is None or not trainer.is_global_zero:
             return
         write_model_folder(
             Path(trainer.ckpt_path), Path(trainer.default_root_dir) / "model", adapter=self.adapter
@@ -102,3 +104,8 @@ class ModelExporter(Callback):
             self.push_failed = True
             again = f"rlt push {folder}{'' if self.private else ' --private false'}"
             rank_zero_warn(f"The model is in {folder}/model, but not on the hub. {error} To push it: {again}")
+
+
+def is_dry_run(trainer: Any) -> bool:
+    """Return whether a run only tries each step, by Lightning's fast_dev_run: its weights are no result."""
+    return bool(trainer.fast_dev_run)

@@ -17,6 +17,8 @@ from rlt_lightning.console import redraws_lines, waiting_for
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.base import PolicyModule
 
+# A narrow terminal cuts the end off.
+LAYOUT = "{desc} {n_fmt}/{total_fmt} {bar:12} ETA {remaining}, {elapsed} passed{postfix}"
 # What a phase is in the line of a long wait.
 WAITED_FOR = {
     "push": "the push of weights",
@@ -67,12 +69,11 @@ class IterationBar(ProgressBar):
         self.total: int = pl_module.total_steps()  # type: ignore[operator]
         self.started, self.first_step = time.monotonic(), trainer.global_step
         if self.enabled and redraws_lines():
-            layout = "{desc} {n_fmt}/{total_fmt} {bar:12}{postfix}, {elapsed} passed, ETA {remaining}"
             self.bar = tqdm(
                 total=self.total,
                 initial=trainer.global_step,
                 desc="iteration",
-                bar_format=layout,
+                bar_format=LAYOUT,
                 dynamic_ncols=True,
             )
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from rlt_lightning.checkpoints.card import write_model_card
 from rlt_lightning.checkpoints.folder import (
     ONE_PROCESS,
-    STATE,
     WEIGHTS,
-    list_checkpoints,
+    find_checkpoint,
     read_state,
     replace_folder,
 )
@@ -140,14 +139,7 @@ def export_checkpoint(
         adapter: How a LoRA is written: merged into the weights, or as a separate folder for peft and vLLM.
         overwrite: Replace a model in output_dir.
     """
-    path, folder = Path(ckpt_path), Path(output_dir).resolve()
-    if not (path / STATE).exists():
-        if not (found := list_checkpoints(path / "checkpoints")):
-            raise InputError(
-                f"--ckpt_path must be a checkpoint, or a run's folder with one, but {path} has none. The "
-                "model of a run that has ended is in its folder model/."
-            )
-        path = found[-1]
+    path, folder = find_checkpoint(Path(ckpt_path)), Path(output_dir).resolve()
     for beside in (folder.with_name(f"{folder.name}{suffix}") for suffix in (".tmp", ".old")):
         if beside.exists():
             raise InputError(

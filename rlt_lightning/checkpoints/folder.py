@@ -199,6 +199,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step=*.ckpt"), key=lambda path: (len(path.name), path.name))
 
 
+def find_checkpoint(path: Path) -> Path:
+    """Return a checkpoint, or the newest one of a run's folder or of its `checkpoints`.
+
+    Raises:
+        InputError: If there is none.
+    """
+    if (path / STATE).exists():
+        return path
+    if not (found := list_checkpoints(path / "checkpoints") or list_checkpoints(path)):
+        raise InputError(
+            f"--ckpt_path must be a checkpoint, or a run's folder with one, but {path} has none. The "
+            "model of a run that has ended is in its folder model/."
+        )
+    return found[-1]
+
+
 def find_newest_checkpoint(folder: Path) -> Path:
     """Return the checkpoint with the largest step.
 

@@ -191,10 +191,10 @@ FIRST = "rlt_lightning.modules.RLTModule"
 # Lightning's texts of these are about its other users.
 TEXTS = {
     "config": "An experiment or overlay by its name, or a file of your own; a later one wins.",
-    "ckpt_path": "last or best of --output_dir, or a checkpoint; its weights are loaded first.",
+    "ckpt_path": "last or best of --output_dir, a checkpoint, or a run: its weights are loaded first.",
     "trainer.accelerator": "cpu or gpu; auto takes a GPU if there is one.",
     "trainer.devices": "Number of processes, a GPU each; auto takes all GPUs.",
-    "trainer.precision": "32-true, bf16-true or bf16-mixed.",
+    "trainer.precision": "32-true or bf16-mixed.",
     "trainer.strategy": "auto, ddp, or an overlay's for weights in shards: overlays/zero3, overlays/fsdp2.",
     "trainer.max_steps": "Optimizer steps, each of them one RL iteration; -1: as max_epochs says.",
     "trainer.max_epochs": "Passes over the data; -1 is no limit.",
@@ -301,7 +301,8 @@ def expand(
     for option in options:
         full = replace(option, name=prefix + option.name)
         yield full, within[0] if within else ""
-        for path in option.classes:
+        # The default class comes first: its defaults are those that hold.
+        for path in sorted(option.classes, key=lambda path: path.rpartition(".")[2] != option.default):
             if path not in within:
                 yield from expand(read_options("classes", path), f"{full.name}.", (*within, path))
 

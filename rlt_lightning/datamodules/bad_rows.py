@@ -12,6 +12,9 @@ from typing import Any, Self
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 SHOWN_ROWS = 5  # row numbers per reason in messages
+# A remedy: GBK stands for the encoding that the file has.
+TO_UTF8 = "convert the file to UTF-8, for example by `iconv -f GBK -t UTF-8 {source}`"
+TAG_FAULTS = (BadRowReason.EXTRA_TAG, BadRowReason.MISSING_TAGS)
 TOO_LONG = (BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG)
 
 
@@ -137,6 +140,10 @@ class BadRowReport:
             remedies.append("raise data.max_bad_frac")
         else:
             must = "At least one row must be usable"
+        if any(error.reason == BadRowReason.WRONG_ENCODING for _, error in self.bad):
+            remedies.append(TO_UTF8.format(source=self.source))
+        if any(error.reason in TAG_FAULTS for _, error in self.bad):
+            remedies.append("name a column of whole responses in data.raw.column")
         if any(error.reason in TOO_LONG for _, error in self.bad):
             remedies.append("raise the length limits")
         raise InputError(f"{must}, but {self.summary()}.{where} {', or '.join(remedies)}.")

@@ -26,16 +26,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from rlt_lightning.datamodules.control_tokens import BYTE_TOKEN, SPACE, hide_word, hide_words
 from rlt_lightning.datamodules.formats import SENTINEL, ChatFormat, encode_pieces
 from rlt_lightning.numerics.spans import Span, split_spans
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, SFTExample
 
-SPACE = "\u2581"  # "▁", a space in the names of tokens
-BYTE_TOKEN = re.compile(r"(<0x[0-9A-F]{2}>)")
-# Begins a name that no text has: a code point that is no character.
-HIDDEN = "\U0010ffff"
 REPLACEMENT = "\ufffd"
 # What every tokenizer must spell: ASCII, and characters of two, three and four bytes.
 PROBE = "".join(map(chr, range(0x20, 0x7F))) + " So x = 12345.\n\n\t\\frac{1}{2} é e\u0301 \ufb01 Ω\u2126 Ж"
@@ -343,18 +340,7 @@ def simplify_description(described: dict[str, Any]) -> dict[str, Any]:
     model, pre_tokenizer = dict(described["model"]), described["pre_tokenizer"]
     model |= {"dropout": None, "unk_token": None} if model["type"] == "BPE" else {}
     # A control token that is also in the model's vocabulary keeps its number there, under another name.
-    if isinstance(vocabulary := model.get("vocab"), dict):
-        model["vocab"] = {
-            hide_word(word, i) if word in controls else word: i for word, i in vocabulary.items()
-        }
-        pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model.get("merges", [])]
-        if pairs:
-            model["merges"] = [pair for pair in pairs if controls.isdisjoint((*pair, "".join(pair)))]
-    elif isinstance(vocabulary, list):
-        model["vocab"] = [
-            [hide_word(word, i) if word in controls else word, score]
-            for i, (word, score) in enumerate(vocabulary)
-        ]
+    model = hide_words(model, {word: hide_word(i) for i, word in enumerate(sorted(controls))})
     for part in iterate_parts(pre_tokenizer):
         if part["type"] == "Metaspace":
             part["prepend_scheme"] = "never"
@@ -381,11 +367,6 @@ def iterate_parts(described: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         yield described
     for part in inner or []:
         yield from iterate_parts(part)
-
-
-def hide_word(word: str, number: int) -> str:
-    """Return a name that no text has for a word of a vocabulary."""
-    return f"{HIDDEN}{number} {word}"
 
 
 def repair_text(data: bytes, ends: list[int]) -> tuple[str, list[int]]:

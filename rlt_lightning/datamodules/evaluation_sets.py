@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
+from rlt_lightning.datamodules.rows import find_question, has_text
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import AnswerKind, Reference, read_reference
 from rlt_lightning.run.metrics import SET_TITLES
@@ -313,8 +314,8 @@ def fill_template(template: str, values: dict[str, str]) -> str:
 
 def read_question(row: dict[str, Any], strip: bool = True) -> str:
     """Return the text of a row's question."""
-    question = next((row[column] for column in QUESTIONS if row.get(column) is not None), None)
-    if not isinstance(question, str) or not question.strip():
+    question = find_question(row, QUESTIONS)
+    if not has_text(question):
         raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")
     if holds_half_pair(question):
         raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")

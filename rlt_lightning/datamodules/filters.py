@@ -22,9 +22,18 @@ from rlt_lightning.judging.judge import Judge
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import BadRowError, InputError
 
+# Characters of scripts that put no space between words: each of them counts as a word.
+# Thai to Myanmar, Khmer, Tai, Chinese and Japanese with their halfwidth and rare forms.
+NO_SPACES = (
+    "\u0e01-\u0e7f\u0e81-\u0fff\u1000-\u109f\u1780-\u17ff\u1950-\u19df\u1a20-\u1aaf\u2e80-\u2fdf\u3005-\u3007"
+    "\u3031-\u312f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\ua4cf\ua980-\ua9ff\uaa60-\uaadf\uf900-\ufaff\uff66-\uff9f"
+    "\U00016f00-\U00018fff\U0001aff0-\U0001b16f\U00020000-\U0003fffd"
+)
 # Words, and the operators that make two sums different questions.
 # 3.5 is one word, and relations and operations are words.
-WORD = re.compile(r"\d+(?:[.,]\d+)*|\w+|[-+*/^=<>≤≥≠×÷·−%!|]")
+WORD = re.compile(rf"\d+(?:[.,]\d+)*|[{NO_SPACES}]|[^\W{NO_SPACES}]+|[-+*/^=<>≤≥≠×÷·−%!|]")
+SPACED_WORD = re.compile(rf"[{NO_SPACES}]|[^\s{NO_SPACES}]+")
+LONG_WORD = 40  # characters; a text whose words are longer on average has no words
 JUDGED_ROWS = 1000  # that are judged, and in memory, at a time
 Rejection = tuple[FilterReason, str]  # with a detail that quotes no evaluation set
 
@@ -39,10 +48,10 @@ class Filters:
         min_trace_chars: Least characters of a trace.
         max_trace_chars: Most characters of a trace.
         max_repetition: Most of a trace's n-grams that may repeat an earlier one, in [0, 1].
-        repetition_ngram: Length of these n-grams, words.
+        repetition_ngram: Length of these n-grams, words; characters in scripts without spaces.
         overlap_with: Evaluation sets with what `data.sets` of `rlt test` takes for them. A question is left
             out that has `overlap_ngram` words in a row with one of theirs, or all words of a shorter one.
-        overlap_ngram: Length of these n-grams, words.
+        overlap_ngram: Length of these n-grams, words; characters in scripts without spaces.
         right_only: Leave out rows whose solution does not have the row's right `answer`.
         duplicates: "question" keeps one row of a question, "trace" all its different traces.
     """
@@ -264,8 +273,12 @@ def list_ngrams(words: list[str], size: int) -> Iterable[tuple[str, ...]]:
 
 
 def repetition(text: str, size: int) -> float:
-    """Return the part of a text's n-grams of words that repeat an earlier one; 0 for a shorter text."""
-    runs = list(list_ngrams(text.casefold().split(), size))
+    """Return the part of a text's n-grams of words that repeat an earlier one; 0 for a shorter text.
+
+    Where a text has no words, its characters are counted.
+    """
+    words = SPACED_WORD.findall(text.casefold())
+    runs = list(list_ngrams(list(text) if len(text) > LONG_WORD * len(words) else words, size))
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from rlt_lightning.datamodules.control_tokens import MARK, encode_marked, mark_text
 from rlt_lightning.models.format import without_opened_thought
 from rlt_lightning.moved import rename_method
 from rlt_lightning.tags import STRATOS, TagStyle, decode, require_fast, start_of_tag, tag_style
@@ -42,13 +43,16 @@ def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
         InputError: If the tokenizer is a slow one, which has no offsets.
     """
     require_fast(tokenizer)
-    encoding = tokenizer(
-        "".join(pieces), add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
-    bounds = list(accumulate(map(len, pieces)))
+    text, lengths = "".join(pieces), list(map(len, pieces))
+    if MARK in text:
+        token_ids, offsets, lengths = encode_marked(tokenizer, pieces)
+    else:
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        token_ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
+    bounds = list(accumulate(lengths))
     ids_per_piece: list[list[int]] = [[] for _ in pieces]
     piece = covered = 0
-    for token_id, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+    for token_id, (start, end) in zip(token_ids, offsets, strict=True):
         # Some tokenizers leave leading spaces out of the offsets: a token starts where the text before it
         # ends. Tokens of one multi-byte character have the same offsets, and so stay together.
         piece = max(piece, bisect_right(bounds, min(start, covered)))
@@ -58,7 +62,9 @@ def encode_pieces(tokenizer: Any, pieces: list[str]) -> list[list[int]]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokenise a text whose special tokens, bos included, are already written out."""
+    """Tokenise a text whose special tokens, bos included, are already written out; marked ones are text."""
+    if MARK in text:
+        return encode_marked(tokenizer, [text])[0]
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -69,6 +75,8 @@ class ChatFormat:
     Student: chat(system, question) + <thought> … </thought> + <solution>
 
     With `thinks` there is no teacher: the student's own thought stands where an explanation does.
+
+    Control tokens that question, solution or trace spell are read as text; see `control_tokens.py`.
 
     The chat template renders only system, user and generation prompt. The assistant's text is appended
     unchanged, since some templates cut reasoning out of an assistant turn.
@@ -163,12 +171,13 @@ class ChatFormat:
             columns: The row as it was read.
         """
         tags, own = self.tags, self.student_tags
+        given = self._mark(solution)
         chat = self.render_student_chat(question, student_system_prompt)
         student_prefix, student_separator = self._encode_opening(chat + own.thought_open, own)
         teacher_prefix, think_prefix = student_prefix, student_separator
         if not self.thinks:
-            given = tags.solution_open + solution + tags.solution_close + BLOCK_BREAK + self.opening_tag
-            prompt = self.render_teacher_chat(question) + given
+            opening = tags.solution_open + given + tags.solution_close + BLOCK_BREAK + self.opening_tag
+            prompt = self.render_teacher_chat(question) + opening
             teacher_prefix, think_prefix = self._encode_opening(prompt, tags)
         if student_separator != think_prefix:
             # The two tags end differently, so that their prompts share no tokens.
@@ -178,7 +187,7 @@ class ChatFormat:
         # The explanation's tokens bring the separator before that closing tag, unless it is the teacher's.
         before = SENTINEL if self._replaces_separator else SENTINEL + tags.separator
         between = own.separator + between if self._replaces_separator else between
-        known = solution if own == tags else own.wrap(solution)
+        known = given if own == tags else own.wrap(given)
         content = known.removesuffix(own.separator)
         closing = known[len(content) :] + own.solution_close
         _, student_suffix, solution_ids, _ = encode_pieces(
@@ -231,11 +240,14 @@ class ChatFormat:
         earlier: Sequence[tuple[str, str]] = (),
     ) -> str:
         """Render the student's conversation up to the assistant's text; see `render`."""
-        system_prompt = self.student_system_prompt if student_system_prompt is None else student_system_prompt
-        return self.render(system_prompt, question, earlier)
+        if student_system_prompt is None:
+            return self.render(self.student_system_prompt, question, earlier)
+        return self.render(self._mark(student_system_prompt, keeps_tags=True), question, earlier)
 
     def render(self, system_prompt: str, question: str, earlier: Sequence[tuple[str, str]] = ()) -> str:
         """Render system message, user message and generation prompt with the tokenizer's chat template.
+
+        Control tokens that the questions and answers spell are marked in the result, for `encode`.
 
         Args:
             system_prompt: The system message; the empty string for none.
@@ -249,8 +261,9 @@ class ChatFormat:
 
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for asked, answered in earlier:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        messages.append({"role": "user", "content": question})
+            messages.append({"role": "user", "content": self._mark(asked)})
+            messages.append({"role": "assistant", "content": self._mark(answered, keeps_tags=True)})
+        messages.append({"role": "user", "content": self._mark(question)})
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 "The tokenizer must have a chat template, but has none. Use an instruction-tuned model, or "
@@ -286,8 +299,8 @@ class ChatFormat:
         """Tokenise a completion that is given as text; text after its first end tag is dropped."""
         text, end_tag, _ = text.partition(self.end_tag)
         finish_reason: FinishReason = "stop" if end_tag else "length"
-        opening = [self.opening_tag + self.tags.separator]
-        prompt_ids, token_ids = encode_pieces(self.tokenizer, [*opening, text + end_tag])
+        opening, text = self.opening_tag + self.tags.separator, self._mark(text)
+        prompt_ids, token_ids = encode_pieces(self.tokenizer, [opening, text + end_tag])
         if prompt_ids != self._completion_opening:
             # Tokenised together, the text would change the prompt's tokens.
             token_ids = encode(self.tokenizer, text + end_tag)
@@ -350,8 +363,8 @@ class ChatFormat:
             student_system_prompt: The row's system prompt; None for the format's.
         """
         tags = self.student_tags
-        turn = tags.thought_open + thought + tags.thought_close + BLOCK_BREAK
-        turn += tags.solution_open + solution + tags.solution_close
+        turn = tags.thought_open + self._mark(thought) + tags.thought_close + BLOCK_BREAK
+        turn += tags.solution_open + self._mark(solution) + tags.solution_close
         # Prompt and turn are tokenised separately, as when the student is used.
         prompt = encode(self.tokenizer, self.render_student_chat(question, student_system_prompt))
         return build_masked_example(
@@ -369,6 +382,11 @@ class ChatFormat:
         return {"system": system, "conversations": [{"from": role, "value": text} for role, text in turns]}
 
     # Helpers
+
+    def _mark(self, text: str, keeps_tags: bool = False) -> str:
+        """Mark the control tokens that a given text spells; with `keeps_tags` those but tags."""
+        keep = {*self.tags.tags().values(), *self.student_tags.tags().values()} if keeps_tags else ()
+        return mark_text(self.tokenizer, text, keep)
 
     @property
     def _replaces_separator(self) -> bool:

@@ -17,7 +17,7 @@ from rlt_lightning.tags import R1, STRATOS, TagStyle, holds_half_pair
 from rlt_lightning.tasks.countdown import require_counts
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
-QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that a row has
+QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that holds a text
 SHOWN_ROWS = 100  # whose columns a message names
 TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags
 
@@ -25,6 +25,22 @@ TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the tho
 def has_texts(columns: dict[str, Any]) -> bool:
     """Return whether a row has a question, a solution or a conversation."""
     return any(columns.get(name) is not None for name in (*QUESTION_COLUMNS, "solution", "conversations"))
+
+
+def find_question(columns: Mapping[str, Any], names: Sequence[str] = QUESTION_COLUMNS) -> Any:
+    """Return a row's question: the first column that holds text, else the text of a user's only turn.
+
+    If there is neither, what the first column holds that is not missing.
+    """
+    values = [columns[name] for name in names if columns.get(name) is not None]
+    turns = [value[0] for value in values if isinstance(value, list) and len(value) == 1]
+    asked = [turn.get("content") for turn in turns if isinstance(turn, dict) and turn.get("role") == "user"]
+    return next(filter(has_text, [*values, *asked]), next(iter(values), None))
+
+
+def has_text(value: Any) -> bool:
+    """Return whether a value is a text that is not blank."""
+    return isinstance(value, str) and bool(value.strip())
 
 
 def read_number(columns: dict[str, Any], name: str) -> float | None:
@@ -105,7 +121,7 @@ def find_missing_columns(
 ) -> list[str]:
     """Return the names of the columns that a row should have but has not."""
     has = set(row)
-    if row.get("conversations") is not None:
+    if row.get("conversations"):
         has |= {"question", "solution", TRACE_COLUMN}
     if has & {*QUESTION_COLUMNS}:
         has.add("question")
@@ -136,10 +152,8 @@ def parse_row(
     """
     if missing := find_missing_columns(row, trace_columns, allows_completion):
         raise BadRowError(BadRowReason.MISSING_COLUMN, f"the row lacks {', '.join(missing)}")
-    if row.get("conversations") is not None:
-        parsed = _parse_stratos(row, tags, student_tags or tags)
-    else:
-        parsed = _parse_custom(row, tags)
+    is_turn = bool(row.get("conversations"))
+    parsed = _parse_stratos(row, tags, student_tags or tags) if is_turn else _parse_custom(row, tags)
     if not parsed.question.strip():
         raise BadRowError(BadRowReason.EMPTY_QUESTION, "the question has no text")
     if not parsed.solution.strip():
@@ -148,16 +162,32 @@ def parse_row(
     for name in trace_columns:
         if name not in parsed.traces:
             parsed.traces[name] = _trace(row, name, tags)
-        has_text = parsed.traces[name].strip() or (name == TRACE_COLUMN and has_completion)
-        if not has_text:
+        if name == TRACE_COLUMN and has_completion:
+            continue
+        if not parsed.traces[name].strip():
             raise BadRowError(BadRowReason.EMPTY_TRACE, f"{name} has no text")
+        _require_no_tag(
+            name, parsed.traces[name], tags, student_tags or tags, is_turn and name == TRACE_COLUMN
+        )
+        _require_no_tag("solution", parsed.solution, tags, student_tags or tags, is_turn)
     return parsed
 
 
+def _require_no_tag(column: str, text: str, tags: TagStyle, student_tags: TagStyle, is_turn: bool) -> None:
+    """Reject a text with a tag: it would teach where a thought ends twice.
+
+    Outside a conversation's turn, where the outer tags count, `<think>` marks a whole response.
+    """
+    found = find_tag(text, tags, student_tags)
+    if found is None and not is_turn:
+        found = next((tag for tag in (R1.thought_open, R1.thought_close) if tag in text), None)
+    if found is not None:
+        raise BadRowError(BadRowReason.EXTRA_TAG, f"{column} holds the tag {found}")
+
+
 def _parse_custom(row: dict[str, Any], tags: TagStyle) -> ParsedRow:
-    question = next((row[name] for name in QUESTION_COLUMNS if row.get(name) is not None), None)
     return ParsedRow(
-        question=_text(question, "question"),
+        question=_text(find_question(row), "question"),
         solution=tags.wrap(_text(row["solution"], "solution")),
         traces={TRACE_COLUMN: _trace(row, TRACE_COLUMN, tags)},
         completion=_text(row.get("completion"), "completion") or None,
@@ -252,9 +282,9 @@ BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 LINE_END = re.compile(r"[ \t]*\r?\n")
 
 
-def holds_tag(text: str, tags: TagStyle) -> bool:
-    """Return whether a text holds a tag that a student would take for the end of its thought."""
-    return tags.occur_in(text) or STRATOS.occur_in(text)
+def find_tag(text: str, *styles: TagStyle) -> str | None:
+    """Return a tag of the styles or of Bespoke-Stratos that a text holds; None if it holds none."""
+    return next((tag for style in (*styles, STRATOS) for tag in style.tags().values() if tag in text), None)
 
 
 def split_response(response: str, tags: TagStyle) -> tuple[str, str] | None:
@@ -271,7 +301,7 @@ def split_response(response: str, tags: TagStyle) -> tuple[str, str] | None:
         if not found:
             return None
         parts.append(part)
-    if any(holds_tag(part, tags) for part in (*parts, rest)):
+    if any(find_tag(part, tags) for part in (*parts, rest)):
         return None
     return strip_both(parts[1], parts[3])
 
@@ -288,9 +318,9 @@ def split_raw(response: str, tags: TagStyle) -> tuple[str, str] | None:
     if R1.thought_close in response:
         thought, _, solution = response.partition(R1.thought_close)
         found = strip_both(thought.strip().removeprefix(R1.thought_open), solution)
-        return None if found is None or any(holds_tag(part, R1) for part in found) else found
+        return None if found is None or any(find_tag(part, R1) for part in found) else found
     headings = list(HEADING.finditer(response))
-    if not headings or holds_tag(response, R1):
+    if not headings or find_tag(response, R1):
         return None
     return strip_both(response[: headings[-1].start()], response[headings[-1].end() :])
 
@@ -352,7 +382,8 @@ class RawResponses:
             except BadRowError as error:
                 yield error
                 return
-            columns = {QUESTION_COLUMNS[0]: question, **columns}
+            if not has_text(find_question(columns)):
+                columns = {**columns, QUESTION_COLUMNS[0]: question}
         for response in value if isinstance(value, list) and value else [value]:
             yield self._row(columns, response, tags)
 

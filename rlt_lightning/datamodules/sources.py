@@ -16,14 +16,15 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rlt_lightning.console import announce, announce_reading, without_hub_retries
-from rlt_lightning.datamodules.bad_rows import NumberedRow
+from rlt_lightning.datamodules.bad_rows import TO_UTF8, NumberedRow
 from rlt_lightning.datamodules.rows import has_texts
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.tasks.countdown import complete_columns
@@ -353,6 +354,7 @@ class FileRows:
 
 
 PARQUET_ROWS = 1000  # that are in memory at a time
+BEGIN = re.compile(r"\S")  # of a value in JSON
 
 
 def read_file(path: Path) -> Iterator[NumberedRow]:
@@ -367,6 +369,7 @@ def read_file(path: Path) -> Iterator[NumberedRow]:
         )
     announce_reading(path)
     with name_unreadable(path):
+        require_content(path)
         yield from READERS[path.suffix](path)
 
 
@@ -375,28 +378,92 @@ def name_unreadable(path: Path) -> Iterator[None]:
     """Turn a failure to read a file into one line."""
     try:
         yield
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"The data file {path} must be readable as UTF-8, but is not ({shorten_error(error)}). Find out "
+            f"its encoding, and {TO_UTF8.format(source=path)}."
+        ) from error
+    except OSError as error:
         raise InputError(
             f"The data file {path} must be readable, but is not ({shorten_error(error)}). Check its "
-            "permissions, its encoding (UTF-8), and that it is complete."
+            "permissions, and that it is complete."
         ) from error
 
 
-def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
-    """Read one row per line. A broken line is a bad row; blank lines count, but are not rows."""
+POINTER = b"version https://git-lfs"  # begins the file that git keeps in place of a large one
+
+
+def require_content(path: Path) -> None:
+    """Check that a file is not what git keeps in place of it.
+
+    Raises:
+        InputError: If it is.
+    """
     with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise InputError(
+                f"The file {path} must hold rows, but is a pointer that Git LFS keeps in place of it. Run "
+                f"`git lfs pull` in {path.parent}, or copy the data set with `hf download`."
+            )
+
+
+def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
+    """Read one row per line. A broken line is a bad row; blank lines count, but are not rows.
+
+    A file whose first line is no object may be an array, or objects of several lines: see `_read_values`.
+    """
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"{}")
+        file.seek(0)
+        if not isinstance(_read_line(first), dict) and (rows := _read_values(file.read())):
+            yield from rows
+            return
+        file.seek(0)
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, read_columns(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                yield number, BadRowError(BadRowReason.BROKEN_JSON, str(error))
+            if line.strip():
+                yield number, _read_line(line)
+
+
+def _read_line(line: bytes) -> dict[str, Any] | BadRowError:
+    """Return the row of a line, or why it has none."""
+    if b"\0" in line:
+        return BadRowError(BadRowReason.WRONG_ENCODING, "the line holds zero bytes, as in UTF-16")
+    try:
+        return read_columns(json.loads(line.decode("utf-8-sig")))
+    except UnicodeDecodeError as error:
+        return BadRowError(BadRowReason.WRONG_ENCODING, f"the line is not in UTF-8 ({shorten_error(error)})")
+    except (ValueError, RecursionError) as error:
+        return BadRowError(BadRowReason.BROKEN_JSON, str(error))
+
+
+def _read_values(content: bytes) -> list[NumberedRow] | None:
+    """Return the rows of an array, by their place, or of objects that follow each other, by their first line.
+
+    Returns:
+        None if the content is neither.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+        values, lines, line, end = [], [], 1, 0
+        while begin := BEGIN.search(text, end):
+            line += text.count("\n", end, begin.start())
+            value, stop = json.JSONDecoder().raw_decode(text, begin.start())
+            values.append(value)
+            lines.append(line)
+            line, end = line + text.count("\n", begin.start(), stop), stop
+    except (ValueError, RecursionError):
+        return None
+    if len(values) == 1 and isinstance(values[0], list):
+        return [(place, read_columns(value)) for place, value in enumerate(values[0], start=1)]
+    is_rows = all(isinstance(value, dict) for value in values)
+    return [(line, value) for line, value in zip(lines, values, strict=True)] if is_rows else None
 
 
 def _read_json(path: Path) -> Iterator[NumberedRow]:
     try:
         content = json.loads(path.read_bytes())
+    except UnicodeDecodeError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"The file {path} must be valid JSON, but is not ({error}). Correct it; if it holds one object "
@@ -419,6 +486,7 @@ def _read_parquet(path: Path) -> Iterator[NumberedRow]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            require_different_names(path, file.schema_arrow.names)
             batches = file.iter_batches(PARQUET_ROWS)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except pyarrow.ArrowException as error:
@@ -434,7 +502,9 @@ def _read_csv(path: Path) -> Iterator[NumberedRow]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+            reader = csv.DictReader(file, strict=True)
+            require_different_names(path, reader.fieldnames or ())
+            for number, row in enumerate(reader, start=1):
                 if None in row or None in row.values():
                     detail = "the row has more or fewer cells than the header"
                     yield number, BadRowError(BadRowReason.WRONG_TYPE, detail)
@@ -445,6 +515,19 @@ def _read_csv(path: Path) -> Iterator[NumberedRow]:
                 f"The file {path} must be valid CSV, but is not ({error}). Correct it, or convert it "
                 "to .jsonl."
             ) from error
+
+
+def require_different_names(path: Path, names: Sequence[str]) -> None:
+    """Check that the columns of a table have different names; columns without a name may be several.
+
+    Raises:
+        InputError: If two have the same.
+    """
+    if repeated := sorted(name for name, number in Counter(names).items() if name and number > 1):
+        raise InputError(
+            f"The columns of {path} must have different names, but several are called "
+            f"{', '.join(repeated)}. Rename or remove all but one."
+        )
 
 
 READERS: dict[str, Callable[[Path], Iterator[NumberedRow]]] = {
@@ -465,7 +548,6 @@ def read_columns(value: Any) -> dict[str, Any] | BadRowError:
 # Data sets in the hub's form: from the hub, copies of them in folders, and folders of `save_to_disk`
 
 README, INFOS = "README.md", "dataset_infos.json"
-POINTER = b"version https://git-lfs"  # begins the file that git keeps in place of a large one
 
 
 @dataclass(frozen=True)
@@ -593,13 +675,9 @@ def require_no_pointers(folder: Path) -> None:
     Raises:
         InputError: If it holds what git keeps in place of a large file.
     """
-    for path in sorted(folder.rglob("*.parquet")):
-        with path.open("rb") as file:
-            if file.read(len(POINTER)) == POINTER:
-                raise InputError(
-                    f"The file {path} must be a table, but is what git keeps in place of it. Run `git lfs "
-                    f"pull` in {folder}, or copy the data set with `hf download`."
-                )
+    for path in list_visible(folder):
+        if path.suffix in READERS:
+            require_content(path)
 
 
 def load_saved(folder: Path, split: str) -> Any:

@@ -27,7 +27,7 @@ from rlt_lightning.datamodules.loader import (
     Weighted,
     hold_out,
 )
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, RawResponses, holds_tag
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, RawResponses, find_tag
 from rlt_lightning.datamodules.sources import (
     MemoryRows,
     Source,
@@ -346,7 +346,7 @@ class StratosDataModule(LightningDataModule):
         turn, limit = self.split_turn(rollout), self.student_context
         if turn is None or not (rollout.closed and turn[0]):
             return False
-        if any(holds_tag(turn[0], tags) for tags in (self.format.tags, self.format.student_tags)):
+        if find_tag(turn[0], self.format.tags, self.format.student_tags) is not None:
             return False
         if limit is None:
             return True

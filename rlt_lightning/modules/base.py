@@ -500,7 +500,8 @@ def count_steps(
     by_steps = [max_steps] if max_steps != -1 else []
     if not by_epochs + by_steps:
         raise InputError(
-            "The length of the run must be set, but is not. Set trainer.max_steps or max_epochs."
+            "The length of the run must be set, but is not. Set trainer.max_steps or max_epochs; "
+            "trainer.max_time ends it early."
         )
     steps = min(by_epochs + by_steps)
     if steps < 1:

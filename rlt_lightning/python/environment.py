@@ -91,6 +91,15 @@ def require_one_batch_size(accumulate_grad_batches: int) -> None:
         )
 
 
+def require_own_clipping(gradient_clip_val: float | None) -> None:
+    """Check that gradients are not clipped by the trainer, which cannot where a module steps by itself."""
+    if gradient_clip_val:
+        raise InputError(
+            f"trainer.gradient_clip_val must stay unset, but is {gradient_clip_val}. Set "
+            "model.optimizer.max_grad_norm instead."
+        )
+
+
 def require_accelerator(accelerator: Any) -> None:
     """Check that a GPU is there if one is asked for."""
     if accelerator in ("gpu", "cuda") and not (

@@ -52,6 +52,7 @@ from rlt_lightning.python.environment import (
     require_known_strategy,
     require_models,
     require_one_batch_size,
+    require_own_clipping,
     require_parts,
 )
 from rlt_lightning.run.folder import (
@@ -122,6 +123,7 @@ class Trainer(lightning.pytorch.Trainer):
         with nullcontext() if isinstance(output_dir, RunFolder) else naming_arguments():
             require_known_strategy(options.get("strategy", "auto"))
             require_one_batch_size(options.get("accumulate_grad_batches", 1))
+            require_own_clipping(options.get("gradient_clip_val"))
             require_accelerator(options.get("accelerator", "auto"))
             require_callbacks(given)
         self._opened = output_dir if isinstance(output_dir, RunFolder) else None

@@ -15,6 +15,7 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from rlt_lightning.checkpoints.folder import CHECKPOINT_CHOICES, list_checkpoints
+from rlt_lightning.checkpoints.folder import CHECKPOINT_CHOICES, find_checkpoint, list_checkpoints
 from rlt_lightning.types import InputError
 
 # Settings that may change when a prediction or evaluation resumes: they change the remaining rows by rounding
@@ -136,6 +137,8 @@ def choose_run_folder(
         folder = folder if is_fit else folder / verb
     elif ckpt_path and not Path(ckpt_path).exists():
         raise InputError(f"--ckpt_path must be last, best or a checkpoint that exists, but is {ckpt_path}.")
+    elif ckpt_path and Path(ckpt_path).is_dir():
+        ckpt_path = str(find_checkpoint(Path(ckpt_path)))
     if is_fit:  # a checkpoint of another run starts a new one
         resumes = bool(ckpt_path) and folder.resolve() in Path(str(ckpt_path)).resolve().parents
     else:
@@ -237,6 +240,8 @@ def open_run_folder(choice: RunFolder, given: Sequence[Path] = ()) -> None:
         probe.touch()
         probe.unlink()
         if choice.resume:
+            if choice.ckpt_path is not None:
+                print(f"resuming from {choice.ckpt_path}", file=sys.stderr)
             return
         if choice.overwrite or not all(is_leftover(entry, given) for entry in folder.iterdir()):
             clear_folder(folder, choice.overwrite, RUN_ENTRIES.__contains__, given)
