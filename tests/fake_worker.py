@@ -16,10 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 from threading import Event, Thread
-from typing import Any
+from typing import Any, ClassVar
 
 JSON = dict[str, Any]
 EOS = 2
+END, TAG = "</end>", 9000  # an end tag, and the token of `FakeTokenizer` that is its text
 DEV_ROUTES = {
     "/weight_info",
     "/collective_rpc",
@@ -43,6 +44,19 @@ class Dropped(Exception):
     """Close the connection without an answer."""
 
 
+class FakeTokenizer:
+    """Knows the words of the fake's completions: numbers, the end tag and an end token."""
+
+    eos_token_id = EOS
+    added_tokens_decoder: ClassVar = {EOS: "</s>"}
+
+    def __len__(self) -> int:
+        return 49152
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return "".join(END if token == TAG else f" {token}" for token in token_ids)
+
+
 def made_up(prompt: list[int], seed: int, max_tokens: int, endings: tuple[str, ...]) -> JSON:
     """A completion: tokens, log-probs and ending are functions of prompt and seed alone."""
     random = Random(f"{prompt} {seed}")
@@ -50,7 +64,8 @@ def made_up(prompt: list[int], seed: int, max_tokens: int, endings: tuple[str, .
     length = max_tokens if ending == "length" else random.randint(1, max_tokens)
     log_probs = [-8.0 - random.random() for _ in range(length)]
     token_ids = [random.randint(100, 8000) for _ in range(length - 1)]
-    token_ids.append(EOS if ending == "eos" else random.randint(100, 8000))
+    last = random.randint(100, 8000)
+    token_ids.append({"eos": EOS, "stop": TAG, "length": last}[ending])
     return {"token_ids": token_ids, "logprobs": {"token_logprobs": log_probs}, "ending": ending}
 
 
@@ -67,7 +82,7 @@ class FakeWorker:
         faults: Of the next sampling calls, one each: 500, 400, garbage, choices, nan, lengths, abort, drop,
             hang (it answers nothing from then on), restart (it forgets its weights and answers), die, or "".
         always: The fault of all sampling calls.
-        broken: Path -> what that route answers: a status, or the body of an answer.
+        broken: Path -> what that route answers: a status, a body, or a function that writes the answer.
         api_key: Asked for on /v1 routes.
         dev_mode: Without it the routes of VLLM_SERVER_DEV_MODE are not there.
         raw_log_probs: As with --logprobs-mode raw_logprobs.
@@ -203,6 +218,10 @@ class FakeWorker:
             return
         except Exception as error:
             status, answer = 500, {"error": repr(error)}
+        if callable(answer):  # what it is asked for it writes itself
+            with suppress(ConnectionError):
+                answer(call)
+            return
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         with suppress(ConnectionError):  # the caller may have given up
             call.send_response(status)
