@@ -4,6 +4,7 @@
       state.pt       loops, schedule, callbacks, data position, optimizer settings: plain values only
       weights/       safetensors of the trained parameters, as from_pretrained reads them
       exp_avg/ …     safetensors of each of the optimizer's moments, by the parameters' names
+      rank0.xxh128   digests of all these files; further ranks that wrote some have their own (digests.py)
 
 So a run can resume with another number of processes or another strategy, and an export copies files. A folder
 gets its final name only when everything in it is on the disk. The order of a save (| is a barrier, where all
@@ -12,6 +13,7 @@ ranks wait for each other):
     rank 0       | make step=6.ckpt.tmp |  weights, moments: its files, then state.pt  | rename .tmp, fsync  |
                  |                      |  (every tensor is gathered from all ranks)   |                     |
     other ranks  |        wait          |  weights, moments: their files               |        wait         |
+    every rank   |                      |  last: the digests of the files it wrote     |                     |
 
 Who puts what into state.pt, and takes it out again when a run resumes; Lightning calls them all:
 
@@ -54,6 +56,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
+from rlt_lightning.digests import require_digests, write_digests
 from rlt_lightning.types import InputError
 
 # Who only looks for checkpoints needs no PyTorch: the first line of `rlt demo` appears at once.
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from rlt_lightning.models.weights import NamedTensor
 
 STATE, WEIGHTS, BEST = "state.pt", "weights", "best.json"
+DAMAGED = "Resume from another checkpoint (--ckpt_path), or restore this one from a copy."
 
 
 class OneProcess:
@@ -91,14 +95,18 @@ def write_checkpoint(
     from rlt_lightning.models.weights import write_weights
 
     with replace_folder(folder, strategy) as scratch:
+        written = []
         for name, named_tensors in tensors.items():
             (scratch / name).mkdir(exist_ok=True)
-            write_weights(named_tensors, scratch / name, strategy.global_rank, strategy.world_size)
+            written += write_weights(named_tensors, scratch / name, strategy.global_rank, strategy.world_size)
         if strategy.global_rank == 0:
             with open(scratch / STATE, "wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
+            written.append(scratch / STATE)
+        if written:
+            write_digests(scratch, written, strategy.global_rank)
 
 
 @contextmanager
@@ -129,13 +137,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint; reading them cannot run code.
 
     Raises:
-        InputError: If rlt did not write this checkpoint.
+        InputError: If rlt did not write this checkpoint, or these values were damaged since.
     """
     import torch
 
     try:
         # torch.load would read another file by its old format.
         if zipfile.is_zipfile(folder / STATE):
+            require_digests(folder, DAMAGED, only=STATE)
             state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
             if isinstance(state, dict) and "model" in state:
                 return state
@@ -145,6 +154,17 @@ def read_state(folder: Path) -> dict[str, Any]:
     raise InputError(
         f"The checkpoint {folder} must be one that rlt wrote, but cannot be read. Choose another."
     ) from problem
+
+
+def read_whole_state(folder: Path) -> dict[str, Any]:
+    """Check all files of a checkpoint, whose weights are read next, and return its plain values.
+
+    Raises:
+        InputError: Also if weights or moments were damaged, or are those of another checkpoint.
+    """
+    state = read_state(folder)
+    require_digests(folder, DAMAGED)
+    return state
 
 
 def discard(folder: Path) -> None:

@@ -36,7 +36,13 @@ from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.likelihood import POLICY, REFERENCE
 from rlt_lightning.python.environment import find_global_rank
 from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
-from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder, require_same_run
+from rlt_lightning.run.folder import (
+    RunFolder,
+    choose_run_folder,
+    open_run_folder,
+    require_same_run,
+    tell_changes,
+)
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.tags import style_name
@@ -215,10 +221,9 @@ class RLTCommandLine(LightningCLI):
         config.output_dir, config.ckpt_path = str(folder), choice.ckpt_path
         config.overwrite = choice.overwrite
         if find_global_rank() == 0:
-            if choice.resume and verb != "fit":
-                require_same_run(
-                    folder, yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
-                )
+            if choice.resume:
+                settings = yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
+                tell_changes(folder, settings) if verb == "fit" else require_same_run(folder, settings)
             open_run_folder(choice, [Path(str(path)) for path in config.config or []])
         # The config.yaml of a run names its folder here and as the save_dir of its loggers.
         before, config.trainer.default_root_dir = config.trainer.default_root_dir, str(folder)
