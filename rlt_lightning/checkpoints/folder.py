@@ -57,7 +57,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from rlt_lightning.digests import require_digests, write_digests
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, naming_full_disk
 
 # Who only looks for checkpoints needs no PyTorch: the first line of `rlt demo` appears at once.
 if TYPE_CHECKING:
@@ -114,14 +114,15 @@ def replace_folder(folder: Path, strategy: Any) -> Iterator[Path]:
     """Yield a scratch folder, which gets its final name when the block has ended on all ranks."""
     scratch = folder.with_name(folder.name + ".tmp")
     if strategy.global_rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove(scratch)
         scratch.mkdir(parents=True)
     strategy.barrier()
-    yield scratch
+    with naming_full_disk(folder):
+        yield scratch
     strategy.barrier()
     if strategy.global_rank == 0:
         before = folder.with_name(folder.name + ".old")
-        if folder.exists():
+        if folder.exists() or folder.is_symlink():
             set_aside(folder)
         try:
             os.replace(scratch, folder)
@@ -169,30 +170,38 @@ def read_whole_state(folder: Path) -> dict[str, Any]:
 
 def discard(folder: Path) -> None:
     """Delete a checkpoint. A crash in between leaves a .old, which is whole or no checkpoint."""
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         delete(set_aside(folder))
 
 
 def set_aside(folder: Path) -> Path:
     """Rename a checkpoint to .old, from which `recover` restores it; return the new path."""
     aside = folder.with_name(folder.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     os.replace(folder, aside)
     return aside
 
 
 def delete(aside: Path) -> None:
     """Delete a checkpoint that is set aside, its state first: without it the folder is no checkpoint."""
-    (aside / STATE).unlink(missing_ok=True)
-    # Another process may just have restored it: then there is nothing to delete.
-    shutil.rmtree(aside, ignore_errors=True)
+    if not aside.is_symlink():
+        (aside / STATE).unlink(missing_ok=True)
+    remove(aside)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder; of one that is linked, only the link. Another process may have been faster."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def discard_unfinished(folder: Path) -> None:
     """Delete checkpoints that a crash left half written or half deleted."""
     for suffix in (".tmp", ".old"):
         for path in folder.glob(f"step=*.ckpt{suffix}"):
-            shutil.rmtree(path)
+            remove(path)
 
 
 def sync_folder(folder: Path) -> None:

@@ -39,6 +39,7 @@ from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.run.folder import (
     RunFolder,
     choose_run_folder,
+    is_within,
     open_run_folder,
     require_same_run,
     tell_changes,
@@ -46,7 +47,7 @@ from rlt_lightning.run.folder import (
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.tags import style_name
-from rlt_lightning.types import InputError, as_list, missing_package
+from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
 
 TRAINER_VERBS: dict[str, set[str]] = {
@@ -89,9 +90,10 @@ class SaveConfig(SaveConfigCallback):
             # What a start shows is no setting of the run; `rlt explain` and predict, which read this file,
             # have no such option.
             del config["verbose"]
-        self.parser.save(config, str(scratch), **options)
-        scratch.replace(path)
-        write_entries(path.parent)
+        with naming_full_disk(path):
+            self.parser.save(config, str(scratch), **options)
+            scratch.replace(path)
+            write_entries(path.parent)
         settings = redact(yaml.safe_load(path.read_text())) | {"code": find_code_version()}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
@@ -284,11 +286,6 @@ class RLTCommandLine(LightningCLI):
     def on_cpu(self) -> bool:
         """Return whether the run's models were on a CPU."""
         return bool(self.trainer.strategy.root_device.type == "cpu")
-
-
-def is_within(folder: Path, path: str | None) -> bool:
-    """Return whether a path, if there is one, lies in a folder."""
-    return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
 def find_code_version() -> dict[str, Any]:

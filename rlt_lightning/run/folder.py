@@ -138,13 +138,25 @@ def choose_run_folder(
     elif ckpt_path and not Path(ckpt_path).exists():
         raise InputError(f"--ckpt_path must be last, best or a checkpoint that exists, but is {ckpt_path}.")
     if is_fit:  # a checkpoint of another run starts a new one
-        resumes = bool(ckpt_path) and folder.resolve() in Path(str(ckpt_path)).resolve().parents
+        resumes = is_within(folder, ckpt_path)
     else:
         resumes = resume and any((folder / name).exists() for name in FINISHED_ROWS)
     if resume and not resumes:
         require_no_results(folder)
         overwrite = True
     return RunFolder(folder, ckpt_path, resumes, overwrite)
+
+
+def is_within(folder: Path, path: str | None) -> bool:
+    """Return whether a path, if there is one, lies in a folder; what a link in it leads to does too."""
+    if not path:
+        return False
+    places = (Path(path).resolve(), Path(os.path.abspath(path)))
+    return any(
+        root in place.parents
+        for root in (folder.resolve(), Path(os.path.abspath(folder)))
+        for place in places
+    )
 
 
 def require_no_results(folder: Path) -> None:
