@@ -95,6 +95,7 @@ class FakeWorker:
         held: Path -> what the next call of that route waits for.
         endings: That its completions may have.
         score: Log-probs of all tokens of a text but the first.
+        sampled: The same at the temperature of sampling, for its completions; None: made up.
         on_init: Called with the body of /init_weight_transfer_engine.
         on_update: Called with the body of /update_weights; None: it must name a folder of safetensors.
     """
@@ -116,6 +117,7 @@ class FakeWorker:
         held: dict[str, Event] | None = None,
         endings: tuple[str, ...] = ("stop", "eos", "length"),
         score: Callable[[list[int]], list[float]] | None = None,
+        sampled: Callable[[list[int], float], list[float]] | None = None,
         on_init: Callable[[JSON], None] | None = None,
         on_update: Callable[[JSON], None] | None = None,
         port: int = 0,
@@ -128,7 +130,7 @@ class FakeWorker:
         self.slow, self.held = slow or {}, held or {}
         self.sleep_level = 0  # of the last time
         self.delay_s, self.gate = delay_s, gate
-        self.endings, self.score = endings, score
+        self.endings, self.score, self.sampled = endings, score, sampled
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
         self.folder: Path | None = None  # of the last update
@@ -346,6 +348,9 @@ class FakeWorker:
     def choice(self, body: JSON) -> JSON:
         choice = made_up(body["prompt"], body["seed"], body["max_tokens"], self.endings)
         ending = choice.pop("ending")
+        if self.sampled is not None:
+            scores = self.sampled(body["prompt"] + choice["token_ids"], body["temperature"] or 1.0)
+            choice["logprobs"] = {"token_logprobs": scores[len(body["prompt"]) - 1 :]}
         choice["index"] = 0
         choice["finish_reason"] = "length" if ending == "length" else "stop"
         choice["stop_reason"] = {"stop": "".join(body["stop"]), "eos": EOS, "length": None}[ending]
@@ -371,20 +376,23 @@ def worker_of(model: str, gloo: bool = False, dtype: str = "float32", **options:
 
     copy = load_model(model, dtype)
 
-    def score(token_ids: list[int]) -> list[float]:
+    def score(token_ids: list[int], temperature: float = 1.0) -> list[float]:
         if worker.dev_mode and not gloo:
             assert worker.folder is not None
             for file in worker.folder.glob("*.safetensors"):
                 copy.load_state_dict(load_file(file), strict=False)
         with torch.no_grad():
-            log_probs = copy(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
+            logits = copy(torch.tensor([token_ids])).logits[0, :-1].float()
+        log_probs = (logits / temperature).log_softmax(-1)
         return log_probs.gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1).tolist()
 
     if gloo:
         name = f"of {id(copy)}"
         options["on_init"] = lambda info: join_gloo(name, info)
         options["on_update"] = lambda info: copy.load_state_dict(receive_gloo(name, info), strict=False)
-    worker = FakeWorker(**{"endings": ("length",), "score": score, "dtype": dtype} | options)
+    worker = FakeWorker(
+        **{"endings": ("length",), "score": score, "sampled": score, "dtype": dtype} | options
+    )
     return worker
 
 

@@ -12,10 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_worker import END, EOS, TAG, FakeTokenizer, FakeWorker
+from cases import full
+from commands import rlt
+from fake_worker import END, EOS, TAG, FakeTokenizer, FakeWorker, worker_of
+from test_cli import small_fit
 from test_vllm_engine import WEIGHTS
 
 from rlt_lightning.engines import DiskPush, EngineError, NoPush, Sampling, VLLMEngine, build_requests
+from rlt_lightning.modules.step_metrics import require_agreement
+from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.types import Completion
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")
@@ -280,3 +285,45 @@ def test_a_hostile_greeting_is_an_engine_error(name: str, tmp_path: Path) -> Non
         with pytest.raises(EngineError, match=worker.url) as refused:
             engine.start(model, FakeTokenizer(), tmp_path)
         assert str(refused.value).isprintable()
+
+
+def lying_worker(model: str, nats: float, first: int) -> FakeWorker:
+    """A worker whose log-probs are true at first, and then too low."""
+    worker = worker_of(model)
+    score, told = worker.sampled, 0
+
+    def lie(token_ids: list[int], temperature: float) -> list[float]:
+        nonlocal told
+        told += 1
+        assert score is not None
+        return [value - nats * (told > first) for value in score(token_ids, temperature)]
+
+    worker.sampled = lie
+    return worker
+
+
+@pytest.mark.parametrize("fault", ["log_probs", full("answers")])
+def test_a_worker_that_lies_from_the_second_step_on_costs_no_checkpoint(
+    fault: str, tiny_model: str, tmp_path: Path
+) -> None:
+    options = ["--trainer.max_steps=3", "--checkpoint.every_n_train_steps=3"]
+    options += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+    options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+    options += ["--rollouts.engine.max_retries=0", "--rollouts.engine.max_restarts=0"]
+    with lying_worker(tiny_model, 1.5 * (fault == "log_probs"), first=4) as worker:
+        worker.faults.extend(["", "", "", "", "nan"] if fault == "answers" else [])
+        result = rlt(*small_fit(tiny_model, tmp_path, *options, f"--rollouts.engine.urls=[{worker.url}]"))
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    told = result.stderr.splitlines()[-1]
+    assert (worker.url if fault == "answers" else "model.mismatch_limit 1 nats per token") in told
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=000001.ckpt"]
+
+
+def test_only_a_large_mismatch_stops_the_run() -> None:
+    require_agreement(Mismatch(), 1.0, 1)
+    require_agreement(Mismatch(num_tokens=10.0, distance=10.0), 1.0, 1)
+    require_agreement(Mismatch(num_tokens=10.0, distance=1e9), None, 1)
+    for distance in (10.1, NAN, INFINITY):
+        with pytest.raises(EngineError, match=r"Step 7: .* model\.mismatch_limit 1 nats"):
+            require_agreement(Mismatch(num_tokens=10.0, distance=distance), 1.0, 7)
