@@ -122,6 +122,11 @@ def without_hub_retries() -> Iterator[None]:
         hub_log.setLevel(level)
 
 
+def make_printable(text: str) -> str:
+    """Replace what could control a terminal, or what it could not print, line ends among it, by spaces."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes as MB, or as GB from one GB on."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

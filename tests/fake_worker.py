@@ -16,10 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 from threading import Event, Thread
-from typing import Any
+from typing import Any, ClassVar
 
 JSON = dict[str, Any]
 EOS = 2
+END, TAG = "</end>", 9000  # an end tag, and the token of `FakeTokenizer` that is its text
 DEV_ROUTES = {
     "/weight_info",
     "/collective_rpc",
@@ -43,6 +44,19 @@ class Dropped(Exception):
     """Close the connection without an answer."""
 
 
+class FakeTokenizer:
+    """Knows the words of the fake's completions: numbers, the end tag and an end token."""
+
+    eos_token_id = EOS
+    added_tokens_decoder: ClassVar = {EOS: "</s>"}
+
+    def __len__(self) -> int:
+        return 49152
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return "".join(END if token == TAG else f" {token}" for token in token_ids)
+
+
 def made_up(prompt: list[int], seed: int, max_tokens: int, endings: tuple[str, ...]) -> JSON:
     """A completion: tokens, log-probs and ending are functions of prompt and seed alone."""
     random = Random(f"{prompt} {seed}")
@@ -50,7 +64,8 @@ def made_up(prompt: list[int], seed: int, max_tokens: int, endings: tuple[str, .
     length = max_tokens if ending == "length" else random.randint(1, max_tokens)
     log_probs = [-8.0 - random.random() for _ in range(length)]
     token_ids = [random.randint(100, 8000) for _ in range(length - 1)]
-    token_ids.append(EOS if ending == "eos" else random.randint(100, 8000))
+    last = random.randint(100, 8000)
+    token_ids.append({"eos": EOS, "stop": TAG, "length": last}[ending])
     return {"token_ids": token_ids, "logprobs": {"token_logprobs": log_probs}, "ending": ending}
 
 
@@ -67,7 +82,7 @@ class FakeWorker:
         faults: Of the next sampling calls, one each: 500, 400, garbage, choices, nan, lengths, abort, drop,
             hang (it answers nothing from then on), restart (it forgets its weights and answers), die, or "".
         always: The fault of all sampling calls.
-        broken: Path -> what that route answers: a status, or the body of an answer.
+        broken: Path -> what that route answers: a status, a body, or a function that writes the answer.
         api_key: Asked for on /v1 routes.
         dev_mode: Without it the routes of VLLM_SERVER_DEV_MODE are not there.
         raw_log_probs: As with --logprobs-mode raw_logprobs.
@@ -80,6 +95,7 @@ class FakeWorker:
         held: Path -> what the next call of that route waits for.
         endings: That its completions may have.
         score: Log-probs of all tokens of a text but the first.
+        sampled: The same at the temperature of sampling, for its completions; None: made up.
         on_init: Called with the body of /init_weight_transfer_engine.
         on_update: Called with the body of /update_weights; None: it must name a folder of safetensors.
     """
@@ -101,6 +117,7 @@ class FakeWorker:
         held: dict[str, Event] | None = None,
         endings: tuple[str, ...] = ("stop", "eos", "length"),
         score: Callable[[list[int]], list[float]] | None = None,
+        sampled: Callable[[list[int], float], list[float]] | None = None,
         on_init: Callable[[JSON], None] | None = None,
         on_update: Callable[[JSON], None] | None = None,
         port: int = 0,
@@ -113,7 +130,7 @@ class FakeWorker:
         self.slow, self.held = slow or {}, held or {}
         self.sleep_level = 0  # of the last time
         self.delay_s, self.gate = delay_s, gate
-        self.endings, self.score = endings, score
+        self.endings, self.score, self.sampled = endings, score, sampled
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
         self.folder: Path | None = None  # of the last update
@@ -203,6 +220,10 @@ class FakeWorker:
             return
         except Exception as error:
             status, answer = 500, {"error": repr(error)}
+        if callable(answer):  # what it is asked for it writes itself
+            with suppress(ConnectionError):
+                answer(call)
+            return
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         with suppress(ConnectionError):  # the caller may have given up
             call.send_response(status)
@@ -327,6 +348,9 @@ class FakeWorker:
     def choice(self, body: JSON) -> JSON:
         choice = made_up(body["prompt"], body["seed"], body["max_tokens"], self.endings)
         ending = choice.pop("ending")
+        if self.sampled is not None:
+            scores = self.sampled(body["prompt"] + choice["token_ids"], body["temperature"] or 1.0)
+            choice["logprobs"] = {"token_logprobs": scores[len(body["prompt"]) - 1 :]}
         choice["index"] = 0
         choice["finish_reason"] = "length" if ending == "length" else "stop"
         choice["stop_reason"] = {"stop": "".join(body["stop"]), "eos": EOS, "length": None}[ending]
@@ -352,20 +376,23 @@ def worker_of(model: str, gloo: bool = False, dtype: str = "float32", **options:
 
     copy = load_model(model, dtype)
 
-    def score(token_ids: list[int]) -> list[float]:
+    def score(token_ids: list[int], temperature: float = 1.0) -> list[float]:
         if worker.dev_mode and not gloo:
             assert worker.folder is not None
             for file in worker.folder.glob("*.safetensors"):
                 copy.load_state_dict(load_file(file), strict=False)
         with torch.no_grad():
-            log_probs = copy(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
+            logits = copy(torch.tensor([token_ids])).logits[0, :-1].float()
+        log_probs = (logits / temperature).log_softmax(-1)
         return log_probs.gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1).tolist()
 
     if gloo:
         name = f"of {id(copy)}"
         options["on_init"] = lambda info: join_gloo(name, info)
         options["on_update"] = lambda info: copy.load_state_dict(receive_gloo(name, info), strict=False)
-    worker = FakeWorker(**{"endings": ("length",), "score": score, "dtype": dtype} | options)
+    worker = FakeWorker(
+        **{"endings": ("length",), "score": score, "sampled": score, "dtype": dtype} | options
+    )
     return worker
 
 

@@ -24,7 +24,7 @@ from commands import ROOT
 
 PACKAGE = ROOT / "rlt_lightning"
 LAYERS = [
-    {"moved", "types", "gloo", "version", "allocator", "console"},
+    {"moved", "types", "gloo", "version", "allocator", "console", "digests"},
     {"tags", "numerics"},
     {"models"},
     {"pretrained", "judging"},

@@ -20,13 +20,14 @@ from commands import ROOT, Running, python, wait_until
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from strategy_run import STRATEGIES
+from test_digests import count_unnoticed
 from test_layout import imports, module_name
 
 from rlt_lightning.datamodules import StratosDataModule, token_cache
 from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.datamodules.rows import RawResponses
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.datamodules.token_cache import delete_unused
+from rlt_lightning.datamodules.token_cache import TokenCache, delete_unused
 from rlt_lightning.datamodules.tokenize import TASKS, RLTTask, StudentSFTTask, TaskName
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.types import InputError, Problem
@@ -235,6 +236,7 @@ def test_an_edited_template_or_evaluation_set_is_noticed(
 # What decides tokens belongs into `token_cache.CODE`.
 BESIDE_THE_KEY = {
     "console": "lines for people, and how often the hub is asked",
+    "digests": "whether a file is as it was written",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
     "pretrained": "which tokenizer a name stands for; what it holds is in the key",
     "moved": "functions by their old names",
@@ -463,8 +465,17 @@ def test_a_damaged_entry_is_named(make_data: MakeData, source: str, tmp_path: Pa
     [name] = entries(tmp_path)
     file = tmp_path / "tokens" / name / "items.arrow"
     file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(InputError, match=rf"tokens/{name} must be as they were written.*Delete this folder"):
+    with pytest.raises(
+        InputError, match=rf"tokens/{name} must be as it was written, but .*Delete this folder"
+    ):
         make_data(source)
+
+
+def test_every_flipped_bit_of_an_entry_is_noticed(make_data: MakeData, source: str, tmp_path: Path) -> None:
+    make_data(source)
+    [name] = entries(tmp_path)
+    folder = tmp_path / "tokens" / name
+    assert count_unnoticed(folder, lambda: TokenCache(tmp_path / "tokens").load(name, source)) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(make_data: MakeData, source: str, tmp_path: Path) -> None:

@@ -25,7 +25,17 @@ import pytest
 import torch
 from cases import full
 from commands import rlt, wait_until
-from fake_worker import EOS, FakeWorker, fake_vllm, join_gloo, made_up, receive_gloo, worker_of
+from fake_worker import (
+    END,
+    EOS,
+    FakeTokenizer,
+    FakeWorker,
+    fake_vllm,
+    join_gloo,
+    made_up,
+    receive_gloo,
+    worker_of,
+)
 from safetensors.torch import load_file
 from sampling import sample_groups
 from torch import Tensor
@@ -61,7 +71,6 @@ from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")
-END = "</end>"
 SAMPLING = Sampling(max_completion_length=6)
 PROMPTS = [[7, 8, 9 + i] for i in range(8)]
 SEEDS = [100 * i for i in range(8)]
@@ -94,7 +103,7 @@ def start_engine(engine: VLLMEngine, folder: Path) -> None:
     config = LlamaConfig(vocab_size=49152)
     eos = SimpleNamespace(eos_token_id=[EOS, 5])
     model = SimpleNamespace(generation_config=eos, name_or_path="model", config=config)
-    engine.start(model, SimpleNamespace(eos_token_id=EOS), folder)
+    engine.start(model, FakeTokenizer(), folder)
 
 
 def generate(engine: VLLMEngine, number: int = 2, sampling: Sampling = SAMPLING) -> list[list[Completion]]:
@@ -728,7 +737,7 @@ def test_an_adapter_is_loaded_by_its_version_and_the_one_before_dropped(
     tensors = list_adapter_weights(dict(model.named_parameters()))
     push = AdapterPush(folder=str(tmp_path / "pushed"))
     with FakeWorker() as worker, closing(VLLMEngine([worker.url], push=push)) as engine:
-        engine.start(model, SimpleNamespace(eos_token_id=EOS), tmp_path)
+        engine.start(model, FakeTokenizer(), tmp_path)
         for step in (3, 4):
             engine.update_weights(tensors, step)
             [adapter] = worker.adapters
@@ -977,7 +986,7 @@ def test_a_plain_server_needs_no_local_model(raw: bool, start: Any, tmp_path: Pa
     endings = ("eos", "length")
     worker = FakeWorker(dev_mode=False, endings=endings, raw_log_probs=raw)
     engine = VLLMEngine([worker.url], push=NoPush())
-    engine.start(None, None, tmp_path)
+    engine.start(None, FakeTokenizer(), tmp_path)
     assert engine.policy_version == 0
     groups = sample_groups(engine, PROMPTS, SAMPLING, 2, "", SEEDS)
     assert token_ids(groups) == undisturbed(endings=endings)
@@ -997,7 +1006,7 @@ def test_a_plain_server_that_dies_is_waited_for_and_asked_for_the_rest(start: An
     with pytest.raises(WorkersLost):  # the trainer must say which weights it takes them to hold
         sample_all(engine, build_requests(PROMPTS, SEEDS, 2), SAMPLING, END)
     engine.close()
-    engine.start(None, None, Path())
+    engine.start(None, FakeTokenizer(), Path())
 
     def reopen() -> None:
         wait_until(lambda: worker.server is None)
@@ -1013,7 +1022,7 @@ def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
     launch = Launch(executable=fake_vllm(tmp_path), model="a/folder", start_deadline_s=120.0)
     engine = VLLMEngine(launch=launch, push=NoPush())
     try:
-        engine.start(None, None, tmp_path)
+        engine.start(None, FakeTokenizer(), tmp_path)
         [server] = servers_of(engine)
         assert "a/folder" in server.command
         assert not [word for word in server.command if "transfer" in word or "extension" in word]

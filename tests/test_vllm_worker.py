@@ -567,7 +567,7 @@ def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_mod
     prompts = [trainer.prompt(text) for text in ("One and two", "A longer prompt, of some more words")]
     sampling = Sampling(temperature=0.7, max_completion_length=16)
     engine = VLLMEngine(urls=[plain_server], push=NoPush())
-    engine.start(None, None, trainer.folder)
+    engine.start(None, trainer.tokenizer, trainer.folder)
     alone = sample_all(engine, build_requests(prompts, [1, 2], 3, [4, 16]), sampling, "")
     engine.close()
     assert [{len(c.token_ids) for c in group} for group in alone] == [{4}, {16}]

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import replace_folder
+from rlt_lightning.digests import require_digests, write_digests
 from rlt_lightning.models.lora import merge_weights, unadapted_name
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
@@ -66,6 +67,7 @@ class ReferenceSync(Callback):
                 f"Resuming needs the reference of step {self.synced_at} in {own}, or in {folder}, but it is "
                 "gone. Restore it."
             )
+        require_digests(folder, "Restore it from a copy, or resume from another checkpoint.")
         fill_in_place(stored_once(pl_module.reference.model), WeightFiles(str(folder)))  # type: ignore[union-attr, arg-type]
         # After this, a run that starts from another run's checkpoint does not need that run's folder.
         if folder != own:
@@ -103,4 +105,11 @@ def save_folder(model: Any, folder: Path, strategy: Any) -> None:
     with replace_folder(folder, strategy) as scratch:
         if strategy.global_rank == 0:
             model.config.save_pretrained(scratch)
-        write_weights(list(stored_once(model).items()), scratch, strategy.global_rank, strategy.world_size)
+        tensors = list(stored_once(model).items())
+        written = write_weights(tensors, scratch, strategy.global_rank, strategy.world_size)
+        if strategy.global_rank == 0:
+            written = [
+                *{*written, *scratch.glob("*.json")}
+            ]  # the configuration, and the index of several files
+        if written:
+            write_digests(scratch, written, strategy.global_rank)

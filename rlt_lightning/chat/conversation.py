@@ -402,8 +402,8 @@ class RemoteSpeaker:
                 silence.enter_context(waiting_for(f"{server} to begin its answer", SILENCE_S))
                 with http.sse(url, method="POST", json=body, headers=headers) as events:
                     if events.response.is_error:
-                        events.response.read()
-                        raise build_refusal(place, events.response)
+                        reason_text = next(events.response.iter_raw(2000), b"")
+                        raise build_refusal(place, events.response.status_code, reason_text)
                     for event in events:
                         silence.close()
                         if event.data == "[DONE]":
@@ -429,7 +429,7 @@ def read_choice(data: str, place: str) -> dict[str, Any]:
     try:
         choice: dict[str, Any] = json.loads(data)["choices"][0]
         choice["text"] += ""
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise EngineError(
             f"{place} must stream pieces of text, but sent {data:.200}. Is this a vLLM server?"
         ) from error

@@ -15,6 +15,7 @@ from rlt_lightning.checkpoints.folder import (
     WEIGHTS,
     find_checkpoint,
     read_state,
+    read_whole_state,
     replace_folder,
 )
 from rlt_lightning.console import announce_writing
@@ -166,7 +167,7 @@ def write_model_folder(
     path: Path, folder: Path, dtype: str | None = None, adapter: Adapter = "merged"
 ) -> None:
     """Write the model folder of a checkpoint, only in this process; arguments as `export_checkpoint`."""
-    metadata = read_state(path)["model"]
+    metadata = read_whole_state(path)["model"]
     metadata["dtype"] = dtype or metadata["dtype"]
     if metadata["lora"] is None:
         adapter = "merged"

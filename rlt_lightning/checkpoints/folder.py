@@ -4,6 +4,7 @@
       state.pt       loops, schedule, callbacks, data position, optimizer settings: plain values only
       weights/       safetensors of the trained parameters, as from_pretrained reads them
       exp_avg/ …     safetensors of each of the optimizer's moments, by the parameters' names
+      rank0.xxh128   digests of all these files; further ranks that wrote some have their own (digests.py)
 
 So a run can resume with another number of processes or another strategy, and an export copies files. A folder
 gets its final name only when everything in it is on the disk. The order of a save (| is a barrier, where all
@@ -12,6 +13,7 @@ ranks wait for each other):
     rank 0       | make step=6.ckpt.tmp |  weights, moments: its files, then state.pt  | rename .tmp, fsync  |
                  |                      |  (every tensor is gathered from all ranks)   |                     |
     other ranks  |        wait          |  weights, moments: their files               |        wait         |
+    every rank   |                      |  last: the digests of the files it wrote     |                     |
 
 Who puts what into state.pt, and takes it out again when a run resumes; Lightning calls them all:
 
@@ -54,13 +56,15 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from rlt_lightning.types import InputError
+from rlt_lightning.digests import require_digests, write_digests
+from rlt_lightning.types import InputError, naming_full_disk
 
 # Who only looks for checkpoints needs no PyTorch: the first line of `rlt demo` appears at once.
 if TYPE_CHECKING:
     from rlt_lightning.models.weights import NamedTensor
 
 STATE, WEIGHTS, BEST = "state.pt", "weights", "best.json"
+DAMAGED = "Resume from another checkpoint (--ckpt_path), or restore this one from a copy."
 
 
 class OneProcess:
@@ -91,14 +95,18 @@ def write_checkpoint(
     from rlt_lightning.models.weights import write_weights
 
     with replace_folder(folder, strategy) as scratch:
+        written = []
         for name, named_tensors in tensors.items():
             (scratch / name).mkdir(exist_ok=True)
-            write_weights(named_tensors, scratch / name, strategy.global_rank, strategy.world_size)
+            written += write_weights(named_tensors, scratch / name, strategy.global_rank, strategy.world_size)
         if strategy.global_rank == 0:
             with open(scratch / STATE, "wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
+            written.append(scratch / STATE)
+        if written:
+            write_digests(scratch, written, strategy.global_rank)
 
 
 @contextmanager
@@ -106,14 +114,15 @@ def replace_folder(folder: Path, strategy: Any) -> Iterator[Path]:
     """Yield a scratch folder, which gets its final name when the block has ended on all ranks."""
     scratch = folder.with_name(folder.name + ".tmp")
     if strategy.global_rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove(scratch)
         scratch.mkdir(parents=True)
     strategy.barrier()
-    yield scratch
+    with naming_full_disk(folder):
+        yield scratch
     strategy.barrier()
     if strategy.global_rank == 0:
         before = folder.with_name(folder.name + ".old")
-        if folder.exists():
+        if folder.exists() or folder.is_symlink():
             set_aside(folder)
         try:
             os.replace(scratch, folder)
@@ -129,13 +138,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint; reading them cannot run code.
 
     Raises:
-        InputError: If rlt did not write this checkpoint.
+        InputError: If rlt did not write this checkpoint, or these values were damaged since.
     """
     import torch
 
     try:
         # torch.load would read another file by its old format.
         if zipfile.is_zipfile(folder / STATE):
+            require_digests(folder, DAMAGED, only=STATE)
             state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
             if isinstance(state, dict) and "model" in state:
                 return state
@@ -147,32 +157,51 @@ def read_state(folder: Path) -> dict[str, Any]:
     ) from problem
 
 
+def read_whole_state(folder: Path) -> dict[str, Any]:
+    """Check all files of a checkpoint, whose weights are read next, and return its plain values.
+
+    Raises:
+        InputError: Also if weights or moments were damaged, or are those of another checkpoint.
+    """
+    state = read_state(folder)
+    require_digests(folder, DAMAGED)
+    return state
+
+
 def discard(folder: Path) -> None:
     """Delete a checkpoint. A crash in between leaves a .old, which is whole or no checkpoint."""
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         delete(set_aside(folder))
 
 
 def set_aside(folder: Path) -> Path:
     """Rename a checkpoint to .old, from which `recover` restores it; return the new path."""
     aside = folder.with_name(folder.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     os.replace(folder, aside)
     return aside
 
 
 def delete(aside: Path) -> None:
     """Delete a checkpoint that is set aside, its state first: without it the folder is no checkpoint."""
-    (aside / STATE).unlink(missing_ok=True)
-    # Another process may just have restored it: then there is nothing to delete.
-    shutil.rmtree(aside, ignore_errors=True)
+    if not aside.is_symlink():
+        (aside / STATE).unlink(missing_ok=True)
+    remove(aside)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder; of one that is linked, only the link. Another process may have been faster."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def discard_unfinished(folder: Path) -> None:
     """Delete checkpoints that a crash left half written or half deleted."""
     for suffix in (".tmp", ".old"):
         for path in folder.glob(f"step=*.ckpt{suffix}"):
-            shutil.rmtree(path)
+            remove(path)
 
 
 def sync_folder(folder: Path) -> None:

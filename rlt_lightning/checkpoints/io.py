@@ -10,7 +10,7 @@ passes sharded tensors by name instead, and `write_checkpoint` gathers them one 
     save   trainer.dump_checkpoint() → state without tensors ┐
            weights(policy)           → weights/              ├→ write_checkpoint (checkpoints/folder.py)
            moments(policy)           → exp_avg/, …           ┘
-    load   read_state() → module.on_load_checkpoint() → fill_in_place(weights) → restore_moments()
+    load   read_whole_state() → module.on_load_checkpoint() → fill_in_place(weights) → restore_moments()
 
 A strategy overrides `weights`, `moments` and `restore_moments` where its library keeps them elsewhere.
 docs/resuming.md says in which order a run is restored.
@@ -27,7 +27,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
-from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_state, write_checkpoint
+from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_whole_state, write_checkpoint
 from rlt_lightning.console import announce_reading
 from rlt_lightning.models.weights import NamedTensor, WeightFiles, fill_in_place, set_whole, trained_tensors
 
@@ -66,7 +66,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         folder = Path(path)
         announce_reading(folder)
-        state = read_state(folder)
+        state = read_whole_state(folder)
         weights = {module_name(n): t for n, t in read_all(folder / WEIGHTS)}
         state["state_dict"] = weights | {n: weights[other] for n, other in state.pop("aliases").items()}
         if "optimizer_groups" in state:
@@ -164,7 +164,7 @@ class NamedCheckpoints:
         """Fill the weights and, when training resumes, the optimizer's moments."""
         folder = Path(checkpoint_path)
         announce_reading(folder)
-        state = read_state(folder)
+        state = read_whole_state(folder)
         # Lightning calls it only after the weights have been filled.
         self.lightning_module.on_load_checkpoint(state)
         policy = self.lightning_module.policy

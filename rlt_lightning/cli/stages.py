@@ -36,11 +36,18 @@ from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.likelihood import POLICY, REFERENCE
 from rlt_lightning.python.environment import find_global_rank
 from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
-from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder, require_same_run
+from rlt_lightning.run.folder import (
+    RunFolder,
+    choose_run_folder,
+    is_within,
+    open_run_folder,
+    require_same_run,
+    tell_changes,
+)
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.tags import style_name
-from rlt_lightning.types import InputError, as_list, missing_package
+from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
 
 TRAINER_VERBS: dict[str, set[str]] = {
@@ -83,9 +90,10 @@ class SaveConfig(SaveConfigCallback):
             # What a start shows is no setting of the run; `rlt explain` and predict, which read this file,
             # have no such option.
             del config["verbose"]
-        self.parser.save(config, str(scratch), **options)
-        scratch.replace(path)
-        write_entries(path.parent)
+        with naming_full_disk(path):
+            self.parser.save(config, str(scratch), **options)
+            scratch.replace(path)
+            write_entries(path.parent)
         settings = redact(yaml.safe_load(path.read_text())) | {"code": find_code_version()}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
@@ -215,10 +223,9 @@ class RLTCommandLine(LightningCLI):
         config.output_dir, config.ckpt_path = str(folder), choice.ckpt_path
         config.overwrite = choice.overwrite
         if find_global_rank() == 0:
-            if choice.resume and verb != "fit":
-                require_same_run(
-                    folder, yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
-                )
+            if choice.resume:
+                settings = yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
+                tell_changes(folder, settings) if verb == "fit" else require_same_run(folder, settings)
             open_run_folder(choice, [Path(str(path)) for path in config.config or []])
         # The config.yaml of a run names its folder here and as the save_dir of its loggers.
         before, config.trainer.default_root_dir = config.trainer.default_root_dir, str(folder)
@@ -279,11 +286,6 @@ class RLTCommandLine(LightningCLI):
     def on_cpu(self) -> bool:
         """Return whether the run's models were on a CPU."""
         return bool(self.trainer.strategy.root_device.type == "cpu")
-
-
-def is_within(folder: Path, path: str | None) -> bool:
-    """Return whether a path, if there is one, lies in a folder."""
-    return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
 def find_code_version() -> dict[str, Any]:

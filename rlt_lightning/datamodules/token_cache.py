@@ -10,7 +10,8 @@ cost 37 to 57. An item is built from them when a batch needs it.
 The folder of the cache:
 
     KEY          a hash of rows, tokenizer, format, settings, and of the code that made the items
-    KEY/         items.arrow, the items; report.json, the rows that are not used, and the system prompts
+    KEY/         items.arrow, the items; report.json, the rows that are not used, and the system prompts;
+                 rank0.xxh128, the digests of both (digests.py)
     KEY.tmp/     is being written; a killed process leaves it behind, and the next writer deletes it
     KEY.lock     held by the process that writes; the operating system frees it however the process ends
 
@@ -47,6 +48,7 @@ from rlt_lightning.datamodules.bad_rows import BadRowReport
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import read_number
+from rlt_lightning.digests import require_digests, write_digests
 from rlt_lightning.models.embedded import cache_folder
 from rlt_lightning.types import Completion, FinishReason, InputError, Problem, SFTExample
 
@@ -389,6 +391,7 @@ def write_entry(entry: Path, made: StoredSource, batches: Iterator[Any]) -> None
         with (scratch / REPORT).open("w", encoding="utf-8") as file:
             json.dump(made.as_dict(), file)
             sync_file(file)
+        write_digests(scratch, [scratch / ITEMS, scratch / REPORT])
         scratch.rename(entry)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -403,24 +406,19 @@ def sync_file(file: Any) -> None:
 
 
 def read_entry(entry: Path, source: str) -> StoredSource:
-    """Map an entry into memory; token ids are read from the disk when they are needed.
+    """Check an entry and map it into memory, which token ids enter when they are needed.
 
     Raises:
         InputError: If it is not as it was written.
     """
-    try:
-        found = json.loads((entry / REPORT).read_text(encoding="utf-8"))
-        reader = pa.ipc.open_file(pa.memory_map(str(entry / ITEMS)))
-        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        report = BadRowReport.from_dict({**found["report"], "source": source})
-        prompts = {prompt: number for number, prompt in enumerate(found["prompts"])}
-        report.last_row = found["last_row"]
-        return StoredSource(report, ItemTable(batches), prompts)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"The tokenised rows in {entry} must be as they were written, but are not "
-            f"({' '.join(str(error).split())[:200]}). Delete this folder: the run then makes it again."
-        ) from error
+    require_digests(entry, "Delete this folder: the run then makes it again.")
+    found = json.loads((entry / REPORT).read_text(encoding="utf-8"))
+    reader = pa.ipc.open_file(pa.memory_map(str(entry / ITEMS)))
+    batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    report = BadRowReport.from_dict({**found["report"], "source": source})
+    prompts = {prompt: number for number, prompt in enumerate(found["prompts"])}
+    report.last_row = found["last_row"]
+    return StoredSource(report, ItemTable(batches), prompts)
 
 
 @contextlib.contextmanager

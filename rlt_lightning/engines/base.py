@@ -47,6 +47,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from rlt_lightning.console import make_printable
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.types import Completion, InputError, require_limits
@@ -60,7 +61,13 @@ SEED_MASK = 2**62 - 1
 
 
 class EngineError(RuntimeError):
-    """An engine failed: the message says which worker, what happened and what to do."""
+    """An engine failed: the message says which worker, what happened and what to do, in one line.
+
+    It may quote a worker, so what could control a terminal is left out of it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(make_printable(message))
 
 
 class WorkersLost(EngineError):

@@ -6,9 +6,10 @@ import asyncio
 import json
 import math
 import os
+import reprlib
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,12 +17,18 @@ from typing import Any
 
 import httpx2
 
+from rlt_lightning.console import size_text
 from rlt_lightning.engines.base import EngineError, Sampling
+from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, FinishReason, InputError
 from rlt_lightning.version import VLLM_MINORS, get_minor
 
 ADDRESS = r"https?://[^@/]+/?"  # of a server, without user and path: messages show it
 JSON = dict[str, Any]
+# The largest answer: of each token id, log-prob and text, mostly 100 bytes; and the rest.
+TOKEN_BYTES, ANSWER_BYTES = 2**10, 2**20
+# A token of less probability than exp of this is never sampled.
+SMALLEST_LOG_PROB = -1e3
 
 
 class WorkerError(EngineError):
@@ -38,8 +45,8 @@ class CompletionRequest:
 
     prompt: list[int]
     sampling: Sampling
-    stop: str
-    eos_token_ids: tuple[int, ...]  # in addition to those that the server knows
+    watcher: StopWatcher  # of the end tag, and of end tokens in addition to those that the server knows
+    end_token_ids: Container[int]  # all tokens with which the server may end it
     vocab_size: int
     seed: int
 
@@ -76,18 +83,45 @@ class WorkerClient:
         return self.adapter or self.model
 
     async def call(
-        self, method: str, path: str, body: JSON | None, deadline_s: float, in_words: bool = False
+        self,
+        method: str,
+        path: str,
+        body: JSON | None,
+        deadline_s: float,
+        in_words: bool = False,
+        num_tokens: int = 0,
     ) -> JSON:
         """Make one call and return the decoded answer; for an empty answer, or text, an empty dictionary.
 
+        Args:
+            method: GET or POST.
+            path: The route.
+            body: Sent as JSON; None: nothing.
+            deadline_s: Time until the whole answer must be here.
+            in_words: Whether the answer is text, which is not read.
+            num_tokens: How many tokens the answer may tell about: they bound its size.
+
         Raises:
-            WorkerError: On a refused or broken connection, a missed deadline, an error status or an answer
-                that is no JSON.
+            WorkerError: On a refused or broken connection, a missed deadline, an error status, or an answer
+                that is no JSON, is compressed or is too large.
         """
         place = f"vLLM worker {self.url}: {method} {path}"
+        max_bytes = ANSWER_BYTES + num_tokens * TOKEN_BYTES
+        content = bytearray()
         try:
-            async with asyncio.timeout(deadline_s), self._http() as http:
-                response = await http.request(method, self.url + path, json=body)
+            async with (
+                asyncio.timeout(deadline_s),
+                self._http() as http,
+                http.stream(method, self.url + path, json=body) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > max_bytes:
+                        raise WorkerError(
+                            f"{place} must send {size_text(max_bytes)} at most, but sends more. Is this a "
+                            "vLLM server?",
+                            retryable=True,
+                        )
         except TimeoutError as error:
             raise WorkerError(
                 f"{place} must be answered within {deadline_s:g} s, but was not. Look at the worker's log; "
@@ -105,24 +139,26 @@ class WorkerClient:
                 f"{place} has no valid address ({error}). Correct it.", retryable=False
             ) from error
         if response.status_code >= 400:
-            raise build_refusal(place, response)
+            raise build_refusal(place, response.status_code, content)
         try:
-            answer = response.json() if response.content and not in_words else {}
-        except ValueError as error:
+            answer = json.loads(content) if content and not in_words else {}
+        except (ValueError, RecursionError) as error:  # compressed, no JSON, or nested thousands of times
             raise WorkerError(
-                f"{place} must answer in JSON, but sent {response.content[:80]!r}. Is this a vLLM server?",
+                f"{place} must answer in JSON, but sent {bytes(content[:80])!r}. Is this a vLLM server?",
                 retryable=True,
             ) from error
         if not isinstance(answer, dict):
             raise WorkerError(
-                f"{place} must answer with a JSON object, but sent {answer!r:.80}.", retryable=True
+                f"{place} must answer with a JSON object, but sent {reprlib.repr(answer)}.", retryable=True
             )
         return answer
 
     @property
     def headers(self) -> dict[str, str]:
         """Return the headers of every call."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        # Compressed, a small answer could fill the memory.
+        plain = {"Accept-Encoding": "identity"}
+        return plain | {"Authorization": f"Bearer {self.api_key}"} if self.api_key else plain
 
     def _http(self) -> httpx2.AsyncClient:
         return httpx2.AsyncClient(
@@ -168,7 +204,10 @@ class WorkerClient:
         """Return the tokens of prompt and completion that the model takes; remember the model's name."""
         answer = await self.call("GET", "/v1/models", None, deadline_s)
         with self.require_form(answer, "a list of models"):
-            models = {entry["id"]: int(entry.get("max_model_len") or sys.maxsize) for entry in answer["data"]}
+            models = {
+                str(entry["id"]): int(entry.get("max_model_len") or sys.maxsize) for entry in answer["data"]
+            }
+            require(all(length > 0 for length in models.values()), "a context of no tokens")
         if not models or (self.model is not None and self.model not in models):
             raise WorkerError(
                 f"vLLM worker {self.url} must serve the model '{self.model}', but serves "
@@ -203,6 +242,7 @@ class WorkerClient:
         answer = await self.call("GET", "/get_world_size", None, deadline_s)
         with self.require_form(answer, "its world_size"):
             self.num_ranks = int(answer["world_size"])
+            require(self.num_ranks > 0, "no model worker")
         answer = await self.call("GET", "/server_info?config_format=json", None, deadline_s)
         with self.require_form(answer, "its vllm_config"):
             config = answer["vllm_config"]
@@ -246,14 +286,15 @@ class WorkerClient:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "stop": [request.stop] if request.stop else [],
-            "stop_token_ids": list(request.eos_token_ids),
+            "stop": [request.watcher.stop] if request.watcher.stop else [],
+            "stop_token_ids": sorted(request.watcher.eos_token_ids),
             "skip_special_tokens": False,  # the end tag may be one
             "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,
         }
-        answer = await self.call("POST", "/v1/completions", body, deadline_s)
-        with self.require_form(answer, "a completion with token ids and log-probs"):
+        num_tokens = len(request.prompt) + sampling.max_completion_length  # the prompt's ids come back too
+        answer = await self.call("POST", "/v1/completions", body, deadline_s, num_tokens=num_tokens)
+        with self.require_form(answer, "a completion with token ids and log-probs, whole to its end"):
             completion = parse_completion(answer, request, self.url)
         return completion
 
@@ -266,7 +307,7 @@ class WorkerClient:
             "temperature": 0,
             "prompt_logprobs": 0,
         }
-        answer = await self.call("POST", "/v1/completions", body, deadline_s)
+        answer = await self.call("POST", "/v1/completions", body, deadline_s, num_tokens=len(token_ids) + 1)
         with self.require_form(answer, "a log-prob of every token"):
             entries = answer["choices"][0]["prompt_logprobs"][1:]
             pairs = zip(entries, token_ids[1:], strict=True)
@@ -278,10 +319,11 @@ class WorkerClient:
         """Turn what goes wrong in reading an answer into a WorkerError that shows it."""
         try:
             yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            minors = " or ".join(VLLM_MINORS)
             raise WorkerError(
-                f"vLLM worker {self.url} must send {expected}, but sent {json.dumps(answer):.200} "
-                f"({type(error).__name__}: {error}). Check that it is vLLM {' or '.join(VLLM_MINORS)}.",
+                f"vLLM worker {self.url} must send {expected}, but sent {reprlib.repr(answer)} "
+                f"({type(error).__name__}: {error!s:.200}). Check that it is vLLM {minors}.",
                 retryable=retryable,
             ) from error
 
@@ -300,32 +342,50 @@ def parse_completion(answer: JSON, request: CompletionRequest, url: str) -> Comp
     [choice] = answer["choices"]
     token_ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     limit = request.sampling.max_completion_length
-    if not 1 <= len(token_ids) <= limit or len(log_probs) != len(token_ids):
-        raise ValueError(f"{len(token_ids)} token ids and {len(log_probs)} log-probs")
-    if not all(isinstance(token, int) and 0 <= token < request.vocab_size for token in token_ids):
-        raise ValueError("token ids that are not in the vocabulary")
-    if not all(math.isfinite(value) and value <= 1e-3 for value in log_probs):
-        raise ValueError("log-probs that are none")
-    return Completion(
-        token_ids, log_probs, parse_finish_reason(choice, request), seed=request.seed, worker=url
-    )
+    require(type(token_ids) is type(log_probs) is list, "no lists")
+    counts = f"{len(token_ids)} token ids and {len(log_probs)} log-probs"
+    require(1 <= len(token_ids) <= limit and len(log_probs) == len(token_ids), counts)
+    in_vocabulary = all(type(token) is int and 0 <= token < request.vocab_size for token in token_ids)
+    require(in_vocabulary, "token ids that are not in the vocabulary")
+    are_log_probs = all(type(value) in (int, float) and math.isfinite(value) for value in log_probs)
+    require(are_log_probs and SMALLEST_LOG_PROB <= min(log_probs) <= max(log_probs) <= 1e-3, "no log-probs")
+    reason = parse_finish_reason(choice, request)
+    return Completion(token_ids, log_probs, reason, seed=request.seed, worker=url)
 
 
 def parse_finish_reason(choice: JSON, request: CompletionRequest) -> FinishReason:
-    """Tell end tag, end-of-sequence token and token limit apart."""
-    reason, detail = choice["finish_reason"], choice.get("stop_reason")
+    """Tell end tag, end-of-sequence token and token limit apart; the tokens must show which it is."""
+    reason, detail, token_ids = choice["finish_reason"], choice.get("stop_reason"), choice["token_ids"]
+    watcher = request.watcher
+    claim = f"finish_reason {reason!r:.40} and stop_reason {detail!r:.40}"
+    ends = (
+        watcher.finish_reason(token_ids[max(0, i - watcher.window) : i]) for i in range(1, len(token_ids))
+    )
+    require(all(end == "length" for end in ends), f"{claim}, but tokens behind an end")
+    last = watcher.finish_reason(token_ids)
     if reason == "length":
+        is_full = len(token_ids) == request.sampling.max_completion_length and last != "stop"
+        require(is_full, f"{claim}, but {len(token_ids)} tokens")
         return "length"
-    if reason == "stop" and request.stop and detail == request.stop:
+    if reason == "stop" and watcher.stop and detail == watcher.stop:
+        require(last == "stop", f"{claim}, but another text at the end")
         return "stop"
-    if reason == "stop" and (detail is None or isinstance(detail, int)):  # one of ours, or the server's own
-        return "eos"
-    raise ValueError(f"finish_reason {reason!r}, stop_reason {detail!r}")  # an aborted request, for one
+    # An aborted request has another reason.
+    require(reason == "stop" and (detail is None or type(detail) is int), claim)
+    is_ended = token_ids[-1] in request.end_token_ids and detail in (None, token_ids[-1])
+    require(is_ended, f"{claim}, but the last token {token_ids[-1]}")
+    return "eos"
 
 
-def build_refusal(place: str, response: httpx2.Response) -> WorkerError:
+def require(condition: bool, what_came: str) -> None:
+    """Raise ValueError, which `WorkerClient.require_form` turns into a WorkerError, unless it holds."""
+    if not condition:
+        raise ValueError(what_came)
+
+
+def build_refusal(place: str, status: int, content: bytes | bytearray) -> WorkerError:
     """Return the error of a status: 5xx and overload may pass, anything else is the request's fault."""
-    status, reason = response.status_code, response.text.strip().replace("\n", " ")[:300]
+    reason = content[:2000].decode(errors="replace").strip()[:300]
     advice = "Correct the request's settings."
     if status in (401, 403):
         advice = "Put the server's key into the environment variable that the engine's api_key_env names."

@@ -29,7 +29,7 @@ from shutil import which
 import torch
 
 from rlt_lightning.allocator import ALLOCATOR
-from rlt_lightning.console import waiting_for
+from rlt_lightning.console import make_printable, waiting_for
 from rlt_lightning.engines import guard
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.types import InputError
@@ -205,7 +205,7 @@ class LocalServer:
         text = self.log.read_bytes()[self.log_begin :].decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
-        return (errors or lines or ["its log is empty"])[-1][-300:]
+        return make_printable((errors or lines or ["its log is empty"])[-1][-300:])
 
     def kill(self) -> None:
         """End the process at once, with all that it has started."""

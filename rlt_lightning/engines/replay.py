@@ -63,8 +63,8 @@ def read_recording(path: Path) -> Iterator[Row]:
         whole = all(isinstance(number, int) for number in numbers) and isinstance(ids, list)
         if not whole or (log_probs is not None and len(log_probs) != len(ids)):
             raise InputError(
-                "A recorded completion must have a step, a row, a number, and a log-prob for each token id, but "
-                f"in {path} one has not: step {numbers[0]!r}, row {numbers[1]!r}. Record it again."
+                "A recorded completion must have step, row, number, and a log-prob for each token id, but in "
+                f"{path} one has not: step {numbers[0]!r}, row {numbers[1]!r}. Record it again."
             )
         yield {name: row[name] for name in COLUMNS}
 

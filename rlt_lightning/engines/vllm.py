@@ -18,10 +18,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,8 +44,11 @@ from rlt_lightning.engines.threads import iterate_in_thread
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.weights import gather_in_groups
-from rlt_lightning.tags import find_eos_token_ids
+from rlt_lightning.tags import StopWatcher, find_eos_token_ids
 from rlt_lightning.types import Completion, InputError
+
+# A model's vocabulary exceeds its tokenizer's by less: it is rounded up to a size that suits the hardware.
+MOST_SPARE_TOKENS = 1024
 
 
 class VLLMEngine(Engine):
@@ -135,7 +137,9 @@ class VLLMEngine(Engine):
         self.request_timeout_s = request_timeout_s
         self.max_retries = max_retries
         self.backoff_s = backoff_s
-        self.stop_ids: tuple[int, ...] = ()
+        self.tokenizer: Any = None
+        self.eos_token_ids: set[int] = set()  # which the workers are told
+        self.end_token_ids: Container[int] = set()  # with which they may end a completion
         self.vocab_size = 0
 
     @property
@@ -182,10 +186,11 @@ class VLLMEngine(Engine):
         """
         if self.fleet.started:
             return
+        self.tokenizer = tokenizer
         if model is None:
             self._serve_without_trainer()
         else:
-            self.stop_ids = tuple(sorted(find_eos_token_ids(model, tokenizer)))
+            self.end_token_ids = self.eos_token_ids = find_eos_token_ids(model, tokenizer)
             self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.push.open(model, folder / "weights")
         name = "" if model is None else model.name_or_path
@@ -208,7 +213,10 @@ class VLLMEngine(Engine):
             )
         self.fleet.without_trainer = True
         self.fleet.pushed = 0
-        self.vocab_size = sys.maxsize
+        # The worker's model may end with another special token than the tokenizer's, and its vocabulary be
+        # rounded up.
+        self.end_token_ids = {self.tokenizer.eos_token_id, *self.tokenizer.added_tokens_decoder}
+        self.vocab_size = len(self.tokenizer) + MOST_SPARE_TOKENS
 
     def close(self) -> None:
         """Leave the workers' groups and stop the workers that were launched."""
@@ -250,6 +258,7 @@ class VLLMEngine(Engine):
         self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
     ) -> Iterator[tuple[int, Completion]]:
         """See `Engine.sample` and, for the seeds, `SampleRequest.seeds`."""
+        watcher = StopWatcher(self.tokenizer, stop, self.eos_token_ids)
         calls: list[CompletionRequest] = []
         brings: list[range] = []  # indices of the completions that each call brings
         rest: list[set[int]] = []  # indices of each call's group; those that have come are taken out
@@ -265,7 +274,7 @@ class VLLMEngine(Engine):
             missing = set(group)
             for part, seed in zip(parts, request.seeds, strict=False):
                 calls.append(
-                    CompletionRequest(request.prompt, one, stop, self.stop_ids, self.vocab_size, seed)
+                    CompletionRequest(request.prompt, one, watcher, self.end_token_ids, self.vocab_size, seed)
                 )
                 brings.append(part)
                 rest.append(missing)

@@ -145,7 +145,7 @@ def write_weights(
     rank: int = 0,
     world_size: int = 1,
     file_name: str = SAFETENSORS,
-) -> None:
+) -> list[Path]:
     """Write whole tensors as safetensors, in one file or several with an index, for from_pretrained.
 
     Where a tensor is sharded, all ranks must call this together. Each rank writes some of the files, and
@@ -157,8 +157,12 @@ def write_weights(
         rank: The rank of this process.
         world_size: Number of processes.
         file_name: The file's name, if one file is enough.
+
+    Returns:
+        The files that this rank has written.
     """
     files: list[list[NamedTensor]] = [[]]
+    written: list[Path] = []
     size = 0
     for name, tensor in named_tensors:
         num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
@@ -179,10 +183,14 @@ def write_weights(
                     own[name] = whole.detach().to("cpu", copy=True).contiguous()
         if own:
             save_file(own, folder / file_name, metadata={"format": "pt"})
-            with open(folder / file_name, "rb") as written:
-                os.fsync(written.fileno())
+            written.append(folder / file_name)
     if len(files) > 1 and rank == 0:
-        (folder / SAFETENSORS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        written.append(folder / SAFETENSORS_INDEX)
+        written[-1].write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for path in written:
+        with open(path, "rb") as handle:
+            os.fsync(handle.fileno())
+    return written
 
 
 @torch.no_grad()

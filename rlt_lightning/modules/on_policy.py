@@ -14,7 +14,7 @@ from rlt_lightning.modules.base import PolicyModule, PolicyOptions, UpdateBatch,
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import pad_engine_log_probs
-from rlt_lightning.modules.step_metrics import mismatch_metrics, rollout_metrics
+from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreement, rollout_metrics
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling, measure_mismatch
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.rewards import FiniteChecks
@@ -55,6 +55,7 @@ class OnPolicyOptions(PolicyOptions, total=False):
     optimizer: OptimizerConfig
     layout: Layout
     mismatch_alarm: float | None
+    mismatch_limit: float | None
     max_staleness: int
     offload_frozen: bool
 
@@ -66,6 +67,8 @@ class OnPolicyModule(PolicyModule):
         group_size: Completions per problem.
         importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
         mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
+        mismatch_limit: The same above which the run stops before the step, since these log-probs enter the
+            reward; None: never.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         offload_frozen: Keep frozen models in pinned host memory while they are not used.
         options: Those of `PolicyModule`.
@@ -77,6 +80,7 @@ class OnPolicyModule(PolicyModule):
         group_size: int,
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
         mismatch_alarm: float | None = 0.1,
+        mismatch_limit: float | None = 1.0,
         max_staleness: int = 0,
         offload_frozen: bool = False,
         **options: Any,
@@ -87,6 +91,7 @@ class OnPolicyModule(PolicyModule):
         # RolloutCallback chooses for "auto", once it knows the engine.
         self.importance_weights = None if importance_sampling == "auto" else importance_sampling
         self.mismatch_alarm = mismatch_alarm
+        self.mismatch_limit = mismatch_limit
         self.max_staleness = max_staleness
         self.offload_frozen = offload_frozen
         # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
@@ -178,11 +183,16 @@ class OnPolicyModule(PolicyModule):
     # The policy update
 
     def finish_update(self, sums: UpdateSums) -> dict[str, Any]:
-        """Step the optimizer; return the metrics of the update over all ranks."""
+        """Step the optimizer; return the metrics of the update over all ranks.
+
+        Raises:
+            EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
+        """
         sums.checks.require()
-        metrics = sums.metrics | self.optimizer_step_now()
         own = Mismatch.read(sums.mismatches)
         mismatch = Mismatch(*self.max_over_ranks(own.largest), *self.sum_over_ranks(*own.sums()))
+        require_agreement(mismatch, self.mismatch_limit, self.global_step + 1)
+        metrics = sums.metrics | self.optimizer_step_now()
         masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
         return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
 

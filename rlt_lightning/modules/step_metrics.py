@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.phases import GIB, PhaseStats
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
@@ -120,6 +121,26 @@ def mismatch_metrics(
         "rollout/effective_sample_frac": mismatch.effective_sample_frac,
         **({"rollout/masked_frac": mismatch.num_masked / mismatch.num_tokens} if masks else {}),
     }
+
+
+def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> None:
+    """Check that the engine's log-probs are those of the trainer's weights, all but for rounding.
+
+    Args:
+        mismatch: The difference, of all ranks.
+        limit: The largest mean difference, nats per token; None: any.
+        step: The step, for the message.
+
+    Raises:
+        EngineError: If it is larger.
+    """
+    if limit is not None and mismatch.num_tokens and not mismatch.mean <= limit:
+        raise EngineError(
+            f"Step {step}: engine and trainer may differ by model.mismatch_limit {limit:g} nats per token, "
+            f"but differ by {mismatch.mean:.3g}: the engine samples from other weights, or reports wrong "
+            "log-probs, which enter the reward. Look at the engine's data type and settings, then resume "
+            "with --resume true."
+        )
 
 
 def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: float) -> dict[str, float]:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -140,13 +141,25 @@ def choose_run_folder(
     elif ckpt_path and Path(ckpt_path).is_dir():
         ckpt_path = str(find_checkpoint(Path(ckpt_path)))
     if is_fit:  # a checkpoint of another run starts a new one
-        resumes = bool(ckpt_path) and folder.resolve() in Path(str(ckpt_path)).resolve().parents
+        resumes = is_within(folder, ckpt_path)
     else:
         resumes = resume and any((folder / name).exists() for name in FINISHED_ROWS)
     if resume and not resumes:
         require_no_results(folder)
         overwrite = True
     return RunFolder(folder, ckpt_path, resumes, overwrite)
+
+
+def is_within(folder: Path, path: str | None) -> bool:
+    """Return whether a path, if there is one, lies in a folder; what a link in it leads to does too."""
+    if not path:
+        return False
+    places = (Path(path).resolve(), Path(os.path.abspath(path)))
+    return any(
+        root in place.parents
+        for root in (folder.resolve(), Path(os.path.abspath(folder)))
+        for place in places
+    )
 
 
 def require_no_results(folder: Path) -> None:
@@ -167,7 +180,7 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
     """Check that a run which resumes has the settings that its rows were made with.
 
     Raises:
-        InputError: If one differs; the message names the first. FREE_SETTINGS and the trainer's may change.
+        InputError: If one differs; the message names the first.
     """
     path = folder / "config.yaml"
     if not path.exists():
@@ -175,7 +188,30 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
             f"A resumed run must have the settings that it began with, but {path} is gone. Restore it, "
             "or choose another --output_dir."
         )
-    before = yaml.safe_load(path.read_text())
+    for change in list_changes(folder, config):
+        raise InputError(
+            f"A resumed run must have the settings that it began with, but {change}. Restore it, or choose "
+            "another --output_dir."
+        )
+
+
+def tell_changes(folder: Path, config: dict[str, Any]) -> None:
+    """Warn of settings with which a training that resumes differs from what it was before."""
+    if changes := list_changes(folder, config):
+        more = f"; and {len(changes) - 5} more" if len(changes) > 5 else ""
+        warnings.warn(
+            f"The run resumes with other settings than its checkpoint was trained with: "
+            f"{'; '.join(changes[:5])}{more}.",
+            stacklevel=2,
+        )
+
+
+def list_changes(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Return which settings of model, data and rollouts differ from a run's config.yaml.
+
+    FREE_SETTINGS and the trainer's may change.
+    """
+    before = read_settings(folder)
 
     def select_fixed(settings: dict[str, Any]) -> dict[str, Any]:
         found = flatten({name: settings.get(name) for name in ("model", "data", "rollouts")})
@@ -183,12 +219,11 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
         return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
 
     old, new = select_fixed(before), select_fixed(config)
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            raise InputError(
-                f"A resumed run must have the settings that it began with, but {name[1:]} was "
-                f"{old.get(name)} and is {new.get(name)}. Restore it, or choose another --output_dir."
-            )
+    return [
+        f"{name[1:]} was {old.get(name)} and is {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import csv
 import math
 from argparse import Namespace
 from collections import defaultdict
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, naming_full_disk
 
 # Steps and values; None for a value that is not finite.
 Curve = tuple[list[int], list[float | None]]
@@ -68,13 +67,13 @@ class MetricsCSV(Logger):
             return
         names = {name for step in self.unsaved for name in self.rows[step]}
         if names <= set(self.columns) and not self.unsaved & self.saved:
-            with open(self.path, "a", newline="") as file:
+            with naming_full_disk(self.path), open(self.path, "a", newline="") as file:
                 rows = ({"step": step, **self.rows[step]} for step in sorted(self.unsaved))
                 csv.DictWriter(file, self.columns).writerows(rows)
         else:
             self.columns = ["step", *sorted(names | set(self.columns) - {"step"})]
             scratch = self.path.with_suffix(".tmp")
-            with open(scratch, "w", newline="") as file:
+            with naming_full_disk(self.path), open(scratch, "w", newline="") as file:
                 writer = csv.DictWriter(file, self.columns)
                 writer.writeheader()
                 writer.writerows({"step": step, **row} for step, row in sorted(self.rows.items()))
@@ -85,12 +84,10 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def resume_after(self, step: int, last_row: dict[str, float]) -> None:
         """Read what an earlier run wrote, up to a step; `last_row` is the checkpoint's row of that step."""
-        if self.path.exists():
-            with open(self.path, newline="") as file:
-                for row in csv.DictReader(file):
-                    number = int(row.pop("step"))
-                    if number <= step:
-                        self.rows[number] = {name: value for name, value in row.items() if value}
+        for row in csv.DictReader(read_whole_lines(self.path)):
+            number = int(row.pop("step"))
+            if number <= step:
+                self.rows[number] = {name: value for name, value in row.items() if value}
         # A kill may have come before Lightning logged the step, but after EvaluateEvery did.
         self.log_metrics({n: v for n, v in last_row.items() if n not in self.rows.get(step, {})}, step)
         self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
@@ -105,10 +102,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
     """
     curves: dict[str, Curve] = {}
     odd: dict[str, list[int]] = defaultdict(list)
-    if not path.exists():
-        return {}, []
-    whole, _, _ = path.read_text(errors="replace").rpartition("\n")  # a kill may tear the last line
-    for row in csv.DictReader(StringIO(whole)):
+    for row in csv.DictReader(read_whole_lines(path)):
         step = parse_number(row.pop("step", None), path, "step")
         if not math.isfinite(step):
             raise InputError(f"Steps in {path} must be whole numbers, but one is {step}. Correct it.")
@@ -127,6 +121,17 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
         for name, steps in odd.items()
     ]
     return curves, notes
+
+
+def read_whole_lines(path: Path) -> list[str]:
+    """Return the lines of metrics.csv without what a crash may leave; none if there is no file.
+
+    A kill may tear the last line, and a machine that loses power may leave zeros in place of a line.
+    """
+    if not path.exists():
+        return []
+    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [line for line in whole if "\0" not in line]
 
 
 def parse_number(cell: Any, path: Path, name: str | None) -> float:

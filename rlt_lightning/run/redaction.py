@@ -15,6 +15,13 @@ SECRET_NAME = re.compile(
 SECRET_WORD = r"(?:key|token|secret|password|passwd|pwd|signature|sig|auth)"
 ASSIGNMENT = rf"([\w.-]*{SECRET_WORD}=|--?[\w-]*{SECRET_WORD}\s+)[^&\s]+"
 HEADER = r"\b(authorization\s*:\s*\w+\s+|authorization\s*:\s*|[\w-]+-(?:key|token)\s*:\s*)\S+"
+# A pair of JSON or of a printed dictionary in a text; its quotes may be escaped, as in JSON inside of JSON.
+PAIR = re.compile(
+    r"""(?P<head>(?P<quote>\\{0,15}["'])(?P<name>[\w.-]+)(?P=quote)\s*:\s*(?P=quote))"""
+    r"""(?P<value>(?:(?!(?P=quote))(?:\\.|[^\\]))*)""",
+    re.DOTALL,
+)
+PRIVATE_KEY = r"-----BEGIN ([A-Z0-9 ]*)PRIVATE KEY-----.*?(-----END \1PRIVATE KEY-----|\Z)"
 KNOWN_KEY = r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|wandb_v\d_)[\w-]{12,}"
 PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),  # user:password of a URL
@@ -22,6 +29,7 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(HEADER, re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(KNOWN_KEY), HIDDEN),
+    (re.compile(PRIVATE_KEY, re.DOTALL), HIDDEN),
 )
 SHORTEST = 8  # characters that a secret environment variable needs to be hidden in other texts
 
@@ -29,8 +37,9 @@ SHORTEST = 8  # characters that a secret environment variable needs to be hidden
 def redact(value: Any) -> Any:
     """Return a copy of plain settings in which passwords, keys and tokens are replaced by `***`.
 
-    This hides texts under the name of a secret, all values of an `environment`, credentials in URLs and
-    command lines, texts that look like a well-known key, and the values of secret environment variables.
+    This hides texts under the name of a secret, also in JSON inside of a text, all values of an
+    `environment`, credentials in URLs and command lines, PEM's private keys, texts that look like a
+    well-known key, and the values of secret environment variables.
     """
     return redact_known(value, list_secret_values())
 
@@ -53,7 +62,13 @@ def redact_known(value: Any, known: list[str]) -> Any:
         value = value.replace(text, HIDDEN)
     for pattern, replacement in PATTERNS:
         value = pattern.sub(replacement, value)
-    return value
+    return PAIR.sub(hide_pair, value)
+
+
+def hide_pair(pair: re.Match[str]) -> str:
+    """Return a pair of JSON, whose value may hold JSON, with the values of secrets hidden."""
+    is_hidden = SECRET_NAME.search(pair["name"]) is not None
+    return pair["head"] + (HIDDEN if is_hidden else PAIR.sub(hide_pair, pair["value"]))
 
 
 def is_secret(name: Any, value: Any) -> bool:

@@ -1,0 +1,75 @@
+"""Digests of the files of a folder: written with the files, checked before they are believed.
+
+    step=000006.ckpt/
+      rank0.xxh128      of the files that rank 0 wrote, in the format of `xxh128sum`: digest, two blanks, path
+      rank1.xxh128      of those that rank 1 wrote
+
+XXH3 takes 0.16 s for a GiB on one core, SHA-256 1 s and BLAKE2b 2.3 s. It finds damage and mixed-up files. It
+does not stop somebody who can write the folder: nothing in the folder could.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from rlt_lightning.types import InputError
+
+SUFFIX = ".xxh128"
+NUM_THREADS = 4
+
+
+def write_digests(folder: Path, files: Iterable[Path], rank: int = 0) -> None:
+    """Write the digests of files that this process has just written into a folder or below it."""
+    lines = [f"{compute_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    with (folder / f"rank{rank}{SUFFIX}").open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def require_digests(folder: Path, remedy: str, only: str = "") -> None:
+    """Check that the files of a folder are as they were written.
+
+    Args:
+        folder: The folder, with its digests.
+        remedy: The end of the message.
+        only: The one file to check; '': all, and that there are no others.
+
+    Raises:
+        InputError: Naming the first file that is not.
+    """
+    lines = [
+        line
+        for path in sorted(folder.glob(f"*{SUFFIX}"))
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+    ]
+    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    own = {name: path for name, path in paths.items() if path.suffix != SUFFIX and path.name[0] != "."}
+    names = [only] if only else sorted(digests.keys() | own.keys())
+
+    def find_fault(name: str) -> str | None:
+        if name not in own:
+            return f"{folder / name} is missing"
+        if name not in digests:
+            return f"{own[name]} has no digest in {folder}/*{SUFFIX}"
+        return None if compute_digest(own[name]) == digests[name] else f"{own[name]} has another digest"
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        faults = [fault for fault in threads.map(find_fault, names) if fault]
+    if not names:
+        faults = ["none is there"]
+    if faults:
+        raise InputError(f"Every file of {folder} must be as it was written, but {faults[0]}. {remedy}")
+
+
+def compute_digest(path: Path) -> str:
+    """Return the digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
