@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ def read_findings(*files: Path) -> list[dict[str, Any]]:
     """Return the lines of files of results; a line that a kill cut short is left out."""
     findings = []
     for file in files:
-        for line in file.read_text().splitlines():
+        # A shell's message may be cut within a character.
+        for line in file.read_text(errors="replace").splitlines():
             try:
                 findings.append(json.loads(line))
             except json.JSONDecodeError:
-                print(f"{file}: a line is cut short: {line[:80]}")
+                print(f"{file}: a line is cut short: {line[:80]}", file=sys.stderr)
     return findings
 
 

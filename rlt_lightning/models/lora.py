@@ -139,7 +139,7 @@ def cast_unless_autocast(states: Tensor, dtype: torch.dtype) -> Tensor:
     """Give states the type of an adapter's weights, in place of peft's method.
 
     Under autocast both products are in half precision anyway. Peft's fp32 copy of each layer's input, and the
-    copy back, then change no bit; on an H100 copies were a seventh of the time of a 7B update.
+    copy back, then change no bit. On an H100 all copies together took a seventh of a 7B update.
     """
     return states if torch.is_autocast_enabled(states.device.type) else states.to(dtype)
 
