@@ -27,14 +27,15 @@ TOLERANCE = 1e-5
 # those of PyTorch and MKL for AVX2 and for any x86-64. All other figures stayed within 4e-6.
 TOLERANCES = {
     # k3 of log-ratios near 0 is their square, and has half of their digits.
-    "policy/kl_ref": 1e-3,  # 2.2e-4, of LoRA, whose policy hardly moves
+    "policy/kl_ref": 5e-4,  # 5.4e-5
     # exp of log-ratios, squared and summed; the largest of a step's differences.
     "rollout/effective_sample_frac": 1e-4,  # 1.3e-5
     "rollout/mismatch_max": 1e-4,  # 1.1e-5
     # A step's gradient is a small difference of large ones.
-    "policy/grad_norm": 5e-5,  # 1.2e-5
-    # A matrix that began as 0 consists of the signs of gradients, and some gradients are nearly 0.
-    "lora_B": 2e-4,  # 2.6e-5
+    "policy/grad_norm": 7e-5,  # 1.7e-5
+    # AdamW's first steps follow the signs of gradients, and some gradients are nearly 0.
+    "moved/": 1e-4,  # 2.6e-5
+    "lora_B": 1e-4,  # 1.5e-5: a matrix that began as 0
 }
 # Rounding adds up along a run, and gives its residuals a mean of its own. Up to this part of the tolerance it
 # is no bias.
