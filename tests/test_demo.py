@@ -89,9 +89,10 @@ def test_an_interrupted_demo_says_how_to_resume(
 def test_the_terminal_shows_the_students_side_by_side() -> None:
     lines = build_scores(QUICK, Setting.num_test).splitlines()
     assert [" ".join(line.split()) for line in lines[2:]] == [
-        "untrained student 20.0 ± 3.5 ####",
-        "warm-up teacher's student 45.0 ± 4.3 #########",
-        "RLT teacher's student 95.0 ± 1.9 ###################",
+        "answers of the student T 0.7 greedy",
+        "untrained student 20.0 ± 3.5 20.0 ###",
+        "warm-up teacher's student 45.0 ± 4.3 45.0 #######",
+        "RLT teacher's student 95.0 ± 1.9 95.0 ##############",
     ]
     assert max(map(len, lines)) <= 80
     assert compare_students(QUICK).startswith("RLT's student solves 50.0 ± 4.7 points more")

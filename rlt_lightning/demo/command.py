@@ -36,6 +36,8 @@ STAGES = {  # the folder of a stage -> what happens there
     "sampled": "answer 512 held-out problems",
     "greedy": "answer them again, without sampling",
 }
+CONTROL = """Greedy answers differ less: sampling shows how sure a student is of each step. And traces that the
+warm-up teacher writes greedily, without any RL, teach nearly as well here (docs/finding.md)."""
 OF_STUDENTS = ("student", "sampled", "greedy")
 # All that a demo writes into its folder.
 ENTRIES = re.compile(
@@ -155,6 +157,7 @@ def run(folder: Path, seeds: list[int], arms: list[str]) -> int:
     wrong = list_failures(figures)
     if not wrong and {"warmup", "rlt"} <= set(arms):
         print(f"\n{compare_students(figures)}")
+        print(CONTROL)
     print(f"\nDone in {seconds:.0f} s:")
     print(f"  picture   {folder / 'finding.svg'}")
     if page:

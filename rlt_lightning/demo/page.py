@@ -31,7 +31,7 @@ KIND_WORDS = {
     "other": "in another form",
 }
 MOST_COLUMNS = 100  # of a line of text
-BAR = 20  # characters, for 100 %
+BAR = 15  # characters, for 100 %
 
 
 def plus_minus(values: list[float]) -> str:
@@ -164,10 +164,14 @@ def build_scores(figures: dict[str, Any], num_problems: int) -> str:
     """Return the accuracies of the arms' students below each other, with bars, for a terminal."""
     over = f"mean of {len(figures['seeds'])} seeds" if len(figures["seeds"]) > 1 else "one seed"
     lines = [f"Held-out problems solved, in % of {num_problems} (± 95 %; {over}):", ""]
+    lines.append(f"  {'answers of the student':<40} {'T 0.7':>11} {'greedy':>7}")
     for arm, found in figures["arms"].items():
         mean = fmean(found["accuracy"])
         bar = "#" * round(BAR * mean / 100)
-        lines.append(f"  {name_student(arm):<40.40} {plus_minus(found['accuracy']):>11}  {bar}")
+        greedy = fmean(found["greedy"])
+        lines.append(
+            f"  {name_student(arm):<40.40} {plus_minus(found['accuracy']):>11} {greedy:>7.1f}  {bar}".rstrip()
+        )
     return "\n".join(lines)
 
 
