@@ -90,7 +90,11 @@ def step_times(
         "sampling": {"max_completion_length": setting.length},
     }
     model = {"importance_sampling": {"class_path": "rlt_lightning.numerics.TruncatedImportanceSampling"}}
-    arguments: dict[str, Any] = model | {"max_staleness": int(asynchronous), "mismatch_alarm": None}
+    arguments: dict[str, Any] = model | {"max_staleness": int(asynchronous)}
+    arguments |= {
+        "mismatch_alarm": None,
+        "mismatch_limit": None,
+    }  # its log-probs are those of the first weights
     with tempfile.TemporaryDirectory() as folder:
         overlay = Path(folder) / "overlay.yaml"
         trainer = {"max_steps": WARM_UP + setting.steps}

@@ -242,6 +242,7 @@ BESIDE_THE_KEY = {
     "moved": "functions by their old names",
     "numerics.spans": "pairs of tokens, found for each completion when it is there",
     "run.metrics": "names of metrics",
+    "version": "the number of the release, which results name",
 }
 
 

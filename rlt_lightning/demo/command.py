@@ -36,7 +36,7 @@ STAGES = {  # the folder of a stage -> what happens there
     "sampled": "answer 512 held-out problems",
     "greedy": "answer them again, without sampling",
 }
-CONTROL = """Greedy answers differ less: sampling shows how sure a student is of each step. And traces that the
+CONTROL = """Greedy answers differ less: sampling shows how sure a student is of each step. Traces that the
 warm-up teacher writes greedily, without any RL, teach nearly as well here (docs/finding.md)."""
 OF_STUDENTS = ("student", "sampled", "greedy")
 # All that a demo writes into its folder.
