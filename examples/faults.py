@@ -44,6 +44,7 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning.checkpoints.folder import STATE, find_newest_checkpoint
+from rlt_lightning.digests import SUFFIX, write_digests
 from rlt_lightning.engines import DiskPush, EngineError, HFEngine, SampleRequest, VLLMEngine
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.packed import sequence_log_probs
@@ -351,12 +352,16 @@ def wrong_template(folder: Path, planted: bool) -> Outcome:
 def resume_from(folder: Path, batches: int) -> Outcome:
     """Train two steps, move the checkpoint's position in the data, and continue for two steps."""
     Run(folder, max_steps=2).watch()
-    path = find_newest_checkpoint(folder / "checkpoints") / STATE
+    checkpoint = find_newest_checkpoint(folder / "checkpoints")
+    path = checkpoint / STATE
     state = torch.load(path, weights_only=True)
     for position in find_positions(state):
         position["next_batch"] += batches
         position["position"] += 2 * batches
     torch.save(state, path)
+    # With digests of its own: it stands for a checkpoint that was wrong when it was written.
+    files = [file for file in checkpoint.rglob("*") if file.is_file() and file.suffix != SUFFIX]
+    write_digests(checkpoint, files)
     return Run(folder, max_steps=4, resume=True).watch()
 
 

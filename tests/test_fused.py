@@ -336,7 +336,7 @@ def test_a_sharded_restore_keeps_the_way_to_compute(tmp_path: Path, monkeypatch:
     ours = NamedCheckpoints()
     ours.lightning_module = types.SimpleNamespace(policy=model, on_load_checkpoint=lambda state: None)
     ours.optimizers = [adamw(True, model)]
-    monkeypatch.setattr("rlt_lightning.checkpoints.io.read_state", lambda _: {
+    monkeypatch.setattr("rlt_lightning.checkpoints.io.read_whole_state", lambda _: {
         "optimizer_groups": saved, "optimizer_numbers": {},
     })  # fmt: skip
     monkeypatch.setattr("rlt_lightning.checkpoints.io.WeightFiles", lambda _: None)

@@ -123,7 +123,9 @@ def test_files_that_git_has_not_fetched_are_named(copied: Path) -> None:
     (copied / "README.md").write_text(CARD)
     path = copied / "data/train-00000-of-00001.parquet"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
-    with pytest.raises(InputError, match=r"train-00000.*is what git keeps in place of it.*git lfs pull"):
+    with pytest.raises(
+        InputError, match=r"train-00000.*a pointer that Git LFS keeps in place of it.*git lfs pull"
+    ):
         read_rows(str(copied))
 
 
