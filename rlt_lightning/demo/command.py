@@ -36,8 +36,9 @@ STAGES = {  # the folder of a stage -> what happens there
     "sampled": "answer 512 held-out problems",
     "greedy": "answer them again, without sampling",
 }
-CONTROL = """Greedy answers differ less: sampling shows how sure a student is of each step. Traces that the
-warm-up teacher writes greedily, without any RL, teach nearly as well here (docs/finding.md)."""
+CONTROL = """Greedy answers differ less: sampling shows how sure a student is of each step.
+Traces that the warm-up teacher writes greedily, without any RL, teach nearly as
+well here: docs/finding.md."""
 OF_STUDENTS = ("student", "sampled", "greedy")
 # All that a demo writes into its folder.
 ENTRIES = re.compile(
