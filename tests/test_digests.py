@@ -55,7 +55,7 @@ def build_checkpoint(folder: Path, scale: float = 1.0, monkeypatch: Any = None) 
 
 
 def count_unnoticed(folder: Path, load: Callable[[], Any]) -> list[str]:
-    """Flip bits all over the files of a folder, one at a time; returns those that were believed."""
+    """Flip bits all over the files of a folder, one at a time; returns the flips that nothing noticed."""
     random, unnoticed = Random(0), []
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for number in range(NUM_FLIPS):

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from test_cli import metrics, weights
 from test_kills import kill, wait_for
 from torch import Tensor
+from trainers import bare_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
@@ -53,26 +54,11 @@ def data(folder: Path, view: ViewOptions = EXPLANATION, **options: Any) -> Strat
     return StratosDataModule(**settings)
 
 
-def trainer_of(folder: Path, *callbacks: Callback, steps: int = 1) -> Trainer:
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=list(callbacks),
-    )
-
-
 def fit(
     folder: Path, opd: OPDModule, *callbacks: Callback, view: ViewOptions = EXPLANATION, steps: int = 1
 ) -> None:
     rollouts = RolloutCallback(sampling=Sampling(temperature=TEMPERATURE, max_completion_length=48))
-    trainer = trainer_of(folder, *callbacks, rollouts, steps=steps)
+    trainer = bare_trainer(folder, *callbacks, rollouts, steps=steps)
     trainer.fit(opd, datamodule=data(folder, view))
 
 

@@ -14,7 +14,7 @@ import torch
 from cases import full
 from commands import wait_until
 from fake_worker import FakeWorker
-from test_rlt_module import Witness, data, module, trainer
+from test_rlt_module import Witness, data, module
 from test_vllm_engine import (
     END,
     PROMPTS,
@@ -26,6 +26,7 @@ from test_vllm_engine import (
     undisturbed,
 )
 from test_vllm_engine import token_ids as ids
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import (
@@ -86,7 +87,7 @@ def fit(tiny_model: str, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
         callback = RolloutCallback(engine, TEN, **options)
         # A chunk of one group is enough: 4 completions of at most 10 tokens.
         rlt = module(tiny_model, micro_batch_tokens=16)
-        run = trainer(tmp_path, callback, witness, steps=2, precision=precision)
+        run = bare_trainer(tmp_path, callback, witness, steps=2, precision=precision)
         run.fit(rlt, datamodule=data(tiny_model, tmp_path))
         return rlt, witness
 
@@ -276,8 +277,8 @@ class Failing(Outside):
 def test_a_fit_after_one_that_failed_samples_anew(tiny_model: str, tmp_path: Path) -> None:
     callback, witness = RolloutCallback(Failing(), TEN), Witness()
     with pytest.raises(EngineError, match="broken"):
-        trainer(tmp_path, callback).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
-    again = trainer(tmp_path, callback, witness)
+        bare_trainer(tmp_path, callback).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+    again = bare_trainer(tmp_path, callback, witness)
     fit = run_in_background(lambda: again.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path)))
     fit.result(timeout=570)
     assert len(rows(witness)) == 8

@@ -17,9 +17,10 @@ from lightning.pytorch import Callback
 from ranks import run
 from safetensors.torch import load_file
 from test_planner import SETUP
-from test_rlt_module import data, module, rollout_callback, trainer
+from test_rlt_module import data, module, rollout_callback
 from test_strategies import full
 from torch import Tensor
+from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
@@ -136,7 +137,7 @@ def chains(model: str, folder: Path) -> StratosDataModule:
 def fit_sft(model: str, folder: Path, steps: int, lora: LoRA | None, **optimizer: Any) -> Losses:
     losses = Losses()
     sft = SFTModule(model, optimizer=OptimizerConfig(lr=2e-3, **optimizer), lora=lora)
-    trainer(folder, losses, steps=steps).fit(sft, datamodule=chains(model, folder))
+    bare_trainer(folder, losses, steps=steps).fit(sft, datamodule=chains(model, folder))
     return losses
 
 
@@ -153,7 +154,9 @@ def test_a_loss_falls_while_the_base_stays(miniature: str, tmp_path: Path) -> No
 def test_a_teacher_is_reinforced_with_both(tiny_model: str, tmp_path: Path) -> None:
     losses = Losses()
     rlt = module(tiny_model, lora=LORA, optimizer=OptimizerConfig(lr=1e-3, states="8bit"))
-    trainer(tmp_path, rollout_callback(), losses, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    bare_trainer(tmp_path, rollout_callback(), losses, steps=2).fit(
+        rlt, datamodule=data(tiny_model, tmp_path)
+    )
     assert rlt.reference is None
     assert any(tensor.any() for name, tensor in trained_tensors(rlt.policy).items() if ".lora_B." in name)
 
@@ -207,7 +210,7 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 def test_the_plan_counts_the_bytes_of_a_real_run(dtype: str, miniature: str, tmp_path: Path) -> None:
     sft = SFTModule(miniature, OptimizerConfig(lr=1e-3, states="8bit"), lora=LORA, dtype=dtype)
     losses = Losses()
-    trainer(tmp_path, losses, steps=1).fit(sft, datamodule=chains(miniature, tmp_path))
+    bare_trainer(tmp_path, losses, steps=1).fit(sft, datamodule=chains(miniature, tmp_path))
     tensors = list(sft.policy.parameters())
     for _, layer in quantised_layers(sft.policy):
         state = layer.quant_state
@@ -235,7 +238,7 @@ def test_what_cannot_work_is_refused(
         require_settings(lora, sft.optimizer_config, whole=False)
     monkeypatch.setattr("rlt_lightning.models.quantised.find_spec", lambda name: None)
     with pytest.raises(InputError, match=setting + " needs the package bitsandbytes"):
-        trainer(tmp_path).fit(sft, datamodule=rows)
+        bare_trainer(tmp_path).fit(sft, datamodule=rows)
 
 
 def test_a_strategy_that_shards_is_refused(tmp_path: Path) -> None:
@@ -252,7 +255,7 @@ def test_a_strategy_that_shards_is_refused(tmp_path: Path) -> None:
 def test_a_separate_reference_starts_at_the_base_in_4_bits(tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model, lora=LORA)
     callbacks = rollout_callback(), ReferenceSync(every_n_steps=100)
-    trainer(tmp_path, *callbacks, steps=1).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    bare_trainer(tmp_path, *callbacks, steps=1).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.reference is not None
     base = without_adapter(rlt.policy.eval(), log_probs)
     torch.testing.assert_close(log_probs(rlt.reference.model), base, atol=2e-5, rtol=0)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
+from trainers import bare_trainer
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
@@ -40,22 +41,6 @@ def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
         student_tokenizer=model,
         prompts_per_step=2,
         output_dir=str(folder),
-        **options,
-    )
-
-
-def trainer(folder: Path, *callbacks: Callback, steps: int = 1, **options: Any) -> Trainer:
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=list(callbacks),
         **options,
     )
 
@@ -120,7 +105,7 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
 
     witness = Witness()
     rlt = module(tiny_model, micro_batch_tokens=300, head=HeadOptions(1))  # several micro-batches and blocks
-    trainer(tmp_path, rollout_callback(), MovedReference(), witness).fit(
+    bare_trainer(tmp_path, rollout_callback(), MovedReference(), witness).fit(
         rlt, datamodule=data(tiny_model, tmp_path)
     )
 
@@ -164,7 +149,7 @@ def test_micro_batches_and_gradient_checkpointing_do_not_change_the_step(
             gradient_checkpointing=checkpointing and tokens == 300,
             policy_loss=loss(),  # a mean over the tokens of the step, not of the micro-batch
         )
-        trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
         gradients.append(witness.gradients)
     # Rewards agree to 1e-6; dividing by a group's standard deviation, 0.05 here, makes 2e-5 of that.
     for name, gradient in gradients[0].items():
@@ -176,7 +161,7 @@ def test_layouts_do_not_change_the_step(layout: str, tiny_model: str, tmp_path: 
     witnesses = {"auto": Witness(), layout: Witness()}
     for name, witness in witnesses.items():
         rlt = module(tiny_model, layout=name)
-        trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
     for name, gradient in witnesses["auto"].gradients.items():
         torch.testing.assert_close(
             witnesses[layout].gradients[name], gradient, atol=5e-6, rtol=1e-4, msg=name
@@ -191,7 +176,7 @@ def one_step(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Score
     """A module that has made one step at a learning rate of almost 0, its rollouts and their scores."""
     witness, folder = Witness(), tmp_path_factory.mktemp("one_step")
     rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-30))
-    trainer(folder, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, folder))
+    bare_trainer(folder, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, folder))
     [batch] = witness.batches
     assert batch.rollouts is not None
     assert batch.scores is not None
@@ -331,7 +316,9 @@ def test_offloaded_models_are_loaded_into_main_memory(
     monkeypatch.setattr(RLTModule, "load", watched)
     rlt = module(tiny_model, offload_frozen=True, policy_loss=GRPOLoss(kl_coef=0.1))
     strategy = SingleDeviceStrategy(torch.device("cpu", 0))
-    trainer(tmp_path, rollout_callback(), strategy=strategy).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    bare_trainer(tmp_path, rollout_callback(), strategy=strategy).fit(
+        rlt, datamodule=data(tiny_model, tmp_path)
+    )
     assert defaults == {
         "the trained model": torch.device("cpu", 0),
         "the frozen student": torch.device("cpu"),
@@ -343,7 +330,7 @@ def test_offloading_does_not_change_the_step(tiny_model: str, tmp_path: Path) ->
     gradients = []
     for offload in (False, True):
         witness = Witness()
-        trainer(tmp_path, rollout_callback(), witness).fit(
+        bare_trainer(tmp_path, rollout_callback(), witness).fit(
             module(tiny_model, offload_frozen=offload), datamodule=data(tiny_model, tmp_path)
         )
         gradients.append(witness.gradients)
@@ -396,7 +383,7 @@ def test_a_token_goes_through_the_chosen_experts_alone() -> None:
 def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:
     witness = Witness()
     rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.01))
-    fitted = trainer(tmp_path, rollout_callback(), witness)
+    fitted = bare_trainer(tmp_path, rollout_callback(), witness)
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
     norm = torch.stack([gradient.norm() for gradient in witness.gradients.values()]).norm()
     torch.testing.assert_close(norm, torch.tensor(0.01), rtol=1e-3, atol=0)
@@ -404,7 +391,7 @@ def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Pat
 
 
 def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model: str, tmp_path: Path) -> None:
-    rlt, fitted = module(tiny_model), trainer(tmp_path, rollout_callback())
+    rlt, fitted = module(tiny_model), bare_trainer(tmp_path, rollout_callback())
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
     fitted.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
@@ -421,7 +408,7 @@ def test_reference_moves_by_alpha_every_n_steps(tiny_model: str, tmp_path: Path)
     rlt = module(tiny_model)
     sync = ReferenceSync(every_n_steps=2, alpha=0.9)
     initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
-    trainer(tmp_path, rollout_callback(), sync, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    bare_trainer(tmp_path, rollout_callback(), sync, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.reference is not None
     for (name, reference), policy in zip(
         rlt.reference.model.named_parameters(), rlt.policy.parameters(), strict=True
@@ -441,11 +428,11 @@ def test_a_resumed_run_has_the_reference_that_had_moved(tiny_model: str, tmp_pat
 
     checkpoint, moved = tmp_path / "checkpoints" / "step=000001.ckpt", module(tiny_model)
     options: dict[str, Any] = {"plugins": [FolderCheckpointIO()]}
-    first = trainer(tmp_path, rollout_callback(4), ReferenceSync(every_n_steps=1), **options)
+    first = bare_trainer(tmp_path, rollout_callback(4), ReferenceSync(every_n_steps=1), **options)
     first.fit(moved, datamodule=data(tiny_model, tmp_path))
     first.save_checkpoint(checkpoint)
     start, sync = AtStart(), ReferenceSync(every_n_steps=5)
-    resumed = trainer(tmp_path, rollout_callback(4), sync, start, steps=2, **options)
+    resumed = bare_trainer(tmp_path, rollout_callback(4), sync, start, steps=2, **options)
     resumed.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path), ckpt_path=str(checkpoint))
     assert moved.reference is not None
     expected = moved.reference.model.state_dict()
@@ -457,13 +444,13 @@ def test_a_resumed_run_has_the_reference_that_had_moved(tiny_model: str, tmp_pat
 
 def test_without_kl_penalty_no_reference_is_held(tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0))
-    trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.reference is None
 
 
 def test_forgetting_the_rollout_callback_is_loud(tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rlt_lightning\.callbacks\.RolloutCallback"):
-        trainer(tmp_path).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+        bare_trainer(tmp_path).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
 
 
 def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
@@ -475,7 +462,7 @@ def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
 
     late = Late(sampling=Sampling(max_completion_length=4))
     with pytest.raises(RuntimeError, match=r"max_staleness=0 .* version 0 at step 1"):
-        trainer(tmp_path, late, steps=2).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+        bare_trainer(tmp_path, late, steps=2).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
 
 
 def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str, tmp_path: Path) -> None:
@@ -486,7 +473,7 @@ def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str
     with pytest.raises(
         NonFiniteError, match=r"student log-prob of the solution must be finite, but row\(s\) \d+"
     ):
-        trainer(tmp_path, rollout_callback(), Poison()).fit(
+        bare_trainer(tmp_path, rollout_callback(), Poison()).fit(
             module(tiny_model), datamodule=data(tiny_model, tmp_path)
         )
 
@@ -496,7 +483,7 @@ def test_groups_with_equal_rewards_have_no_gradient_and_are_counted(tiny_model: 
     reward = RLTReward(solution_weight=0.0, kl_weight=0.0)
     witness = Witness()
     rlt = module(tiny_model, reward=reward, policy_loss=GRPOLoss(kl_coef=0.0))
-    fitted = trainer(tmp_path, rollout_callback(), witness)
+    fitted = bare_trainer(tmp_path, rollout_callback(), witness)
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert fitted.callback_metrics["reward/zero_std_groups"] == 2
     assert all(not gradient.any() for gradient in witness.gradients.values())
@@ -512,7 +499,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
             for parameter in pl_module.student_models[0].model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
-    trainer(tmp_path, rollout_callback(), OtherStudent(), witness).fit(
+    bare_trainer(tmp_path, rollout_callback(), OtherStudent(), witness).fit(
         rlt, datamodule=data(tiny_model, tmp_path)
     )
     policy = module(tiny_model).load(tiny_model, "float32").model
@@ -536,7 +523,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
 
 
 def test_validation_inside_fit_logs_held_out_reward_and_its_terms(tiny_model: str, tmp_path: Path) -> None:
-    fitted = trainer(
+    fitted = bare_trainer(
         tmp_path, rollout_callback(), steps=2, val_check_interval=2, check_val_every_n_epoch=None
     )
     fitted.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path, val_rows=3))
@@ -559,7 +546,7 @@ def test_a_completion_that_cannot_fit_the_context_stops_before_a_model_is_loaded
 ) -> None:
     rlt = module(tiny_model)
     with pytest.raises(InputError, match=r"teacher's context of 2048 tokens, but row \d+ needs"):
-        trainer(tmp_path, rollout_callback(length=2040)).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        bare_trainer(tmp_path, rollout_callback(length=2040)).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.policy is None
 
 
@@ -576,7 +563,7 @@ def test_number_types_that_training_does_not_work_in_are_refused(
 ) -> None:
     rlt = module(tiny_model, **settings)
     with pytest.raises(InputError, match=message):
-        trainer(tmp_path, rollout_callback(), **options).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        bare_trainer(tmp_path, rollout_callback(), **options).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.policy is None
 
 
@@ -584,7 +571,7 @@ def test_auto_weighs_nothing_that_the_trained_model_samples(tiny_model: str, tmp
     weights = []
     for options in ({}, {"importance_sampling": None}):
         rlt = module(tiny_model, **options)
-        trainer(tmp_path, rollout_callback(), steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        bare_trainer(tmp_path, rollout_callback(), steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
         assert rlt.importance_weights is None
         weights.append(rlt.policy.state_dict())
     for name, tensor in weights[0].items():

@@ -21,6 +21,7 @@ from ranks import run
 from safetensors.torch import load_file
 from tiny import CHAINS as CHAIN_OPTIONS
 from tiny import SHORT
+from trainers import bare_trainer
 
 from rlt_lightning import python
 from rlt_lightning.callbacks import RolloutCallback
@@ -124,18 +125,10 @@ class Keeper(Callback):
 
 def fit(folder: Path, module: RLTModule, steps: int = 1, length: int = 24, **data: Any) -> Keeper:
     keeper = Keeper()
-    Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[keeper, RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=length))],
-    ).fit(module, datamodule=StratosDataModule(**CHAINS | data))
+    rollouts = RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=length))
+    bare_trainer(folder, keeper, rollouts, steps=steps).fit(
+        module, datamodule=StratosDataModule(**CHAINS | data)
+    )
     return keeper
 
 

@@ -301,7 +301,7 @@ def expand(
     for option in options:
         full = replace(option, name=prefix + option.name)
         yield full, within[0] if within else ""
-        # The default class comes first: its defaults are those that hold.
+        # The default class comes first: its defaults apply.
         for path in sorted(option.classes, key=lambda path: path.rpartition(".")[2] != option.default):
             if path not in within:
                 yield from expand(read_options("classes", path), f"{full.name}.", (*within, path))

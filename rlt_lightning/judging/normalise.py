@@ -156,7 +156,7 @@ def read_markup(text: str) -> str:
 
 
 def read_latex(text: str) -> str:
-    """Return a text with one spelling of every command, and without those that only change its looks."""
+    """Return a text with one spelling of every command, and without the commands for its looks."""
     if not re.search(r"matrix|array|cases", text):
         text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", LINES.sub("", text))
     text = COLOUR.sub("", LOOKS.sub("", text))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from parity import Parity
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, ReferenceSync, RolloutCallback, RolloutRecorder
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
@@ -360,20 +361,8 @@ def run(kind: str, strategy: str = "", folder: Path | None = None, record: bool 
         callbacks.insert(0, RolloutCallback(engine=engine, **setup.rollouts))
         callbacks += [RolloutRecorder(token_ids=True)] if record else []
     setup.data.output_dir = str(folder)
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=STEPS,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        callbacks=callbacks,
-        **(STRATEGIES[strategy]() if strategy else {"devices": 1}),
-    )
+    options = STRATEGIES[strategy]() if strategy else {"devices": 1}
+    trainer = bare_trainer(folder, *callbacks, steps=STEPS, use_distributed_sampler=False, **options)
     if isinstance(setup.module, EvaluationModule):
         trainer.test(setup.module, datamodule=setup.data, verbose=False)
     else:
