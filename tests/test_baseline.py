@@ -14,9 +14,10 @@ import torch
 from cases import full
 from commands import rlt
 from ranks import run
-from test_rlt_module import Witness, module, rollout_callback, slow_log_probs, trainer
+from test_rlt_module import Witness, module, rollout_callback, slow_log_probs
 from test_strategies import largest_difference, weights
 from tiny import CHAINS
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
@@ -96,7 +97,7 @@ def test_advantages_and_gradients_are_those_without_it(
         # One sequence a forward: others in the same row would round differently.
         rlt = module("miniature", reward=reward, advantages=advantages, layout="single")
         diverse = RolloutCallback(sampling=Sampling(temperature=1.5, max_completion_length=24))
-        trainer(folder, diverse, witness).fit(rlt, chains(folder, "miniature"))
+        bare_trainer(folder, diverse, witness).fit(rlt, chains(folder, "miniature"))
         [batch] = witness.batches
         assert batch.scores is not None
         found[baseline] = batch.scores.terms, advantages(batch.scores.terms.reward, 4), witness.gradients
@@ -131,7 +132,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     witness, rlt = Witness(), module("miniature", reward=EMPTY)
     rlt.students = Students.of(student, None)
     data = chains(tmp_path, student)
-    trainer(tmp_path, rollout_callback(), witness).fit(rlt, data)
+    bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, data)
     [batch] = witness.batches
     assert batch.rollouts is not None
     assert batch.scores is not None
@@ -187,7 +188,7 @@ def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> No
     sampling = Sampling(max_completion_length=12)
     callback = RolloutCallback(sampling=sampling, dynamic_sampling=DynamicSampling(max_rounds=2))
     data = chains(folder, "miniature")
-    trainer(folder, callback, witness).fit(rlt, data)
+    bare_trainer(folder, callback, witness).fit(rlt, data)
     [batch] = witness.batches
     assert batch.rollouts is not None
     assert batch.scores is not None

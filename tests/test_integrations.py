@@ -20,7 +20,7 @@ from cases import full
 from commands import ROOT, python, rlt
 from sampling import numbered
 from test_rlt_module import Witness
-from test_rlt_module import trainer as lightning
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
@@ -282,7 +282,7 @@ def test_trl_gets_the_likelihood_rewards_of_our_stage(
             student_system_prompt="", output_dir=str(tmp_path), **asked,
         )  # fmt: skip
         rollouts = RolloutCallback(Given(groups), Sampling(temperature=1.0, max_completion_length=32))
-        lightning(tmp_path, rollouts, witness).fit(module, data)
+        bare_trainer(tmp_path, rollouts, witness).fit(module, data)
         [batch] = witness.batches
         assert batch.rollouts is not None
         assert batch.scores is not None

@@ -14,9 +14,10 @@ from commands import rlt
 from jsonargparse import Namespace
 from ranks import run
 from test_overlap import Outside, Waiting, scored
-from test_rlt_module import Witness, slow_log_probs, trainer
+from test_rlt_module import Witness, slow_log_probs
 from test_strategies import largest_difference, weights
 from torch import Tensor
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
 from rlt_lightning.cli.stages import frozen_student
@@ -79,7 +80,7 @@ def rollouts(length: int = 32, **options: Any) -> RolloutCallback:
 
 
 def fit(folder: Path, likelihood: LikelihoodModule, *callbacks: Any, steps: int = 1, **options: Any) -> None:
-    trainer(folder, rollouts(), *callbacks, steps=steps).fit(likelihood, data(folder, **options))
+    bare_trainer(folder, rollouts(), *callbacks, steps=steps).fit(likelihood, data(folder, **options))
 
 
 # The tokens
@@ -365,7 +366,7 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     ):
         fit(tmp_path, module(reward=NOVERReward()), val_rows=2)
     with pytest.raises(InputError, match="LikelihoodModule trains a student"):
-        trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
+        bare_trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
     with pytest.raises(InputError, match="group_size must be at least 2"):
         module(group_size=1)
     with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 where the policy scores"):
@@ -379,7 +380,7 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     asynchronous = rollouts()
     asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
     with pytest.raises(InputError, match=r"With model\.scorer policy rollouts\.asynchronous must be false"):
-        trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
+        bare_trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
 
 
 def test_a_control_by_shuffled_advantages_asks_for_no_answer_term(tmp_path: Path) -> None:
@@ -496,7 +497,7 @@ def test_early_scores_are_those_of_scoring_at_the_end(scored: Any, tmp_path: Pat
         witness = Witness()
         callback = rollouts(engine=engine, score_early=early)
         likelihood = module(reward=RLPRReward(), micro_batch_tokens=16)
-        trainer(tmp_path / str(early), callback, witness).fit(likelihood, data(tmp_path / str(early)))
+        bare_trainer(tmp_path / str(early), callback, witness).fit(likelihood, data(tmp_path / str(early)))
         found.append(witness.batches[0].scores.terms.recorded())
     for name, values in found[0].items():
         torch.testing.assert_close(found[1][name], values, atol=1e-5, rtol=0)
@@ -508,7 +509,7 @@ def test_dynamic_sampling_replaces_groups_that_earn_the_same(tmp_path: Path) -> 
     for reward in (VeriFreeReward(), LogProbReward()):
         witness, likelihood = Witness(), module(reward=reward)
         callback = rollouts(2, dynamic_sampling=DynamicSampling(1))
-        trainer(tmp_path, callback, witness).fit(likelihood, data(tmp_path))
+        bare_trainer(tmp_path, callback, witness).fit(likelihood, data(tmp_path))
         [batch] = witness.batches
         counts[type(reward)] = batch.counts["rollout/dropped_groups"], batch.counts["rollout/refill_rounds"]
         with torch.no_grad():

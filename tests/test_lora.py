@@ -14,9 +14,10 @@ from lightning.pytorch import Callback
 from peft import PeftModel
 from ranks import Runs, run
 from safetensors.torch import load_file
-from test_rlt_module import data, module, rollout_callback, trainer
+from test_rlt_module import data, module, rollout_callback
 from test_strategies import full
 from torch import Tensor, nn
+from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
@@ -194,7 +195,9 @@ def fit(model: str, folder: Path, *callbacks: Any, **options: Any) -> End:
     end = End()
     optimizer = OptimizerConfig(lr=1e-2, max_grad_norm=0)
     rlt = module(model, optimizer=optimizer, policy_loss=GRPOLoss(kl_coef=1.0), **options)
-    trainer(folder, rollout_callback(), end, *callbacks, steps=3).fit(rlt, datamodule=data(model, folder))
+    bare_trainer(folder, rollout_callback(), end, *callbacks, steps=3).fit(
+        rlt, datamodule=data(model, folder)
+    )
     assert (rlt.reference is None) == (not callbacks)
     return end
 
@@ -213,7 +216,7 @@ def test_a_reference_that_rests_is_the_base_and_costs_no_copy(tiny_model: str, t
 def test_a_moving_reference_moves_towards_the_merged_policy(tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0), lora=LORA)
     callbacks = rollout_callback(), ReferenceSync(every_n_steps=2, alpha=0.75)
-    trainer(tmp_path, *callbacks, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    bare_trainer(tmp_path, *callbacks, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
     base, policy = load_model(tiny_model).state_dict(), merged(rlt.policy)
     assert rlt.reference is not None
     for name, tensor in rlt.reference.model.named_parameters():

@@ -12,9 +12,10 @@ import torch
 from commands import rlt
 from fake_worker import worker_of
 from ranks import run
-from test_opd import HINT, Witness, data, fit, module, teacher, trainer_of  # noqa: F401
+from test_opd import HINT, Witness, data, fit, module, teacher  # noqa: F401
 from test_strategies import full, largest_difference, slow, weights
 from torch import Tensor
+from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
@@ -185,7 +186,7 @@ def test_an_engine_outside_the_process(
     with worker_of(tiny_model) as worker:
         engine = VLLMEngine([worker.url], push=DiskPush(timeout_s=2.0), call_timeout_s=2.0)
         rollouts = RolloutCallback(engine, Sampling(max_completion_length=8), asynchronous=asynchronous)
-        trainer_of(tmp_path, witness, rollouts, steps=3).fit(opd, datamodule=data(tmp_path, HINT))
+        bare_trainer(tmp_path, witness, rollouts, steps=3).fit(opd, datamodule=data(tmp_path, HINT))
     assert [float(step["rollout/staleness"]) for step in witness.metrics] == [0, asynchronous, asynchronous]
     assert (opd.importance_weights is not None) == weighted
     assert all(float(step["policy/grad_norm"]) > 0 for step in witness.metrics)
@@ -227,7 +228,7 @@ def test_validation_weighs_tokens_and_rows_by_themselves() -> None:
 def test_dynamic_sampling_is_refused(miniature: str, tmp_path: Path) -> None:
     rollouts = RolloutCallback(sampling=Sampling(), dynamic_sampling=DynamicSampling())
     with pytest.raises(InputError, match="completions of OPDModule have no reward"):
-        trainer_of(tmp_path, rollouts).fit(module(miniature), datamodule=data(tmp_path))
+        bare_trainer(tmp_path, rollouts).fit(module(miniature), datamodule=data(tmp_path))
 
 
 def test_weights_of_tokens_need_the_sampled_form() -> None:
@@ -238,7 +239,7 @@ def test_weights_of_tokens_need_the_sampled_form() -> None:
 def test_another_task_is_refused(miniature: str, tmp_path: Path) -> None:
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=8))
     with pytest.raises(InputError, match=r"needs data\.task student_opd, but it is rlt"):
-        trainer_of(tmp_path, rollouts).fit(module(miniature), datamodule=data(tmp_path, task="rlt"))
+        bare_trainer(tmp_path, rollouts).fit(module(miniature), datamodule=data(tmp_path, task="rlt"))
 
 
 def test_prediction_is_refused(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import yaml
 from commands import ROOT, rlt, start
 from lightning.pytorch import Callback
 from test_cli import assert_one_clear_line, metrics, wait_for
-from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_probs, trainer
+from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_probs
 from torch import Tensor
+from trainers import bare_trainer
 
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.modules import CorrectnessReward, RLTModule, TextReward
@@ -184,7 +185,9 @@ def test_one_step_goes_from_answers_to_rewards_to_advantages_to_the_loss(
         policy_loss=GRPOLoss(kl_coef=0.0),
         optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0),
     )
-    trainer(tmp_path, rollout_callback(16), witness).fit(student, data(tiny_model, tmp_path, tags=LETTERS))
+    bare_trainer(tmp_path, rollout_callback(16), witness).fit(
+        student, data(tiny_model, tmp_path, tags=LETTERS)
+    )
     assert reward.judge is not None
     assert reward.judge._pool is None, "the judge's processes end with the run"
 
@@ -225,7 +228,7 @@ def test_the_judge_ends_with_a_run_that_fails(tiny_model: str, tmp_path: Path) -
     reward = CorrectnessReward()
     student = RLTModule(tiny_model, student=None, reward=reward, group_size=2)
     with pytest.raises(OSError, match="no space"):
-        trainer(tmp_path, rollout_callback(4), Failure()).fit(student, data(tiny_model, tmp_path))
+        bare_trainer(tmp_path, rollout_callback(4), Failure()).fit(student, data(tiny_model, tmp_path))
     assert reward.judge is not None
     assert reward.judge._pool is None
 
