@@ -1,4 +1,4 @@
-"""Hooks of the site: files that pages link to become pages too, and old addresses lead to new pages.
+"""Hooks of the site: files that pages link to become pages too.
 
 So a relative link such as ../configs/quickstart.yaml works on a git host and in the site.
 """
@@ -6,7 +6,6 @@ So a relative link such as ../configs/quickstart.yaml works on a git host and in
 from __future__ import annotations
 
 import json
-import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,6 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 LINK = re.compile(r"\]\(\.\./([\w./-]+)\)")  # out of docs/
-MOVED = """<!doctype html>
-<meta charset="utf-8">
-<title>This page has moved</title>
-<meta name="robots" content="noindex">
-<script>location.replace("{page}" + (location.hash || "{anchor}"))</script>
-<meta http-equiv="refresh" content="0; url={page}{anchor}">
-<p>This page has moved: <a href="{page}{anchor}">{page}</a>
-"""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -75,18 +66,3 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
         return markdown
     return LINK.sub(r"](source/\1.md)", markdown)
-
-
-def on_post_build(config: Any, **_: Any) -> None:
-    """Write a page at each old address of `extra.moved` that leads to the new one.
-
-    A link to a heading of the old page keeps it, since most headings moved along.
-    """
-    for old, new in config.extra["moved"].items():
-        page, _, anchor = new.partition("#")
-        place = Path(config.site_dir, old)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        text = MOVED.format(
-            page=posixpath.relpath(page, posixpath.dirname(old)), anchor=anchor and f"#{anchor}"
-        )
-        place.write_text(text)

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlt_lightning.allocator import grow_segments
-from rlt_lightning.moved import install
 from rlt_lightning.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ __all__ = [
     "Trainer",
     "score",
 ]
-
-install()
 
 # In a notebook, tqdm asks for widgets when it is imported; our bars need none.
 warnings.filterwarnings("ignore", ".*IProgress not found.*")

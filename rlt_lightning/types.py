@@ -37,8 +37,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from rlt_lightning.moved import rename_method
-
 # A process that judges answers imports this file, and needs no torch.
 if TYPE_CHECKING:
     import torch
@@ -403,8 +401,6 @@ class RewardTerms:
     def baselines(self) -> dict[str, Tensor]:
         """Return what a term is measured from, which is logged as the terms are; no part of the reward."""
         return {}
-
-    levels = rename_method("levels", "baselines")
 
     def details(self) -> dict[str, Tensor]:
         """Return what only training logs, as means, by its whole name."""

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -40,10 +40,8 @@ from rlt_lightning.engines import (
     SampleRequest,
     Sampling,
     VLLMEngine,
-    WorkersLost,
     sample_all,
 )
-from rlt_lightning.engines.base import build_requests
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
@@ -466,8 +464,7 @@ def test_the_page_counts_the_parts_of_the_protocol() -> None:
     counts = [numbers[len(part)] for part in (must, methods - must, Engine.__annotations__)]
     assert [found[1], found[3], found[4]] == counts
     assert set(re.findall(r"`(\w+)`", found[2])) == must
-    # `generate` of the protocol of before comes with every subclass, for one release.
-    assert {name for name in vars(FourMethods) if name[0] != "_"} - {"generate"} == must
+    assert {name for name in vars(FourMethods) if name[0] != "_"} == must
 
 
 def test_four_methods_make_an_engine() -> None:
@@ -478,85 +475,6 @@ def test_four_methods_make_an_engine() -> None:
     assert isinstance(engine, FourMethods)
     assert (engine.policy_version, engine.describe(), engine.in_process) == (-1, EngineDescription(), False)
     assert not engine.load_own_model("teacher")
-
-
-def test_an_engine_of_the_last_protocol_is_adapted() -> None:
-    with pytest.warns(FutureWarning, match=r"Old.generate belongs to the engine protocol of before"):
-
-        class Old(FourMethods):
-            """Writes generate in place of sample; loses its workers once, when one group is finished."""
-
-            limits: ClassVar[list[Any]] = []
-            losses = 1
-
-            def generate(
-                self,
-                prompts: list[list[int]],
-                sampling: Sampling,
-                num_completions: int,
-                stop: str,
-                seeds: list[int],
-                limits: list[int] | None = None,
-            ) -> list[list[Completion]]:
-                self.limits.append(limits)
-                rows = [
-                    [[*prompt, seed + i] for i in range(num_completions)]
-                    for prompt, seed in zip(prompts, seeds, strict=True)
-                ]
-                groups = [[Completion(row, None, "length") for row in group] for group in rows]
-                if self.losses:
-                    self.losses -= 1
-                    raise WorkersLost("lost", {0: groups[0]})
-                return groups
-
-    engine = Old()
-    engine.policy_version = 0
-    requests = [SampleRequest([5], 10, 2), SampleRequest([6], 20, 2), SampleRequest([7], 30, 1, max_tokens=3)]
-    groups = sample_all(engine, requests, Sampling(), "")
-    assert [[c.token_ids for c in group] for group in groups] == [
-        [[5, 10], [5, 11]],
-        [[6, 20], [6, 21]],
-        [[7, 30]],
-    ]
-    assert engine.limits == [None, None, [3]]
-
-
-def test_an_old_name_of_a_method_that_an_engine_writes_is_heard() -> None:
-    with pytest.warns(FutureWarning, match=r"Old.share belongs .*call it `use_sharded_model`"):
-
-        class Old(FourMethods):
-            def share(self, run: Any, on_any_rank: Any) -> None:
-                self.ways = run, on_any_rank
-
-    engine = Old()
-    engine.use_sharded_model(len, bool)
-    assert engine.ways == (len, bool)
-
-
-def test_callers_and_subclasses_of_generate_are_answered() -> None:
-    with pytest.warns(FutureWarning, match=r"Logging.generate(_and_tell)? belongs to the engine protocol of"):
-
-        class Logging(Counting):
-            """Adds to what its base samples, by the calls of before."""
-
-            calls = 0
-
-            def generate(self, *arguments: Any) -> list[list[Completion]]:
-                self.calls += 1
-                return super().generate(*arguments)  # type: ignore[misc, no-any-return]
-
-            def generate_and_tell(self, *arguments: Any) -> list[list[Completion]]:
-                raise AssertionError("nothing calls it any more")
-
-    prompts, seeds = [[5], [6]], [10, 20]
-    engine, requests = Logging(), build_requests(prompts, seeds, 2)
-    with pytest.warns(FutureWarning, match=r"Counting.generate belongs to the engine protocol of before"):
-        expected = Counting().generate(prompts, Sampling(), 2, "", seeds)  # type: ignore[attr-defined]
-    with pytest.warns(FutureWarning, match=r"Logging.generate belongs to the engine protocol of before"):
-        found = sample_all(engine, requests, Sampling(), "")
-    assert found == expected == [[Completion([s, n], None, "stop", s) for n in (0, 1)] for s in seeds]
-    assert engine.calls == 1
-    assert str(WorkersLost("lost", {0: []})) == "lost"
 
 
 class Counting(FourMethods):

@@ -162,17 +162,6 @@ def test_rewind_takes_back_what_more_has_brought():
     assert loader.peek() == second
 
 
-def test_a_checkpoint_without_a_position_continues_with_its_batch():
-    loader = make_loader()
-    for _ in zip(range(2), loader, strict=False):
-        pass
-    state = loader.state_dict()
-    del state["position"]
-    resumed = make_loader()
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == loader.state_dict()
-
-
 def test_a_checkpoint_of_other_data_is_refused():
     state = make_loader().state_dict()
     with pytest.raises(InputError, match="num_rows was 11 and is 10"):

@@ -238,18 +238,6 @@ def test_kl_without_reference_is_an_error():
     assert set(metrics) == {"policy/clip_frac", "policy/ratio_mean"}
 
 
-def test_a_loss_that_overrides_held_back_by_its_old_name_is_heard():
-    with pytest.warns(FutureWarning, match="held_back is called is_clipped now"):
-
-        class Old(GRPOLoss):
-            def held_back(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-                return torch.ones_like(ratio, dtype=torch.bool)
-
-    ones = torch.ones(1, 3, dtype=torch.bool)
-    _, metrics = Old(kl_coef=0.0)(log_probs=torch.zeros(1, 3), advantages=torch.ones(1), token_mask=ones)
-    assert metrics["policy/clip_frac"].item() == 1.0
-
-
 def test_loss_options_are_checked():
     with pytest.raises(ValueError, match="clip_eps_low must be at least 0"):
         GRPOLoss(clip_eps_low=-0.1)

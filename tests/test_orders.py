@@ -104,12 +104,6 @@ def test_a_checkpoint_of_another_order_is_refused() -> None:
         loader_of(Weighted(SOURCES, (1.0, 1.0, 1.0), seed=0)).load_state_dict(state)
     with pytest.raises(InputError, match=r"and is shuffled"):
         loader_of(Shuffled(len(SOURCES), 0)).load_state_dict(state)
-    # An older checkpoint names no order.
-    old = loader_of(Shuffled(len(SOURCES), 0)).state_dict()
-    del old["order"]
-    loader_of(Shuffled(len(SOURCES), 0)).load_state_dict(old)
-    with pytest.raises(InputError, match=r"order was shuffled"):
-        loader_of(Weighted(SOURCES, WEIGHTS, seed=0)).load_state_dict(old)
 
 
 def test_a_source_that_gives_nothing_is_refused() -> None:

@@ -69,20 +69,6 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     assert not any('class="mermaid"' in page.read_text() for page in pages)
 
 
-def test_old_addresses_lead_to_pages_and_headings(site: Path) -> None:
-    moved = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nmarkdown_extensions")[0])["extra"][
-        "moved"
-    ]
-    assert len(moved) > 10
-    for old, new in moved.items():
-        assert not (ROOT / "docs" / old).with_suffix(".md").exists(), f"{old} is a page again"
-        [target] = re.findall(r'url=([^"]+)"', (site / old).read_text())
-        page, _, anchor = target.partition("#")
-        assert (site / old).parent.joinpath(page).resolve() == (site / new.partition("#")[0]).resolve()
-        assert f'id="{anchor}"' in (site / old).parent.joinpath(page).read_text() or not anchor, target
-        assert anchor == new.partition("#")[2]
-
-
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
     """Address of a server that has the site."""

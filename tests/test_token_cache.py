@@ -239,7 +239,6 @@ BESIDE_THE_KEY = {
     "digests": "whether a file is as it was written",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
     "pretrained": "which tokenizer a name stands for; what it holds is in the key",
-    "moved": "functions by their old names",
     "numerics.spans": "pairs of tokens, found for each completion when it is there",
     "run.metrics": "names of metrics",
     "version": "the number of the release, which results name",

@@ -243,7 +243,6 @@ class RolloutCallback(Callback):
         problem = self.dispatcher.call(collect)
         if problem is not None:
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
-        # The name in checkpoints, also in those of earlier versions.
         return spread | {"order": request.to_plain()}
 
     @override

@@ -107,9 +107,6 @@ def write_trained_format(metadata: dict[str, Any], tokenizer: Any, folder: Path)
 
     A template that opens a thought by itself cannot give the prompts of the training: a warning says so.
     """
-    if "format" not in metadata:
-        # A checkpoint from before formats were recorded.
-        return
     trained = ModelFormat.from_plain(metadata["format"], "the checkpoint")
     write_format(trained, folder)
     question = [{"role": "user", "content": "?"}]

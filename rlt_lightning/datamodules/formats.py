@@ -9,7 +9,6 @@ from typing import Any
 
 from rlt_lightning.datamodules.control_tokens import MARK, encode_marked, mark_text
 from rlt_lightning.models.format import without_opened_thought
-from rlt_lightning.moved import rename_method
 from rlt_lightning.tags import STRATOS, TagStyle, decode, require_fast, start_of_tag, tag_style
 from rlt_lightning.types import Completion, FinishReason, InputError, ModelView, Problem, Rollout, SFTExample
 
@@ -280,18 +279,6 @@ class ChatFormat:
             ) from error
         # Ours replaces it.
         return without_opened_thought(text)
-
-    # Names of the last release
-
-    problem = rename_method("problem", "build_problem")
-    rollout = rename_method("rollout", "build_rollout")
-    student_chat = rename_method("student_chat", "render_student_chat")
-    teacher_chat = rename_method("teacher_chat", "render_teacher_chat")
-    student_problem = rename_method("student_problem", "build_student_problem")
-    conversation = rename_method("conversation", "build_conversation")
-    student_rollout = rename_method("student_rollout", "build_student_rollout")
-    teacher_sft_example = rename_method("teacher_sft_example", "build_teacher_sft_example")
-    student_sft_example = rename_method("student_sft_example", "build_student_sft_example")
 
     # Completions
 

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.token_cache import StoredItems
-from rlt_lightning.moved import rename_method
 from rlt_lightning.types import InputError
 
 Item = TypeVar("Item")
@@ -126,8 +125,6 @@ class StepLoader(Generic[Item, Batch]):
                 found.append(item)
         return [self.items[i] for i in found]
 
-    more = rename_method("more", "take_more")
-
     def rewind(self) -> None:
         """Go back by one batch, to serve it again: callbacks/checkpoint.py saves when its engine failed."""
         self.epoch, self.next_batch, self.position = self.before
@@ -184,8 +181,6 @@ class StepLoader(Generic[Item, Batch]):
         Raises:
             InputError: If the number of rows, the batch size, the seed or the order have changed since.
         """
-        # Checkpoints from before there were other orders do not name theirs.
-        state = {"order": Shuffled.name} | state
         for name, value in self._fingerprint().items():
             if state[name] != value:
                 raise InputError(
@@ -193,11 +188,8 @@ class StepLoader(Generic[Item, Batch]):
                     f"is {value}. Restore it, or start a new run from the exported model."
                 )
         self.epoch, self.next_batch = state["epoch"], state["next_batch"]
-        # Checkpoints from before this number do not tell whether an earlier fit had gone before.
         self.first_step = state.get("first_step")
-        # Checkpoints from before `take_more` follow the batches.
-        batches = self.epoch * len(self) + self.next_batch
-        self.position = state.get("position", batches * self.batch_size)
+        self.position = state["position"]
 
     def _fingerprint(self) -> dict[str, int | str]:
         sizes = {"num_rows": len(self.items), "prompts_per_step": self.batch_size, "seed": self.seed}

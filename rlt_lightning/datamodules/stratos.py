@@ -58,7 +58,6 @@ from rlt_lightning.datamodules.tokenize import (
     tokenize_rows,
 )
 from rlt_lightning.models.format import ModelFormat
-from rlt_lightning.moved import rename_method
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
     BadRowError,
@@ -322,9 +321,6 @@ class StratosDataModule(LightningDataModule):
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a completion to its problem."""
         return self._task.build_rollout(problem, completion)
-
-    rollout = rename_method("rollout", "build_rollout")
-    student_length = rename_method("student_length", "count_turn_tokens")
 
     def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
         """Return thought and solution of the turn that stage 4 makes of a completion; None without both."""

@@ -9,7 +9,6 @@ from rlt_lightning.engines.base import (
     WorkerSettings,
     WorkersLost,
     build_requests,
-    generate_patiently,
     sample_all,
 )
 from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, sample_with_budget
@@ -43,7 +42,6 @@ __all__ = [
     "WorkerSettings",
     "WorkersLost",
     "build_requests",
-    "generate_patiently",
     "sample_all",
     "sample_with_budget",
 ]

@@ -37,11 +37,9 @@ rlt_lightning/types.py draws where EngineError and its subclasses stand among th
 from __future__ import annotations
 
 import sys
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,17 +69,7 @@ class EngineError(RuntimeError):
 
 
 class WorkersLost(EngineError):
-    """No worker with the current weights is left. Push the weights, then ask again for what is missing.
-
-    Args:
-        message: What happened.
-        finished: Of engines that write `generate`, the protocol of before: groups that were finished, by the
-            position of their prompt.
-    """
-
-    def __init__(self, message: str, finished: dict[int, list[Completion]] | None = None) -> None:
-        super().__init__(message)
-        self.finished = finished or {}
+    """No worker with the current weights is left. Push the weights, then ask again for what is missing."""
 
 
 @dataclass(frozen=True)
@@ -211,19 +199,6 @@ class Engine(Protocol):
     unverified: bool = False  # the engine sets it while a worker that has joined or rejoined awaits `verify`
     policy_version: int = -1  # of the weights that all its workers hold; -1 if some need a push
     takes_turns: bool = False  # whether it shares its GPUs with training, and sleeps meanwhile
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Keep engines working that were written when methods of the protocol had other names."""
-        super().__init_subclass__(**options)
-        if "share" in vars(cls):
-            warn_of_old_method(f"{cls.__name__}.share", "call it `use_sharded_model`")
-            cls.use_sharded_model = vars(cls)["share"]  # type: ignore[method-assign]
-        for name in {"generate", "generate_and_tell"} & vars(cls).keys():
-            warn_of_generate(f"{cls.__name__}.{name}")
-        if "generate" in vars(cls) and "sample" not in vars(cls):
-            cls.sample = sample_by_generate  # type: ignore[method-assign]
-        elif not hasattr(cls, "generate"):
-            cls.generate = generate_by_sample  # type: ignore[attr-defined]
 
     @abstractmethod
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
@@ -422,91 +397,3 @@ def push_until_current(engine: Engine, weights: Callable[[], list[NamedTensor]],
     while engine.policy_version != step:
         engine.update_weights(weights(), step)
         engine.health()
-
-
-# The protocol of before: these functions go with the next release.
-
-
-def sample_by_generate(
-    self: Any, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-) -> Iterator[tuple[int, Completion]]:
-    """Implement `Engine.sample` by `generate(prompts, sampling, num_completions, stop, seeds, limits)`.
-
-    Completions come when all are sampled. `generate` may raise WorkersLost(message, finished), with the
-    groups that are finished by the position of their prompt.
-    """
-    first = 0
-    for number, run in groupby(requests, key=lambda request: request.num_completions):
-        asked = list(run)
-        arguments = [[r.prompt for r in asked], sampling, number, stop, [r.seed for r in asked]]
-        if any(request.max_tokens is not None for request in asked):
-            arguments.append([request.limit(sampling) for request in asked])
-        lost: WorkersLost | None = None
-        try:
-            groups = dict(enumerate(self.generate(*arguments)))
-        except WorkersLost as error:
-            lost, groups = error, error.finished
-        for position, group in groups.items():
-            for i, completion in enumerate(group):
-                yield first + position * number + i, completion
-        if lost is not None:
-            raise WorkersLost(str(lost))
-        first += len(asked) * number
-
-
-def generate_by_sample(
-    self: Any,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    num_completions: int,
-    stop: str,
-    seeds: list[int],
-    limits: list[int] | None = None,
-) -> list[list[Completion]]:
-    """Answer callers of `generate`, also a subclass that calls `super().generate`."""
-    warn_of_generate(f"{type(self).__name__}.generate")
-    written = (vars(base)["sample"] for base in type(self).__mro__ if "sample" in vars(base))
-    sample = next(one for one in written if one is not sample_by_generate)
-    found: dict[int, Completion] = {}
-
-    def complete_groups() -> dict[int, list[Completion]]:
-        places = [range(p * num_completions, (p + 1) * num_completions) for p in range(len(prompts))]
-        return {p: [found[i] for i in own] for p, own in enumerate(places) if found.keys() >= set(own)}
-
-    try:
-        requests = build_requests(prompts, seeds, num_completions, limits)
-        for index, completion in sample(self, requests, sampling, stop):
-            found[index] = completion
-    except WorkersLost as error:
-        raise WorkersLost(str(error), complete_groups()) from error
-    groups = complete_groups()
-    return [groups[position] for position in range(len(prompts))]
-
-
-def generate_patiently(
-    engine: Engine,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    num_completions: int,
-    stop: str,
-    seeds: list[int],
-    limits: list[int] | None = None,
-) -> list[list[Completion]]:
-    """Call `sample_all`, which replaces this function."""
-    warn_of_generate("generate_patiently")
-    return sample_all(engine, build_requests(prompts, seeds, num_completions, limits), sampling, stop)
-
-
-def warn_of_generate(name: str) -> None:
-    """Warn of `generate`, in an engine or called."""
-    warn_of_old_method(name, "write `sample(requests, sampling, stop)` in an engine, and call `sample_all`")
-
-
-def warn_of_old_method(name: str, instead: str) -> None:
-    """Warn of a name of the protocol of before."""
-    warnings.warn(
-        f"{name} belongs to the engine protocol of before and works until the next release: {instead} "
-        "(docs/extending.md).",
-        FutureWarning,
-        stacklevel=4,
-    )

@@ -266,15 +266,13 @@ class PolicyModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another adapter."""
         theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
-        # A checkpoint from before a field existed has its default.
-        theirs = theirs and asdict(LoRA(**theirs))
         if theirs != ours:
             raise InputError(
                 f"The checkpoint's run must have the same model.lora as this one, but had {theirs}, and this "
                 f"one has {ours}. Set it as it was, or start from the model that rlt export makes."
             )
         if self.trainer.training:
-            require_same_states(checkpoint["model"].get("states", "full"), self.optimizer_config.states)
+            require_same_states(checkpoint["model"]["states"], self.optimizer_config.states)
         base = checkpoint["model"]["pretrained"]
         if ours and base != self.pretrained:
             raise InputError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,18 +113,6 @@ class PolicyLoss(ABC):
                 f"The KL penalty needs ref_log_probs, but kl_coef is {self.kl_coef} and none came. "
                 "Pass the reference's log-probs or set kl_coef to 0."
             )
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Keep losses working that override `is_clipped` by its name in the last release, `held_back`."""
-        super().__init_subclass__(**options)
-        if "held_back" in vars(cls):
-            warnings.warn(
-                f"{cls.__name__}.held_back is called is_clipped now. The old name works in this release "
-                "only: change it.",
-                FutureWarning,
-                stacklevel=2,
-            )
-            cls.is_clipped = vars(cls)["held_back"]  # type: ignore[method-assign]
 
     @abstractmethod
     def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:
