@@ -8,14 +8,13 @@ import signal
 import sys
 
 from rlt_lightning.allocator import grow_segments
-from rlt_lightning.cli.completion import print_completion
 from rlt_lightning.cli.configs import run_configs
 from rlt_lightning.cli.help import (
     FIRST_RUN,
     HELPS,
     VERBS,
     print_main_help,
-    print_screen,
+    print_verb_help,
     print_verbs,
     suggest_verb,
 )
@@ -50,19 +49,13 @@ def main() -> None:
     if verb not in VERBS:
         print(f"rlt: error: {suggest_verb(verb)}", file=sys.stderr)
         sys.exit(2)
-    if verb in (*LIGHT, "configs"):
-        words = ["--help" if word == "--help-all" else word for word in words]
-    # The classes and values of another verb's config are known to its parser only.
-    names_config = verb not in LIGHT and any(word.startswith(("-c", "--config")) for word in words)
-    asks_help = not names_config and HELPS & set(words)
+    asks_help = HELPS & set(words)
     if verb in LIGHT and not asks_help:
         sys.exit(LIGHT[verb](words))
-    if verb in ("configs", "completion") or asks_help:
+    if verb == "configs" or asks_help:
         try:
             if asks_help:
-                print_screen(verb)
-            elif verb == "completion":
-                print_completion(words)
+                print_verb_help(verb)
             else:
                 run_configs(words)
             sys.stdout.flush()

@@ -33,7 +33,6 @@ from typing import Any
 import yaml
 
 from rlt_lightning.cli.help import VERBS as HELP
-from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.demo.command import add_switch, end_with_line, open_folder, run_stages
 from rlt_lightning.demo.stages import StageError, Stages
 from rlt_lightning.run.jsonl import read_json_rows, rewrite
@@ -565,7 +564,7 @@ def count_runs(name: str, settings: Settings, plan: dict[str, Any]) -> float:
 
 def build_rounds_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt rounds`."""
-    parser = OneLineArguments(prog="rlt rounds", allow_abbrev=False, description=HELP["rounds"].line)
+    parser = argparse.ArgumentParser(prog="rlt rounds", allow_abbrev=False, description=HELP["rounds"][1])
     parser.add_argument(
         "--config", metavar="CONFIG", required=True, action="append", help="miniature_rounds, or files"
     )

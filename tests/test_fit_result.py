@@ -207,12 +207,6 @@ def test_a_fit_ends_with_what_it_learned(finished_run: Path) -> None:
     assert re.match(rf"No clear change: reward {number} → {number} \(r_SS {number} → ", line)
     assert line == f"No clear change: {read_fit_result(finished_run).line()}."
     assert "Warning: 2 optimizer steps teach hardly anything" in output
-    assert re.search(  # -v
-        rf"^Before \(iteration 1, row \d+, reward {number}\):\n  question: start .*\n  completion: ",
-        output,
-        re.M,
-    )
-    assert "\nAfter (iteration 2, row " in output
 
 
 def test_150_rows_of_ones_own_are_too_few_and_fit_says_so(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def generated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path
     assert (
         f"{PROBLEMS} of {PROBLEMS} problems have no trace that fits a student" in result.stderr
     )  # all are open
-    assert "Next: train a student on them" in result.stdout
+    assert "Next: rlt fit --config" in result.stdout
     return folder
 
 

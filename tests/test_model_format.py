@@ -14,7 +14,6 @@ import pytest
 import yaml
 from cases import full
 from commands import ROOT, rlt
-from test_next_steps import proposed
 from tiny import tiny_options
 from transformers import AutoTokenizer
 
@@ -139,7 +138,7 @@ def test_later_stages_ask_in_the_format_of_stage_4(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run, output = student
+    run, _ = student
     expected = trained_prompts(bespoke, tiny_model)
     questions = questions_of(bespoke, tmp_path)
     rlt("export", f"--ckpt_path={run}", f"--output_dir={tmp_path / 'exported'}")
@@ -153,7 +152,7 @@ def test_later_stages_ask_in_the_format_of_stage_4(
             message = [{"role": "user", "content": asked}]
             text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
             assert encode(tokenizer, text) == expected[asked]
-    words = proposed(output)
+    words = ["test", "--config=evaluate", f"--model.pretrained={run / 'model'}"]
     sets = f"--data.sets={json.dumps({'own': questions})}"
     settings = [
         "--data.max_rows=1",
@@ -180,7 +179,8 @@ def test_traditional_rl_keeps_the_format_of_its_student(
     assert evaluated_prompts(questions_of(bespoke, tmp_path), str(tmp_path / "run/model")) == expected
     sets = json.dumps({"own": questions_of(bespoke, tmp_path)})
     settings = [f"--data.sets={sets}", "--data.max_rows=1", f"--output_dir={tmp_path / 'test'}"]
-    result = rlt(*proposed(result.stdout), *settings, "--rollouts.sampling.max_completion_length=4")
+    words = ["test", "--config=evaluate", f"--model.pretrained={tmp_path / 'run/model'}"]
+    result = rlt(*words, *settings, "--rollouts.sampling.max_completion_length=4")
     assert result.returncode == 0, result.stderr
     prompt = json.loads((tmp_path / "test/evaluation.json").read_text())["sets"]["own"]["prompt"]
     assert encode(load_tokenizer(tiny_model), prompt) == next(iter(expected.values()))
@@ -510,22 +510,3 @@ def test_our_prompt_stays_the_default(tiny_model: str) -> None:
     assert chosen.build_format(load_tokenizer(tiny_model)).student_system_prompt == STRATOS.fill(
         STUDENT_SYSTEM_PROMPT
     )
-
-
-@pytest.mark.full
-def test_a_proposed_student_gets_the_format_of_the_run(miniature: str, tmp_path: Path) -> None:
-    teacher = trained(tmp_path / "teacher", miniature, "teacher", R1, system_prompt="")
-    student = trained(tmp_path / "student", miniature, "student", R1, system_prompt="Think.")
-    words = ["predict", "--config=configs/miniature_generate.yaml", f"--model.teacher={teacher}"]
-    words += ["--data.num_embedded_rows=4", "--data.prompts_per_step=4", "--data.teacher_system_prompt=null"]
-    # Its tags are those of the teacher's record, since no setting names any.
-    recorded = [*words, "--data.tags=null", f"--output_dir={tmp_path / 'recorded'}"]
-    following = proposed(rlt(*recorded).stdout)
-    assert "--data.tags" not in following  # r1, as the proposed config has it
-    forced = [*words, f"--model.student={student}", "--data.student_system_prompt=Other."]
-    forced += ["--data.force_format=true", f"--output_dir={tmp_path / 'forced'}"]
-    following = proposed(rlt(*forced).stdout)
-    assert following[following.index("--data.force_format") + 1] == "true"
-    result = rlt(*following, "--trainer.max_steps=1", f"--output_dir={tmp_path / 'student_sft'}")
-    assert result.returncode == 0, result.stderr
-    assert load_format(str(tmp_path / "student_sft/model")) == ModelFormat("student", R1, "Other.")

@@ -48,7 +48,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("answered") / "run"
     result = rlt(*rejection(folder))
     assert result.returncode == 0, result.stderr
-    assert "Next: train a student on them" in result.stdout
+    assert "Next: rlt fit --config" in result.stdout
     assert "--config miniature_student_sft " in result.stdout
     assert "--model.pretrained" not in result.stdout  # the miniature, as that config has it
     return folder

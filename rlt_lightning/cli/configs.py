@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlt_lightning.cli.help import VERBS
-from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.run.shipped import find_config, list_shipped_configs, read_launch_line
 from rlt_lightning.types import InputError
 
@@ -39,7 +38,7 @@ def run_configs(words: Sequence[str]) -> None:
 
 def build_configs_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt configs`."""
-    parser = OneLineArguments(prog="rlt configs", description=VERBS["configs"].line)
+    parser = argparse.ArgumentParser(prog="rlt configs", description=VERBS["configs"][1])
     parser.add_argument("name", metavar="NAME", nargs="?", help="such as quickstart or overlays/lora")
     parser.add_argument("--copy", metavar="DIR", help="copy it there, with the configs of its launch line")
     return parser

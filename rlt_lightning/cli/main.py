@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jsonargparse import auto_cli
@@ -24,9 +24,8 @@ from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli import ranks
-from rlt_lightning.cli.help import HELPS, VERBS
-from rlt_lightning.cli.next_steps import find_program
-from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
+from rlt_lightning.cli.help import VERBS
+from rlt_lightning.cli.parser import OneLineParser, condense_message, end_with_mistake, split_words
 from rlt_lightning.cli.ranks import MISTAKES
 from rlt_lightning.cli.shared_settings import (
     CheckCommandLine,
@@ -34,13 +33,10 @@ from rlt_lightning.cli.shared_settings import (
     PlanCommandLine,
     TeachCommandLine,
 )
-from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, SaveConfig
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine
 from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported
-from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.environment import (
-    TRAINER_DEFAULTS,
     find_global_rank,
     quiet_third_parties,
 )
@@ -66,30 +62,19 @@ COMMAND_LINES = {
 }
 
 
-def run() -> int:
-    """Run the command line and return the exit status."""
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb with its options, by default those of the process, and return the exit status."""
+    verb, *words = sys.argv[1:] if arguments is None else arguments
     quiet_third_parties()
     warnings.formatwarning = format_warning
     ranks.start_watch(find_global_rank())
     try:
         refuse_while_imported()
-        if sys.argv[1] in COMMANDS:
-            return run_command(sys.argv[1])
-        command_line = COMMAND_LINES.get(sys.argv[1], RLTCommandLine)(
-            PolicyModule,
-            StratosDataModule,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"save_to_log_dir": False},
-            trainer_defaults=TRAINER_DEFAULTS,
-            seed_everything_default=0,
-            parser_class=OneLineParser,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
+        if verb in COMMANDS:
+            return run_command(verb, words)
+        command_line = COMMAND_LINES.get(verb, RLTCommandLine)(arguments)
     except Exception as error:
-        only_prints = sys.argv[1] not in TRAINER_VERBS or HELPS & {*sys.argv}
+        only_prints = verb not in TRAINER_VERBS or "--help-all" in words
         if isinstance(error, BrokenPipeError) and only_prints:
             # The reader has closed the pipe; Python must not try to write the rest.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,7 +82,7 @@ def run() -> int:
         # A class that refuses its arguments raises a ValueError, and the parser wraps its message.
         refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
         if refused or isinstance(error, MISTAKES):
-            return end_with_mistake(str(error))
+            return end_with_mistake(condense_message(str(error)))
         remove_empty_folders()
         ranks.fail_run(error)
         raise
@@ -105,7 +90,7 @@ def run() -> int:
         ranks.end_run()
         if find_global_rank():
             return 0  # rank 0 says how the run has ended
-        print(f"rlt: interrupted. {stop} {explain_resume()}", file=sys.stderr)
+        print(f"rlt: interrupted. {stop} {explain_resume(verb, words)}", file=sys.stderr)
         return 128 + signal.SIGINT
     except SystemExit as ending:
         terminated = isinstance(ending, SIGTERMException)
@@ -113,35 +98,37 @@ def run() -> int:
             raise
         remove_empty_folders()
         ranks.fail_run(ending)
-        print(f"rlt: {'terminated' if terminated else 'interrupted'}. {explain_resume()}", file=sys.stderr)
+        cause = "terminated" if terminated else "interrupted"
+        print(f"rlt: {cause}. {explain_resume(verb, words)}", file=sys.stderr)
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     ranks.end_run()
     return command_line.status
 
 
-def run_command(verb: str) -> int:
+def run_command(verb: str, words: Sequence[str]) -> int:
     """Run a verb that has no trainer, and return the exit status."""
     readers = {"report": read_folders, "push": read_run}
+    usage, line, _ = VERBS[verb]
     auto_cli(
         COMMANDS[verb],
-        args=readers.get(verb, list)(sys.argv[2:]),
+        args=readers.get(verb, list)(words),
         as_positional=False,
         parser_class=OneLineParser,
         prog=f"rlt {verb}",
-        usage=f"rlt {verb} {VERBS[verb].usage}",
-        description=VERBS[verb].line,
+        usage=f"rlt {verb} {usage}",
+        description=line,
     )
     return 0
 
 
-def read_folders(words: list[str]) -> list[str]:
+def read_folders(words: Sequence[str]) -> list[str]:
     """Return `A B --output FILE` as the parser reads it: words that belong to no option are folders."""
     folders, options = split_words(words)
     others = [word for option in options for word in option]
     return [f"--run_dirs={json.dumps(folders)}", *others] if folders else others
 
 
-def read_run(words: list[str]) -> list[str]:
+def read_run(words: Sequence[str]) -> list[str]:
     """Return `RUN --data --repo_id ID` as the parser reads it: --run_dir=RUN --data=true --repo_id ID.
 
     Raises:
@@ -155,37 +142,37 @@ def read_run(words: list[str]) -> list[str]:
     switched = [f"{word}=true" if switch else word for word, switch in zip(words, is_switch, strict=True)]
     folders, options = split_words(switched)
     others = [word for option in options for word in option]
-    if not folders and {*HELPS, "--help-all"} & set(others):
+    if not folders and "--help-all" in others:
         return others
     if len(folders) != 1:
         came = ", ".join(folders) or "none"
-        raise InputError(f"rlt push takes one run, but got {came}: rlt push {VERBS['push'].usage}")
+        raise InputError(f"rlt push takes one run, but got {came}: rlt push {VERBS['push'][0]}")
     return [f"--run_dir={folders[0]}", *others]
 
 
-def explain_resume() -> str:
+def explain_resume(verb: str, words: Sequence[str]) -> str:
     """Return what a stopped run has left, and the command that resumes it."""
     folder = RLTCommandLine.run_folder
-    found = [] if folder is None else list_checkpoints(folder / "checkpoints")
-    if folder is not None and any((folder / name).exists() for name in FINISHED_ROWS):
-        return f"What is finished is kept. To resume: {build_resume_command(folder)}"
-    if folder is None or not found:
+    if folder is None:
         return "No checkpoint was written."
-    return f"The newest checkpoint is {found[-1]}. To resume: {build_resume_command(folder)}"
+    command = build_resume_command(verb, words, folder)
+    if any((folder / name).exists() for name in FINISHED_ROWS):
+        return f"What is finished is kept. To resume: {command}"
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    if not checkpoints:
+        return "No checkpoint was written."
+    return f"The newest checkpoint is {checkpoints[-1]}. To resume: {command}"
 
 
-def build_resume_command(folder: Path) -> str:
+def build_resume_command(verb: str, words: Sequence[str], folder: Path) -> str:
     """Return the command that was given, with the options that resume the run in a folder.
 
     How a launcher, such as torchrun, has started it is not known: these are the words after it.
     """
-    flags = [word for word in sys.argv[2:] if word in ("-v", "--verbose")]
-    _, options = split_words([word for word in sys.argv[2:] if word not in flags])
     replaced = ("--output_dir", "--resume", "--overwrite", "--ckpt_path")
-    kept = [
-        word for option in options if option[0].partition("=")[0] not in replaced for word in option
-    ] + flags
-    return shlex.join([find_program(), sys.argv[1], *kept, "--output_dir", str(folder), "--resume", "true"])
+    options = [option for option in split_words(words)[1] if option[0].partition("=")[0] not in replaced]
+    given = [word for option in options for word in option]
+    return shlex.join(["rlt", verb, *given, "--output_dir", str(folder), "--resume", "true"])
 
 
 def format_warning(

@@ -27,7 +27,6 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from rlt_lightning.cli.help import HELPS
 from rlt_lightning.cli.parser import replace_config_names, split_words
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student
 from rlt_lightning.console import announce
@@ -74,10 +73,9 @@ class SharedSettingsCommandLine(RLTCommandLine):
     settings_verb: str
     group: tuple[type, str | None]
 
-    @classmethod
-    def subcommands(cls) -> dict[str, set[str]]:
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the other verb, whose parser this one uses."""
-        return {cls.settings_verb: TRAINER_VERBS[cls.settings_verb]}
+        return {self.settings_verb: TRAINER_VERBS[self.settings_verb]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the further options."""
@@ -92,8 +90,8 @@ class SharedSettingsCommandLine(RLTCommandLine):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
-        self.shared_parser.prog = f"rlt {sys.argv[1]}"
-        self.config = parser.parse_args([self.settings_verb, *self.build_words(sys.argv[2:])])
+        self.shared_parser.prog = f"rlt {self.typed_verb}"
+        self.config = parser.parse_args([self.settings_verb, *self.build_words(self.words)])
         self.spread_seed()
         self.share_gpus()
 
@@ -110,10 +108,9 @@ class PlanCommandLine(SharedSettingsCommandLine):
 
     settings_verb, group = "fit", (PlanOptions, "plan")
 
-    @classmethod
-    def subcommands(cls) -> dict[str, set[str]]:
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return `rlt test` for an evaluation, else `rlt fit`."""
-        cls.settings_verb = "test" if names_evaluation(sys.argv[2:]) else "fit"
+        self.settings_verb = "test" if names_evaluation(self.words) else "fit"
         return super().subcommands()
 
     def before_instantiate_classes(self) -> None:
@@ -252,7 +249,7 @@ class TeachCommandLine(OneProblemCommandLine):
         names = {name for name, _ in named}
         configs = [option for name, option in named if name in ("--config", "-c")]
         others = [option for name, option in named if name not in ("--config", "-c")]
-        if not (bare or configs or names & {*HELPS, "--help-all", "--model"}):
+        if not (bare or configs or names & {"--help-all", "--model"}):
             raise InputError(
                 f"rlt teach needs a teacher: {USAGE}. It is a run, a model folder, a hub id, miniature or "
                 "smollm2-135m."

@@ -4,16 +4,18 @@ parse_arguments               read the configs and options; --seed sets the seed
 before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (python/trainer.py); watch the other processes (ranks.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
-after_fit, after_predict      say where everything is and what to do next (next_steps.py)
+after_fit, after_predict      say where everything is and what to do next
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,15 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
-from rlt_lightning.cli import next_steps, ranks
+from rlt_lightning.cli import ranks
 from rlt_lightning.cli.help import VERBS
+from rlt_lightning.cli.parser import OneLineParser
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.likelihood import POLICY, REFERENCE
-from rlt_lightning.python.environment import find_global_rank
+from rlt_lightning.python.environment import TRAINER_DEFAULTS, find_global_rank
 from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.run.folder import (
     RunFolder,
@@ -46,7 +49,6 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.tags import style_name
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
 
@@ -59,6 +61,19 @@ TRAINER_VERBS: dict[str, set[str]] = {
 SEEDS = ("seed_everything", "data.init_args.seed", "model.init_args.seed", "rollouts.seed")
 # The first process names the run folder in this environment variable for the processes that it starts.
 RUN_FOLDER = "RLT_RUN_FOLDER"
+# What a run leaves that the next stage takes, or a person reads.
+OUTCOMES = (
+    "model",
+    "metrics.csv",
+    "rollouts.jsonl",
+    "distillation.jsonl",
+    "traces.jsonl",
+    "scores.jsonl",
+    "groups.json",
+    "comparison.md",
+)
+# A line of a config: the command of the next stage, with RUN in place of the run's folder.
+NEXT = "# Next: "
 
 
 class SaveConfig(SaveConfigCallback):
@@ -86,10 +101,6 @@ class SaveConfig(SaveConfigCallback):
         # What was parsed has been validated.
         options = {"skip_unset": False, "skip_validation": True, "overwrite": True, "multifile": False}
         config = self.forget_resumption(path.parent)
-        if stage == "fit":
-            # What a start shows is no setting of the run; `rlt explain` and predict, which read this file,
-            # have no such option.
-            del config["verbose"]
         with naming_full_disk(path):
             self.parser.save(config, str(scratch), **options)
             scratch.replace(path)
@@ -124,11 +135,33 @@ class RLTCommandLine(LightningCLI):
     # The verb whose parser is being built.
     verb = ""
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Return the verbs, or only the one that the command line names: building a parser takes time."""
-        named = [verb for verb in TRAINER_VERBS if verb in sys.argv[1:2]]
-        return {verb: TRAINER_VERBS[verb] for verb in named or TRAINER_VERBS}
+    def __init__(self, args: Sequence[str] | None = None) -> None:
+        """Run a command line.
+
+        Args:
+            args: The verb and its options; None: those of the process.
+        """
+        self.typed_verb, *self.words = (sys.argv[1:] if args is None else args) or [""]
+        super().__init__(
+            PolicyModule,
+            StratosDataModule,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            parser_class=OneLineParser,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=None if args is None else [*args],
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the verb that was typed: building the parsers of the others takes time."""
+        return {
+            verb: TRAINER_VERBS[verb] for verb in TRAINER_VERBS if verb == self.typed_verb
+        } or TRAINER_VERBS
 
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
@@ -140,8 +173,8 @@ class RLTCommandLine(LightningCLI):
         else:
             self._model_class, self._datamodule_class = PolicyModule, StratosDataModule
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        typed = sys.argv[1]
-        parser.description, parser.usage = VERBS[typed].line, f"rlt {typed} {VERBS[typed].usage}"
+        usage, parser.description, _ = VERBS[self.typed_verb]
+        parser.usage = f"rlt {self.typed_verb} {usage}"
         for group in parser._action_groups:
             if any(action.dest == "ckpt_path" for action in group._group_actions):
                 group.title = f"Further arguments of Lightning's Trainer.{subcommand}"  # else its docstring
@@ -169,13 +202,6 @@ class RLTCommandLine(LightningCLI):
             default=None,
             help="Set the seeds of data, model, rollouts and all else; --data.seed and the like override it.",
         )
-        if self.verb == "fit":
-            parser.add_argument(
-                "-v",
-                "--verbose",
-                action="store_true",
-                help="At the end show an explanation before and after.",
-            )
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         for name, kind in (TESTING if self.verb == "test" else TRAINING).items():
             parser.add_lightning_class_args(kind, name)
@@ -186,7 +212,7 @@ class RLTCommandLine(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line, and let --seed set the other seeds."""
-        require_whole_sets(sys.argv[1:])
+        require_whole_sets(self.words)
         super().parse_arguments(parser, args)
         self.spread_seed()
         self.share_gpus()
@@ -196,7 +222,7 @@ class RLTCommandLine(LightningCLI):
         config = self.config[self.config.subcommand]
         if config.seed is None:
             return
-        options = {word.partition("=")[0].replace(".init_args", "") for word in sys.argv}
+        options = {word.partition("=")[0].replace(".init_args", "") for word in self.words}
         for name in SEEDS:
             if name in config and f"--{name.replace('.init_args', '')}" not in options:
                 config[name] = int(config.seed)
@@ -269,23 +295,36 @@ class RLTCommandLine(LightningCLI):
     def after_fit(self) -> None:
         """Say where everything is and what to do next."""
         if self.trainer.is_global_zero:
-            result, items = self.trainer.fit_result, self.datamodule.items  # type: ignore[attr-defined]
-            next_steps.print_after_fit(self.config[self.subcommand], self.on_cpu, result, items)
+            result = self.trainer.fit_result  # type: ignore[attr-defined]
+            print(f"\nDone: {result.steps} steps.")
+            if line := result.line():
+                heading = {"yes": "Learned", "no": "Became worse", "unclear": "No clear change"}
+                print(f"{heading[result.judge()]}: {line}.")
+            for warning in result.warnings:
+                print(f"Warning: {warning}.")
+            self.print_end()
             # A script must notice; the model lies in the run folder.
             self.status = int(any(getattr(c, "push_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def after_predict(self) -> None:
         """Say where the scores or the traces are and what to do next."""
-        config, chat_format = self.config[self.subcommand].clone(), self.datamodule.format
-        # The next stage trains a student, in the tags of the one that scored.
-        style = style_name(chat_format.student_tags)
-        config.data.init_args.tags = None if style == "stratos" else style
-        next_steps.print_after_predict(config, self.on_cpu)
+        if self.trainer.is_global_zero:
+            print("\nDone.")
+            self.print_end()
 
-    @property
-    def on_cpu(self) -> bool:
-        """Return whether the run's models were on a CPU."""
-        return bool(self.trainer.strategy.root_device.type == "cpu")
+    def print_end(self) -> None:
+        """Print what the run has left, and the next command that its config names."""
+        folder = self.choice.folder
+        for name in OUTCOMES:
+            if (folder / name).exists():
+                print(f"  {folder / name}")
+        if self.subcommand == "fit":
+            print(f"See it: rlt report {shlex.quote(str(folder))}")
+        configs = [Path(str(path)) for path in self.config[self.subcommand].config or []]
+        lines = [line for path in configs if path.is_file() for line in path.read_text().splitlines()]
+        for line in lines:
+            if line.startswith(NEXT):
+                print(f"Next: {line.removeprefix(NEXT).replace('RUN', shlex.quote(str(folder)))}")
 
 
 def find_code_version() -> dict[str, Any]:

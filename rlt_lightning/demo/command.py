@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from re import Pattern
 
-from rlt_lightning.cli.mistakes import OneLineArguments
 from rlt_lightning.demo.arms import QUICK_ARMS, VARIATIONS, Arms, Setting
 from rlt_lightning.demo.figures import NAMES, collect, list_failures
 from rlt_lightning.demo.page import (
@@ -92,7 +91,7 @@ def end_with_line(error: InputError | StageError) -> int:
 
 def build_demo_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt demo`."""
-    parser = OneLineArguments(
+    parser = argparse.ArgumentParser(
         prog="rlt demo",
         allow_abbrev=False,
         description="Show that a student learns more from a teacher that RLT has trained, in one to two "

@@ -11,7 +11,7 @@ To add a term inside this file, change these places:
     run/metrics.yaml     an entry: title, unit, meaning, healthy values
     scoring/text.py      what `rlt explain` and `rlt teach` say the term is made of
 
-Then run scripts/options.py and scripts/metrics_page.py: `--help` and docs/metrics.md are made of these.
+Then run scripts/metrics_page.py: docs/metrics.md is made of these.
 """
 
 from __future__ import annotations

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning.checkpoints.io import NamedCheckpoints
-from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.numerics.rewards import Reward
 from rlt_lightning.pretrained import require_model_name
 from rlt_lightning.types import InputError
 
@@ -27,7 +21,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "enable_model_summary": False,
     "use_distributed_sampler": False,  # our loader distributes the rows itself
 }
-EXAMPLES = {"optimizer": "OptimizerConfig(lr=1e-6)", "reward": "RLTReward()"}
 # Warnings of other packages that say nothing about the user's run.
 STRAY = (
     # Our loaders make batches of lists and want no workers.
@@ -110,81 +103,6 @@ def require_accelerator(accelerator: Any) -> None:
             f"{torch.__version__} sees none. Set it to cpu, or install a PyTorch for the GPU's driver "
             "(docs/gpu.md)."
         )
-
-
-def name_arguments(text: str) -> str:
-    """Return a message of the command line as a script needs it: arguments in place of settings and options.
-
-    `data.prompts_per_step=2` is `prompts_per_step=2`, `--ckpt_path last` is `ckpt_path='last'`, and `rlt
-    validate` is `Trainer.validate`.
-    """
-    text = re.sub(r"\brlt (fit|validate|predict|test)\b(?! --)", r"Trainer.\1", text)
-    text = re.sub(r"(?<![\w`])--(?:\w+\.)*(\w+) (true|false)\b", lambda m: f"{m[1]}={m[2].title()}", text)
-    text = re.sub(r"(?<![\w`])--(?:\w+\.)*(\w+) (last|best)\b", r"\1='\2'", text)
-    text = re.sub(r"(?<![\w`-])--(?!config\b)(?:\w+\.)*(\w+)(?![\w-])", r"\1", text)
-    return re.sub(r"(?<![\w./])(?:--)?(?:model|data|rollouts|trainer)\.([a-z_]\w*(?:\.\w+)*)", r"\1", text)
-
-
-@contextmanager
-def naming_arguments() -> Iterator[None]:
-    """Let a user's mistake inside the block, and our warnings, name the arguments of a script."""
-    show = warnings.showwarning
-
-    def show_arguments(message: Warning | str, *where: Any, **more: Any) -> None:
-        is_ours = type(message) is UserWarning
-        show(UserWarning(name_arguments(str(message))) if is_ours else message, *where, **more)
-
-    warnings.showwarning = show_arguments
-    try:
-        yield
-    except InputError as error:
-        raise type(error)(name_arguments(str(error))) from error.__cause__
-    finally:
-        warnings.showwarning = show
-
-
-def require_parts(module: Any, data: Any) -> None:
-    """Check what a script hands to `fit`: a module with objects of the right classes, and a datamodule.
-
-    Raises:
-        InputError: Naming the argument.
-    """
-    if not isinstance(module, LightningModule):
-        raise InputError(
-            f"Trainer.fit needs a module and then a datamodule, but the first is {describe(module)}. Write "
-            "fit(module, data)."
-        )
-    if not isinstance(data, LightningDataModule):
-        raise InputError(
-            f"Trainer.fit needs a datamodule after the module, but got {describe(data)}. Give it "
-            "StratosDataModule(rows)."
-        )
-    kinds = {"optimizer_config": ("optimizer", OptimizerConfig), "reward": ("reward", Reward)}
-    for attribute, (name, kind) in kinds.items():
-        value = getattr(module, attribute, None)
-        if value is not None and not isinstance(value, kind):
-            raise InputError(
-                f"{name} must be an object such as {EXAMPLES[name]}, but is {describe(value)}. Make one."
-            )
-
-
-def require_callbacks(callbacks: Iterable[Any]) -> None:
-    """Check that callbacks are objects.
-
-    Raises:
-        InputError: Naming the first that is none.
-    """
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            made = f" Write {callback.__name__}()." if isinstance(callback, type) else " Correct it."
-            raise InputError(f"callbacks must be callback objects, but one is {describe(callback)}.{made}")
-
-
-def describe(value: Any) -> str:
-    """Return what a value is, in words."""
-    if value is None:
-        return "None"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def require_models(module: Any) -> None:

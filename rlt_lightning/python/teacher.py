@@ -27,7 +27,6 @@ from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
-    naming_arguments,
     quiet_third_parties,
     require_models,
 )
@@ -253,9 +252,8 @@ class Teacher:
         )
         rollouts = RolloutCallback(sampling=self.sampling, seed=seed)
         settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
-        with naming_arguments():
-            require_models(self.module)
-            batches = score_problems(self.module, data, rollouts, **settings)
+        require_models(self.module)
+        batches = score_problems(self.module, data, rollouts, **settings)
         if task == "score":
             warn_of_foreign_traces(data.items, self.module)
         found: list[tuple[Rollout, Score | None]] = []

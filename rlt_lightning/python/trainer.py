@@ -13,7 +13,7 @@ Scripts and the command line make the same Trainer:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,12 @@ from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
     find_global_rank,
-    naming_arguments,
     quiet_third_parties,
     require_accelerator,
-    require_callbacks,
     require_known_strategy,
     require_models,
     require_one_batch_size,
     require_own_clipping,
-    require_parts,
 )
 from rlt_lightning.run.folder import (
     RunFolder,
@@ -120,12 +117,10 @@ class Trainer(lightning.pytorch.Trainer):
     ) -> None:
         quiet_third_parties()
         given = as_list(callbacks)
-        with nullcontext() if isinstance(output_dir, RunFolder) else naming_arguments():
-            require_known_strategy(options.get("strategy", "auto"))
-            require_one_batch_size(options.get("accumulate_grad_batches", 1))
-            require_own_clipping(options.get("gradient_clip_val"))
-            require_accelerator(options.get("accelerator", "auto"))
-            require_callbacks(given)
+        require_known_strategy(options.get("strategy", "auto"))
+        require_one_batch_size(options.get("accumulate_grad_batches", 1))
+        require_own_clipping(options.get("gradient_clip_val"))
+        require_accelerator(options.get("accelerator", "auto"))
         self._opened = output_dir if isinstance(output_dir, RunFolder) else None
         self.output_dir = output_dir.folder if isinstance(output_dir, RunFolder) else Path(output_dir)
         self.resume, self.overwrite = resume, overwrite
@@ -167,8 +162,6 @@ class Trainer(lightning.pytorch.Trainer):
             KeyboardInterrupt: After Ctrl-C, once the iteration is finished and its checkpoint written. A
                 second Ctrl-C ends the process.
         """
-        if self._opened is None:
-            require_parts(model, datamodule or train_dataloaders)
         try:
             with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path, model) as path:
                 super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
@@ -231,19 +224,9 @@ class Trainer(lightning.pytorch.Trainer):
     def enter_run_folder(
         self, verb: str, data: Any, ckpt_path: str | Path | None, module: LightningModule | None = None
     ) -> Iterator[str | None]:
-        """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load.
-
-        In a script, the names of the module's models are checked first, and messages name arguments.
-        """
-        with nullcontext() if self._opened is not None else naming_arguments():
-            if self._opened is None:
-                require_models(module)
-            with self._lend_folder(verb, data, ckpt_path) as path:
-                yield path
-
-    @contextmanager
-    def _lend_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
-        """Open the folder of a verb, and lend its name to the datamodule until the block ends."""
+        """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load."""
+        if self._opened is None:
+            require_models(module)
         path = self._open(verb, None if ckpt_path is None else str(ckpt_path))
         own = self._testing if verb == "test" else self._training
         others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
