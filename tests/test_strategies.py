@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import ranks
 import torch
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from tiny import CHAINS
 from torch import Tensor, nn
 
+from rlt_lightning.strategies import FSDP2
 from rlt_lightning.strategies.sharding import DeepSpeedZeRO
 from rlt_lightning.strategies.zero import DeepSpeed
 
@@ -201,6 +203,23 @@ def test_zero2_alone_warns_of_wrong_gradients() -> None:
         warnings.simplefilter("error", UserWarning)
         for stage in (1, 3):
             DeepSpeed(stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stage"),
+    [
+        ("fsdp2", FSDP2, 0),
+        ("deepspeed_stage_3", DeepSpeed, 3),
+        ("deepspeed_stage_3_offload", DeepSpeed, 3),
+    ],
+)
+def test_lightnings_trainer_takes_our_strategies_by_name(name: str, kind: type, stage: int | None) -> None:
+    strategy = lightning.pytorch.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
+    assert type(strategy) is kind
+    if isinstance(strategy, DeepSpeed):
+        assert isinstance(strategy.config, dict)
+        assert strategy.config["zero_optimization"]["stage"] == stage
+        assert ("offload_param" in strategy.config["zero_optimization"]) == name.endswith("_offload")
 
 
 class Twice(nn.Module):

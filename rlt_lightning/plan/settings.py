@@ -57,6 +57,7 @@ from rlt_lightning.plan.inputs import (
 from rlt_lightning.plan.lengths import has_completions, read_step
 from rlt_lightning.plan.models import Models, Shape, trace_activations
 from rlt_lightning.pretrained import meta_model
+from rlt_lightning.strategies import NAMED
 from rlt_lightning.types import InputError
 
 # Lightning's defaults of DeepSpeed, in numbers of weights.
@@ -412,24 +413,25 @@ def read_sharding(strategy: Any, num_processes: int) -> tuple[Sharding, dict[str
     Raises:
         InputError: If the planner does not know the strategy.
     """
-    if isinstance(strategy, str):
-        if strategy == "auto":
-            return ("ddp" if num_processes > 1 else "whole"), {}
-        if strategy.startswith("ddp"):
-            return "ddp", {}
+    if strategy == "auto":
+        return ("ddp" if num_processes > 1 else "whole"), {}
+    if isinstance(strategy, str) and strategy.startswith("ddp"):
+        return "ddp", {}
+    if isinstance(strategy, str) and strategy in NAMED:
+        kind, settings = NAMED[strategy]
+        name = kind.__name__
+    elif isinstance(strategy, str):
+        raise InputError(f"trainer.strategy must be one of auto, ddp, {', '.join(NAMED)}, but is {strategy}.")
     else:
         settings = dict(strategy.get("init_args") or {}) | dict(strategy.get("dict_kwargs") or {})
         name = str(strategy.get("class_path")).rpartition(".")[2]
-        if name == "FSDP2":
-            return "fsdp2", settings
-        if name == "DeepSpeed" and int(settings.get("stage", 3)) in ZERO_STAGES:
-            return ZERO_STAGES[int(settings.get("stage", 3))], settings
-        if name in ("DDPStrategy", "SingleDeviceStrategy"):
-            return ("ddp" if name == "DDPStrategy" else "whole"), {}
-    raise InputError(
-        "rlt plan knows the strategies auto, ddp, rlt_lightning.strategies.FSDP2 and "
-        f"rlt_lightning.strategies.DeepSpeed of stage 1 to 3, but trainer.strategy is {strategy}. Use one."
-    )
+    if name == "FSDP2":
+        return "fsdp2", settings
+    if name == "DeepSpeed" and int(settings.get("stage", 3)) in ZERO_STAGES:
+        return ZERO_STAGES[int(settings.get("stage", 3))], settings
+    if name in ("DDPStrategy", "SingleDeviceStrategy"):
+        return ("ddp" if name == "DDPStrategy" else "whole"), {}
+    raise InputError(f"rlt plan does not know the trainer.strategy {name}. Use one of {', '.join(NAMED)}.")
 
 
 def read_device(options: PlanOptions, processes: Processes, notes: list[str]) -> Device:

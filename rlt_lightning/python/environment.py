@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning.checkpoints.io import NamedCheckpoints
 from rlt_lightning.pretrained import require_model_name
+from rlt_lightning.strategies import NAMED
 from rlt_lightning.types import InputError
 
 # Arguments of Lightning's Trainer that a run has unless others are set.
@@ -65,12 +66,11 @@ def find_global_rank() -> int:
 def require_known_strategy(strategy: Any) -> None:
     """Check that steps of several micro-batches, and our checkpoints, work under a strategy."""
     known = isinstance(strategy, (NamedCheckpoints, DDPStrategy, SingleDeviceStrategy))
-    if not known and strategy not in ("auto", "ddp"):
+    if not known and strategy not in ("auto", "ddp", *NAMED):
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise InputError(
-            f"trainer.strategy must be auto, ddp or an overlay's, but is {name}. For weights in shards add "
-            "--config overlays/fsdp2 or overlays/zero3; in a script take FSDP2() or "
-            "DeepSpeed(stage=3) of rlt_lightning.strategies. docs/scaling.md lists all overlays."
+            f"trainer.strategy must be one of auto, ddp, {', '.join(NAMED)}, but is {name}. For weights in "
+            "shards use fsdp2 or deepspeed_stage_3 (docs/scaling.md)."
         )
 
 
