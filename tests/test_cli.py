@@ -367,8 +367,8 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "unwritable folder": (["--output_dir=/proc/run"], "must be a folder that can be written"),
     "greedy sampling": (["--rollouts.sampling.temperature=0"], "temperature must be above 0"),
     "two rollout callbacks": (
-        ["--trainer.callbacks+=rlt_lightning.callbacks.RolloutCallback"],
-        "its settings are those under rollouts",
+        ["--trainer.callbacks+=rlt_lightning.callbacks.RolloutCallback"] * 2,
+        "Every run has one RolloutCallback",
     ),
     "engine without workers": (
         ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"],
@@ -692,6 +692,20 @@ def test_the_whole_help_of_fit_imports_neither_transformers_nor_datasets() -> No
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert "--model" in result.stdout
+
+
+def test_a_callback_of_the_trainer_replaces_the_runs_own(tmp_path: Path) -> None:
+    config = tmp_path / "short.yaml"
+    config.write_text(
+        "trainer:\n  callbacks:\n    - class_path: rlt_lightning.callbacks.RolloutCallback\n"
+        "      init_args: {sampling: {temperature: 0.7, max_completion_length: 5}}\n"
+    )
+    words = ["fit", "--config=quickstart", f"--config={config}", "--trainer.max_steps=1"]
+    words += ["--data.num_embedded_rows=4", "--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"]
+    done = rlt(*words)
+    assert done.returncode == 0, done.stderr
+    rows = map(json.loads, (tmp_path / "run/rollouts.jsonl").open())
+    assert max(row["num_tokens"] for row in rows) == 5
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp_spawn", "nonsense", ModelParallelStrategy()])

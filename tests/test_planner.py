@@ -656,7 +656,7 @@ def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
     named = {"class_path": "rlt_lightning.strategies.DeepSpeed", "init_args": settings}
     assert read_sharding(named, 8) == ("zero1", settings)
     assert read_sharding("deepspeed_stage_2", 8) == ("zero2", {"stage": 2})
-    with pytest.raises(InputError, match="trainer.strategy must be one of"):
+    with pytest.raises(InputError, match=r"trainer.strategy must be one of"):
         read_sharding("fsdp", 8)
     nobody = SimpleNamespace(accelerator="cpu", devices=0, num_nodes=1)
     with pytest.raises(InputError, match=r"at least one process, but trainer.devices is 0"):

@@ -28,7 +28,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
 from rlt_lightning.cli import ranks
 from rlt_lightning.cli.help import VERBS
 from rlt_lightning.cli.parser import OneLineParser
@@ -274,12 +273,11 @@ class RLTCommandLine(LightningCLI):
         """Build the Trainer of scripts, which adds what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
         named = as_list(config["callbacks"])
-        of_every_run = (RolloutCallback, ResponseCallback)
-        for other in (callback for callback in named if isinstance(callback, of_every_run)):
-            raise InputError(
-                f"Every run has one {type(other).__name__}, but trainer.callbacks names another. Remove it "
-                "there; its settings are those under rollouts."
-            )
+        # A callback that trainer.callbacks names is in the place of the run's own of that class.
+        keys = self._parser(self.subcommand).callback_keys
+        for key, kind in (TESTING if self.subcommand == "test" else TRAINING).items():
+            if any(isinstance(callback, kind) for callback in named):
+                keys.remove(key)
         config["callbacks"] = [ranks.FailureReport(), *named]
         del config["default_root_dir"]  # the run folder
         # Until here it was Lightning's, its base class, whose settings the parser shows.
