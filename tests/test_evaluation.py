@@ -291,6 +291,24 @@ def test_a_killed_run_goes_on_and_samples_nothing_twice(
     assert "rollouts.seed was 0 and is 1" in changed.stderr
 
 
+@pytest.mark.parametrize("devices", [2, full(3)])
+def test_several_processes_leave_the_files_of_one(
+    devices: int, finished: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    # Of batches of 3 and 1 problems, the last process has parts of one and of none.
+    files = ("responses.jsonl", "evaluation.json", "evaluation.md")
+    evaluated(tiny_model, tmp_path / "run", f"--trainer.devices={devices}")
+    assert all((tmp_path / "run" / name).read_text() == (finished / name).read_text() for name in files)
+
+    resumed = tmp_path / "resumed"
+    shutil.copytree(finished, resumed)
+    (resumed / "evaluation.json").unlink()
+    whole = (finished / "responses.jsonl").read_text()
+    (resumed / "responses.jsonl").write_text(whole[: len(whole) // 2])
+    evaluated(tiny_model, resumed, "--resume=true", f"--trainer.devices={devices}")
+    assert all((resumed / name).read_text() == (finished / name).read_text() for name in files)
+
+
 def test_the_same_seed_gives_the_same_responses_whatever_the_batch(
     finished: Path, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -465,14 +483,17 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
             r"context of 2048 tokens, but arithmetic/\d needs",
         ),
         (["--rollouts.budget={max_thinking_tokens: 9}"], "must hold a thought of 9 tokens"),
-        (["--trainer.devices=2"], "must run in one process, but got 2"),
+        (
+            ["--trainer.devices=2", "--rollouts.engine=VLLMEngine", "--rollouts.engine.urls=[http://x]"],
+            "vLLM workers answer one process, but trainer.devices makes 2",
+        ),
         (
             ["--config=configs/overlays/fsdp2.yaml"],
             "must have the model whole, .* use a vLLM worker",
         ),
         (
-            ["--trainer.callbacks+=rlt_lightning.callbacks.ResponseCallback"],
-            "Every run has one ResponseCallback, but trainer.callbacks names another",
+            ["--trainer.callbacks+=rlt_lightning.callbacks.ResponseCallback"] * 2,
+            "Every run has one ResponseCallback, but callbacks has 2",
         ),
     ],
 )

@@ -28,7 +28,7 @@ from rlt_lightning.datamodules.format_choice import (
     require_model,
 )
 from rlt_lightning.datamodules.formats import ChatFormat, encode
-from rlt_lightning.datamodules.loader import OrderedLoader
+from rlt_lightning.datamodules.loader import OrderedLoader, find_shard
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import find_models, require_sizes
 from rlt_lightning.pretrained import load_tokenizer
@@ -173,13 +173,19 @@ class EvaluationDataModule(LightningDataModule):
         self._prepared_for = wanted
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
-        """Return the sets one after another, in their order; a batch holds problems of one set only."""
+        """Return the sets one after another, in their order; a batch holds problems of one set only.
+
+        Each rank gets its part of every batch, which may be empty.
+        """
         if self.chosen is not None:
             self.chosen.warn_of_guesses()
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         batches: list[list[EvaluationProblem]] = []
         for name in self.sets:
             left = [problem for problem in self.left if problem.set_name == name]
-            batches += [left[i : i + self.batch_size] for i in range(0, len(left), self.batch_size)]
+            for start in range(0, len(left), self.batch_size):
+                batch = range(start, min(start + self.batch_size, len(left)))
+                batches.append([left[number] for number in find_shard(batch, rank, world_size)])
         # Without a batch, Lightning calls no hook, and the results of a finished run would not be written.
         return OrderedLoader(batches or [[]], 1, self.collate)
 

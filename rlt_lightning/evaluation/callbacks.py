@@ -97,6 +97,11 @@ class ResponseCallback(Callback):
         self.context = sys.maxsize
         if stage != "test" or not isinstance(pl_module, EvaluationModule) or data.format is None:
             return
+        if trainer.world_size > 1 and not self.engine.in_process:
+            raise InputError(
+                f"vLLM workers answer one process, but trainer.devices makes {trainer.world_size}. Set "
+                "trainer.devices to 1: the workers use the GPUs (docs/evaluation.md)."
+            )
         pl_module.sample = partial(self.sample, trainer, pl_module)
         if self.budget is not None:
             self.budget.require_room(self.sampling, len(data.format.answer_opening))
@@ -215,7 +220,7 @@ class EvaluationWriter(Callback):
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop the problems that a kill left unfinished: they are sampled again."""
-        if isinstance(pl_module, EvaluationModule):
+        if isinstance(pl_module, EvaluationModule) and trainer.is_global_zero:
             done = {record["id"] for record in get_evaluation_data(trainer).finished}
             keep_rows(Path(trainer.default_root_dir) / RESPONSES, lambda record: record["id"] in done)
 
@@ -229,12 +234,12 @@ class EvaluationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if isinstance(batch, EvaluationBatch):
+        if isinstance(batch, EvaluationBatch) and trainer.is_global_zero:
             append_rows(Path(trainer.default_root_dir) / RESPONSES, batch.records)
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, EvaluationModule):
+        if not isinstance(pl_module, EvaluationModule) or not trainer.is_global_zero:
             return
         folder = Path(trainer.default_root_dir)
         sampler = next(c for c in trainer.callbacks if isinstance(c, ResponseCallback))  # type: ignore[attr-defined]

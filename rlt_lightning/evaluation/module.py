@@ -14,6 +14,7 @@ from rlt_lightning.judging.judge import Judge
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import announce_slow_bfloat16
 from rlt_lightning.pretrained import Dtype, load_model
+from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError
@@ -54,16 +55,11 @@ class EvaluationModule(LightningModule):
         self.records: list[Row] = []
 
     def setup(self, stage: str) -> None:
-        """Check that the model is whole, in one process."""
+        """Check that the model is whole."""
         if get_sharding(self.trainer.strategy).sharded:
             raise InputError(
                 "`rlt test` must have the model whole, but trainer.strategy shards it. Leave the strategy "
                 "out; for a model that fits no GPU use a vLLM worker (docs/evaluation.md)."
-            )
-        if self.trainer.world_size > 1:
-            raise InputError(
-                f"`rlt test` must run in one process, but got {self.trainer.world_size}. Set "
-                "--trainer.devices 1; several GPUs are used by vLLM workers (docs/evaluation.md)."
             )
 
     def configure_model(self) -> None:
@@ -81,9 +77,10 @@ class EvaluationModule(LightningModule):
         self.records = [drop_text(record) for record in data.finished]
 
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        """Ask the problems of a batch, unless their responses are given, and judge the responses."""
-        if not batch.problems:
-            return
+        """Ask the problems of a batch, unless their responses are given, and judge the responses.
+
+        Each rank asks its part of the batch; then all ranks have the records of all parts.
+        """
         given = batch.responses
         sample = self.sample if given is None else lambda problems: given
         if sample is None:
@@ -92,7 +89,9 @@ class EvaluationModule(LightningModule):
                 "or give data.responses."
             )
         assert self.judge is not None
-        batch.records = evaluate(sample, batch.problems, self.judge)
+        records = evaluate(sample, batch.problems, self.judge) if batch.problems else []
+        parts = gather_from_ranks(self.trainer, records, "the judged responses of all ranks")
+        batch.records = [record for part in parts for record in part]
         self.records += map(drop_text, batch.records)
 
     def on_test_epoch_end(self) -> None:
