@@ -636,3 +636,26 @@ def test_auto_weighs_nothing_that_the_trained_model_samples(tiny_model: str, tmp
         weights.append(rlt.policy.state_dict())
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]), name
+
+
+class EqualEngine(HFEngine):
+    """Gives all completions of a problem the same tokens, with log-probs that rounding tells apart."""
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        firsts: dict[tuple[int, ...], Completion] = {}
+        prompts = {number: tuple(requests[number // 4].prompt) for number in range(4 * len(requests))}
+        for number, completion in super().sample(requests, sampling, stop):
+            first = firsts.setdefault(prompts[number], completion)
+            assert first.log_probs is not None
+            yield number, replace(first, log_probs=[value - 1e-7 * number for value in first.log_probs])
+
+
+def test_group_of_equal_completions_has_no_spread(tiny_model: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0), micro_batch_tokens=700)
+    fitted = bare_trainer(tmp_path, rollout_callback(engine=EqualEngine()), witness)
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert not any(gradient.any() for gradient in witness.gradients.values())

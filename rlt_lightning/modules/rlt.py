@@ -232,7 +232,7 @@ class RLTModule(OnPolicyModule):
         scored.students = self.gather(own, "what models compute on all ranks")
         own_rewards: dict[int, tuple[float, torch.dtype]] = {}  # a rank without problems knows no dtype
         if scored.own:
-            found = [scored.students[number] for number in scored.own]
+            found = scored.list_scores_of_own()
             scored.scores = self.scorer.rewards(scored.build_rollouts(scored.own), found, self.group_size)
             values = scored.scores.terms.reward
             own_rewards = {
