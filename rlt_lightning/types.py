@@ -87,8 +87,8 @@ def naming_full_disk(path: Path) -> Iterator[None]:
         if found is None:
             raise
         raise InputError(
-            f"{path} must be written, but its disk has no room ({first_line(found)}). Make room, then run "
-            "the same command with --resume true: what was finished before is kept."
+            f"{path} must be written, but its disk has no room ({first_line(found)}). Make room, then give "
+            "the same command again, for a stage with --resume true: what was finished before is kept."
         ) from error
 
 

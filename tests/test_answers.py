@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rlt_lightning.judging import compare
 from rlt_lightning.judging.answers import find_answer, find_letter, read_reference
-from rlt_lightning.judging.compare import same_answer
+from rlt_lightning.judging.compare import same_answer, same_formula
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.judging.normalise import normalise
 from rlt_lightning.types import BadRowError, BadRowReason
@@ -60,6 +61,18 @@ def test_answers_are_compared_by_what_they_mean(kind: str) -> None:
         faults += [(reference, "is", answer) for answer in right if not same_answer(reference, answer)]
         faults += [(reference, "is not", answer) for answer in wrong if same_answer(reference, answer)]
     assert faults == []
+
+
+# What sympy raises of the first one: TypeError, ValueError, ZeroDivisionError.
+@pytest.mark.parametrize(("a", "b"), [("i>1", "5"), ("[i,2]", "5"), (r"{0.4}<{\cot 0}", "1+i<2")])
+def test_formulas_without_a_value_equal_nothing(a: str, b: str) -> None:
+    assert not same_formula(a, b)
+
+
+def test_a_bug_of_the_judge_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "same_expression", lambda *_: {}["bug"])
+    with pytest.raises(KeyError, match="bug"):
+        same_formula("x+1", "1+x")
 
 
 @pytest.mark.parametrize("answer", UNSOUND, ids=range(len(UNSOUND)))

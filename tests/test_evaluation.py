@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -18,6 +19,7 @@ from cases import full
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
 
+from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
 from rlt_lightning.evaluation.metrics import (
     compute_figures,
@@ -31,6 +33,7 @@ from rlt_lightning.evaluation.metrics import (
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge, Verdict
 from rlt_lightning.tasks.arithmetic import arithmetic_rows
+from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
 
@@ -307,6 +310,20 @@ def test_several_processes_leave_the_files_of_one(
     (resumed / "responses.jsonl").write_text(whole[: len(whole) // 2])
     evaluated(tiny_model, resumed, "--resume=true", f"--trainer.devices={devices}")
     assert all((resumed / name).read_text() == (finished / name).read_text() for name in files)
+
+
+def test_rows_of_another_judge_are_not_resumed(finished: Path, tiny_model: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = read(finished / "responses.jsonl")
+    data = partial(EvaluationDataModule, {"arithmetic": None}, tiny_model, max_rows=4, num_samples=2)
+    write(run / "responses.jsonl", [rows[0], rows[1] | {"judge": "another 1.0"}])
+    with pytest.raises(InputError, match=r"judge .*responses\.jsonl is by another 1\.0 .*--output_dir"):
+        data(output_dir=str(run)).setup("test")
+    write(run / "responses.jsonl", rows[:3])
+    resumed = data(output_dir=str(run))
+    resumed.setup("test")
+    assert resumed.finished == rows[:2]
 
 
 def test_the_same_seed_gives_the_same_responses_whatever_the_batch(

@@ -6,16 +6,23 @@ import errno
 import os
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import full
 from commands import ROOT, python, rlt
+from lightning.pytorch import Callback
 from test_cli import metrics, small_fit
 from test_digests import build_checkpoint
+from test_rlt_module import data, module, rollout_callback
+from trainers import bare_trainer
 
+from rlt_lightning.callbacks import ModelExporter, ReferenceSync
+from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints, read_whole_state
+from rlt_lightning.datamodules import token_cache
 from rlt_lightning.run.jsonl import append_rows, rewrite
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.types import InputError, naming_full_disk
@@ -68,6 +75,67 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_one_before(limit: Any, tmp_p
     limit(resource.RLIM_INFINITY)
     [checkpoint] = list_checkpoints(tmp_path)
     assert read_whole_state(checkpoint)["global_step"] == 6
+
+
+class FullDisk(Callback):
+    """Lets the disk be full at a hook of the trainer."""
+
+    def __init__(self, hook: str, fill: Callable[[], None]) -> None:
+        setattr(self, hook, lambda *_, **__: fill())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10_000])  # in config.json, in the weights
+@pytest.mark.parametrize(
+    ("name", "hook", "writer"),
+    [
+        ("model", "on_train_end", ModelExporter),
+        ("reference/step=000001", "on_train_batch_end", partial(ReferenceSync, every_n_steps=1)),
+    ],
+)
+def test_a_model_that_finds_no_room_is_named(
+    name: str,
+    hook: str,
+    writer: Callable[[], Callback],
+    num_bytes: int,
+    limit: Any,
+    tiny_model: str,
+    tmp_path: Path,
+) -> None:
+    callbacks = [rollout_callback(), FullDisk(hook, lambda: limit(num_bytes)), writer()]
+    with pytest.raises(InputError, match=f"{tmp_path / name} {LINE}.*--resume true"):
+        bare_trainer(tmp_path, *callbacks).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+    limit(resource.RLIM_INFINITY)  # before pytest itself writes
+    assert not list((tmp_path / name).parent.glob("*.tmp"))
+
+
+def test_an_export_that_finds_no_room_keeps_the_model_before(
+    limit: Any, tiny_model: str, tmp_path: Path
+) -> None:
+    result = rlt(*small_fit(tiny_model, tmp_path / "run", "--trainer.max_steps=1"))
+    assert result.returncode == 0, result.stderr
+    export = partial(export_checkpoint, str(tmp_path / "run"), str(tmp_path / "model"), overwrite=True)
+    export()
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    limit(10_000)
+    with pytest.raises(InputError, match=f"{tmp_path / 'model'} {LINE}"):
+        export()
+    limit(resource.RLIM_INFINITY)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+    export()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 300])
+def test_token_cache_that_finds_no_room_is_named(
+    num_bytes: int, limit: Any, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 100)  # otherwise so few rows are not written
+    rows = data(tiny_model, tmp_path, token_cache=str(tmp_path / "tokens"))
+    limit(num_bytes)
+    with pytest.raises(InputError, match=f"{tmp_path / 'tokens'}, must .* have room.*data.token_cache"):
+        rows.setup("fit")
+    limit(resource.RLIM_INFINITY)
+    assert not list((tmp_path / "tokens").glob("*.tmp"))
+    rows.setup("fit")
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import full
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -17,7 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.engines import Sampling
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import FrozenModel
@@ -28,7 +30,7 @@ from rlt_lightning.numerics.losses import BNPOLoss, GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
 from rlt_lightning.strategies.sharding import Unsharded
-from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts, Scores
+from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts, Scores
 
 TEMPERATURE = 0.7
 
@@ -45,8 +47,9 @@ def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
     )
 
 
-def rollout_callback(length: int = 12) -> RolloutCallback:
-    return RolloutCallback(sampling=Sampling(temperature=TEMPERATURE, max_completion_length=length))
+def rollout_callback(length: int = 12, **options: Any) -> RolloutCallback:
+    sampling = Sampling(temperature=TEMPERATURE, max_completion_length=length)
+    return RolloutCallback(sampling=sampling, **options)
 
 
 def module(model: str, **options: Any) -> RLTModule:
@@ -213,6 +216,63 @@ def test_the_reward_takes_the_teachers_log_probs_from_the_rollouts(scored: Score
     torch.testing.assert_close(recomputed.terms.reward, scores.terms.reward, atol=1e-4, rtol=0)
     for ours, theirs in zip(scores.kl, recomputed.kl, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+class LyingEngine(HFEngine):
+    """Reports log-probs that are too low."""
+
+    def __init__(self, nats: float) -> None:
+        super().__init__()
+        self.nats = nats
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        for number, completion in super().sample(requests, sampling, stop):
+            assert completion.log_probs is not None
+            told = [value - self.nats for value in completion.log_probs]
+            yield number, replace(completion, log_probs=told)
+
+
+@pytest.mark.parametrize(
+    ("options", "believed"),
+    [
+        full({"reward": RLTReward(kl_estimator="exact")}, False),
+        full({"reward": RLTReward(teacher_temperature=1.0)}, False),
+        ({"teacher_log_probs": "recompute"}, False),
+        ({}, True),  # nothing else has computed them when the reward is due
+    ],
+)
+def test_reward_takes_the_engines_log_probs_only_by_default(
+    options: dict[str, Any], believed: bool, tiny_model: str, tmp_path: Path
+) -> None:
+    rewards = []
+    for nats in (0.0, 0.5):
+        rlt, witness = module(tiny_model, **options), Witness()
+        bare_trainer(tmp_path, rollout_callback(engine=LyingEngine(nats)), witness).fit(
+            rlt, datamodule=data(tiny_model, tmp_path)
+        )
+        scores = witness.batches[0].scores
+        assert scores is not None
+        rewards.append(scores.terms.reward)
+    assert torch.equal(*rewards) != believed
+
+
+@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
+def test_held_out_rewards_take_the_trainers_log_probs(
+    temperature: float, tiny_model: str, tmp_path: Path
+) -> None:
+    found = []
+    for nats in (0.0, 0.5):
+        sampling = Sampling(temperature=temperature, max_completion_length=12)
+        rollouts = rollout_callback(engine=LyingEngine(nats), val_sampling=sampling)
+        validated = bare_trainer(tmp_path, rollouts)
+        validated.validate(module(tiny_model), data(tiny_model, tmp_path, val_rows=3), verbose=False)
+        found.append({name: float(value) for name, value in validated.callback_metrics.items()})
+    honest, lying = found
+    name = "rollout/val_mismatch_max"
+    assert lying.pop(name) == pytest.approx(honest.pop(name) + 0.5, abs=1e-3)
+    assert lying == honest
 
 
 def test_given_tokens_cost_one_pass_over_each_prompt(scored: Scored) -> None:
@@ -576,3 +636,26 @@ def test_auto_weighs_nothing_that_the_trained_model_samples(tiny_model: str, tmp
         weights.append(rlt.policy.state_dict())
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]), name
+
+
+class EqualEngine(HFEngine):
+    """Gives all completions of a problem the same tokens, with log-probs that rounding tells apart."""
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        firsts: dict[tuple[int, ...], Completion] = {}
+        prompts = {number: tuple(requests[number // 4].prompt) for number in range(4 * len(requests))}
+        for number, completion in super().sample(requests, sampling, stop):
+            first = firsts.setdefault(prompts[number], completion)
+            assert first.log_probs is not None
+            yield number, replace(first, log_probs=[value - 1e-7 * number for value in first.log_probs])
+
+
+def test_group_of_equal_completions_has_no_spread(tiny_model: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0), micro_batch_tokens=700)
+    fitted = bare_trainer(tmp_path, rollout_callback(engine=EqualEngine()), witness)
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert not any(gradient.any() for gradient in witness.gradients.values())

@@ -117,8 +117,13 @@ def replace_folder(folder: Path, strategy: Any) -> Iterator[Path]:
         remove(scratch)
         scratch.mkdir(parents=True)
     strategy.barrier()
-    with naming_full_disk(folder):
-        yield scratch
+    try:
+        with naming_full_disk(folder):
+            yield scratch
+    except InputError:
+        if strategy.world_size == 1:  # other ranks may still write there
+            remove(scratch)
+        raise
     strategy.barrier()
     if strategy.global_rank == 0:
         before = folder.with_name(folder.name + ".old")

@@ -31,6 +31,7 @@ from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader, find_shard
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import find_models, require_sizes
+from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.run.jsonl import Row, read_whole_rows
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
@@ -231,11 +232,22 @@ class EvaluationDataModule(LightningDataModule):
                 announce(explain_difference(name, found))
 
     def _finished_records(self) -> list[Row]:
-        """Return the records of problems for which an interrupted run has all responses."""
+        """Return the records of problems for which an interrupted run has all responses.
+
+        Raises:
+            InputError: If another judge wrote one: its verdicts cannot be averaged with this one's.
+        """
         if self.output_dir is None:
             return []
         records: dict[str, list[Row]] = {problem.id: [] for problem in self.problems}
-        for _, record in read_whole_rows(Path(self.output_dir) / "responses.jsonl"):
+        path = Path(self.output_dir) / "responses.jsonl"
+        for _, record in read_whole_rows(path):
+            if (judge := record.get("judge")) != JUDGE_VERSION:
+                raise InputError(
+                    f"A resumed run must have the judge that it began with, but {path} is by {judge}, and "
+                    f"this is {JUDGE_VERSION}. Restore that version, or choose another --output_dir, where "
+                    f"--data.responses {path} judges the responses again once all are there."
+                )
             if record["id"] in records:
                 records[record["id"]].append(record)
         return [record for part in records.values() if len(part) == self.num_samples for record in part]

@@ -19,6 +19,7 @@ from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines.base import Engine, SampleRequest, Sampling, build_requests, sample_all
 from rlt_lightning.engines.budget import BudgetForcing, sample_with_budget
+from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.run.jsonl import Row
@@ -180,6 +181,7 @@ def judge_responses(
                     "num_tokens": response.num_tokens,
                     "num_thinking_tokens": response.num_thinking_tokens,
                     "finish_reason": response.finish_reason,
+                    "judge": JUDGE_VERSION,
                 }
             )
     return records

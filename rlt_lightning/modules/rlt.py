@@ -25,6 +25,7 @@ micro-batch through a model; `numerics/` computes, `step_metrics.py` counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -78,7 +79,8 @@ class RLTModule(OnPolicyModule):
             2, if the engine is outside the process, unless rollouts are asynchronous. None: no weights; stale
             rollouts are then clipped by their ratio instead.
         teacher_log_probs: The teacher's log-probs in r_KL. "rollout": the engine's, if it sent them at the
-            reward's temperature, else of another forward. "recompute": always of another forward.
+            reward's temperature, else of another forward; in validation the trainer's. "recompute": always
+            of another forward.
         student_dtype: Type of the student's weights.
         students: Several in its place, with weights or without.
         student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
@@ -230,7 +232,7 @@ class RLTModule(OnPolicyModule):
         scored.students = self.gather(own, "what models compute on all ranks")
         own_rewards: dict[int, tuple[float, torch.dtype]] = {}  # a rank without problems knows no dtype
         if scored.own:
-            found = [scored.students[number] for number in scored.own]
+            found = scored.list_scores_of_own()
             scored.scores = self.scorer.rewards(scored.build_rollouts(scored.own), found, self.group_size)
             values = scored.scores.terms.reward
             own_rewards = {
@@ -361,8 +363,8 @@ class RLTModule(OnPolicyModule):
         rollouts = batch.rollouts = self.require_sampler().sample_held_out(batch.problems)
         self.require_fresh(rollouts.policy_version)
         with self.phase("score"):
-            scores = self.score(rollouts)
-            mismatch = self.scorer.engine_mismatch(rollouts.rollouts, rollouts.temperature)
+            rows, mismatch = self.scorer.recompute_log_probs(rollouts.rollouts, rollouts.temperature)
+            scores = self.score(replace(rollouts, rollouts=rows))
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.validation.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
 

@@ -100,6 +100,19 @@ class ScoredCompletions:
         """Return what students computed of empty explanations for earlier chunks, by the problem's row."""
         return collect_empty_scores(self.build_rollouts(list(self.students)), list(self.students.values()))
 
+    def list_scores_of_own(self) -> list[tuple[TokenScores, ...]]:
+        """Return what the students computed of `own`, the same for equal completions of a problem.
+
+        Elsewhere in a packed row, or from the engine, the same tokens have log-probs that differ by rounding.
+        """
+        firsts: dict[tuple[int, ...], tuple[TokenScores, ...]] = {}
+        scores = []
+        for number in self.own:
+            request, n = self.sources[number]
+            tokens = (number // self.group_size, *request.completions[n].token_ids)
+            scores.append(firsts.setdefault(tokens, self.students[number]))
+        return scores
+
     def divide_again(self, shards: Shards) -> list[int]:
         """Divide all completions, after some were replaced; return the numbers of this rank's shard."""
         self.shards, self.shard, self.references = shards, [], {}

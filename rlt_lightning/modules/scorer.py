@@ -341,16 +341,21 @@ class Scorer:
         return self([self.student_views.build_rollout(problem, completion)], temperature)
 
     @torch.no_grad()
-    def engine_mismatch(self, rows: list[Rollout], temperature: float) -> Mismatch:
-        """Compare the engine's log-probs of completions with those of the teacher's current weights."""
+    def recompute_log_probs(self, rows: list[Rollout], temperature: float) -> tuple[list[Rollout], Mismatch]:
+        """Return N completions with the log-probs of the teacher's current weights in place of the engine's.
+
+        Returns:
+            The completions, and how far the engine's log-probs were from these, if it sent them.
+        """
         sequences = [build_sampled_sequence(row) for row in rows]
         # The engine's log-probs of greedy completions are at temperature 1.
         found = self._log_probs(self.teacher, sequences, measure_sampled_rows(rows), temperature or 1.0)
         log_probs, token_mask = pad_rows(found)  # (N, T)
         engine_log_probs = pad_engine_log_probs(rows, log_probs, needed=False)
+        recomputed = [replace_log_probs(row, one) for row, one in zip(rows, download(found), strict=True)]
         if engine_log_probs is None:
-            return Mismatch()
-        return Mismatch.between(log_probs, engine_log_probs, token_mask)
+            return recomputed, Mismatch()
+        return recomputed, Mismatch.between(log_probs, engine_log_probs, token_mask)
 
     def extra_terms(self, rows: list[Rollout]) -> dict[str, Tensor]:
         """Return the terms that the reward adds to RLT's, each (N,), in the order of their names."""
@@ -787,6 +792,13 @@ def pad_engine_log_probs(rows: Sequence[Rollout], like: Tensor, needed: bool) ->
         return None
     tensors = [torch.tensor(value, dtype=like.dtype, device="cpu") for value in values]
     return upload(pad_sequence(tensors, batch_first=True), like.device)
+
+
+def replace_log_probs(rollout: Rollout, log_probs: Tensor) -> Rollout:
+    """Return a rollout whose completion has these log-probs, (T,)."""
+    completion = replace(rollout.completion, log_probs=log_probs.tolist())
+    views = tuple(replace(view, completion=completion) for view in rollout.views)
+    return replace(rollout, completion=completion, views=views)
 
 
 def merge_views(views: Sequence[ModelView]) -> ModelView:

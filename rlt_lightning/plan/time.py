@@ -21,7 +21,7 @@ from rlt_lightning.plan.memory import count_pushed_bytes
 WORKER_OVERHEAD = 3 * GIB  # vLLM's own activations and graphs, per GPU
 READ_EFFICIENCY = 0.8  # part of the peak rate at which decoding reads memory
 WORKER_STEP = 1e-3  # seconds a token step that vLLM schedules and draws, on a GPU
-HF_BLOCK_STEP = 0.5e-3  # seconds a token step and block that HFEngine needs on a GPU to start its kernels
+HF_BLOCK_STEP = 1.4e-3  # seconds a token step and block that HFEngine needs on a GPU to start its kernels
 HOST_BANDWIDTH = 20e9  # bytes per second and process: for offloaded states and their transfer
 SLEEP_BANDWIDTH = 1e9  # bytes per second and worker: a sleeping worker copies into freshly pinned memory
 ROW_SECONDS = 0.3e-6  # per token and pass: a row is built on the CPU while the GPU waits

@@ -13,8 +13,9 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 SECRET_WORD = r"(?:key|token|secret|password|passwd|pwd|signature|sig|auth)"
-ASSIGNMENT = rf"([\w.-]*{SECRET_WORD}=|--?[\w-]*{SECRET_WORD}\s+)[^&\s]+"
-HEADER = r"\b(authorization\s*:\s*\w+\s+|authorization\s*:\s*|[\w-]+-(?:key|token)\s*:\s*)\S+"
+# No name is searched from each of its letters: a long text without a break would take quadratic time.
+ASSIGNMENT = rf"({SECRET_WORD}=|(?<![\w-])\w*-[\w-]*{SECRET_WORD}\s+)[^&\s]+"
+HEADER = r"(\bauthorization\s*:\s*\w+\s+|\bauthorization\s*:\s*|\w-+(?:key|token)\s*:\s*)\S+"
 # A pair of JSON or of a printed dictionary in a text; its quotes may be escaped, as in JSON inside of JSON.
 PAIR = re.compile(
     r"""(?P<head>(?P<quote>\\{0,15}["'])(?P<name>[\w.-]+)(?P=quote)\s*:\s*(?P=quote))"""
