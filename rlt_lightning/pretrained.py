@@ -24,6 +24,7 @@ from rlt_lightning.models.embedded import (
     resolve,
 )
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
+from rlt_lightning.models.template import find_turn_end
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError, first_line
 
@@ -300,11 +301,11 @@ def naming_attention(name: str, attn_implementation: str | None) -> Iterator[Non
 
 
 def ensure_pad_token(tokenizer: Any) -> int:
-    """Give the tokenizer a padding token that is not its eos, from its vocabulary, and return its id.
+    """Give the tokenizer a padding token that does not end a turn, from its vocabulary, and return its id.
 
     We train packed, so no padding enters a loss. But somebody who pads with the exported tokenizer and masks
-    the padding would mask the eos too, if they were the same. Where the vocabulary has no token that could
-    serve, as that of R1's distillations, the tokenizer stays as it came, with a warning.
+    the padding would mask the end of each turn too, if they were the same. Where the vocabulary has no token
+    that could serve, as that of R1's distillations, the tokenizer stays as it came, with a warning.
     """
     candidates = [
         tokenizer.pad_token,
@@ -313,10 +314,11 @@ def ensure_pad_token(tokenizer: Any) -> int:
         "<pad>",
         "<|finetune_right_pad_id|>",  # Llama 3.1 and later
         "<|reserved_special_token_0|>",  # Llama 3
+        tokenizer.eos_token,  # where a turn ends with another token
     ]
-    vocabulary = tokenizer.get_vocab()
+    vocabulary, turn_end = tokenizer.get_vocab(), find_turn_end(tokenizer)
     for token in candidates:
-        if token in vocabulary and vocabulary[token] != tokenizer.eos_token_id:
+        if token in vocabulary and vocabulary[token] != turn_end:
             tokenizer.pad_token = token
             return vocabulary[token]
     rank_zero_warn(
