@@ -24,7 +24,7 @@ from rlt_lightning.models.embedded import (
     resolve,
 )
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
-from rlt_lightning.models.template import find_turn_end
+from rlt_lightning.models.template import find_turn_end, fix_date
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError, first_line
 
@@ -34,8 +34,14 @@ PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
-    """Load the fast tokenizer of a model, with the chat template as it was before our training.
+def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: Any = None) -> Any:
+    """Load the fast tokenizer of a model.
+
+    Args:
+        name: See `load_model`.
+        trust_remote_code: Run code that comes with the tokenizer.
+        chat_template: The template of a run; None: the model's, as it was before our training, with the date
+            of the run's start where it prints one (`fix_date`).
 
     Raises:
         InputError: If nothing can be loaded under that name, or its tokenizer has no chat template.
@@ -50,13 +56,16 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         )
         loader = PreTrainedTokenizerFast if is_plain else AutoTokenizer
         tokenizer = loader.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+        return tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned "
             "model, or put a chat_template.jinja into its folder."
         )
     # Our own prompts say whether there is a system message; see `models.format`.
-    tokenizer.chat_template = without_default_system(tokenizer.chat_template)
+    tokenizer.chat_template = fix_date(without_default_system(tokenizer.chat_template), name)
     return tokenizer
 
 

@@ -1,17 +1,28 @@
-"""Chat templates that are more than a prompt: ends of turns, opened thoughts and channels."""
+"""Chat templates that are more than a prompt: ends of turns, opened thoughts, channels and dates."""
 
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
+from rlt_lightning import OptimizerConfig, SFTModule, StratosDataModule, Trainer
+from rlt_lightning.callbacks import Checkpoint
+from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.teacher_views import find_thought
+from rlt_lightning.datamodules.token_cache import describe_format
+from rlt_lightning.models import template
 from rlt_lightning.models.template import find_eos_token_ids, find_turn_opening
-from rlt_lightning.pretrained import ensure_pad_token
+from rlt_lightning.pretrained import ensure_pad_token, load_tokenizer
 from rlt_lightning.tags import decode
 from rlt_lightning.types import InputError, SFTExample
 
@@ -242,3 +253,116 @@ def test_a_template_without_assistants_is_refused(smol: Any) -> None:
     tokenizer.chat_template = build_chatml("'<|im_start|>assistant\n'")
     with pytest.raises(InputError, match="must render an assistant's message"):
         ChatFormat(tokenizer)
+
+
+# Dates
+
+
+DATED = (
+    "{%- set day = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}"
+    "<|im_start|>system\nToday: {{ day }}<|im_end|>\n" + TEMPLATES["chatml"]
+)
+ROWS = [
+    {"question": f"What is {n} * 4?", "reasoning_trace": "So.", "solution": str(4 * n)} for n in (2, 3, 5)
+]
+
+
+class Day(date):
+    shown = date(2026, 11, 26)
+
+    @classmethod
+    def today(cls) -> date:  # type: ignore[override]
+        return cls.shown
+
+
+@pytest.fixture(scope="module")
+def at_days() -> Iterator[type[Day]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "date", Day)
+        yield Day
+
+
+@pytest.fixture(scope="module")
+def dated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a template that prints the date, and an eos that ends no turn."""
+    folder = tmp_path_factory.mktemp("dated") / "model"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template, tokenizer.eos_token = DATED, "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=0).save_pretrained(folder)
+    return folder
+
+
+def fit(model: Path, run: Path, steps: int) -> StratosDataModule:
+    data = StratosDataModule(ROWS, task="student_sft", prompts_per_step=1, token_cache=False)
+    options: dict[str, Any] = {"callbacks": [Checkpoint(every_n_train_steps=1)], "accelerator": "cpu"}
+    trainer = Trainer(run, max_steps=steps, resume=True, enable_progress_bar=False, **options)
+    trainer.fit(SFTModule(str(model), OptimizerConfig(1e-3)), data)
+    return data
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    dated: Path, at_days: type[Day], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[SFTExample], list[SFTExample]]:
+    """A run that began on 26 November and resumed a day later, and its rows on both days."""
+    run = tmp_path_factory.mktemp("dates") / "run"
+    at_days.shown = date(2026, 11, 26)
+    first = list(fit(dated, run, 1).examples)
+    at_days.shown = date(2026, 11, 27)
+    return run, first, list(fit(dated, run, 2).examples)
+
+
+Resumed = tuple[Path, list[SFTExample], list[SFTExample]]
+
+
+def test_a_resumed_run_keeps_its_date(resumed: Resumed, dated: Path) -> None:
+    run, first, second = resumed
+    assert (run / "template_date.txt").read_text() == "2026-11-26\n"
+    assert first == second
+    assert "Today: 26 Nov 2026" in AutoTokenizer.from_pretrained(dated).decode(first[0].token_ids)
+
+
+def test_later_stages_get_the_date_of_the_training(
+    resumed: Resumed, at_days: type[Day], tmp_path: Path
+) -> None:
+    run, first, _ = resumed
+    at_days.shown = date(2027, 1, 1)
+    export_checkpoint(str(run), str(tmp_path / "exported"))
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question": ROWS[0]["question"], "answer": "8"}) + "\n")
+    for model in (run / "model", tmp_path / "exported"):
+        data = EvaluationDataModule(sets={"own": str(questions)}, tokenizer=str(model))
+        data.setup("test")
+        [problem] = data.problems
+        assert problem.prompt in [example.token_ids[: example.loss_mask.index(True)] for example in first]
+
+
+def test_an_exported_model_stops_where_it_learnt_to(resumed: Resumed) -> None:
+    run, first, _ = resumed
+    assert all(example.token_ids[-1] == 2 for example in first)  # <|im_end|>
+    assert json.loads((run / "model/generation_config.json").read_text())["eos_token_id"] == [0, 2]
+
+
+def test_the_date_is_told(dated: Path, at_days: type[Day], capsys: pytest.CaptureFixture[str]) -> None:
+    at_days.shown = date(2026, 12, 3)
+    load_tokenizer(str(dated))
+    load_tokenizer(str(dated))
+    assert capsys.readouterr().err.count("prints the date, which stays 2026-12-03") == 1
+
+
+def test_tokens_of_another_day_are_not_reused(dated: Path, at_days: type[Day]) -> None:
+    keys = []
+    for day in (1, 1, 2):
+        at_days.shown = date(2026, 12, day)
+        keys.append(describe_format(ChatFormat(load_tokenizer(str(dated)))))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_computed_format_of_the_date_is_refused(dated: Path, tmp_path: Path) -> None:
+    shutil.copytree(dated, tmp_path / "model")
+    text = DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')")
+    (tmp_path / "model/chat_template.jinja").write_text(text)
+    with pytest.raises(InputError, match="must write out the format of the date"):
+        load_tokenizer(str(tmp_path / "model"))

@@ -177,7 +177,9 @@ def write_model_folder(
     model, tensors = load_pretrained_tensors(metadata)
     files = WeightFiles(str(path / WEIGHTS))
     tensors |= {name: defer_reading(files, name, tensor) for name, tensor in trained_tensors(model).items()}
-    tokenizer = load_tokenizer(metadata["tokenizer"], metadata["trust_remote_code"])
+    tokenizer = load_tokenizer(
+        metadata["tokenizer"], metadata["trust_remote_code"], metadata["chat_template"]
+    )
     announce_writing(folder, weights_size(tensors.values()))
     with replace_folder(folder, ONE_PROCESS) as scratch:
         export_model(model, tensors, tokenizer, metadata, scratch, adapter)

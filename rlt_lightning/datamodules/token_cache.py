@@ -495,7 +495,7 @@ def hash_code() -> str:
 def describe_format(chat_format: ChatFormat) -> dict[str, Any]:
     """Return what decides the tokens of a text, as plain values.
 
-    Two rendered conversations are among them: a template may write today's date into them.
+    Two rendered conversations are among them: a template may print special tokens. The date is in its text.
     """
     tokenizer = chat_format.tokenizer
     return {

@@ -1,4 +1,4 @@
-"""What a chat template writes around an assistant's text, found by rendering it.
+"""What a chat template writes around an assistant's text, found by rendering it, and the date that it prints.
 
 generation prompt   …<|im_start|>assistant\\n
 written turn        …<|im_start|>assistant\\nTEXT<|im_end|>\\n              <|im_end|> ends a turn
@@ -12,9 +12,17 @@ written turn        …<|start|>assistant<|channel|>final<|message|>TEXT   begin
 
 from __future__ import annotations
 
+import re
+from datetime import date
+from functools import cache
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from rlt_lightning.console import announce
+from rlt_lightning.models.format import jinja_string
 from rlt_lightning.types import InputError
 
 NO_SYSTEM_ROLE = (
@@ -24,6 +32,10 @@ NO_SYSTEM_ROLE = (
 QUESTION = {"role": "user", "content": "What is 1 + 1?"}
 ANSWER = {"role": "assistant", "content": "It makes two."}
 THOUGHT = "I count both."
+DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
+DATE_FILE = "template_date.txt"  # in a run folder, if a template prints the date
+
+run_folder: Path | None = None  # of the run of this process
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]], opens_turn: bool = True) -> str:
@@ -124,3 +136,48 @@ def find_eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     return {token for token in [*ids, tokenizer.eos_token_id, find_turn_end(tokenizer)] if token is not None}
+
+
+def fix_date(template: Any, name: str) -> Any:
+    """Return a chat template, or several by name, that prints the date of the run's start for today's.
+
+    Later stages get the date with the exported template.
+
+    Args:
+        template: The template.
+        name: Of the model, for messages.
+
+    Raises:
+        InputError: If the template computes the format of the date.
+    """
+    if isinstance(template, dict):
+        return {key: fix_date(text, name) for key, text in template.items()}
+    if not isinstance(template, str) or "strftime_now(" not in template:
+        return template
+    day = load_run_date()
+    fixed = DATE_CALL.sub(lambda call: jinja_string(day.strftime(call[2])), template)
+    if "strftime_now(" in fixed:
+        raise InputError(
+            f"The chat template of '{name}' must write out the format of the date that it prints, but "
+            "computes it, so that the date of this run cannot be fixed. Put the date into the template."
+        )
+    announce_date(name, day)
+    return fixed
+
+
+def load_run_date() -> date:
+    """Return the date that the run folder keeps, from its first start on; without a run that of today."""
+    folders = [] if run_folder is None else [run_folder, run_folder.parent]  # validate has a folder inside it
+    for path in (folder / DATE_FILE for folder in folders):
+        if path.is_file():
+            return date.fromisoformat(path.read_text().strip())
+    today = date.today()
+    if run_folder is not None and not getattr(rank_zero_only, "rank", None):
+        (run_folder / DATE_FILE).write_text(f"{today.isoformat()}\n")
+    return today
+
+
+@cache
+def announce_date(name: str, day: date) -> None:
+    """Say once that a template prints a date, and which."""
+    announce(f"the chat template of {name} prints the date, which stays {day.isoformat()}")
