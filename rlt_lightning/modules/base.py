@@ -250,6 +250,7 @@ class PolicyModule(LightningModule):
         return {
             "pretrained": self.pretrained,
             "tokenizer": data.tokenizer_name,
+            "chat_template": data.format.tokenizer.chat_template,
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),

@@ -42,6 +42,7 @@ from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
+from rlt_lightning.models import template
 from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
     find_global_rank,
@@ -245,6 +246,7 @@ class Trainer(lightning.pytorch.Trainer):
     def _lend_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
         """Open the folder of a verb, and lend its name to the datamodule until the block ends."""
         path = self._open(verb, None if ckpt_path is None else str(ckpt_path))
+        template.run_folder = Path(self.default_root_dir)
         own = self._testing if verb == "test" else self._training
         others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
         self.callbacks = sorted([*others, *own], key=place_in_order)
@@ -259,6 +261,7 @@ class Trainer(lightning.pytorch.Trainer):
             remove_empty_folders()
             raise
         finally:
+            template.run_folder = None
             if lends:
                 data.output_dir = None
 
