@@ -14,13 +14,12 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from rlt_lightning.cli import ranks
 from rlt_lightning.cli.help import HELPS, print_settings
 from rlt_lightning.cli.mistakes import explain_mistake
 from rlt_lightning.engines import Engine
+from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.run.shipped import find_config
-from rlt_lightning.types import InputError
 
 # What may be meant as a config's name or file; anything else is YAML itself.
 NAME = re.compile(r"[\w~./][\w./+-]*")
@@ -168,10 +167,12 @@ class OneLineParser(LightningArgumentParser):
         sys.exit(end_with_mistake(message))
 
 
-def end_with_mistake(message: str) -> int:
-    """Print a user's mistake in one line and return the exit status; with other ranks, end them all here."""
-    line = condense_message(message)
+def end_with_mistake(message: str, status: int = 2) -> int:
+    """Print what went wrong in one line and return the exit status; with other ranks, end here with it."""
     remove_empty_folders()
-    ranks.fail_run(InputError(line))
-    print(f"rlt: error: {line}", file=sys.stderr)
-    return 2
+    line = condense_message(message)
+    if not ranks.is_one_of_several():
+        print(f"rlt: error: {line}", file=sys.stderr)
+        return status
+    print(f"rlt: error: rank {ranks.find_global_rank()}: {line}", file=sys.stderr)
+    ranks.end_process(status)

@@ -45,7 +45,6 @@ from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.models import template
 from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
-    find_global_rank,
     naming_arguments,
     quiet_third_parties,
     require_accelerator,
@@ -65,6 +64,7 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.metrics_csv import MetricsCSV
+from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.result import FitResult, read_fit_result
 from rlt_lightning.types import InputError, as_list
 
