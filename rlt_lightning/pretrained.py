@@ -24,6 +24,7 @@ from rlt_lightning.models.embedded import (
     resolve,
 )
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
+from rlt_lightning.models.template import find_turn_end, fix_date
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError, first_line
 
@@ -33,8 +34,14 @@ PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
-    """Load the fast tokenizer of a model, with the chat template as it was before our training.
+def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: Any = None) -> Any:
+    """Load the fast tokenizer of a model.
+
+    Args:
+        name: See `load_model`.
+        trust_remote_code: Run code that comes with the tokenizer.
+        chat_template: The template of a run; None: the model's, as it was before our training, with the date
+            of the run's start where it prints one (`fix_date`).
 
     Raises:
         InputError: If nothing can be loaded under that name, or its tokenizer has no chat template.
@@ -49,13 +56,16 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         )
         loader = PreTrainedTokenizerFast if is_plain else AutoTokenizer
         tokenizer = loader.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+        return tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned "
             "model, or put a chat_template.jinja into its folder."
         )
     # Our own prompts say whether there is a system message; see `models.format`.
-    tokenizer.chat_template = without_default_system(tokenizer.chat_template)
+    tokenizer.chat_template = fix_date(without_default_system(tokenizer.chat_template), name)
     return tokenizer
 
 
@@ -300,11 +310,11 @@ def naming_attention(name: str, attn_implementation: str | None) -> Iterator[Non
 
 
 def ensure_pad_token(tokenizer: Any) -> int:
-    """Give the tokenizer a padding token that is not its eos, from its vocabulary, and return its id.
+    """Give the tokenizer a padding token that does not end a turn, from its vocabulary, and return its id.
 
     We train packed, so no padding enters a loss. But somebody who pads with the exported tokenizer and masks
-    the padding would mask the eos too, if they were the same. Where the vocabulary has no token that could
-    serve, as that of R1's distillations, the tokenizer stays as it came, with a warning.
+    the padding would mask the end of each turn too, if they were the same. Where the vocabulary has no token
+    that could serve, as that of R1's distillations, the tokenizer stays as it came, with a warning.
     """
     candidates = [
         tokenizer.pad_token,
@@ -313,10 +323,11 @@ def ensure_pad_token(tokenizer: Any) -> int:
         "<pad>",
         "<|finetune_right_pad_id|>",  # Llama 3.1 and later
         "<|reserved_special_token_0|>",  # Llama 3
+        tokenizer.eos_token,  # where a turn ends with another token
     ]
-    vocabulary = tokenizer.get_vocab()
+    vocabulary, turn_end = tokenizer.get_vocab(), find_turn_end(tokenizer)
     for token in candidates:
-        if token in vocabulary and vocabulary[token] != tokenizer.eos_token_id:
+        if token in vocabulary and vocabulary[token] != turn_end:
             tokenizer.pad_token = token
             return vocabulary[token]
     rank_zero_warn(

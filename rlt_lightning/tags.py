@@ -124,13 +124,6 @@ class StopWatcher:
         return "length"
 
 
-def find_eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Collect the tokens that end a turn, from the generation config and the tokenizer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
-
-
 @dataclass(frozen=True)
 class TagStyle:
     """The tags around thoughts, solutions and explanations, and the separator between a tag and its content.

@@ -22,9 +22,9 @@ PAUSE_S = 3.0
 class Fault(Callback):
     """Fail on one rank, at one hook, once so many steps were taken.
 
-    The kinds: bug, mistake (of the user's), kill, hang, pause (once); and "bug while the other sleeps",
-    where the other rank sits in what never returns, like a collective of NCCL. `life`: only after so many
-    restarts.
+    The kinds: bug, mistake (of the user's), kill, hang, pause (once); and bug or kill "while the other
+    sleeps", where the other rank sits in what never returns, like a collective of NCCL. `life`: only after so
+    many restarts.
     """
 
     def __init__(self, rank: int, hook: str, kind: str, step: int = 1, life: int | None = None) -> None:
@@ -51,7 +51,7 @@ class Fault(Callback):
             raise ZeroDivisionError(f"made on rank {self.rank}")
         if self.kind == "mistake":
             raise InputError(f"The test must pass, but rank {self.rank} was told to fail. Ignore it.")
-        if self.kind == "kill":
+        if self.kind.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "pause":
             self.step = sys.maxsize

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.engines.hf import draw_uniforms, truncate
-from rlt_lightning.tags import StopWatcher, find_eos_token_ids
+from rlt_lightning.models.template import find_eos_token_ids
+from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, FinishReason
 
 

@@ -286,7 +286,9 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
         of_student = slow_log_probs(student, prefix, read)
         if estimator == "k1":
             whole = float(of_teacher.sum() - of_student.sum())
-            largest = max(largest, abs(float(scored.kl[i].sum()) - whole) / max(1, abs(whole)))
+            # Rounding grows with the sums, while their difference may be near 0.
+            size = float(of_teacher.sum().abs() + of_student.sum().abs())
+            largest = max(largest, abs(float(scored.kl[i].sum()) - whole) / size)
         values, t, s = [], 0, 0
         for num_teacher, num_student in view.spans:  # slow: one span at a time
             d = of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum()
@@ -303,8 +305,8 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
             reward = r_ss - 3 * r_kl - (0 if rollout.closed and not rollout.empty else 1)
             torch.testing.assert_close(scored.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
     if estimator == "k1":
-        assert largest < 1e-4
-        print(f"figure: {number}: span sums and whole-text log-probs differ by at most {largest:.1e}")
+        assert largest < 1e-6
+        print(f"figure: {number}: span sums and whole-text log-probs differ by at most {largest:.1e} of them")
 
 
 @pytest.mark.full

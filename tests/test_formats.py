@@ -244,7 +244,7 @@ def test_empty_system_prompt_sends_no_system_message(smol: Any):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (NO_SYSTEM, "must accept a system and a user message.*no system role"),
+        (NO_SYSTEM, "must accept system and user messages.*no system role"),
         (DROPS_SYSTEM, "must render the system message"),
         (None, "must have a chat template"),
     ],

@@ -12,10 +12,11 @@ from typing import Any
 import datasets
 import pytest
 from commands import Running, rlt, start
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from sampling import numbered
+from trainers import bare_trainer
 
-from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
+from rlt_lightning.callbacks import DistillationWriter, RolloutCallback, ScoreWriter
 from rlt_lightning.callbacks.predictions import write_parquet
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
@@ -339,3 +340,23 @@ def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, 
     assert [len(example.token_ids) for example in student.items] == [  # type: ignore[union-attr]
         row["student_tokens"] for row in rows if row["student_tokens"] <= 150
     ]
+
+
+@pytest.mark.parametrize("task", ["rlt", "score"])
+def test_a_plain_trainer_returns_the_rows_it_predicts(task: Any, tiny_model: str, tmp_path: Path) -> None:
+    def predict(*callbacks: Callback) -> list[dict[str, Any]]:
+        teacher = RLTModule(teacher=tiny_model, student=tiny_model)
+        size = {"num_embedded_rows": 4, "prompts_per_step": 2}
+        data = StratosDataModule(tokenizer=tiny_model, student_tokenizer=tiny_model, task=task, **size)  # type: ignore[arg-type]
+        rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
+        batches = bare_trainer(tmp_path, rollouts, *callbacks).predict(teacher, data)
+        return [row for batch in batches or [] for row in batch]
+
+    writer, name = {
+        "rlt": (DistillationWriter(), "traces.jsonl"),
+        "score": (ScoreWriter(), "scores.jsonl"),
+    }[task]
+    rows = predict()
+    assert len(rows) == 4
+    assert predict(writer) == rows
+    assert read(tmp_path / name) == rows

@@ -9,7 +9,6 @@ student_rl   a model's answers, each with a verdict    traces.jsonl    the same,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -22,25 +21,22 @@ from typing_extensions import override
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.judging.answers import reference_answer
+from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.text_reward import CorrectnessReward, CorrectnessTerms
+from rlt_lightning.modules.text_reward import CorrectnessReward
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data_card
 from rlt_lightning.run.jsonl import Row, append_rows, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
 from rlt_lightning.run.rollout_rows import (
     build_token_columns,
-    completion_columns,
-    pair_with_scores,
+    read_reference,
     resume_rows,
 )
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
 TRACES, SELECTED, CARD = "traces.jsonl", "distillation.jsonl", "README.md"
-REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
 
 
 class ScoreWriter(Callback):
@@ -94,12 +90,11 @@ class ScoreWriter(Callback):
     ) -> None:
         if get_stratos_data(trainer).task != "score":
             return
-        rows = [{**rollout.problem.columns, **terms} for _, rollout, terms in pair_with_scores(batch)]
         if self.per_token:
             formats = get_stratos_data(trainer).student_views.formats
             for i, rollout in enumerate(batch.rollouts.rollouts):
-                rows[i] |= build_token_columns(rollout, batch.scores, i, formats)
-        append_rows(self._path(trainer), rows)
+                outputs[i] |= build_token_columns(rollout, batch.scores, i, formats)
+        append_rows(self._path(trainer), outputs)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -207,10 +202,8 @@ class DistillationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        data = get_stratos_data(trainer)
-        if data.task in ("rlt", "student_rl"):
-            make_rows = build_trace_rows if data.task == "rlt" else build_answer_rows
-            append_rows(self._folder(trainer) / TRACES, make_rows(batch, data, str(pl_module.pretrained)))
+        if get_stratos_data(trainer).task in ("rlt", "student_rl"):
+            append_rows(self._folder(trainer) / TRACES, outputs)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -328,77 +321,6 @@ def write_parquet(rows: list[Row], path: Path) -> None:
     scratch = path.with_suffix(".tmp")
     table.to_parquet(str(scratch))
     scratch.replace(path)
-
-
-# Rows of explanations
-
-
-def build_trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
-    """Yield a row per trace: the source's columns, the trace, its Bespoke-Stratos form, and its scores."""
-    for number, rollout, terms in pair_with_scores(batch):
-        problem = rollout.problem
-        yield {
-            **drop_completion(problem),
-            "row": problem.row,
-            "trace": number,
-            "question": problem.question,
-            "solution": problem.solution.strip(),
-            "reasoning_trace": rollout.text,
-            **data.format.build_conversation(problem, rollout.text),
-            **terms,
-            **completion_columns(rollout, data),
-            "teacher": teacher,
-        }
-
-
-# Rows of answers, of which rejection sampling keeps right ones
-
-
-def build_answer_rows(batch: PromptBatch, data: StratosDataModule, model: str) -> Iterator[Row]:
-    """Yield a row per answer: the source's columns, its own thought and solution, and how it was judged.
-
-    An answer that cannot be split stands whole in `reasoning_trace`, with an empty `solution`.
-    """
-    assert batch.scores is not None
-    verdicts = batch.scores.terms
-    assert isinstance(verdicts, CorrectnessTerms)
-    assert batch.rollouts is not None
-    size, correct = batch.rollouts.group_size, verdicts.correct.tolist()
-    for i, (number, rollout, terms) in enumerate(pair_with_scores(batch)):
-        problem, first = rollout.problem, i - number
-        turn = data.split_turn(rollout)
-        thought, solution = turn or (rollout.text, "")
-        conversation = dict.fromkeys(("system", "conversations"))
-        if turn:
-            conversation = data.format.build_conversation(replace(problem, solution=solution), thought)
-        yield {
-            **drop_completion(problem),
-            **read_reference(problem),
-            "row": problem.row,
-            "trace": number,
-            "question": problem.question,
-            "solution": solution,
-            "reasoning_trace": thought,
-            **conversation,
-            **terms,
-            "pass_rate": fmean(correct[first : first + size]),
-            "found_answer": verdicts.answers[i],
-            **completion_columns(rollout, data),
-            "model": model,
-        }
-
-
-def drop_completion(problem: Problem) -> Row:
-    """Return the source's columns without a completion, which the new trace replaces."""
-    return {name: value for name, value in problem.columns.items() if name != "completion"}
-
-
-def read_reference(problem: Problem) -> Row:
-    """Return what answers to a problem are judged by, as rows have it."""
-    found = {name: problem.columns[name] for name in REFERENCE if name in problem.columns}
-    if found.get("kind", "math") != "countdown":
-        found["answer"] = reference_answer(problem.reference)
-    return found
 
 
 def is_answer_to(row: Row, problem: Problem) -> bool:

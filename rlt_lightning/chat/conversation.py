@@ -29,12 +29,12 @@ from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.engines.client import ADDRESS, WorkerClient, build_refusal, load_certificates, read_api_key
 from rlt_lightning.engines.slots import find_device
+from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.pretrained import Dtype, load_model, load_tokenizer, read_context_length
 from rlt_lightning.tags import (
     CONTROL_CODES,
     TagStyle,
     TextStream,
-    find_eos_token_ids,
     holds_half_pair,
     require_fast,
 )

@@ -23,7 +23,6 @@ from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.format import (
     ModelFormat,
     with_default_system,
-    without_opened_thought,
     write_format,
 )
 from rlt_lightning.models.lora import (
@@ -34,6 +33,7 @@ from rlt_lightning.models.lora import (
     merge_weights,
     save_adapter_config,
 )
+from rlt_lightning.models.template import find_eos_token_ids, find_turn_opening, render_chat
 from rlt_lightning.models.weights import (
     SAFETENSORS,
     Deferred,
@@ -45,7 +45,7 @@ from rlt_lightning.models.weights import (
     write_weights,
 )
 from rlt_lightning.pretrained import empty_model, ensure_pad_token, is_model_folder, load_tokenizer
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, as_list
 
 Adapter = Literal["merged", "separate"]
 
@@ -81,6 +81,10 @@ def export_model(
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(folder)
             generation = copy.deepcopy(model.generation_config)
+            configured = as_list(generation.eos_token_id)
+            missing = find_eos_token_ids(model, tokenizer).difference(configured)
+            if missing:
+                generation.eos_token_id = [*configured, *sorted(missing)]
             sampling = [
                 name
                 for name in ("temperature", "top_p", "top_k")
@@ -111,10 +115,9 @@ def write_trained_format(metadata: dict[str, Any], tokenizer: Any, folder: Path)
     write_format(trained, folder)
     question = [{"role": "user", "content": "?"}]
     system = [{"role": "system", "content": trained.system_prompt}] if trained.system_prompt else []
-    options = {"tokenize": False, "add_generation_prompt": True}
-    in_training = tokenizer.apply_chat_template(system + question, **options, enable_thinking=True)
+    in_training = render_chat(tokenizer, system + question).removesuffix(find_turn_opening(tokenizer)[0])
     tokenizer.chat_template = with_default_system(tokenizer.chat_template, trained.system_prompt)
-    if tokenizer.apply_chat_template(question, **options) != without_opened_thought(in_training):
+    if tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) != in_training:
         rank_zero_warn(
             "The chat template opens a thought after the question, which the training did without. Ask "
             "servers of this model through rlt chat, which sends the prompt of the training."
@@ -171,7 +174,9 @@ def write_model_folder(
     model, tensors = load_pretrained_tensors(metadata)
     files = WeightFiles(str(path / WEIGHTS))
     tensors |= {name: defer_reading(files, name, tensor) for name, tensor in trained_tensors(model).items()}
-    tokenizer = load_tokenizer(metadata["tokenizer"], metadata["trust_remote_code"])
+    tokenizer = load_tokenizer(
+        metadata["tokenizer"], metadata["trust_remote_code"], metadata["chat_template"]
+    )
     announce_writing(folder, weights_size(tensors.values()))
     with replace_folder(folder, ONE_PROCESS) as scratch:
         export_model(model, tensors, tokenizer, metadata, scratch, adapter)

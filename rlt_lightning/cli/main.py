@@ -15,18 +15,18 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from traceback import print_exception
 
 from jsonargparse import auto_cli
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
-from rlt_lightning.cli import ranks
 from rlt_lightning.cli.help import VERBS
-from rlt_lightning.cli.parser import OneLineParser, condense_message, end_with_mistake, split_words
-from rlt_lightning.cli.ranks import MISTAKES
+from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
 from rlt_lightning.cli.shared_settings import (
     CheckCommandLine,
     ExplainCommandLine,
@@ -34,16 +34,20 @@ from rlt_lightning.cli.shared_settings import (
     TeachCommandLine,
 )
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine
+from rlt_lightning.engines import EngineError
+from rlt_lightning.hub.client import PushError
 from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported
-from rlt_lightning.python.environment import (
-    find_global_rank,
-    quiet_third_parties,
-)
+from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.python.environment import quiet_third_parties
 from rlt_lightning.report import report
+from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
 from rlt_lightning.run.wandb_logger import dashboard
 from rlt_lightning.types import InputError
+
+# Errors whose message says what to do in one line; a traceback would add nothing.
+MISTAKES = (InputError, NonFiniteError, EngineError, PushError, MisconfigurationException)
 
 # The verbs without a trainer.
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -67,7 +71,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     verb, *words = sys.argv[1:] if arguments is None else arguments
     quiet_third_parties()
     warnings.formatwarning = format_warning
-    ranks.start_watch(find_global_rank())
+    ranks.end_with_parent()
     try:
         refuse_while_imported()
         if verb in COMMANDS:
@@ -81,14 +85,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         # A class that refuses its arguments raises a ValueError, and the parser wraps its message.
         refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
+        ranks.let_first_speak()
         if refused or isinstance(error, MISTAKES):
-            return end_with_mistake(condense_message(str(error)))
+            return end_with_mistake(str(error))
         remove_empty_folders()
-        ranks.fail_run(error)
-        raise
+        if not ranks.is_one_of_several():
+            raise
+        print_exception(error)
+        return end_with_mistake(f"{type(error).__name__}: {error}", status=1)
     except Interrupted as stop:
-        ranks.end_run()
-        if find_global_rank():
+        if ranks.find_global_rank():
             return 0  # rank 0 says how the run has ended
         print(f"rlt: interrupted. {stop} {explain_resume(verb, words)}", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -97,11 +103,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if not terminated and ending.code != 1:
             raise
         remove_empty_folders()
-        ranks.fail_run(ending)
+        if ranks.find_global_rank():
+            return 0
         cause = "terminated" if terminated else "interrupted"
         print(f"rlt: {cause}. {explain_resume(verb, words)}", file=sys.stderr)
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
-    ranks.end_run()
     return command_line.status
 
 

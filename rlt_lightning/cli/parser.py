@@ -13,11 +13,10 @@ from typing import Any, NoReturn, get_args
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from rlt_lightning.cli import ranks
 from rlt_lightning.cli.help import suggest_option
+from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.run.shipped import find_config
-from rlt_lightning.types import InputError
 
 # What may be meant as a config's name or file; anything else is YAML itself.
 NAME = re.compile(r"[\w~./][\w./+-]*")
@@ -86,10 +85,9 @@ class OneLineParser(LightningArgumentParser):
 
     def error(self, message: str, *args: Any) -> NoReturn:
         """Print the innermost reason and exit with status 2."""
-        line = condense_message(message)
-        if found := UNKNOWN.search(line):
-            line += f".{suggest_option(found[1], list_options(self))}"
-        sys.exit(end_with_mistake(line))
+        if unknown := UNKNOWN.search(message):
+            message = f"{message.strip()}.{suggest_option(unknown[1], list_options(self))}"
+        sys.exit(end_with_mistake(message))
 
 
 def list_options(parser: ArgumentParser, within: tuple[type, ...] = ()) -> Iterator[str]:
@@ -118,9 +116,12 @@ def list_leaves(cls: type) -> Iterator[type]:
         yield from list_leaves(subclass)
 
 
-def end_with_mistake(line: str) -> int:
-    """Print a user's mistake and return the exit status; with other ranks, end them all here."""
+def end_with_mistake(message: str, status: int = 2) -> int:
+    """Print what went wrong in one line and return the exit status; with other ranks, end here with it."""
     remove_empty_folders()
-    ranks.fail_run(InputError(line))
-    print(f"rlt: error: {line}", file=sys.stderr)
-    return 2
+    line = condense_message(message)
+    if not ranks.is_one_of_several():
+        print(f"rlt: error: {line}", file=sys.stderr)
+        return status
+    print(f"rlt: error: rank {ranks.find_global_rank()}: {line}", file=sys.stderr)
+    ranks.end_process(status)

@@ -2,7 +2,7 @@
 
 parse_arguments               read the configs and options; --seed sets the seeds, launch.share the devices
 before_instantiate_classes    choose and make the run folder (run/folder.py)
-instantiate_trainer           make the Trainer (python/trainer.py); watch the other processes (ranks.py)
+instantiate_trainer           make the Trainer (python/trainer.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
 after_fit, after_predict      say where everything is and what to do next
 """
@@ -28,15 +28,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-from rlt_lightning.cli import ranks
 from rlt_lightning.cli.help import VERBS
 from rlt_lightning.cli.parser import OneLineParser
+from rlt_lightning.cli.restarts import announce_restart, require_restartable
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.likelihood import POLICY, REFERENCE
-from rlt_lightning.python.environment import TRAINER_DEFAULTS, find_global_rank
+from rlt_lightning.python.environment import TRAINER_DEFAULTS
 from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.run.folder import (
     RunFolder,
@@ -47,6 +48,7 @@ from rlt_lightning.run.folder import (
     tell_changes,
 )
 from rlt_lightning.run.metrics import write_entries
+from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
@@ -239,7 +241,7 @@ class RLTCommandLine(LightningCLI):
         """Choose and make the run folder before anything is built."""
         config = self.config[self.subcommand]
         require_loggers(as_list(config.trainer.logger))
-        ranks.require_restartable(config.resume)
+        require_restartable(config.resume)
         verb = str(self.subcommand)
         default = "" if config.output_dir else self.name_run_folder(config.config)
         options = (config.get("ckpt_path"), config.resume, config.overwrite)
@@ -278,13 +280,14 @@ class RLTCommandLine(LightningCLI):
         for key, kind in (TESTING if self.subcommand == "test" else TRAINING).items():
             if any(isinstance(callback, kind) for callback in named):
                 keys.remove(key)
-        config["callbacks"] = [ranks.FailureReport(), *named]
+        config["callbacks"] = named
         del config["default_root_dir"]  # the run folder
         # Until here it was Lightning's, its base class, whose settings the parser shows.
         self.trainer_class = Trainer
         trainer = super().instantiate_trainer(output_dir=self.choice, **kwargs)
-        ranks.watch_trainer(trainer)
-        ranks.announce_restart()
+        if last := trainer.world_size - 1:
+            announce(f"waiting for {'rank 1' if last == 1 else f'ranks 1 to {last}'} to start")
+        announce_restart()
         return trainer
 
     def _parse_ckpt_path(self) -> None:

@@ -8,17 +8,13 @@ from itertools import accumulate
 from typing import Any
 
 from rlt_lightning.datamodules.control_tokens import MARK, encode_marked, mark_text
-from rlt_lightning.models.format import without_opened_thought
+from rlt_lightning.models.template import NO_SYSTEM_ROLE, find_turn_end, find_turn_opening, render_chat
 from rlt_lightning.tags import STRATOS, TagStyle, decode, require_fast, start_of_tag, tag_style
 from rlt_lightning.types import Completion, FinishReason, InputError, ModelView, Problem, Rollout, SFTExample
 
 BLOCK_BREAK = "\n\n"  # between the blocks of an assistant turn
 # Stands for the text after a prompt, which decides how the prompt's last newlines are tokenised.
 SENTINEL = "A"
-NO_SYSTEM_ROLE = (
-    "Use another model, or set data.teacher_system_prompt and data.student_system_prompt to '' if it knows "
-    "no system role."
-)
 
 TEACHER_SYSTEM_PROMPT = (
     "You are a teacher. You are given a question together with its solution. Explain step by step how to get "
@@ -77,8 +73,9 @@ class ChatFormat:
 
     Control tokens that question, solution or trace spell are read as text; see `control_tokens.py`.
 
-    The chat template renders only system, user and generation prompt. The assistant's text is appended
-    unchanged, since some templates cut reasoning out of an assistant turn.
+    The chat template renders only system, user and generation prompt, without a thought that it opens. The
+    assistant's text is appended unchanged, since some templates cut reasoning out of an assistant turn, after
+    what the template writes before every such text (`turn_opening`).
 
     Args:
         tokenizer: Fast tokenizer with a chat template.
@@ -115,10 +112,13 @@ class ChatFormat:
         self.student_system_prompt = fill_prompt(
             student_system_prompt, STUDENT_SYSTEM_PROMPT, self.student_tags, fills
         )
+        require_fast(tokenizer)
         if tokenizer.eos_token_id is None:
             raise InputError(
                 "The tokenizer must have an end-of-sequence token, but has none. Set its eos_token."
             )
+        self._opened_thought, self.turn_opening = find_turn_opening(tokenizer)
+        self.turn_end = find_turn_end(tokenizer)
         for system_prompt in (self.teacher_system_prompt, self.student_system_prompt):
             self._check_template(system_prompt)
         opening = self._encode_opening(self.opening_tag, self.tags)
@@ -136,9 +136,9 @@ class ChatFormat:
 
     @property
     def thought_opening(self) -> list[int]:
-        """Return the tokens that begin a student's turn: opening thought tag and separator."""
-        tags = self.student_tags
-        return encode_pieces(self.tokenizer, [tags.thought_open + tags.separator, SENTINEL])[0]
+        """Return the tokens that begin a student's turn, through opening thought tag and separator."""
+        opening = self.turn_opening + self.student_tags.thought_open + self.student_tags.separator
+        return encode_pieces(self.tokenizer, [opening, SENTINEL])[0]
 
     @property
     def answer_opening(self) -> list[int]:
@@ -171,12 +171,12 @@ class ChatFormat:
         """
         tags, own = self.tags, self.student_tags
         given = self._mark(solution)
-        chat = self.render_student_chat(question, student_system_prompt)
+        chat = self.render_student_chat(question, student_system_prompt) + self.turn_opening
         student_prefix, student_separator = self._encode_opening(chat + own.thought_open, own)
         teacher_prefix, think_prefix = student_prefix, student_separator
         if not self.thinks:
             opening = tags.solution_open + given + tags.solution_close + BLOCK_BREAK + self.opening_tag
-            prompt = self.render_teacher_chat(question) + opening
+            prompt = self.render_teacher_chat(question) + self.turn_opening + opening
             teacher_prefix, think_prefix = self._encode_opening(prompt, tags)
         if student_separator != think_prefix:
             # The two tags end differently, so that their prompts share no tokens.
@@ -256,29 +256,14 @@ class ChatFormat:
         Raises:
             InputError: If there is no template, or it refuses a system message.
         """
-        import jinja2
-
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         for asked, answered in earlier:
             messages.append({"role": "user", "content": self._mark(asked)})
-            messages.append({"role": "assistant", "content": self._mark(answered, keeps_tags=True)})
+            answered = self._mark(answered.removeprefix(self.turn_opening), keeps_tags=True)
+            messages.append({"role": "assistant", "content": answered})
         messages.append({"role": "user", "content": self._mark(question)})
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise InputError(
-                "The tokenizer must have a chat template, but has none. Use an instruction-tuned model, or "
-                "put a chat_template.jinja into its folder."
-            )
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
-            )
-        except jinja2.TemplateError as error:
-            raise InputError(
-                f"The chat template must accept a system and a user message, but it refused them ({error}). "
-                f"{NO_SYSTEM_ROLE}"
-            ) from error
-        # Ours replaces it.
-        return without_opened_thought(text)
+        # Our thought replaces it.
+        return render_chat(self.tokenizer, messages).removesuffix(self._opened_thought)
 
     # Completions
 
@@ -327,9 +312,9 @@ class ChatFormat:
     def build_teacher_sft_example(self, problem: Problem, trace: str) -> SFTExample:
         """Make an example of the teacher's prompt with a human's or a model's trace as its explanation.
 
-        The prompt has the same tokens as in RL. The loss counts the explanation, its end tag and the eos.
+        The prompt has the same tokens as in RL. The loss counts explanation, end tag and the end of the turn.
         """
-        completion = [*self.completion_from_trace(problem, trace).token_ids, self.tokenizer.eos_token_id]
+        completion = [*self.completion_from_trace(problem, trace).token_ids, self.turn_end]
         return build_masked_example(problem.row, problem.teacher_prompt, completion)
 
     def build_student_sft_example(
@@ -350,13 +335,11 @@ class ChatFormat:
             student_system_prompt: The row's system prompt; None for the format's.
         """
         tags = self.student_tags
-        turn = tags.thought_open + self._mark(thought) + tags.thought_close + BLOCK_BREAK
+        turn = self.turn_opening + tags.thought_open + self._mark(thought) + tags.thought_close + BLOCK_BREAK
         turn += tags.solution_open + self._mark(solution) + tags.solution_close
         # Prompt and turn are tokenised separately, as when the student is used.
         prompt = encode(self.tokenizer, self.render_student_chat(question, student_system_prompt))
-        return build_masked_example(
-            row_number, prompt, [*encode(self.tokenizer, turn), self.tokenizer.eos_token_id]
-        )
+        return build_masked_example(row_number, prompt, [*encode(self.tokenizer, turn), self.turn_end])
 
     def build_conversation(self, problem: Problem, thought: str) -> dict[str, Any]:
         """Return a thought and its problem as `system` and `conversations`, as in Bespoke-Stratos-17k."""

@@ -156,6 +156,8 @@ def find_thought(chat_format: ChatFormat, ids: list[int]) -> tuple[int, int, boo
     tags, texts = chat_format.student_tags, decode_each(chat_format.tokenizer, ids)
     text, starts = "".join(texts), [0, *accumulate(map(len, texts))]
     opening = tags.thought_open + tags.separator
+    if text.startswith(chat_format.turn_opening):
+        opening = chat_format.turn_opening + opening
     if not text.startswith(opening):
         return None
     close_at = text.find(tags.thought_close, len(opening))

@@ -466,7 +466,15 @@ def count_system_prompts(items: StoredItems, sources: list[StoredSource]) -> Cou
 
 PACKAGE = Path(__file__).parents[1]
 # The code that makes items; an entry of another version of it is not used.
-CODE = ("datamodules/*.py", "tasks/*.py", "judging/*.py", "models/format.py", "tags.py", "types.py")
+CODE = (
+    "datamodules/*.py",
+    "tasks/*.py",
+    "judging/*.py",
+    "models/format.py",
+    "models/template.py",
+    "tags.py",
+    "types.py",
+)
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "math-verify")
 QUESTION = "What is 1 + 1?"
 
@@ -487,7 +495,7 @@ def hash_code() -> str:
 def describe_format(chat_format: ChatFormat) -> dict[str, Any]:
     """Return what decides the tokens of a text, as plain values.
 
-    Two rendered conversations are among them: a template may write today's date into them.
+    Two rendered conversations are among them: a template may print special tokens. The date is in its text.
     """
     tokenizer = chat_format.tokenizer
     return {

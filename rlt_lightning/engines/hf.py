@@ -39,8 +39,9 @@ from rlt_lightning.engines.slots import (
     find_slot_fault,
 )
 from rlt_lightning.models.kernels import packed_weights, packing_pays
+from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.tags import StopWatcher, find_eos_token_ids
+from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, FinishReason
 
 # Tokens of prompts that are run at once, unless a single prompt has more.

@@ -19,7 +19,8 @@ from rlt_lightning.engines.base import (
     find_disagreement,
     require_context,
 )
-from rlt_lightning.tags import StopWatcher, find_eos_token_ids
+from rlt_lightning.models.template import find_eos_token_ids
+from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, InputError
 
 

@@ -43,8 +43,9 @@ from rlt_lightning.engines.push import GlooPush, WeightPush
 from rlt_lightning.engines.threads import iterate_in_thread
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.models.weights import gather_in_groups
-from rlt_lightning.tags import StopWatcher, find_eos_token_ids
+from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, InputError
 
 # A model's vocabulary exceeds its tokenizer's by less: it is rounded up to a size that suits the hardware.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 
 from rlt_lightning.datamodules.evaluation import EvaluationBatch, get_evaluation_data
+from rlt_lightning.engines import EngineError
 from rlt_lightning.evaluation.metrics import Figures, compute_figures, name_figures
 from rlt_lightning.evaluation.protocol import Sample, evaluate
 from rlt_lightning.judging.judge import Judge
@@ -16,6 +17,7 @@ from rlt_lightning.models.kernels import announce_slow_bfloat16
 from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.ranks import EndTogether
 from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError
 
@@ -53,6 +55,10 @@ class EvaluationModule(LightningModule):
         self.judge: Judge | None = None
         # Of all judged responses, without the texts.
         self.records: list[Row] = []
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Let all ranks end with the first that fails."""
+        return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
 
     def setup(self, stage: str) -> None:
         """Check that the model is whole."""

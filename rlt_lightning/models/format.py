@@ -130,11 +130,6 @@ def without_default_system(template: Any) -> Any:
     return ADDED.sub("", template) if isinstance(template, str) else template
 
 
-def without_opened_thought(prompt: str) -> str:
-    """Return a prompt without the thought that a reasoning model's template opens, or opens and closes."""
-    return re.sub(r"<think>\s*(</think>\s*)?$", "", prompt)
-
-
 def jinja_string(text: str) -> str:
     """Return a text as a string literal of a Jinja template."""
     special = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r"}

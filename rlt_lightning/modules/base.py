@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.engines import EngineError
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
 from rlt_lightning.models.lora import LoRA, add_adapter
@@ -41,6 +42,7 @@ from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.rollouts.collectives import gather_from_ranks
+from rlt_lightning.run.ranks import EndTogether
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
@@ -169,6 +171,10 @@ class PolicyModule(LightningModule):
         """Return how many forwards a forward with its backward costs: 3, or 2 if most weights are frozen."""
         return 3 if self.lora is None else 2
 
+    def configure_callbacks(self) -> list[Callback]:
+        """Let all ranks end with the first that fails."""
+        return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
+
     def setup(self, stage: str) -> None:
         """Refuse number types in which training does not work, before anything is loaded."""
         precision = self.trainer.precision
@@ -250,6 +256,7 @@ class PolicyModule(LightningModule):
         return {
             "pretrained": self.pretrained,
             "tokenizer": data.tokenizer_name,
+            "chat_template": data.format.tokenizer.chat_template,
             "trust_remote_code": self.trust_remote_code,
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),

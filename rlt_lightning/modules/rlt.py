@@ -61,6 +61,8 @@ from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype
 from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.rollout_rows import predicted_rows
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 
@@ -368,13 +370,14 @@ class RLTModule(OnPolicyModule):
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.validation.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
 
-    def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        """Score completions, which may come with the data; a callback writes the batch's scores."""
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Row]:
+        """Score completions, which may come with the data, and return a row of each; callbacks write them."""
         if batch.rollouts is None:
             batch.rollouts = self.require_sampler().sample_traces(batch.problems)
         self.require_fresh(batch.rollouts.policy_version)
         with self.phase("score"):
             batch.scores = self.score(batch.rollouts)
+        return list(predicted_rows(batch, get_stratos_data(self.trainer), str(self.pretrained)))
 
 
 def require_group(group_size: int) -> None:

@@ -28,8 +28,6 @@ STRAY = (
     ".*does not have many workers.*",
     # Our checkpoint callback saves at the end of a step.
     ".*Using `?ModelCheckpoint`? with manual optimization.*",
-    # Scores lie in the batch, where the writer takes them.
-    ".*predict returned None.*",
     # The folder of a resumed run is not empty.
     ".*exists and is not empty.*",
     ".*have overridden `transfer_batch_to_device`.*",
@@ -55,12 +53,6 @@ def quiet_third_parties() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for pattern in STRAY:
         warnings.filterwarnings("ignore", pattern)
-
-
-def find_global_rank() -> int:
-    """Return the rank of this process, which its launcher has set; 0 before anything is launched."""
-    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def require_known_strategy(strategy: Any) -> None:

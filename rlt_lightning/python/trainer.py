@@ -42,9 +42,9 @@ from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
+from rlt_lightning.models import template
 from rlt_lightning.python.environment import (
     TRAINER_DEFAULTS,
-    find_global_rank,
     quiet_third_parties,
     require_accelerator,
     require_known_strategy,
@@ -61,6 +61,7 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.metrics_csv import MetricsCSV
+from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.result import FitResult, read_fit_result
 from rlt_lightning.types import InputError, as_list
 
@@ -228,6 +229,7 @@ class Trainer(lightning.pytorch.Trainer):
         if self._opened is None:
             require_models(module)
         path = self._open(verb, None if ckpt_path is None else str(ckpt_path))
+        template.run_folder = Path(self.default_root_dir)
         own = self._testing if verb == "test" else self._training
         others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
         self.callbacks = sorted([*others, *own], key=place_in_order)
@@ -242,6 +244,7 @@ class Trainer(lightning.pytorch.Trainer):
             remove_empty_folders()
             raise
         finally:
+            template.run_folder = None
             if lends:
                 data.output_dir = None
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
+from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
 from rlt_lightning.run.metrics import OF_STUDENT, OURS
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, ModelView, Problem, PromptBatch, Rollout, Scores
 
 T = TypeVar("T")
+REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
 MOST_NUMBERS = 8  # of identical samples that a line names
 # Columns of a completion that each of several students has: the others come from the text.
 STUDENT_COLUMNS = tuple(metric.column for metric in OURS if metric.name in OF_STUDENT)
@@ -52,6 +56,86 @@ def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
             "worker": rollout.completion.worker,
             **terms,
         }
+
+
+def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
+    """Yield one row per scored completion, in the form of the data's task.
+
+    Args:
+        batch: A scored batch.
+        data: The datamodule that it comes from.
+        model: The name of the model that has sampled what is not given.
+    """
+    if data.task == "rlt":
+        yield from build_trace_rows(batch, data, model)
+    elif data.task == "student_rl":
+        yield from build_answer_rows(batch, data, model)
+    else:
+        yield from ({**rollout.problem.columns, **terms} for _, rollout, terms in pair_with_scores(batch))
+
+
+def build_trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
+    """Yield a row per trace: the source's columns, the trace, its Bespoke-Stratos form, and its scores."""
+    for number, rollout, terms in pair_with_scores(batch):
+        problem = rollout.problem
+        yield {
+            **drop_completion(problem),
+            "row": problem.row,
+            "trace": number,
+            "question": problem.question,
+            "solution": problem.solution.strip(),
+            "reasoning_trace": rollout.text,
+            **data.format.build_conversation(problem, rollout.text),
+            **terms,
+            **completion_columns(rollout, data),
+            "teacher": teacher,
+        }
+
+
+def build_answer_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
+    """Yield a row per answer: the source's columns, its own thought and solution, and how it was judged.
+
+    An answer that cannot be split stands whole in `reasoning_trace`, with an empty `solution`.
+    """
+    assert batch.scores is not None
+    assert batch.rollouts is not None
+    verdicts: Any = batch.scores.terms
+    size, correct = batch.rollouts.group_size, verdicts.correct.tolist()
+    for i, (number, rollout, terms) in enumerate(pair_with_scores(batch)):
+        problem, first = rollout.problem, i - number
+        turn = data.split_turn(rollout)
+        thought, solution = turn or (rollout.text, "")
+        conversation = dict.fromkeys(("system", "conversations"))
+        if turn:
+            conversation = data.format.build_conversation(replace(problem, solution=solution), thought)
+        yield {
+            **drop_completion(problem),
+            **read_reference(problem),
+            "row": problem.row,
+            "trace": number,
+            "question": problem.question,
+            "solution": solution,
+            "reasoning_trace": thought,
+            **conversation,
+            **terms,
+            "pass_rate": fmean(correct[first : first + size]),
+            "found_answer": verdicts.answers[i],
+            **completion_columns(rollout, data),
+            "model": model,
+        }
+
+
+def drop_completion(problem: Problem) -> Row:
+    """Return the source's columns without a completion, which the new trace replaces."""
+    return {name: value for name, value in problem.columns.items() if name != "completion"}
+
+
+def read_reference(problem: Problem) -> Row:
+    """Return what answers to a problem are judged by, as rows have it."""
+    found = {name: problem.columns[name] for name in REFERENCE if name in problem.columns}
+    if found.get("kind", "math") != "countdown":
+        found["answer"] = reference_answer(problem.reference)
+    return found
 
 
 def score_rows(scores: Scores) -> list[dict[str, float]]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.callbacks.predictions import build_trace_rows
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.rows import find_missing_columns, parse_row
@@ -30,6 +29,7 @@ from rlt_lightning.run.jsonl import Row, append_rows, format_line
 from rlt_lightning.run.metrics import COLUMNS
 from rlt_lightning.run.rollout_rows import (
     build_token_columns,
+    build_trace_rows,
     choose_student,
     describe_samples,
     identify_copy,

@@ -1,0 +1,183 @@
+"""What a chat template writes around an assistant's text, found by rendering it, and the date that it prints.
+
+generation prompt   …<|im_start|>assistant\\n
+written turn        …<|im_start|>assistant\\nTEXT<|im_end|>\\n              <|im_end|> ends a turn
+
+generation prompt   …[|assistant|]<thought>\\n                            opens <thought>, for us to drop
+written turn        …[|assistant|]TEXT[|endofturn|]\\n
+
+generation prompt   …<|start|>assistant
+written turn        …<|start|>assistant<|channel|>final<|message|>TEXT   begins with a channel
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import date
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from rlt_lightning.console import announce
+from rlt_lightning.models.format import jinja_string
+from rlt_lightning.types import InputError
+
+NO_SYSTEM_ROLE = (
+    "Use another model, or set data.teacher_system_prompt and data.student_system_prompt to '' if it knows "
+    "no system role."
+)
+QUESTION = {"role": "user", "content": "What is 1 + 1?"}
+ANSWER = {"role": "assistant", "content": "It makes two."}
+THOUGHT = "I count both."
+DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
+DATE_FILE = "template_date.txt"  # in a run folder, if a template prints the date
+
+run_folder: Path | None = None  # of the run of this process
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, str]], opens_turn: bool = True) -> str:
+    """Render messages with the tokenizer's chat template; with `opens_turn` the generation prompt, too.
+
+    Raises:
+        InputError: If there is no template, or it refuses the messages.
+    """
+    import jinja2
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            "The tokenizer must have a chat template, but has none. Use an instruction-tuned model, or "
+            "put a chat_template.jinja into its folder."
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=opens_turn, enable_thinking=True
+        )
+    except jinja2.TemplateError as error:
+        roles = " and ".join(dict.fromkeys(message["role"] for message in messages))
+        raise InputError(
+            f"The chat template must accept {roles} messages, but it refused them ({error}). {NO_SYSTEM_ROLE}"
+        ) from error
+    return text
+
+
+def split_written_turn(tokenizer: Any, *messages: dict[str, str]) -> tuple[str, str]:
+    """Render messages with `ANSWER` among them, and return what stands before and behind its text.
+
+    Raises:
+        InputError: If the template refuses the messages, or leaves the answer out.
+    """
+    before, answer, behind = render_chat(tokenizer, list(messages), opens_turn=False).rpartition(
+        ANSWER["content"]
+    )
+    if not answer:
+        raise InputError(
+            "The chat template must render an assistant's message, but it leaves it out. Use another model."
+        )
+    return before, behind
+
+
+def find_turn_opening(tokenizer: Any) -> tuple[str, str]:
+    """Compare a generation prompt with a written turn.
+
+    The turn is one before the last question: behind that, some templates write an empty thought into each.
+
+    Returns:
+        The end of the generation prompt that a written turn lacks, such as an opened thought, and what a
+        written turn has in its place before its text, such as a channel.
+
+    Raises:
+        InputError: See `split_written_turn`.
+    """
+    prompt = render_chat(tokenizer, [QUESTION])
+    written, _ = split_written_turn(tokenizer, QUESTION, ANSWER, QUESTION)
+    header = count_shared(prompt, written)
+    encoding = tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)
+    for start, end in encoding["offset_mapping"]:
+        if start < header < end:  # they differ within a token
+            header = start
+    if header <= count_shared(prompt, render_chat(tokenizer, [QUESTION], opens_turn=False)):
+        # The two name the assistant in different words. Servers send the generation prompt.
+        return "", ""
+    opened, opening = prompt[header:], written[header:]
+    if not (opened + opening).strip():
+        return "", ""
+    thinks = render_chat(tokenizer, [QUESTION, ANSWER | {"reasoning_content": THOUGHT}], opens_turn=False)
+    before, _, behind = thinks.rpartition(THOUGHT)
+    # An empty thought is what a turn with a thought lacks. A channel follows a thought, too.
+    is_empty_thought = opened + opening not in behind.partition(ANSWER["content"])[0]
+    return opened, "" if is_empty_thought and before[header:].strip() else opening
+
+
+def count_shared(first: str, second: str) -> int:
+    """Return with how many characters both texts begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def find_turn_end(tokenizer: Any) -> int:
+    """Return the token that the template writes behind an assistant's text; the eos where it writes none.
+
+    Raises:
+        InputError: See `split_written_turn`.
+    """
+    eos: int = tokenizer.eos_token_id
+    if not getattr(tokenizer, "chat_template", None):
+        return eos
+    behind = split_written_turn(tokenizer, QUESTION, ANSWER)[1].lstrip()
+    added = tokenizer.added_tokens_decoder.items()
+    ends = {token.content: number for number, token in added if behind.startswith(token.content)}
+    return ends[max(ends, key=len)] if ends else eos
+
+
+def find_eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Collect the tokens that end a turn, from generation config, tokenizer and chat template."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return {token for token in [*ids, tokenizer.eos_token_id, find_turn_end(tokenizer)] if token is not None}
+
+
+def fix_date(template: Any, name: str) -> Any:
+    """Return a chat template, or several by name, that prints the date of the run's start for today's.
+
+    Later stages get the date with the exported template.
+
+    Args:
+        template: The template.
+        name: Of the model, for messages.
+
+    Raises:
+        InputError: If the template computes the format of the date.
+    """
+    if isinstance(template, dict):
+        return {key: fix_date(text, name) for key, text in template.items()}
+    if not isinstance(template, str) or "strftime_now(" not in template:
+        return template
+    day = load_run_date()
+    fixed = DATE_CALL.sub(lambda call: jinja_string(day.strftime(call[2])), template)
+    if "strftime_now(" in fixed:
+        raise InputError(
+            f"The chat template of '{name}' must write out the format of the date that it prints, but "
+            "computes it, so that the date of this run cannot be fixed. Put the date into the template."
+        )
+    announce_date(name, day)
+    return fixed
+
+
+def load_run_date() -> date:
+    """Return the date that the run folder keeps, from its first start on; without a run that of today."""
+    folders = [] if run_folder is None else [run_folder, run_folder.parent]  # validate has a folder inside it
+    for path in (folder / DATE_FILE for folder in folders):
+        if path.is_file():
+            return date.fromisoformat(path.read_text().strip())
+    today = date.today()
+    if run_folder is not None and not getattr(rank_zero_only, "rank", None):
+        (run_folder / DATE_FILE).write_text(f"{today.isoformat()}\n")
+    return today
+
+
+@cache
+def announce_date(name: str, day: date) -> None:
+    """Say once that a template prints a date, and which."""
+    announce(f"the chat template of {name} prints the date, which stays {day.isoformat()}")

@@ -1,0 +1,227 @@
+"""The processes of a run end together, within seconds, and those of one node meet on the loopback.
+
+Lightning starts ranks 1, 2, … as children of rank 0. torchrun and SLURM start all ranks, and end all when one
+fails. Every module's `configure_callbacks` returns `EndTogether`, so that this works in scripts too.
+
+    rank 1 raises             prints why and ends       ──▶ rank 0 sees the status of its child, ends with it
+    rank 1 is killed          says nothing              ──▶ rank 0 says so, and ends
+    rank 0 ends, however                                ──▶ the kernel kills its children
+    a collective fails        mostly since another rank has ended: the launcher then ends this process
+                              or another rank is late: it prints where it is, and this process raises
+    all ranks raise the same  the first to enter its number into the store prints it
+
+There is no broadcast of a failure, since the other ranks sit in other collectives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from subprocess import Popen
+from typing import Any, NoReturn
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+from typing_extensions import override
+
+from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
+from rlt_lightning.run.folder import remove_empty_folders
+
+FIRST_FAILURE = "rlt_lightning/first_failure"  # in the store: the rank that failed first
+PR_SET_PDEATHSIG = 1  # of prctl
+PRINT_S = 0.5  # for a process to print its stack
+# How long a rank waits to be ended because another one has failed, or may clean up after its own failure.
+GRACE_S = 4.0
+# Rank 0's process, if Lightning's launcher has started this one.
+parent: int | None = None
+
+
+class EndTogether(Callback):
+    """End this rank when another one fails, and say why once; a module's `configure_callbacks` makes it.
+
+    It is made when Lightning has started the ranks and they have not met yet.
+
+    Args:
+        trainer: Knows the ranks.
+        together: An exception that all ranks raise together, and after which they meet once more.
+    """
+
+    def __init__(self, trainer: Trainer, together: type[Exception]) -> None:
+        self.together = together
+        self.store = meet_on_loopback(trainer)
+        self.children = getattr(trainer.strategy.launcher, "procs", [])
+        # Set once this process ends without being told to.
+        self.ends = threading.Event()
+        end_with_parent()
+        if self.children:
+            faulthandler.register(signal.SIGUSR1, all_threads=False)
+        for rank, child in enumerate(self.children, trainer.global_rank + 1):
+            threading.Thread(target=self.watch_child, args=(child, rank), daemon=True).start()
+
+    def watch_child(self, child: Popen[bytes], rank: int) -> None:
+        """End this process once a child has failed; a child that was not killed has said why.
+
+        Lightning's own observer, which looks every 5 s, would kill this process.
+        """
+        status = child.wait()
+        if status and not self.ends.is_set():
+            if status < 0:
+                killed_by = signal.Signals(-status).name
+                print(f"rlt: error: rank {rank}: It was ended by {killed_by}.", file=sys.stderr)
+            end_process(max(status, 1))
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, Exception) or isinstance(exception, self.together):
+            self.ends.set()
+            return
+        if is_broken_collective(exception):
+            wait_to_be_ended()
+            self.print_stacks_of_others()
+        let_first_speak()
+        self.ends.set()
+        ErrorHandler().record_exception(exception)  # for torchrun's table
+        end_after_traceback()
+        timer = threading.Timer(GRACE_S, end_if_cleaning_up, args=(trainer,))
+        timer.daemon = True
+        timer.start()
+
+    def print_stacks_of_others(self) -> None:
+        """Let the late ranks that this process can reach print where they are."""
+        for pid in [parent] if parent else [child.pid for child in self.children]:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(PRINT_S)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the process go on by itself after a run that went well, once no rank needs another one."""
+        trainer.strategy.barrier()
+        self.ends.set()
+        if parent:
+            set_death_signal(0)
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when rank 0 ends, if Lightning has started it as a child of rank 0."""
+    global parent
+    # Lightning's launcher sets WORLD_SIZE; the end of a run deletes it.
+    launched = os.environ.get("LOCAL_RANK", "0") != "0" and "WORLD_SIZE" in os.environ
+    if launched and not TorchElasticEnvironment.detect():
+        parent = os.getppid()
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
+    if parent:
+        set_death_signal(signal.SIGKILL)
+
+
+def set_death_signal(number: int) -> None:
+    """Set the signal that the kernel sends when the parent ends; 0: none. Only Linux has it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def meet_on_loopback(trainer: Trainer) -> distributed.TCPStore | None:
+    """Let the ranks of one node meet on the loopback; PyTorch would listen on all interfaces.
+
+    Returns:
+        On rank 0 the store that PyTorch will take for its own, since it has the same port.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    # With these, MASTER_ADDR is the address at which the ranks meet.
+    known = (LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment)
+    if trainer.num_nodes > 1 or not isinstance(environment, known) or distributed.is_initialized():
+        return None
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    # torchrun's own store listens where torchrun says.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    os.environ["MASTER_ADDR"] = LOOPBACK
+    if trainer.global_rank:
+        return None
+    listener = socket.create_server((LOOPBACK, environment.main_port))
+    return distributed.TCPStore(
+        LOOPBACK,
+        environment.main_port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def is_broken_collective(error: Exception) -> bool:
+    """Return whether a rank failed because another one has ended or is late."""
+    gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return gloo or isinstance(error, distributed.DistError)
+
+
+def let_first_speak() -> None:
+    """Return on the rank that failed first; the others wait until the launcher ends them."""
+    if not distributed.is_initialized():
+        # Rank 0 of torchrun or SLURM has read the same settings.
+        if parent is None and is_one_of_several() and find_global_rank():
+            wait_to_be_ended()
+        return
+    rank = str(distributed.get_rank())
+    store: Any = distributed.distributed_c10d._get_default_store()
+    try:
+        is_first = store.compare_set(FIRST_FAILURE, "", rank).decode() == rank
+    except distributed.DistError:  # rank 0, which holds the store, has ended
+        is_first = False
+    if not is_first:
+        wait_to_be_ended()
+
+
+def wait_to_be_ended() -> None:
+    """Wait until this process is ended because another one has failed; return after GRACE_S."""
+    # Lightning's handler would wait for the other ranks.
+    signal.signal(signal.SIGTERM, lambda *_: end_process(1))
+    time.sleep(GRACE_S)
+
+
+def find_global_rank() -> int:
+    """Return the rank of this process, which its launcher has set; 0 before anything is launched."""
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+
+
+def is_one_of_several() -> bool:
+    """Return whether a launcher has started this process, or this one has started others."""
+    return "LOCAL_RANK" in os.environ or SLURMEnvironment.detect()
+
+
+def end_after_traceback() -> None:
+    """Let the process end as soon as Python has printed an exception; its exit takes seconds and may hang."""
+    print_traceback = sys.excepthook
+
+    def print_and_end(*error: Any) -> None:
+        print_traceback(*error)
+        end_process(1)
+
+    sys.excepthook = print_and_end
+
+
+def end_if_cleaning_up(trainer: Trainer) -> None:
+    """End a failed process in which Lightning still cleans up: that may wait for ranks that have ended."""
+    if trainer.state.stage is not None:
+        end_process(1)
+
+
+def end_process(status: int) -> NoReturn:
+    """End at once, without the cleaning up that may wait for ranks that have ended."""
+    remove_empty_folders()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
