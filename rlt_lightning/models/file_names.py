@@ -133,26 +133,26 @@ def to_file_names(model: Any, named_tensors: list[NamedTensor]) -> list[NamedTen
         model: The model, as `load_model` or `empty_model` made it.
         named_tensors: Its weights, or placeholders for them, under its names without an adapter.
     """
-    from transformers.core_model_loading import apply_converters, apply_renamings, dot_natural_key
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     reverse = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
     renamings, converters, by_pattern = split_conversions(reverse)
     groups: dict[str, Group] = {}
     tensors = dict(named_tensors)
     for name in sorted(tensors, key=dot_natural_key):
-        key, pattern = apply_converters(name, converters)
+        key, pattern = rename_source_key(name, [], converters, reverse=True)
         groups.setdefault(key, Group(by_pattern.get(pattern or ""))).sources.append((name, pattern))
     in_files: list[Any] = []
     for key, group in groups.items():
         sources = [tensors[name] for name, _ in group.sources]
         if group.converter is None:
-            in_files.append((apply_renamings(key, renamings), sources[0]))
+            in_files.append((rename_source_key(key, renamings, [])[0], sources[0]))
             continue
         empty = [torch.empty(full_shape(t), dtype=t.dtype, device="meta") for t in sources]
         parts = Parts(sources, partial(group.convert, model, key))
         for name, part in group.convert(model, key, empty).items():
             deferred = Deferred(part.shape, part.dtype, partial(parts.read, name))
-            in_files.append((apply_renamings(name, renamings), deferred))
+            in_files.append((rename_source_key(name, renamings, [])[0], deferred))
     return in_files
 
 
