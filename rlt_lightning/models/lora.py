@@ -117,8 +117,8 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
     from peft.tuners.lora import ParamWrapper
     from transformers.pytorch_utils import Conv1D
 
-    layers, root = lora.targets, model
-    if layers == "all-linear":
+    layers, root = [lora.targets] if isinstance(lora.targets, str) else lora.targets, model
+    if lora.targets == "all-linear":
         # Peft would adapt the experts and the router of some families in place of their linear layers, as it
         # takes the names for those of older files. It does so only for a model with a configuration.
         layers, root = list_linear_layers(model), nn.ModuleList([model])
