@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from trainers import bare_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlt_lightning.callbacks import ModelExporter
+from rlt_lightning.callbacks import ModelExporter, ResponseCallback
 from rlt_lightning.engines import DiskPush, VLLMEngine
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.file_names import to_file_names
@@ -34,6 +35,7 @@ from rlt_lightning.models.lora import (
 )
 from rlt_lightning.models.weights import (
     Deferred,
+    NamedTensor,
     gather_in_groups,
     stored_once,
     whole_tensors,
@@ -158,6 +160,24 @@ def test_workers_are_pushed_the_names_of_files(folders: dict[str, str], tmp_path
         named_tensors = Dispatcher(engine, 1, 1.0)._list_weights(model)
         assert push.push(named_tensors, [WorkerClient(worker.url)], VERSION) == {}
     require_pushed(folders["qwen3_moe"], tmp_path)  # B is still 0
+
+
+def test_an_evaluation_pushes_the_names_of_files(folders: dict[str, str]) -> None:
+    pushed: dict[str, Any] = {}
+
+    class Recording(VLLMEngine):
+        def health(self) -> None: ...
+
+        def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
+            pushed.update(named_tensors)
+            self.policy_version = policy_version
+
+        def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None: ...
+
+    trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(problems=[SimpleNamespace(prompt=[5, 6, 7])]))
+    module: Any = SimpleNamespace(policy=load_model(folders["qwen3_moe"]))
+    ResponseCallback(Recording(["http://127.0.0.1:1"]))._push(trainer, module)
+    assert pushed.keys() == read_folder(folders["qwen3_moe"]).keys()
 
 
 def require_pushed(model: str, folder: Path) -> None:
