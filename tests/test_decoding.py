@@ -17,6 +17,7 @@ from sampling import sample_groups
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw, invert_exactly
 from rlt_lightning.engines.slots import Prompts, attend, choose_decoder, decode_attention
+from rlt_lightning.models.attention import register_segment_attention
 from rlt_lightning.models.kernels import build_packed_forward, packed_weights
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.pretrained import load_model, load_tokenizer
@@ -92,6 +93,7 @@ def tiny(kind: str, attention: str = "rlt_segments", **changes: Any) -> Any:
         "max_position_embeddings": 512,
     }
     torch.manual_seed(0)
+    register_segment_attention()
     config = AutoConfig.for_model(kind, **settings | changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
