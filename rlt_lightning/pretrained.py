@@ -23,6 +23,7 @@ from rlt_lightning.models.embedded import (
     quiet_transformers,
     resolve,
 )
+from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
 from rlt_lightning.models.template import find_turn_end, fix_date
 from rlt_lightning.models.weights import Read, WeightFiles
@@ -144,7 +145,7 @@ def empty_model(
         with quiet_transformers(), contextlib.suppress(OSError):  # there is none
             model.generation_config = GenerationConfig.from_pretrained(resolve(name))
     with waiting_for_hub("weights of", name):
-        return model, WeightFiles(name, f"{model.base_model_prefix}.")
+        return model, PretrainedFiles(model, WeightFiles(name))
 
 
 def meta_model(

@@ -199,7 +199,9 @@ def run_job(
     tokens: int = 4096,
     checkpoint: str | None = None,
     lora: bool = False,
+    targets: list[str] | str = "all-linear",
     adapter: Adapter = "separate",
+    export: bool = False,
     uneven: bool = False,
     spoil: bool = False,
     base: Literal["full", "4bit"] = "full",
@@ -226,7 +228,9 @@ def run_job(
         tokens: Of a micro-batch.
         checkpoint: To go on from.
         lora: Train an adapter, and export it.
+        targets: Of the adapter.
         adapter: Merged or separate.
+        export: Export the model without an adapter, too.
         uneven: All of a step's prompts but the first, which is rank 0's, get completions ten times as long.
         spoil: Make a gradient NaN.
         base: How the weights beside the adapter are stored.
@@ -270,7 +274,7 @@ def run_job(
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        callbacks=[*callbacks, *([ModelExporter(adapter=adapter)] if lora else [])],
+        callbacks=[*callbacks, *([ModelExporter(adapter=adapter)] if lora or export else [])],
         **options,
         precision="bf16-mixed" if strategy.endswith("_bf16") else "32-true",
     )
@@ -285,7 +289,7 @@ def run_job(
             states=states,
         ),
         micro_batch_tokens=tokens,
-        lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,
+        lora=LoRA(rank=4, alpha=8.0, targets=targets, base=base) if lora else None,
     )
     module: Counted
     if likelihood:

@@ -16,11 +16,12 @@ from sampling import sample_groups
 
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw, invert_exactly
-from rlt_lightning.engines.slots import Prompts, attend, decode_attention, find_slot_fault
+from rlt_lightning.engines.slots import Prompts, attend, choose_decoder, decode_attention
+from rlt_lightning.models.attention import register_segment_attention
 from rlt_lightning.models.kernels import build_packed_forward, packed_weights
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.pretrained import load_model, load_tokenizer
-from rlt_lightning.types import Completion
+from rlt_lightning.types import Completion, InputError
 
 WORDS = 512
 
@@ -92,39 +93,39 @@ def tiny(kind: str, attention: str = "rlt_segments", **changes: Any) -> Any:
         "max_position_embeddings": 512,
     }
     torch.manual_seed(0)
+    register_segment_attention()
     config = AutoConfig.for_model(kind, **settings | changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-# Architecture, changes of its configuration, and a word of the reason for transformers' cache, if any.
+# Architecture, changes of its configuration, and how it is sampled.
 ARCHITECTURES = {
-    "llama": ("llama", {}, None),
-    "qwen2": ("qwen2", {}, None),
-    "qwen3": ("qwen3", {"head_dim": 16}, None),
-    "one key head": ("llama", {"num_key_value_heads": 1}, None),
+    "llama": ("llama", {}, "slots"),
+    "qwen2": ("qwen2", {}, "slots"),
+    "qwen3": ("qwen3", {"head_dim": 16}, "slots"),
+    "one key head": ("llama", {"num_key_value_heads": 1}, "slots"),
     "a window in some layers": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        "DynamicSlidingWindowLayer",
+        "padded",
     ),
-    "a window in all layers": ("mistral", {"sliding_window": 8}, "DynamicSlidingWindowLayer"),
+    "a window in all layers": ("mistral", {"sliding_window": 8}, "padded"),
     "soft caps": (
         "gemma2",
         {"attention": "eager", "sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8},
-        "does not share prefixes",
+        "padded",
     ),
-    "an attention of transformers": ("qwen2", {"attention": "sdpa"}, "does not share prefixes"),
+    "an attention of transformers": ("qwen2", {"attention": "sdpa"}, "padded"),
 }
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_architectures_sample_the_same_tokens(miniature: str, name: str) -> None:
-    kind, changes, reason = ARCHITECTURES[name]
+    kind, changes, decoder = ARCHITECTURES[name]
     model, tokenizer = tiny(kind, **changes), load_tokenizer(miniature)
     model.generation_config.eos_token_id = 7
     tokenizer.decode = lambda *args, **options: ""  # the model has words that the tokenizer lacks
-    fault = find_slot_fault(model, lambda **inputs: model(**inputs))
-    assert fault is None if reason is None else reason in (fault or "")
+    assert choose_decoder(model, lambda **inputs: model(**inputs)) == decoder
     asked: tuple[Any, ...] = (random_prompts([2, 30, 11]), Sampling(1.0), 3, "", [1, 2, 3], [40, 9, 25])
     theirs = sample_groups(started(PlainEngine, model, tokenizer), *asked)
     for max_sequences in (64, 4):
@@ -135,14 +136,36 @@ def test_a_convolution_cache_samples_its_own_tokens(miniature: str) -> None:
     model, tokenizer = tiny("lfm2", layer_types=["conv", "full_attention"]), load_tokenizer(miniature)
     tokenizer.decode = lambda *args, **options: ""
     engine = started(HFEngine, model, tokenizer, 3)
-    prompts = random_prompts([12, 12])  # padding would go through its convolution
+    prompts = random_prompts([12, 5])
     groups = sample_groups(engine, prompts, Sampling(0, max_completion_length=8), 2, "", [1, 2])
-    assert engine.needs_transformers_cache
+    assert engine.decoder == "padded"
     for prompt, group in zip(prompts, groups, strict=True):
         assert group[0].token_ids == group[1].token_ids
         ids = torch.tensor([prompt + group[0].token_ids])
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == group[0].token_ids
+
+
+def test_a_cache_that_forgets_the_prompt_is_found(miniature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(query: Any, own: Any, shared: Any, scale: float) -> Any:
+        return decode_attention(query, own, (0 * shared[0], 0 * shared[1], shared[2]), scale)
+
+    monkeypatch.setattr("rlt_lightning.engines.slots.decode_attention", forgetful)
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(miniature, dtype).eval()
+        assert choose_decoder(model, model.__call__) == "padded"
+
+
+def test_a_model_without_right_log_probs_is_refused() -> None:
+    model = tiny("llama")
+
+    def call(**inputs: Any) -> Any:
+        output = model(**inputs)
+        output.logits += torch.randn(output.logits.shape)
+        return output
+
+    with pytest.raises(InputError, match="LlamaForCausalLM does not: with no cache log-probs differ by"):
+        choose_decoder(model, call)
 
 
 def test_adapted_models_sample_the_same_tokens(miniature: str) -> None:
@@ -161,7 +184,7 @@ def test_adapted_models_sample_the_same_tokens(miniature: str) -> None:
     )
     ours = started(HFEngine, model.train(), tokenizer)
     assert_same(sample_groups(ours, *asked), sample_groups(started(PlainEngine, model, tokenizer), *asked))
-    assert ours.needs_transformers_cache is False
+    assert ours.decoder == "slots"
     assert model.training
 
 
@@ -172,7 +195,7 @@ def test_half_precision_is_stored_in_half_precision(miniature: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         [[completion]] = sample_groups(engine, random_prompts([6], 300), sampling, 1, "", [1])
         logits = model(torch.tensor([random_prompts([6], 300)[0] + completion.token_ids])).logits[0, 5:-1]
-    assert engine.needs_transformers_cache is False
+    assert engine.decoder == "slots"
     slots = [call["slots"] for call in calls.inputs if "slots" in call][-1]
     stored = [*slots.own.values(), *slots.shared.values()]
     assert {states.dtype for pair in stored for states in pair} == {torch.bfloat16}

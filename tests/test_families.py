@@ -1,132 +1,66 @@
-"""Small random models of many families are scored like transformers' eager forward, or refused.
+"""Small random models of many families are scored and sampled like a plain eager forward, or refused.
 
 The first families differ in kind and run in every test; the others are further cases.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import full
+from families import FAMILIES, build
+from sampling import sample_groups
 from tiny import StrictEntry
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.packed import compute_log_probs, disable_dropout, verify_layout
 from rlt_lightning.modules.phases import count_flops
 from rlt_lightning.numerics import PackedSequences, ScoredSequence
-from rlt_lightning.pretrained import load_model
+from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
-REACH = 24  # tokens that a layer sees at a time, where a family has such a length: the texts are longer
-BASE: dict[str, Any] = {
-    "vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-    "initializer_range": 0.15, "bos_token_id": 3, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-DEEPSEEK = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "kv_lora_rank": 16,
-    "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "head_dim": 16,
-}  # fmt: skip
-MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-}  # fmt: skip
-WINDOW = {"sliding_window": REACH}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-SPARSE = {
-    "head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "dense_intermediate_size": 96, "shared_intermediate_size": 32, "intermediate_size": 32,
-    "index_n_heads": 2, "index_head_dim": 16,
-    "index_block_size": 8, "index_topk_blocks": 3, "index_local_blocks": 1,
-    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-}  # fmt: skip
-# Model type, what differs from BASE, and the layout in which it must run.
-FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "an indexer's keys": (
-        "deepseek_v32",
-        DEEPSEEK | {"index_topk": REACH, "index_n_heads": 4, "index_head_dim": 32},
-        "single",
-    ),
-    "an indexer's blocks": ("minimax_m3_vl_text", SPARSE, "single"),
-    "values narrower than keys": ("deepseek_v3", DEEPSEEK, "packed"),
-    "functional dropout": ("seed_oss", {"head_dim": 16, "attention_bias": True}, "auto"),
-    "a multiplier of the head": (
-        "falcon_h1",
-        MAMBA | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.5},
-        "single",
-    ),
-    "sliding windows": (
-        "gemma3_text",
-        {"head_dim": 16, "sliding_window": REACH, "query_pre_attn_scalar": 24},
-        "packed",
-    ),
-    "layers with other heads": (
-        "gemma4_text",
-        {
-            "head_dim": 16, "global_head_dim": 32, "sliding_window": REACH, "num_hidden_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 500,
-            "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0,
-        },
-        "packed",
-    ),
-    "a fixed factor called dynamic": (
-        "hunyuan_v1_dense",
-        {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1,
-                "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            },
-        },
-        "auto",
-    ),
-}  # fmt: skip
-FURTHER: dict[str, tuple[str, dict[str, Any], str]] = {
-    "qwen2": ("qwen2", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}, "packed"),
-    "starcoder2": ("starcoder2", {"sliding_window": None, "residual_dropout": 0.1}, "auto"),
-    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.1}, "auto"),
-    "doge": ("doge", {"keep_window_size": REACH}, "single"),
-    "cohere2": ("cohere2", {"logit_scale": 0.25, "sliding_window": REACH, "head_dim": 16}, "packed"),
-    "granite": ("granite", {"embedding_multiplier": 4.0, "logits_scaling": 2.0}, "auto"),
-    "gpt_oss": ("gpt_oss", EXPERTS | {"head_dim": 16, "sliding_window": REACH}, "single"),
-    "mixtral": ("mixtral", EXPERTS | {"sliding_window": None}, "auto"),
-    "llama4": (
-        "llama4_text",
-        {
-            "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
-            "attention_chunk_size": REACH, "interleave_moe_layer_step": 2, "num_hidden_layers": 4,
-        },
-        "packed",
-    ),
-}  # fmt: skip
+KINDS = [
+    "deepseek_v32",  # an indexer chooses keys
+    "deepseek_v3",  # values are narrower than keys
+    "seed_oss",  # dropout in functions
+    "falcon_h1",  # attention beside a state, and a multiplier of the head
+    "gemma4_text",  # windows, and layers with other heads
+    "llama4_text",  # chunks, and a temperature of positions
+    "phi3, longrope",  # a longer text turns all positions otherwise
+    "minimax",  # a cache of its own
+]
+CASES = [*KINDS, *(full(name) for name in FAMILIES if name not in KINDS)]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+spec = importlib.util.spec_from_file_location(
+    "models_page", Path(__file__).parents[1] / "scripts" / "models_page.py"
+)
+assert spec is not None
+assert spec.loader is not None
+models_page = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(models_page)
 
 
-@pytest.mark.full
-def test_noise_in_training_is_named(tmp_path: Any) -> None:
-    # In training its router draws which experts a token goes through.
-    build("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}, tmp_path)
-    model = load_model(str(tmp_path)).train()
-    disable_dropout(model)
-    with pytest.raises(InputError, match="it draws random numbers in training"):
-        verify_layout(StrictEntry(model), "phimoe", "auto")
-
-
-def build(kind: str, options: dict[str, Any], folder: Any) -> None:
-    """Write a random model whose norms and biases are no constants."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **BASE | options), dtype=torch.float32
+def build_pair(name: str, folder: Path) -> tuple[Any, Any]:
+    """Return the model as a run loads it, and transformers' plainest."""
+    build(name, folder)
+    attention = FAMILIES[name].reference
+    return (
+        load_model(str(folder)).train(),  # as in a run: what is random in training must be off
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval(),
     )
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 and not name.endswith(("A_log", ".D", "dt_bias")):
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
+
+
+def draw_texts(*lengths: int) -> list[list[int]]:
+    """Draw words of which none comes twice: Doge's layers choose among equal scores as rounding decides."""
+    words = torch.randperm(490, generator=torch.Generator().manual_seed(3)) + 4
+    return [text.tolist() for text in words[: sum(lengths)].split(lengths)]
 
 
 def log_probs_by_eager(model: Any, token_ids: list[int], start: int) -> Tensor:
@@ -135,23 +69,64 @@ def log_probs_by_eager(model: Any, token_ids: list[int], start: int) -> Tensor:
     return logits.gather(1, ids[0, start:, None]).squeeze(1)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *map(full, FURTHER)])
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_a_family_is_scored_as_its_eager_forward(family: str, tmp_path: Any) -> None:
-    kind, options, layout = (FAMILIES | FURTHER)[family]
-    build(kind, options, tmp_path)
-    model = load_model(str(tmp_path)).train()  # as in a run: what is random in training must be off
+def test_a_family_is_scored_as_its_eager_forward(name: str, tmp_path: Path) -> None:
+    layout = FAMILIES[name].layout
+    model, plain = build_pair(name, tmp_path)
     disable_dropout(model)
-    assert verify_layout(StrictEntry(model), family, "auto") == layout
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(3)
-    prefix, *rests = (torch.randint(4, 500, (n,), generator=generator).tolist() for n in (40, 90, 20, 33))
+    if layout == "refused":
+        with pytest.raises(InputError, match="it draws random numbers in training"):
+            verify_layout(StrictEntry(model), name, "auto")
+        return
+    assert verify_layout(StrictEntry(model), name, "auto") == layout
+    prefix, *rests = draw_texts(40, 90, 20, 33)
     sequences = [ScoredSequence(prefix, rest, [False] * 40 + [True] * len(rest)) for rest in rests]
     together = ((0, 1, 2),) if layout == "auto" else ((0,), (1,), (2,))
     rows = [((i,),) for i in range(3)] if layout == "single" else [together]
     packed = [PackedSequences.from_sequences(sequences, row, torch.device("cpu")) for row in rows]
-    found = torch.cat([compute_log_probs(model, row)[0] for row in packed])
-    wanted = torch.cat([log_probs_by_eager(plain, prefix + rest, 40) for rest in rests])
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    ours = torch.cat([compute_log_probs(model, row)[0] for row in packed])
+    expected = torch.cat([log_probs_by_eager(plain, prefix + rest, 40) for rest in rests])
+    torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
     assert count_flops(model, 10, 10, 10) > 0
+
+
+def sample_greedily(model: Any, prompt: list[int], number: int) -> tuple[list[int], list[float]]:
+    """Return the likeliest tokens and their log-probs, each by a forward of all tokens before it."""
+    ids, log_probs = list(prompt), []
+    for _ in range(number):
+        last = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+        ids.append(int(last.argmax()))
+        log_probs.append(float(last.max()))
+    return ids[len(prompt) :], log_probs
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_a_family_is_sampled_as_its_eager_forward(name: str, tmp_path: Path, miniature: str) -> None:
+    family = FAMILIES[name]
+    model, plain = build_pair(name, tmp_path)
+    tokenizer = load_tokenizer(miniature)
+    tokenizer.decode = lambda *args, **options: ""  # the model has words that the tokenizer lacks
+    engine = HFEngine()
+    engine.start(model, tokenizer, tmp_path)
+    # Padding beside short prompts; one prompt crosses what a layer sees at a time, one is longer.
+    prompts = draw_texts(3, 20, 40, 20)
+    groups = sample_groups(engine, prompts, Sampling(0, max_completion_length=9), 2, "", [1, 2, 3, 4])
+    assert engine.decoder == family.decoder
+    for prompt, group in zip(prompts, groups, strict=True):
+        assert group[0].token_ids == group[1].token_ids
+        tokens, log_probs = sample_greedily(plain, prompt, len(group[0].token_ids))
+        assert group[0].token_ids == tokens
+        assert group[0].log_probs == pytest.approx(log_probs, abs=family.tolerance)
+
+
+@pytest.mark.parametrize("name", ["phi3, longrope", "minimax", "llama"])
+def test_the_page_has_a_familys_row(name: str) -> None:
+    row, refused = models_page.describe(name)
+    assert all(f"{line}\n" in models_page.PAGE.read_text() for line in [row, *refused])
+
+
+@pytest.mark.full
+def test_the_page_is_what_its_script_writes() -> None:
+    assert models_page.PAGE.read_text() == models_page.write_page()

@@ -161,5 +161,5 @@ def require_same_tokens(cache: str) -> None:
 
 def start_on(device: str, model: Any, tokenizer: Any, cache: str) -> HFEngine:
     engine = started(HFEngine, model.to(device), tokenizer, max_sequences=5)
-    engine.needs_transformers_cache = cache == "transformers'"
+    engine.decoder = "slots" if cache == "ours" else "padded"
     return engine

@@ -20,6 +20,7 @@ from rlt_lightning.checkpoints.folder import (
 )
 from rlt_lightning.console import announce_writing
 from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.format import (
     ModelFormat,
     with_default_system,
@@ -100,7 +101,7 @@ def export_model(
         else:
             save_adapter_config(model, resolve(metadata["pretrained"]), folder)
     if adapter == "merged":
-        named_tensors, file_name = merge_weights(model, tensors), SAFETENSORS
+        named_tensors, file_name = to_file_names(model, merge_weights(model, tensors)), SAFETENSORS
     else:
         named_tensors, file_name = list_adapter_weights(tensors), ADAPTER_FILE
     write_weights(named_tensors, folder, strategy.global_rank, strategy.world_size, file_name)

@@ -243,8 +243,8 @@ class Engine(Protocol):
         until it is set.
 
         Args:
-            named_tensors: Pairs of name and tensor: the teacher's weights under the names of from_pretrained,
-                with a LoRA merged in; if the engine `takes_adapters`, only the LoRA's matrices under peft's
+            named_tensors: Pairs of name and tensor: the teacher's weights under the names of its files, with
+                a LoRA merged in; if the engine `takes_adapters`, only the LoRA's matrices under peft's
                 names. In process, the model's own parameters. An engine outside the process must take the
                 tensors from `models.weights.gather_in_groups(named_tensors, group_bytes)`, which yields lists
                 of whole tensors in this order, without the names. It must iterate to the end even if sending

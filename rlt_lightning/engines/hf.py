@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -31,13 +30,7 @@ from rlt_lightning.engines.base import (
     SampleRequest,
     Sampling,
 )
-from rlt_lightning.engines.slots import (
-    Decoder,
-    SlotDecoder,
-    TransformersDecoder,
-    find_device,
-    find_slot_fault,
-)
+from rlt_lightning.engines.slots import Decoder, build_decoder, choose_decoder, find_device
 from rlt_lightning.models.kernels import packed_weights, packing_pays
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.numerics.transfers import upload
@@ -72,8 +65,8 @@ class HFEngine(Engine):
     def __init__(self, max_sequences: int = 64) -> None:
         self.max_sequences = max_sequences
         self.model: Any = None
-        # Whether the model needs transformers' cache; None: not known yet.
-        self.needs_transformers_cache: bool | None = None
+        # How the model is run (slots.py); None: not known yet.
+        self.decoder: str | None = None
         self.tokenizer: Any = None
         # Both are set by `use_sharded_model`, where weights are sharded.
         self.run: Callable[..., Any] | None = None
@@ -82,7 +75,7 @@ class HFEngine(Engine):
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Keep the trainer's model itself: no copy, so it always holds the current weights."""
         if model is not self.model:
-            self.needs_transformers_cache = None
+            self.decoder = None
         self.model, self.tokenizer = model, tokenizer
 
     def describe(self) -> EngineDescription:
@@ -137,7 +130,8 @@ class HFEngine(Engine):
         self.model.eval()  # gradient checkpointing would switch the key-value cache off
         try:
             max_rows = min(self.max_sequences, sum(request.num_completions for request in requests))
-            decoder = self._build_decoder(max_rows, max(limits, default=0))
+            self.decoder = self.decoder or choose_decoder(self.model, self._call)
+            decoder = build_decoder(self.decoder, self.model, self._call, max_rows, max(limits, default=0))
             batch = ContinuousBatch(
                 groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues
             )
@@ -146,21 +140,6 @@ class HFEngine(Engine):
         finally:
             self.model.train(was_training)
         yield from enumerate(draft.to_completion() for group in groups for draft in group.drafts)
-
-    def _build_decoder(self, max_rows: int, longest: int) -> Decoder:
-        """Return a decoder with our cache where the model can use it, else with transformers'."""
-        device = find_device(self.model)
-        if self.needs_transformers_cache is None:
-            fault = find_slot_fault(self.model, self._call)
-            self.needs_transformers_cache = fault is not None
-            if fault:
-                rank_zero_info(
-                    f"HFEngine samples {type(self.model).__name__} with transformers' key-value cache, which "
-                    f"is slower than its own: {fault}."
-                )
-        if self.needs_transformers_cache:
-            return TransformersDecoder(self._call, device)
-        return SlotDecoder(self._call, device, max_rows, longest)
 
     def _pack_weights(self, max_rows: int, longest: int) -> AbstractContextManager[Any]:
         """Return a context in which weights are laid out for a CPU's kernels, if that saves time."""
@@ -300,7 +279,8 @@ class ContinuousBatch:
             num_rows += len(group.drafts)
             num_tokens += len(group.prompt)
             turn_is_full = self.decoder.in_turns and num_rows > room
-            if chosen and (turn_is_full or num_tokens > PREFILL_TOKENS):
+            fits = self.decoder.mixes_lengths or len(group.prompt) == len((chosen or [group])[0].prompt)
+            if chosen and (turn_is_full or not fits or num_tokens > PREFILL_TOKENS):
                 break
             chosen.append(self.waiting.popleft())
         self.continues(True)

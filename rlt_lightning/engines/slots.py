@@ -10,6 +10,13 @@ Rows and prompts fill the first slots without gaps: when one leaves, the last mo
 model's layers call `update` as they call transformers' caches; the attention then reads the slots itself
 (`attend`), so that nothing is concatenated, repeated or padded on the left.
 
+`choose_decoder` compares each way with the model's forward, the fastest first:
+
+    slots      our cache
+    padded     transformers' cache; prompts of different lengths together, padded on the left
+    unpadded   transformers' cache; only prompts of one length together
+    uncached   no cache: every token runs its whole row
+
 A new token attends to its row's own tokens and to the prompt. The queries of all rows that continue a prompt
 read it together, as rows of one product; the result is merged with the attention to each row's own tokens by
 their log-sum-exps.
@@ -19,17 +26,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from rlt_lightning.models.attention import PackedRow
-from rlt_lightning.models.packed import FORWARD_ERRORS, known_fault
+from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
+from rlt_lightning.models.packed import (
+    FORWARD_ERRORS,
+    find_longest_checked,
+    find_longest_reach,
+    find_position_fault,
+    known_fault,
+    list_own_attentions,
+    set_attention,
+)
 from rlt_lightning.numerics.attention import Segments, merge_
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.types import first_line
+from rlt_lightning.types import InputError, first_line
 
 # Runs the model with these keyword arguments.
 Call = Callable[..., Any]
@@ -42,6 +59,8 @@ class Decoder(Protocol):
 
     # Whether prompts can be added only while there are no rows.
     in_turns: bool
+    # Whether prompts of different lengths can be run together.
+    mixes_lengths: bool
 
     def prefill(self, prompts: list[list[int]]) -> Tensor:
         """Run prompts, which take the next slots; return the logits of their next tokens, (P, V)."""
@@ -63,6 +82,7 @@ class SlotDecoder:
     """Uses our cache: a prompt's keys and values are stored once, and rows come and go at any time."""
 
     in_turns = False
+    mixes_lengths = True
 
     def __init__(self, call: Call, device: torch.device, max_rows: int, longest: int) -> None:
         self.call = call
@@ -97,32 +117,47 @@ class SlotDecoder:
 
 
 class TransformersDecoder:
-    """Uses transformers' cache, for any architecture; a prompt's states are copied for each of its rows."""
+    """Runs the model as transformers' `generate` does; a prompt's states are copied for each of its rows.
+
+    Args:
+        model: Prepares its inputs, for instance drops a cache that has become wrong.
+        call: Runs the model.
+        mixes_lengths: Whether prompts of different lengths are run together, padded on the left.
+        cached: Whether to use a cache.
+    """
 
     in_turns = True
 
-    def __init__(self, call: Call, device: torch.device) -> None:
+    def __init__(self, model: Any, call: Call, mixes_lengths: bool = True, cached: bool = True) -> None:
+        self.model = model
         self.call = call
-        self.device = device
-        self.cache: Any = None
-        self.mask = torch.empty(0)  # (rows in the cache, tokens)
+        self.mixes_lengths = mixes_lengths
+        self.cached = cached
+        self.device = find_device(model)
+        self.ids = torch.empty(0)  # (rows in the cache, tokens)
+        self.inputs: dict[str, Any] = {}  # beside the ids: positions, mask, cache
         self.order: list[int] = []  # which row of the cache each row is
 
     def prefill(self, prompts: list[list[int]]) -> Tensor:
-        """See `Decoder`: the prompts are padded on the left."""
+        """See `Decoder`."""
+        from transformers.generation import GenerationConfig, GenerationMode
+
         length = max(map(len, prompts))
-        rows = [[prompt[0]] * (length - len(prompt)) + prompt for prompt in prompts]
+        self.ids = upload([[prompt[0]] * (length - len(prompt)) + prompt for prompt in prompts], self.device)
         lengths = upload([len(prompt) for prompt in prompts], self.device)
-        self.mask = (torch.arange(length, device=self.device) >= length - lengths[:, None]).long()  # (P, L)
-        output = self.call(
-            input_ids=upload(rows, self.device),
-            attention_mask=self.mask,
-            position_ids=(self.mask.cumsum(dim=1) - 1).clamp(min=0),
-            use_cache=True,
-            logits_to_keep=1,
+        mask = (torch.arange(length, device=self.device) >= length - lengths[:, None]).long()  # (P, L)
+        self.inputs = {
+            "attention_mask": mask if len(set(map(len, prompts))) > 1 else None,
+            "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+            "use_cache": self.cached,
+        }
+        if self.model._supports_logits_to_keep():
+            self.inputs["logits_to_keep"] = 1
+        config = GenerationConfig(use_cache=self.cached)
+        self.model._prepare_cache_for_generation(
+            config, self.inputs, GenerationMode.SAMPLE, len(prompts), length
         )
-        self.cache = output.past_key_values
-        return output.logits[:, -1]
+        return self._run(num_new=None)
 
     def add_row(self, prompt: int) -> None:
         """See `Decoder`."""
@@ -138,19 +173,138 @@ class TransformersDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """See `Decoder`."""
-        if self.order != list(range(len(self.mask))):
+        if self.order != list(range(len(self.ids))):
             order = upload(self.order, self.device)
-            self.cache.reorder_cache(order)
-            self.mask = self.mask[order]
+            self.ids = self.ids[order]
+            for name, value in self.inputs.items():
+                if isinstance(value, Tensor):
+                    self.inputs[name] = value[order]
+                elif hasattr(value, "reorder_cache"):
+                    value.reorder_cache(order)
             self.order = list(range(len(order)))
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
-        return self.call(
-            input_ids=tokens[:, None],
-            attention_mask=self.mask,
-            position_ids=self.mask.sum(dim=1, keepdim=True) - 1,
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits[:, -1]
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
+        return self._run(num_new=1 if self.cached else None)
+
+    def _run(self, num_new: int | None) -> Tensor:
+        """Run the last tokens of every row, or all; return the logits of the next tokens, (n, V)."""
+        inputs = self.model.prepare_inputs_for_generation(
+            self.ids, next_sequence_length=num_new, is_first_iteration=num_new is None, **self.inputs
+        )
+        output = self.call(**inputs)
+        self.inputs = self.model._update_model_kwargs_for_generation(output, self.inputs)
+        return output.logits[:, -1]
+
+
+# Ways of sampling, from fastest to slowest, as a message calls them.
+DECODERS = {
+    "slots": "HFEngine's own cache",
+    "padded": "transformers' cache",
+    "unpadded": "transformers' cache and only prompts of one length at a time",
+    "uncached": "no cache",
+}
+
+
+def build_decoder(name: str, model: Any, call: Call, max_rows: int, longest: int) -> Decoder:
+    """Return the decoder with this name in `DECODERS`, for rows that sample `longest` tokens at most."""
+    if name == "slots":
+        return SlotDecoder(call, find_device(model), max_rows, longest)
+    return TransformersDecoder(model, call, mixes_lengths=name == "padded", cached=name != "uncached")
+
+
+@torch.no_grad()
+def choose_decoder(model: Any, call: Call) -> str:
+    """Return the name of the fastest decoder whose log-probs equal those of the model's forward.
+
+    Prompts of uneven lengths are continued with given tokens, one of them across the length that the
+    configuration names as what a layer sees.
+
+    Raises:
+        InputError: If none is right.
+    """
+    device = find_device(model)
+    config = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    reach = find_longest_reach(config, find_longest_checked(model, device))
+    lengths = [5, max(8, reach - 2), 9 + reach, 5, 5, 5]
+    num_words = min(1000, config.vocab_size)
+    texts = [torch.randint(num_words, (n,), generator=generator).tolist() for n in lengths]
+    prompts, rests = texts[:3], texts[3:]
+
+    def compute_logits(token_ids: list[int]) -> Tensor:
+        return call(input_ids=upload([token_ids], device), use_cache=False).logits[0, -1]
+
+    if model.config._attn_implementation == SEGMENT_ATTENTION:
+        try:
+            compute_logits(prompts[0])
+        except FORWARD_ERRORS:
+            # An evaluation scores nothing, so no check of a layout has changed the attention.
+            set_attention(model, list_own_attentions(model)[0])
+    wholes = [prompt + rest for prompt, rest in zip(prompts, rests, strict=True)]
+    expected = torch.stack([compute_logits(text) for text in prompts + wholes]).float().log_softmax(-1)
+    faults: list[str] = []
+    for name, text in DECODERS.items():
+        build = partial(build_decoder, name, model, call, max_rows=6, longest=5)
+        fault = find_known_fault(name, model) or find_decoder_fault(build, prompts, rests, expected)
+        if fault is None:
+            if faults:
+                rank_zero_info(
+                    f"HFEngine samples {type(model).__name__} with {text}, which is slower: {faults[-1]}."
+                )
+            return name
+        faults.append(f"with {text} {fault}")
+    raise InputError(
+        f"HFEngine must sample with the log-probs of the model's forward, but {type(model).__name__} does "
+        f"not: {faults[-1]}. Use another model, or a vLLM worker."
+    )
+
+
+def find_known_fault(name: str, model: Any) -> str | None:
+    """Return a known fault of a decoder that no short text shows, or None."""
+    if name == "slots":
+        return find_architecture_fault(model)
+    return find_position_fault(model) if name == "padded" else None
+
+
+def find_decoder_fault(
+    build: Callable[[], Decoder], prompts: list[list[int]], rests: list[list[int]], expected: Tensor
+) -> str | None:
+    """Compare a decoder with the log-probs behind each prompt and each rest, (2P, V); return the fault."""
+    try:
+        decoder = build()
+        if decoder.mixes_lengths:
+            logits = force_tokens(decoder, prompts, rests)
+        else:
+            pairs = [force_tokens(build(), [p], [r]) for p, r in zip(prompts, rests, strict=True)]
+            logits = torch.cat(pairs, dim=1)
+    except FORWARD_ERRORS as error:
+        return f"its forward fails ({first_line(error)})"
+    difference = (logits.flatten(0, 1).float().log_softmax(-1) - expected).abs()
+    exact = logits.dtype in (torch.float32, torch.float64)
+    # In bf16 30 layers differ by rounding alone by 0.05 nats, in the mean.
+    size, bound = (difference.max().item(), 1e-3) if exact else (difference.mean().item(), 0.1)
+    return None if size <= bound else f"log-probs differ by {size:.2g} nats"  # NaN is a fault too
+
+
+def force_tokens(decoder: Decoder, prompts: list[list[int]], rests: list[list[int]]) -> Tensor:
+    """Return the logits behind each prompt and behind each of its rests, (2, P, V).
+
+    A second row of each prompt, with other tokens, leaves after two steps: the last row takes its place.
+    """
+    behind_prompts = decoder.prefill(prompts)
+    rows = []
+    for slot, rest in enumerate(rests):
+        for tokens in (rest[::-1], rest):
+            decoder.add_row(slot)
+            rows.append(tokens)
+    logits = behind_prompts
+    for step in range(len(rests[0])):
+        if step == 2:
+            for row in reversed(range(0, len(rows), 2)):
+                decoder.drop_row(row)
+                rows[row] = rows[-1]
+                rows.pop()
+        logits = decoder.step(upload([tokens[step] for tokens in rows], behind_prompts.device))
+    return torch.stack([behind_prompts, logits[[rows.index(rest) for rest in rests]]])
 
 
 def find_architecture_fault(model: Any) -> str | None:
@@ -163,44 +317,6 @@ def find_architecture_fault(model: Any) -> str | None:
     if kinds:
         return f"it needs layers of another kind ({', '.join(sorted(kind.__name__ for kind in kinds))})"
     return None
-
-
-@torch.no_grad()
-def find_slot_fault(model: Any, call: Call) -> str | None:
-    """Compare our cache with the model's own forward on random tokens; return the fault, or None."""
-    if fault := find_architecture_fault(model):
-        return fault
-    device = find_device(model)
-    generator = torch.Generator().manual_seed(0)
-    num_words = min(1000, model.config.get_text_config().vocab_size)
-    first, second, *rests = (
-        torch.randint(num_words, (n,), generator=generator).tolist() for n in (5, 8, 3, 3, 3)
-    )
-    prompts = [first, first, second]
-    own = torch.stack(
-        [
-            call(input_ids=torch.tensor([prompt + rest], device=device), use_cache=False).logits[0, -4:]
-            for prompt, rest in zip(prompts, rests, strict=True)
-        ]
-    ).float()  # (3, 4, V)
-    try:
-        decoder = SlotDecoder(call, device, 3, 3)
-        logits = [decoder.prefill([first, second])[[0, 0, 1]]]
-        for slot in (0, 0, 1):
-            decoder.add_row(slot)
-        logits += [decoder.step(torch.tensor(tokens, device=device)) for tokens in zip(*rests, strict=True)]
-    except FORWARD_ERRORS as error:
-        return f"its forward fails with it ({first_line(error)})"
-    difference = (torch.stack(logits, dim=1).float().log_softmax(-1) - own.log_softmax(-1)).abs()
-    exact = computes_exactly(model, device)
-    size, bound = (difference.max().item(), 1e-3) if exact else (difference.mean().item(), 0.05)
-    return None if size <= bound else f"log-probs differ by {size:.2g} nats with it"  # NaN is a fault too
-
-
-def computes_exactly(model: Any, device: torch.device) -> bool:
-    """Return whether the model computes in fp32 or float64."""
-    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
-    return exact and not torch.is_autocast_enabled(device.type)
 
 
 def find_device(model: Any) -> torch.device:

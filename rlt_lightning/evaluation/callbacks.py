@@ -36,7 +36,7 @@ from rlt_lightning.evaluation.module import EvaluationModule
 from rlt_lightning.evaluation.protocol import require_responses_fit, sample_responses
 from rlt_lightning.evaluation.results import render
 from rlt_lightning.judging.answers import JUDGE_VERSION
-from rlt_lightning.models.lora import merge_weights
+from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.run.jsonl import append_rows, keep_rows, rewrite
@@ -208,10 +208,10 @@ class ResponseCallback(Callback):
         if self.engine.in_process or module.policy is None:
             self.engine.health()
             return
-        tensors = dict(module.policy.named_parameters())
-        push_until_current(self.engine, lambda: merge_weights(module.policy, tensors), 0)
+        policy = module.policy
+        push_until_current(self.engine, lambda: to_file_names(policy, [*policy.named_parameters()]), 0)
         text = get_evaluation_data(trainer).problems[0].prompt[:PROBE_TOKENS]
-        self.engine.verify(text, {0: sequence_log_probs(module.policy, text).tolist()})
+        self.engine.verify(text, {0: sequence_log_probs(policy, text).tolist()})
 
 
 class EvaluationWriter(Callback):

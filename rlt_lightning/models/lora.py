@@ -1,14 +1,17 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) in a model of any sharding: peft's layers, our weights.
 
 An adapted layer computes W x + (alpha / rank) B A x, Eq. 3, where only A and B are trained. peft replaces
-single layers, so the model keeps its class, its configuration and its blocks.
+single layers, so the model keeps its class, its configuration and its blocks. The experts of a mixture are
+stacked in one parameter: peft stacks their A and B too, and adds B A to each expert's W.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -38,7 +41,9 @@ class LoRA:
     Args:
         rank: Rows of A and columns of B.
         alpha: Updates are scaled by alpha / rank.
-        targets: Names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear: all but the head.
+        targets: Names of what is adapted: linear layers, such as [q_proj, v_proj], and the stacked experts of
+            a mixture, such as [experts.gate_up_proj, experts.down_proj]; all-linear: all linear layers but
+            the head, and no stacked experts.
         base: How the frozen weights are stored: full, in the model's type; 4bit: the linear layers in 4 bits
             (QLoRA), for one process or DDP.
     """
@@ -107,32 +112,83 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
 
 
 def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
-    """Replace the target layers by peft's, and refuse targets that are no linear layers."""
+    """Replace the target layers by peft's, and refuse targets that cannot be adapted."""
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import ParamWrapper
     from transformers.pytorch_utils import Conv1D
 
+    layers, root = [lora.targets] if isinstance(lora.targets, str) else lora.targets, model
+    if lora.targets == "all-linear":
+        # Peft would adapt the experts and the router of some families in place of their linear layers, as it
+        # takes the names for those of older files. It does so only for a model with a configuration.
+        layers, root = list_linear_layers(model), nn.ModuleList([model])
+        root.is_loaded_in_4bit = getattr(model, "is_loaded_in_4bit", False)  # type: ignore[assignment]
+    parameters, modules = (
+        [f".{n}" for n, _ in pairs] for pairs in (model.named_parameters(), model.named_modules())
+    )
+    stacked = [target for target in layers if any(name.endswith(f".{target}") for name in parameters)]
+    only_stacked = {target for target in stacked if not any(name.endswith(f".{target}") for name in modules)}
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=lora.targets,
+        target_modules=[target for target in layers if target not in only_stacked],
+        target_parameters=stacked or None,
         task_type="CAUSAL_LM",
     )
     try:
-        inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=empty)
+        inject_adapter_in_model(config, root, ADAPTER, low_cpu_mem_usage=empty)
     except ValueError as error:
         raise InputError(
             "model.lora.targets must be all-linear or names of linear layers of the model, but is "
             f"{lora.targets} ({first_line(error)}). Correct it."
         ) from error
+    model.peft_config = root.peft_config
     if isinstance(model.get_output_embeddings(), adapted_layer_class()):
         raise InputError("model.lora.targets must leave the language-model head out, but names it. Drop it.")
-    layers: dict[str, Any] = dict(model.named_modules())
-    for name, layer in layers.items():
-        adapted = isinstance(layer, adapted_layer_class())
-        if adapted and not isinstance(layer.get_base_layer(), (nn.Linear, Conv1D)):
+    for name, layer in adapted_layers(model):
+        if not isinstance(layer, ParamWrapper) and not isinstance(
+            layer.get_base_layer(), (nn.Linear, Conv1D)
+        ):
             raise InputError(f"model.lora.targets must be linear layers, but {name} is none. Drop it.")
-        if adapted:
-            layer._cast_input_dtype = cast_unless_autocast
+        layer._cast_input_dtype = cast_unless_autocast
+
+
+def list_linear_layers(model: Any) -> list[str]:
+    """Return the names of a model's linear layers, but the head and those that peft cannot adapt."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    names = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head:
+            # Mamba's kernels read the weight of its last layer themselves, so that an adapter there is idle.
+            with suppress(ValueError):
+                _check_lora_target_modules_mamba(LoraConfig(), model, name.rpartition(".")[2])
+                names.append(name)
+    return names
+
+
+def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return peft's layers in a model, by name."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, adapted_layer_class())]
+
+
+def describe_adapter(model: nn.Module) -> str:
+    """Return a line that says what is adapted, and which stacked experts stay as they are."""
+    adapted = {name_base_weight(name, layer) for name, layer in adapted_layers(model)}
+    experts = {n for n, p in model.named_parameters() if len(full_shape(p)) == 3 and "experts" in n}
+    line = f"model.lora adapts {len(adapted)} weights: {list_short_names(adapted)}"
+    if frozen := list_short_names(experts - adapted):
+        line += f". Its targets do not name {frozen}, which stay as they are"
+    return line
+
+
+def list_short_names(names: set[str]) -> str:
+    """Return the last words of weights' names, each once: q_proj, experts.down_proj."""
+    words = [unadapted_name(name).removesuffix(".weight").split(".") for name in names]
+    return ", ".join(sorted({".".join(w[-2:] if w[-2] == "experts" else w[-1:]) for w in words}))
 
 
 def cast_unless_autocast(states: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,7 +207,16 @@ def is_adapter(name: str) -> bool:
 
 def unadapted_name(name: str) -> str:
     """Return the name that a weight had before the model was adapted."""
-    return name.replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name)
+
+
+def name_base_weight(name: str, layer: Any) -> str:
+    """Return the name of the weight that one of peft's layers adapts; those of stacked experts are nested."""
+    peft_layer: Any = adapted_layer_class()
+    parameter = getattr(layer, "parameter_name", "weight")
+    while isinstance(layer, peft_layer):
+        layer, name = layer.base_layer, f"{name}.base_layer"
+    return f"{name}.{parameter}"
 
 
 def adapted_layer_class() -> type:
@@ -161,15 +226,18 @@ def adapted_layer_class() -> type:
     return LoraLayer
 
 
-def defer_merge(weight: Any, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Deferred:
+def defer_merge(
+    weight: Any, a: Tensor, b: Tensor, scale: float, transposed: bool, num_experts: int = 1
+) -> Deferred:
     """Return a placeholder for W + scale * B A, which is computed when it is read.
 
     Args:
-        weight: W, or a placeholder for it.
-        a: (rank, in).
-        b: (out, rank).
+        weight: W, or a placeholder for it; (experts, out, in) of several experts.
+        a: (experts * rank, in), one expert after another.
+        b: (out, rank * experts), one rank after another.
         scale: alpha / rank.
         transposed: Whether W is stored as (in, out).
+        num_experts: The number of experts.
     """
 
     @torch.no_grad()
@@ -180,8 +248,16 @@ def defer_merge(weight: Any, a: Tensor, b: Tensor, scale: float, transposed: boo
         the GPU. The CPU then computes what `rlt export` computes.
         """
         with whole_tensors([weight, a, b]) as [whole, whole_a, whole_b]:
-            update = scale * (whole_b.to(whole.device).float() @ whole_a.to(whole.device).float())
-            return (whole.float() + (update.T if transposed else update)).to(whole.dtype)
+            whole_a, whole_b = whole_a.to(whole.device).float(), whole_b.to(whole.device).float()
+            of_experts = zip(
+                whole_a.chunk(num_experts),
+                whole_b.unflatten(1, (-1, num_experts)).unbind(2),
+                strict=True,
+            )
+            update = scale * torch.stack([part_b @ part_a for part_a, part_b in of_experts])
+            return (whole.float() + (update.mT if transposed else update).reshape(whole.shape)).to(
+                whole.dtype
+            )
 
     return Deferred(torch.Size(full_shape(weight)), weight.dtype, merge)
 
@@ -193,17 +269,20 @@ def merge_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor
         model: The model, whose layers say what is adapted, and how.
         tensors: Its weights by name, or placeholders for them.
     """
-    layers: dict[str, Any] = dict(model.named_modules())
+    layers = {name_base_weight(name, layer): (name, layer) for name, layer in adapted_layers(model)}
     # Codes of 4 bits mean nothing to others; placeholders for original weights stay.
     whole = dequantised_weights(model)
     tensors = {n: whole.get(n, t) if isinstance(t, Tensor) else t for n, t in tensors.items()}
     merged: list[NamedTensor] = []
     for name, tensor in tensors.items():
-        layer_name, is_adapted, rest = name.partition(".base_layer.")
-        if is_adapted and rest == "weight":
-            layer = layers[layer_name]
+        if name in layers:
+            layer_name, layer = layers[name]
             a, b = (tensors[f"{layer_name}.lora_{matrix}.{ADAPTER}.weight"] for matrix in "AB")
-            tensor = defer_merge(tensor, a, b, layer.scaling[ADAPTER], layer.fan_in_fan_out)
+            # Peft swaps the sizes that it reads where W of experts is (experts, out, in).
+            stacked = hasattr(layer, "parameter_name") and len(full_shape(tensor)) == 3
+            transposed = not layer._did_swap_in_out_features if stacked else layer.fan_in_fan_out
+            num_experts = layer.num_experts if stacked else 1
+            tensor = defer_merge(tensor, a, b, layer.scaling[ADAPTER], transposed, num_experts)
         if not is_adapter(name):
             merged.append((unadapted_name(name), tensor))
     return merged
@@ -211,7 +290,7 @@ def merge_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor
 
 def without_adapter(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return `function(model, *arguments)` with the adapter switched off."""
-    layers: list[Any] = [m for m in model.modules() if isinstance(m, adapted_layer_class())]
+    layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         # enable_adapters() would freeze A and B as well.
         layer._disable_adapters = True
@@ -233,6 +312,16 @@ def list_adapter_weights(tensors: dict[str, Any]) -> list[NamedTensor]:
 
 def save_adapter_config(model: Any, base: str, folder: Path) -> None:
     """Write the configuration that peft and vLLM read; `base` is the model that was adapted."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     config = copy.copy(model.peft_config[ADAPTER])
+    # Peft takes the names of some linear layers for those of experts in older files. It adapts their weights
+    # as what they are, by matrices of the same names, if they are called parameters.
+    as_loaded = copy.deepcopy(config)
+    convert_peft_config_for_transformers(as_loaded, model, None)
+    mistaken = set(config.target_modules) - set(as_loaded.target_modules)
+    config.target_modules = set(config.target_modules) - mistaken
+    weights = [f"{name}.weight" for name in sorted(mistaken)]
+    config.target_parameters = [*(config.target_parameters or []), *weights]
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(folder)

@@ -68,7 +68,10 @@ def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
     base = model.base_model
     if base is model:  # Llama 4's class gives its base another name than it has
         base = next(part for part in model.children() if part is not model.get_output_embeddings())
-    return base(**options).last_hidden_state[0, packed.predictors]
+    hidden = base(**options).last_hidden_state[0, packed.predictors]
+    # ModernBERT has further layers before the linear one, under the name that this has elsewhere.
+    head = getattr(model, "lm_head", None)
+    return hidden if head in (None, model.get_output_embeddings()) else head(hidden)
 
 
 def compute_log_probs(
@@ -206,10 +209,9 @@ def logit_scale(model: Any, temperature: float) -> LogitScale:
         config, "lm_head_multiplier", None
     )  # Cohere, Falcon-H1
     divisor = getattr(config, "logits_scaling", None)  # Granite
-    cap = getattr(config, "final_logit_softcapping", None) or getattr(
-        config, "logits_soft_cap", None
-    )  # Gemma 2
-    return LogitScale(temperature, scale or 1 / (divisor or 1), cap)
+    names = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma 2, …, xLSTM
+    caps = (getattr(config, name, None) for name in names)
+    return LogitScale(temperature, scale or 1 / (divisor or 1), next(filter(None, caps), None))
 
 
 def call_model(run: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
@@ -305,6 +307,17 @@ def known_fault(model: Any, layout: Layout) -> str | None:
     config = model.config.get_text_config()
     if layout in ("auto", "shared_prefix") and model.config._attn_implementation != SEGMENT_ATTENTION:
         return f"its attention ('{model.config._attn_implementation}') does not share prefixes"
+    if layout != "single" and (fault := find_position_fault(model)):
+        return fault
+    chosen = [name for name, value in config.to_dict().items() if CHOICE.search(name) and value]
+    if layout != "single" and chosen:
+        return f"its layers choose among all tokens of a row ({', '.join(chosen)})"
+    return None
+
+
+def find_position_fault(model: Any) -> str | None:
+    """Return why a sequence's neighbours in a row or a batch would change its positions, or None."""
+    config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
     # Hunyuan calls a fixed factor, alpha, dynamic.
@@ -312,11 +325,10 @@ def known_fault(model: Any, layout: Layout) -> str | None:
         r.get("rope_type") == "longrope" or (r.get("rope_type") == "dynamic" and not r.get("alpha"))
         for r in by_layer
     ]
-    if layout != "single" and any(depends):
-        return "the longest sequence of a row would decide how positions of the others are turned"
-    chosen = [name for name, value in config.to_dict().items() if CHOICE.search(name) and value]
-    if layout != "single" and chosen:
-        return f"its layers choose among all tokens of a row ({', '.join(chosen)})"
+    if any(depends):
+        return "the longest sequence would decide how positions of the others are turned"
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4
+        return "what stands before a sequence would count in the temperature of its attention"
     return None
 
 

@@ -209,15 +209,13 @@ class WeightFiles:
 
     Args:
         name: Local folder, hub id, or a name such as miniature.
-        prefix: The part of the model's names that some files leave out: files of a model without a head.
     """
 
-    def __init__(self, name: str, prefix: str = "") -> None:
+    def __init__(self, name: str) -> None:
         from safetensors import SafetensorError, safe_open
         from transformers.utils.hub import cached_file
 
         self.name = name
-        self.prefix = prefix
         try:
             index = cached_file(resolve(name), SAFETENSORS_INDEX, _raise_exceptions_for_missing_entries=False)
             names = [SAFETENSORS]
@@ -237,7 +235,6 @@ class WeightFiles:
         """Return one whole tensor, in the type in which it is stored."""
         from safetensors import safe_open
 
-        key = key if key in self.file_of else key.removeprefix(self.prefix)
         if key not in self.file_of:
             raise InputError(
                 f"Files that are read tensor by tensor must have every weight under its name, but the files "
@@ -245,6 +242,13 @@ class WeightFiles:
             )
         with safe_open(self.file_of[key], framework="pt") as file:
             return file.get_tensor(key)
+
+    def empty(self, key: str) -> Tensor:
+        """Return a tensor's shape, as an empty tensor on the meta device."""
+        from safetensors import safe_open
+
+        with safe_open(self.file_of[key], framework="pt") as file:
+            return torch.empty(file.get_slice(key).get_shape(), device="meta")
 
 
 def weights_size(tensors: Iterable[Any], dtype: torch.dtype | None = None) -> int:

@@ -14,15 +14,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines import EngineError
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
-from rlt_lightning.models.lora import LoRA, add_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
-from rlt_lightning.models.weights import trained_parameters
+from rlt_lightning.models.weights import WeightFiles, trained_parameters
 from rlt_lightning.modules.frozen import RunModel
 from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
 from rlt_lightning.modules.phases import PhaseStats, PhaseTimer, forward_flops, matmul_rate
@@ -223,6 +225,7 @@ class PolicyModule(LightningModule):
             model, read = empty_model(*options)
             if lora is not None:
                 read = add_adapter(model, lora, self.seed, read)
+                announce(describe_adapter(model))
             announce_model(name, dtype, role)
             entry = self.sharding.fill(model, read)
             entry.read = read
@@ -232,7 +235,10 @@ class PolicyModule(LightningModule):
         with torch.device("cpu") if in_4_bits else nullcontext():
             model = load_model(*options, role)
             if lora is not None:
+                # The export merges into weights that it reads from the files.
+                PretrainedFiles(model, WeightFiles(name))
                 add_adapter(model, lora, self.seed)
+                announce(describe_adapter(model))
         return ModelEntry(model)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

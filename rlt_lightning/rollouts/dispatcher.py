@@ -40,6 +40,7 @@ from rlt_lightning.engines.base import (
     stream_completions,
 )
 from rlt_lightning.engines.threads import run_in_background
+from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.lora import list_adapter_weights, merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.rollouts.collectives import Collectives, waiting_for_ranks
@@ -267,7 +268,9 @@ class Dispatcher:
     def _list_weights(self, policy: Any) -> list[NamedTensor]:
         """Return what the engine is pushed: a LoRA's matrices, or whole weights with the LoRA merged in."""
         tensors = dict(policy.named_parameters())
-        return list_adapter_weights(tensors) if self.engine.takes_adapters else merge_weights(policy, tensors)
+        if self.engine.takes_adapters:
+            return list_adapter_weights(tensors)
+        return to_file_names(policy, merge_weights(policy, tensors))
 
     def _verify(self) -> None:
         """Let the engine compare the workers' log-probs of a text with the trainer's."""

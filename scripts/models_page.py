@@ -1,0 +1,87 @@
+"""Write docs/models.md: `python scripts/models_page.py`.
+
+It builds the small random models of tests/families.py and runs the checks that a run makes at its start.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlt_lightning.engines.slots import choose_decoder
+from rlt_lightning.models.lora import LoRA, add_adapter
+from rlt_lightning.models.packed import disable_dropout, verify_layout
+from rlt_lightning.pretrained import load_model
+from rlt_lightning.strategies.sharding import ModelEntry
+from rlt_lightning.types import InputError
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from families import FAMILIES, build  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+DECODERS = {
+    "slots": "own cache",
+    "padded": "transformers' cache",
+    "unpadded": "transformers' cache, prompts of one length",
+    "uncached": "no cache",
+}
+HEADER = """# Models
+
+A small random model of each family went through the checks that a run makes at its start
+(`scripts/models_page.py`): *layout* is [how it is scored](performance.md#layouts), *sampling*
+[how `HFEngine` samples it](rollouts.md#sampling-in-process), *LoRA* whether the default adapter fits. A model
+that is not here is checked likewise, and refused if its log-probs are wrong.
+
+| family | layout | sampling | LoRA | remark |
+|---|---|---|---|---|
+"""
+
+
+def write_page() -> str:
+    """Return the page."""
+    rows, refusals = [], []
+    for name in FAMILIES:
+        row, refused = describe(name)
+        rows.append(row)
+        refusals += refused
+    return HEADER + "\n".join(rows) + "\n\n## Refused\n\n" + "\n".join(refusals) + "\n"
+
+
+def describe(name: str) -> tuple[str, list[str]]:
+    """Return a family's row, and a line for everything that it is refused."""
+    refused: list[str] = []
+
+    def attempt(what: str, check: Callable[[], str]) -> str:
+        try:
+            return check()
+        except InputError as error:
+            cause = str(error).split(". ")[0]
+            refused.append(f"* {title}, {what}: {cause}.")
+            return "refused"
+
+    kind, _, variant = name.partition(", ")
+    title = f"`{kind}`" + (f", {variant}" if variant else "")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        build(name, Path(folder))
+        model = load_model(folder)
+        disable_dropout(model)
+        sampling = attempt("sampling", lambda: DECODERS[choose_decoder(model.eval(), model.__call__)])
+        layout = attempt("training", lambda: verify_layout(ModelEntry(model.train()), kind, "auto"))
+        lora = attempt("LoRA", lambda: adapt(model))
+    return f"| {title} | {layout} | {sampling} | {lora} | {FAMILIES[name].note} |", refused
+
+
+def adapt(model: Any) -> str:
+    """Add the default adapter."""
+    add_adapter(model, LoRA(), seed=0)
+    return "yes"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(write_page())
