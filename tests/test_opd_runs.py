@@ -23,7 +23,6 @@ from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.modules import OPDModule, base
-from rlt_lightning.modules.base import ValidatedBatch, average_batches
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import Divergence, TruncatedImportanceSampling
 from rlt_lightning.types import InputError, Rollout
@@ -213,13 +212,6 @@ def test_a_compiled_head_is_checked_for_the_divergence(
     losses.clear()
     fit(tmp_path / "sampled", module(miniature, estimator="sampled"))
     assert losses == [None]
-
-
-def test_validation_weighs_tokens_and_rows_by_themselves() -> None:
-    # Rank 0 has two answers and six judged tokens, rank 1 two answers and two tokens.
-    parts = [({"length": 4.0}, 2), ({"divergence": 1.0}, 6), ({"length": 2.0}, 2), ({"divergence": 5.0}, 2)]
-    found = average_batches([ValidatedBatch(means, count, {}) for means, count in parts])
-    assert found == {"length": 3.0, "divergence": 2.0}
 
 
 # Refusals

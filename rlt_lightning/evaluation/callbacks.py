@@ -31,7 +31,6 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.budget import BudgetForcing
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.evaluation.metrics import compute_pass_at, split_by_set
 from rlt_lightning.evaluation.module import EvaluationModule
 from rlt_lightning.evaluation.protocol import require_responses_fit, sample_responses
 from rlt_lightning.evaluation.results import render
@@ -262,7 +261,7 @@ def summarise(
         data: The problems.
         sampling: How responses were sampled, unless they are given.
     """
-    figures, records = module.figures(), split_by_set(module.records, data.sets)
+    figures = module.figures()
     sets: dict[str, Any] = {}
     for name, spec in data.specs.items():
         first = next(problem for problem in data.problems if problem.set_name == name)
@@ -275,7 +274,7 @@ def summarise(
             "known_by_number": is_known_by_number(name),
             "num_samples": data.num_samples,
             **figures[name],
-            "pass_at": compute_pass_at(records[name]),
+            "pass_at": module.results[name][1],
             # As the model sees it.
             "prompt": (
                 data.chat_format.tokenizer.decode(first.prompt, skip_special_tokens=False)

@@ -23,8 +23,12 @@ Figures = dict[str, float]
 
 
 def compute_figures(records: Iterable[Row], sets: Iterable[str]) -> dict[str, Figures]:
-    """Return the figures of each set; several sets get "overall", the plain mean, as in the paper."""
-    figures = {name: compute_set_figures(own) for name, own in split_by_set(records, sets).items()}
+    """Return the figures of each set, and those of `add_overall`."""
+    return add_overall({name: compute_set_figures(own) for name, own in split_by_set(records, sets).items()})
+
+
+def add_overall(figures: dict[str, Figures]) -> dict[str, Figures]:
+    """Add "overall" to the figures of several sets, the plain mean, as in the paper."""
     if len(figures) > 1:
         parts = list(figures.values())
         overall = {

@@ -9,9 +9,10 @@ from lightning.pytorch import Callback, LightningModule
 
 from rlt_lightning.datamodules.evaluation import EvaluationBatch, get_evaluation_data
 from rlt_lightning.engines import EngineError
-from rlt_lightning.evaluation.metrics import Figures, compute_figures, name_figures
+from rlt_lightning.evaluation.metrics import Figures, add_overall, name_figures
 from rlt_lightning.evaluation.protocol import Sample, evaluate
 from rlt_lightning.judging.judge import Judge
+from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import announce_slow_bfloat16
 from rlt_lightning.pretrained import Dtype, load_model
@@ -53,8 +54,9 @@ class EvaluationModule(LightningModule):
         self.needs_model = False
         self.policy: Any = None
         self.judge: Judge | None = None
-        # Of all judged responses, without the texts.
-        self.records: list[Row] = []
+        # By set, and once all are judged what they come to: figures and pass@k.
+        self.answers: dict[str, AnswerFigures] = {}
+        self.results: dict[str, tuple[Figures, dict[int, float]]] = {}
 
     def configure_callbacks(self) -> list[Callback]:
         """Let all ranks end with the first that fails."""
@@ -80,7 +82,10 @@ class EvaluationModule(LightningModule):
         """Begin with the records of an earlier part of the run."""
         data = get_evaluation_data(self.trainer)
         self.judge = Judge(data.tags, self.judge_deadline_s)
-        self.records = [drop_text(record) for record in data.finished]
+        self.answers = {name: AnswerFigures().to(self.device) for name in data.sets}
+        self.number_of = {problem.id: number for number, problem in enumerate(data.problems)}
+        if self.trainer.is_global_zero:
+            self.add_records(data.finished)
 
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         """Ask the problems of a batch, unless their responses are given, and judge the responses.
@@ -98,17 +103,23 @@ class EvaluationModule(LightningModule):
         records = evaluate(sample, batch.problems, self.judge) if batch.problems else []
         parts = gather_from_ranks(self.trainer, records, "the judged responses of all ranks")
         batch.records = [record for part in parts for record in part]
-        self.records += map(drop_text, batch.records)
+        self.add_records(records)
 
     def on_test_epoch_end(self) -> None:
         """Log what docs/metrics.md lists under eval/."""
+        self.results = {name: metric.compute() for name, metric in self.answers.items()}
         self.log_dict(name_figures(self.figures()))
         # Otherwise Lightning adds the epoch.
         self.log("step", 0.0)
 
     def figures(self) -> dict[str, Figures]:
-        """Return the logged figures by set; see `compute_figures`."""
-        return compute_figures(self.records, get_evaluation_data(self.trainer).sets)
+        """Return the logged figures by set, and those of all sets as the paper has them."""
+        return add_overall({name: figures for name, (figures, _) in self.results.items()})
+
+    def add_records(self, records: list[Row]) -> None:
+        """Count judged responses of this rank."""
+        for record in records:
+            self.answers[record["set"]].update(self.number_of[record["id"]], record)
 
     def teardown(self, stage: str) -> None:
         """End the judge's processes."""
@@ -118,8 +129,3 @@ class EvaluationModule(LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Keep batches as they are: they hold text and lists of token ids."""
         return batch
-
-
-def drop_text(record: Row) -> Row:
-    """Return a record without the response's text, which no figure needs: it may be long."""
-    return {name: value for name, value in record.items() if name != "response"}

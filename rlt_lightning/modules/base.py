@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -18,6 +18,7 @@ from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines import EngineError
+from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
@@ -43,7 +44,6 @@ from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
-from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.run.ranks import EndTogether
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
@@ -156,7 +156,8 @@ class PolicyModule(LightningModule):
         self.peak_flops = 0.0
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
-        self.validation = Validation()
+        self.step_means = StepMeans()
+        self.held_out = HeldOutFigures()
         # Whether configure_model loads the policy; False where a server samples and nothing else needs it.
         self.needs_policy = True
         # configure_model sets both: the way into the trained model, and how its weights are stored.
@@ -464,24 +465,12 @@ class PolicyModule(LightningModule):
 
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log the metrics of one optimizer step, means over all ranks, against the number of steps taken."""
-        self.step_metrics = self.mean_over_ranks(metrics)
+        self.step_means.update(metrics)
+        self.step_metrics = self.step_means.compute()
+        self.step_means.reset()
         self.log_dict(self.step_metrics, batch_size=batch_size, on_step=True, on_epoch=False)
         # Without it, Lightning's x axis would count from 0.
         self.log("step", torch.tensor(float(self.global_step)), batch_size=batch_size)
-
-    def mean_over_ranks(self, metrics: dict[str, Any]) -> dict[str, Tensor]:
-        """Return means over all ranks, fp32, in main memory.
-
-        Lightning's `sync_dist` would meet the other ranks twice for each metric, and each use of a metric on
-        a GPU would wait for it.
-        """
-        tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
-        numbers = {name: float(value) for name, value in metrics.items() if name not in tensors}
-        values = [value.detach().to(self.device, torch.float32).reshape(1) for value in tensors.values()]
-        values.append(upload(list(numbers.values()), self.device, torch.float32))
-        means = self.trainer.strategy.reduce(torch.cat(values), reduce_op="mean").cpu()
-        found = dict(zip([*tensors, *numbers], means, strict=True))
-        return {name: found[name] for name in metrics}
 
     def on_validation_end(self) -> None:
         """Keep the time of a validation out of the next training step."""
@@ -489,9 +478,10 @@ class PolicyModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the figures of the whole held-out set, however ranks have shared it."""
-        if figures := self.validation.finish(self.trainer):
-            # The figures are the same on all ranks.
-            self.log_dict(figures | {"step": float(self.global_step)})
+        for name, metric in self.held_out.collect(self.trainer, self.device).items():
+            self.log(name, metric)
+        if self.held_out:
+            self.log("step", float(self.global_step))
 
 
 def count_steps(
@@ -530,50 +520,6 @@ def require_precision(precision: str) -> None:
             f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
             "precision set model.dtype to bfloat16."
         )
-
-
-@dataclass(frozen=True)
-class ValidatedBatch:
-    """The figures of one held-out batch.
-
-    Example:
-        `ValidatedBatch({"policy/val_loss": 1.25}, count=730, largest={})`, a mean over 730 tokens.
-    """
-
-    means: dict[str, float]
-    # The number of rows or tokens that the means are taken over.
-    count: int
-    largest: dict[str, float]
-
-
-class Validation:
-    """Collects the figures of held-out batches on this rank until the end of the validation."""
-
-    def __init__(self) -> None:
-        self.batches: list[ValidatedBatch] = []
-
-    def add(self, means: dict[str, Any], count: int, largest: dict[str, float]) -> None:
-        """Add a batch: means over `count` rows or tokens, and largest values."""
-        self.batches.append(ValidatedBatch({name: float(v) for name, v in means.items()}, count, largest))
-
-    def finish(self, trainer: Trainer) -> dict[str, float]:
-        """Return the figures over all batches of all ranks, which call this together, and start again."""
-        parts = gather_from_ranks(trainer, self.batches, "the figures of all ranks")
-        self.batches = []
-        return average_batches([batch for part in parts for batch in part])
-
-
-def average_batches(batches: list[ValidatedBatch]) -> dict[str, float]:
-    """Return the weighted means, 0 over no rows or tokens, and the largest values of all batches."""
-    figures = {}
-    for name in dict.fromkeys(name for batch in batches for name in batch.means):
-        having = [batch for batch in batches if name in batch.means]
-        total = sum(batch.count for batch in having)
-        figures[name] = sum(batch.means[name] * batch.count for batch in having) / max(1, total)
-    for batch in batches:
-        for name, value in batch.largest.items():
-            figures[name] = max(value, figures.get(name, value))
-    return figures
 
 
 def check_model(

@@ -384,10 +384,10 @@ class OPDModule(OnPolicyModule):
             "rollout/val_length_mean": lengths["rollout/length_mean"],
             "rollout/val_closed_frac": lengths["rollout/closed_frac"],
         }
-        self.validation.add(figures, len(rows), {})
+        self.held_out.add(figures, len(rows), {}, self.device)
         judged = torch.cat(found).tolist()
         divergence = sum(judged) / max(1, len(judged))  # 0 if nothing is judged, as in training
-        self.validation.add({"distill/val_divergence": divergence}, len(judged), {})
+        self.held_out.add({"distill/val_divergence": divergence}, len(judged), {}, self.device)
 
 
 @dataclass(frozen=True)

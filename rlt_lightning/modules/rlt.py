@@ -368,7 +368,7 @@ class RLTModule(OnPolicyModule):
             rows, mismatch = self.scorer.recompute_log_probs(rollouts.rollouts, rollouts.temperature)
             scores = self.score(replace(rollouts, rollouts=rows))
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        self.validation.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
+        self.held_out.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest, self.device)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Row]:
         """Score completions, which may come with the data, and return a row of each; callbacks write them."""

@@ -1,0 +1,93 @@
+"""Figures over batches and ranks as torchmetrics, against hand-worked values."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import call
+from torchmetrics import Metric
+
+from rlt_lightning.metrics import AnswerFigures, HeldOutFigures, StepMeans, WeightedMean
+
+CPU = torch.device("cpu")
+
+
+class Ranks:
+    """What the figures use of a Trainer."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.global_rank, self.local_rank, self.world_size = rank, rank, world_size
+        self.is_global_zero = rank == 0
+
+
+def record(correct: bool, answer: int | None = 0, length: int = 5) -> dict[str, Any]:
+    return {
+        "correct": correct, "formatted": True, "timed_out": False, "same_answer": answer,
+        "num_tokens": length, "finish_reason": "length",
+    }  # fmt: skip
+
+
+def test_figures_are_torchmetrics() -> None:
+    assert all(issubclass(kind, Metric) for kind in (StepMeans, WeightedMean, AnswerFigures))
+
+
+def test_means_weigh_tokens_and_rows_by_themselves() -> None:
+    # (4 * 2 + 2 * 2) / 4 and (1 * 6 + 5 * 2) / 8.
+    held_out = HeldOutFigures()
+    for means, count in (({"length": 4.0}, 2), ({"kl.a": 1.0}, 6), ({"length": 2.0}, 2), ({"kl.a": 5.0}, 2)):
+        held_out.add(means, count, {}, CPU)
+    found = held_out.collect(Ranks(0, 1), CPU)  # type: ignore[arg-type]
+    assert {name: float(metric.compute()) for name, metric in found.items()} == {"length": 3.0, "kl.a": 2.0}
+
+
+def test_a_mean_over_nothing_is_zero() -> None:
+    mean = WeightedMean()
+    mean.update(math.pi, 0)
+    assert float(mean.compute()) == 0.0
+
+
+def test_a_steps_figures_are_what_was_given() -> None:
+    means = StepMeans()
+    means.update({"a": torch.tensor(0.5), "b": 3, "c": torch.tensor([2.0])})
+    assert {name: float(value) for name, value in means.compute().items()} == {"a": 0.5, "b": 3.0, "c": 2.0}
+
+
+def test_pass_at_1_is_a_mean_over_problems() -> None:
+    # Problem 0: 1 of 2 right, problem 1: 2 of 2. Mean 3/4; error sqrt((1/16 + 1/16) / 2) = 1/4.
+    answers = AnswerFigures()
+    for number, correct, answer in ((1, True, 0), (0, False, None), (0, True, 1), (1, True, 0)):
+        answers.update(number, record(correct, answer))
+    figures, pass_at = answers.compute()
+    assert figures["pass_at_1"] == 0.75
+    assert figures["standard_error"] == pytest.approx(0.25)
+    assert figures["maj_at_k"] == 1.0
+    assert pass_at == {1: 0.75, 2: 1.0}
+    assert figures["tokens_mean"] == 5
+    assert figures["truncated_frac"] == 1
+
+
+def compare_with_one_rank(rank: int) -> None:
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    step = StepMeans()
+    step.update({"a": torch.tensor(1.0 + rank), "b": 10.0 * rank})
+    assert {name: float(value) for name, value in step.compute().items()} == {"a": 1.5, "b": 5.0}
+
+    held_out = HeldOutFigures()
+    if rank == 0:  # the other one has no held-out row
+        held_out.add({"loss": 2.0}, 3, {"largest": 7.0}, CPU)
+    found = held_out.collect(Ranks(rank, 2), CPU)  # type: ignore[arg-type]
+    assert {name: float(metric.compute()) for name, metric in found.items()} == {"loss": 2.0, "largest": 7.0}
+
+    answers = AnswerFigures()
+    for number in range(rank, 3, 2):  # two problems and one
+        answers.update(number, record(number != 2))
+    figures, _ = answers.compute()
+    assert (figures["num_problems"], figures["pass_at_1"]) == (3, pytest.approx(2 / 3))
+
+
+def test_two_ranks_have_the_figures_of_both(tmp_path: Path) -> None:
+    call("test_metrics:compare_with_one_rank", tmp_path)
