@@ -318,7 +318,7 @@ def test_rows_of_another_judge_are_not_resumed(finished: Path, tiny_model: str, 
     rows = read(finished / "responses.jsonl")
     data = partial(EvaluationDataModule, {"arithmetic": None}, tiny_model, max_rows=4, num_samples=2)
     write(run / "responses.jsonl", [rows[0], rows[1] | {"judge": "another 1.0"}])
-    with pytest.raises(InputError, match=r"judge .*responses\.jsonl is by another 1\.0 .*--output_dir"):
+    with pytest.raises(InputError, match=r"judge .*responses\.jsonl is by another 1\.0, .*--output_dir"):
         data(output_dir=str(run)).setup("test")
     write(run / "responses.jsonl", rows[:3])
     resumed = data(output_dir=str(run))
