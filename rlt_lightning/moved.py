@@ -29,8 +29,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "callbacks.responses": ("evaluation.callbacks", "evaluation.protocol"),
     "callbacks.together": ("rollouts.collectives",),
     "callbacks.waves": ("rollouts.sampler",),
-    "chat.screen": ("chat.conversation",),
-    "chat.speakers": ("chat.conversation",),
     "checkpoints.choices": ("checkpoints.folder",),
     "checkpoints.named": ("checkpoints.io",),
     "cli.borrowed": ("cli.shared_settings",),

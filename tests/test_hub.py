@@ -297,7 +297,7 @@ def test_commands_are_those_of_what_the_model_is(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(write_model_card(facts))
     write_format(ModelFormat("student", R1, ""), tmp_path)
     student = complete_model_card(tmp_path, None, "alice/m", [], lambda name: {"license": "mit"})
-    assert "rlt chat --model.path alice/m" in student
+    assert "vllm serve alice/m" in student
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"] in student
     assert "rlt teach" not in student
     (tmp_path / "adapter_config.json").touch()

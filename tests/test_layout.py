@@ -36,7 +36,7 @@ LAYERS = [
     {"rollouts"},
     {"modules"},
     {"callbacks"},
-    {"plan", "report", "chat"},
+    {"plan", "report"},
     {"scoring"},
     {"python"},
     {"cli"},

@@ -83,7 +83,6 @@ MISTAKES = {
     "fit --config overlays/fsdp2_8gpu": "an experiment below its overlays, but got overlays/fsdp2_8gpu:",
     "test --config miniature_rounds": "Did you mean rlt rounds --config miniature_rounds?",
     "dashboard": "rlt dashboard needs --project: rlt dashboard --project PROJECT",
-    "chat runs/x/model": "but got runs/x/model. Did you mean --model.path runs/x/model?",
     "push": "rlt push takes one run, but got none: rlt push RUN [--data] --repo_id USER/NAME",
     "report": "rlt report needs a run, the folder that --output_dir was: rlt report RUN_DIR [RUN_DIR ...]",
     "export --ckpt_path x": "needs --output_dir: rlt export --ckpt_path CHECKPOINT --output_dir FOLDER",

@@ -164,15 +164,6 @@ VERBS: dict[str, Verb] = {
         "Publish a run's model, or with --data its distillation set, on the Hugging Face hub.",
         ("repo_id", "data", "private", "evaluations"),
     ),
-    "chat": Verb(
-        "--model.path MODEL [--model.url URL]",
-        "Ask a trained student in the terminal; what is piped in is one question.",
-        (
-            *("model.path", "model.url", "model.served_model", "model.api_key_env", "model.dtype"),
-            *("model.trust_remote_code", "tags", "student_system_prompt", "format_from", "force_format"),
-            *("temperature", "top_p", "max_tokens", "seed"),
-        ),
-    ),
     "report": Verb(
         "RUN_DIR [RUN_DIR ...] [--output FILE]",
         "Write one page of runs: curves, completions, token by token.",

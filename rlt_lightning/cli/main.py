@@ -20,7 +20,6 @@ from jsonargparse import auto_cli
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning.callbacks.interrupt import Interrupted
-from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli import ranks
@@ -53,7 +52,6 @@ from rlt_lightning.types import InputError
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export_checkpoint,
     "dashboard": dashboard,
-    "chat": chat,
     "push": push,
     "report": report,
 }

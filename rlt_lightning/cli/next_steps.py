@@ -101,7 +101,8 @@ def print_after_fit(config: Namespace, on_cpu: bool, result: FitResult, examples
     print(f"See it: {find_program()} report {shlex.quote(str(folder))}")
     if not (folder / "model").exists() or adapter:
         return
-    print(f"Try it: {propose_trial(config)}")
+    if config.data.init_args.task in ("teacher_sft", "rlt"):
+        print(f"Try it: {shlex.join([find_program(), 'teach', str(folder), '--row', '1'])}")
     if following := propose_after_fit(config, on_cpu, examples):
         print(f"Next: {following}")
 
@@ -168,13 +169,6 @@ def propose_after_fit(config: Namespace, on_cpu: bool, examples: StoredItems) ->
         which = "; FILE: problems that it was not trained on, with their answers" if sets == OWN_SET else ""
         return f"evaluate it (docs/evaluation.md{which}):\n  {words}"
     return None
-
-
-def propose_trial(config: Namespace) -> str:
-    """Return the command by which a trained teacher explains a row of its run, or a student answers."""
-    if config.data.init_args.task in ("teacher_sft", "rlt"):
-        return shlex.join([find_program(), "teach", str(config.output_dir), "--row", "1"])
-    return shlex.join([find_program(), "chat", "--model.path", f"{config.output_dir}/model"])
 
 
 def propose_after_generation(config: Namespace, on_cpu: bool, source: Path) -> str | None:

@@ -499,8 +499,7 @@ def list_commands(folder: Path, repo_id: str, header: Any) -> list[str]:
             "This model explains given solutions:",
             format_code("sh", f"{install}\nrlt teach {repo_id} --question '…' --solution '…'"),
         ]
-    lines = [install, f"rlt chat --model.path {repo_id}", f"vllm serve {repo_id}  # for any OpenAI client"]
-    return ["This model answers questions:", format_code("sh", "\n".join(lines))]
+    return ["This model answers questions:", format_code("sh", f"vllm serve {repo_id}")]
 
 
 def list_repetition(run: Path | None, repo_id: str, verb: str) -> list[str]:
