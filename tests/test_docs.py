@@ -258,6 +258,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "git": (nothing, "clones and commits"),
     "tensorboard": (nothing, "a server that does not end"),
     "wandb": (nothing, "needs an account"),
+    "transformers": (nothing, "a server that does not end, and its client"),
     "mkdocs": (nothing, "a server that does not end; tests/test_site.py builds"),
     "playwright": (nothing, "downloads a browser"),
     "ruff": (nothing, "run by make check"),

@@ -33,7 +33,7 @@ TINY = [
 CHAINS = ["--data.source=chains", "--data.teacher_system_prompt=", "--data.student_system_prompt="]
 SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
 QUICKSTART = [
-    *("fit", "--config=configs/quickstart.yaml", "--trainer.max_steps=2", "--data.num_embedded_rows=8", "-v"),
+    *("fit", "--config=configs/quickstart.yaml", "--trainer.max_steps=2", "--data.num_embedded_rows=8"),
     *("--data.prompts_per_step=2", "--model.group_size=2", "--rollouts.sampling.max_completion_length=8"),
 ]
 TINY_EVALUATION = [

@@ -177,12 +177,9 @@ def build_resume_command(folder: Path) -> str:
 
     How a launcher, such as torchrun, has started it is not known: these are the words after it.
     """
-    flags = [word for word in sys.argv[2:] if word in ("-v", "--verbose")]
-    _, options = split_words([word for word in sys.argv[2:] if word not in flags])
+    _, options = split_words(sys.argv[2:])
     replaced = ("--output_dir", "--resume", "--overwrite", "--ckpt_path")
-    kept = [
-        word for option in options if option[0].partition("=")[0] not in replaced for word in option
-    ] + flags
+    kept = [word for option in options if option[0].partition("=")[0] not in replaced for word in option]
     return shlex.join([find_program(), sys.argv[1], *kept, "--output_dir", str(folder), "--resume", "true"])
 
 

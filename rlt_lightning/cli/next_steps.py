@@ -90,12 +90,7 @@ def print_after_fit(config: Namespace, on_cpu: bool, result: FitResult, examples
     adapter = (folder / "model" / "adapter_config.json").exists()
     print(f"\nDone: {result.steps} step{'s' if result.steps > 1 else ''}.")
     if line := result.line():
-        heading = {"yes": "Learned", "no": "Became worse", "unclear": "No clear change"}[result.judge()]
-        print(f"{heading}: {line}.")
-    for warning in result.warnings:
-        print(f"Warning: {warning}.")
-    if config.verbose:
-        print_explanations(result)
+        print(f"First and last figures: {line}.")
     resume = {"checkpoints": f"to resume: --output_dir {folder} --resume true"}
     print_files(folder, FIT_FILES | ({"model": ADAPTER} if adapter else {}) | resume)
     print(f"See it: {find_program()} report {shlex.quote(str(folder))}")
@@ -105,16 +100,6 @@ def print_after_fit(config: Namespace, on_cpu: bool, result: FitResult, examples
         print(f"Try it: {shlex.join([find_program(), 'teach', str(folder), '--row', '1'])}")
     if following := propose_after_fit(config, on_cpu, examples):
         print(f"Next: {following}")
-
-
-def print_explanations(result: FitResult) -> None:
-    """Print a typical completion of the first and of the last iteration, if the run has sampled any."""
-    for when, row in (("Before", result.before), ("After", result.after)):
-        if row is not None:
-            print(f"{when} (iteration {row['step']}, row {row['row']}, reward {row['reward']:.3g}):")
-            texts = (("question", row["question"]), ("completion", row["explanation"]))
-            for name, text in texts:
-                print(f"  {name}: {' '.join(str(text).split())}")
 
 
 def print_after_predict(config: Namespace, on_cpu: bool) -> None:

@@ -86,10 +86,6 @@ class SaveConfig(SaveConfigCallback):
         # What was parsed has been validated.
         options = {"skip_unset": False, "skip_validation": True, "overwrite": True, "multifile": False}
         config = self.forget_resumption(path.parent)
-        if stage == "fit":
-            # What a start shows is no setting of the run; `rlt explain` and predict, which read this file,
-            # have no such option.
-            del config["verbose"]
         with naming_full_disk(path):
             self.parser.save(config, str(scratch), **options)
             scratch.replace(path)
@@ -169,13 +165,6 @@ class RLTCommandLine(LightningCLI):
             default=None,
             help="Set the seeds of data, model, rollouts and all else; --data.seed and the like override it.",
         )
-        if self.verb == "fit":
-            parser.add_argument(
-                "-v",
-                "--verbose",
-                action="store_true",
-                help="At the end show an explanation before and after.",
-            )
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         for name, kind in (TESTING if self.verb == "test" else TRAINING).items():
             parser.add_lightning_class_args(kind, name)

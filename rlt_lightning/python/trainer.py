@@ -161,7 +161,7 @@ class Trainer(lightning.pytorch.Trainer):
         """Train a module on a datamodule: `trainer.fit(module, data)`; ckpt_path may be last or best.
 
         Returns:
-            What the run has learned, the same on every rank: its figures first and last, and warnings.
+            What the run has learned, the same on every rank: its figures first and last.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, once the iteration is finished and its checkpoint written. A
