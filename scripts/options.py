@@ -26,7 +26,7 @@ def make_parser(verb: str) -> ArgumentParser:
     """Return the parser of a verb."""
     if verb in LIGHT:
         return LIGHT[verb]()
-    before, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb in ("teach", "push") else [])]
+    before, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb == "teach" else [])]
     try:
         parser = capture_parser(run)
     finally:

@@ -142,7 +142,6 @@ def test_a_help_whose_reader_stops_ends_without_a_traceback() -> None:
 @pytest.mark.parametrize(
     ("words", "usage"),
     [
-        (["push"], "push RUN [--data] --repo_id USER/NAME"),
         full(["report"], "report RUN_DIR [RUN_DIR ...] [--output FILE]"),
         (["teach"], "teach RUN_OR_FOLDER --question '…' --solution '…'"),
     ],

@@ -32,7 +32,6 @@ LAYERS = [
     {"run"},
     {"datamodules", "tasks", "engines", "vllm_worker"},
     {"evaluation"},
-    {"hub"},
     {"rollouts"},
     {"modules"},
     {"callbacks"},

@@ -29,7 +29,6 @@ from rlt_lightning import (
 from rlt_lightning import __main__ as program
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli.mistakes import describe_kind, find_place
-from rlt_lightning.hub.push import push
 from rlt_lightning.pretrained import require_model_name
 from rlt_lightning.python.environment import name_arguments
 from rlt_lightning.run.folder import choose_run_folder
@@ -83,7 +82,6 @@ MISTAKES = {
     "fit --config overlays/fsdp2_8gpu": "an experiment below its overlays, but got overlays/fsdp2_8gpu:",
     "test --config miniature_rounds": "Did you mean rlt rounds --config miniature_rounds?",
     "dashboard": "rlt dashboard needs --project: rlt dashboard --project PROJECT",
-    "push": "rlt push takes one run, but got none: rlt push RUN [--data] --repo_id USER/NAME",
     "report": "rlt report needs a run, the folder that --output_dir was: rlt report RUN_DIR [RUN_DIR ...]",
     "export --ckpt_path x": "needs --output_dir: rlt export --ckpt_path CHECKPOINT --output_dir FOLDER",
     "plan --config quickstart --plan.graphics x": "has no option --plan.graphics. plan has verb, device, ",
@@ -97,7 +95,6 @@ def read(words: list[str]) -> None:
     if verb not in cli.COMMAND_LINES and verb not in [*cli.COMMANDS, "fit", "test"]:
         program.main()
         return
-    options = cli.read_run(options) if verb == "push" else options
     command_line = cli.COMMAND_LINES.get(verb)
     own = (
         options if verb in cli.COMMANDS else [command_line.settings_verb if command_line else verb, *options]
@@ -127,7 +124,6 @@ def test_a_mistake_is_one_line_with_its_remedy(
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "a push without a token": (lambda: push("nowhere"), "environment variable HF_TOKEN, which is not set"),
     "a model's typo": (lambda: require_model_name("minature"), "Did you mean miniature?"),
     "no such model folder": (lambda: require_model_name("./model"), "The model folder './model' must exist"),
     "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path last needs"),
@@ -150,7 +146,6 @@ def test_what_is_refused_before_any_work_names_the_remedy(
     ("words", "expected"),
     [
         (["fitt"], "Did you mean rlt fit?"),
-        (["push", "runs/none", "--repo_id=a/b"], "environment variable HF_TOKEN, which is not set"),
         (
             ["fit", "--config=quickstart", "--data.source=rows.jsonl"],
             "lacks solution and has answer, question.",

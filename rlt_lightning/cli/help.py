@@ -159,11 +159,6 @@ VERBS: dict[str, Verb] = {
         "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
         ("ckpt_path", "output_dir", "dtype", "adapter", "overwrite"),
     ),
-    "push": Verb(
-        "RUN [--data] --repo_id USER/NAME",
-        "Publish a run's model, or with --data its distillation set, on the Hugging Face hub.",
-        ("repo_id", "data", "private", "evaluations"),
-    ),
     "report": Verb(
         "RUN_DIR [RUN_DIR ...] [--output FILE]",
         "Write one page of runs: curves, completions, token by token.",

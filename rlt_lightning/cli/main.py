@@ -35,7 +35,6 @@ from rlt_lightning.cli.shared_settings import (
 )
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, SaveConfig
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.python.environment import (
@@ -52,7 +51,6 @@ from rlt_lightning.types import InputError
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export_checkpoint,
     "dashboard": dashboard,
-    "push": push,
     "report": report,
 }
 
@@ -119,10 +117,9 @@ def run() -> int:
 
 def run_command(verb: str) -> int:
     """Run a verb that has no trainer, and return the exit status."""
-    readers = {"report": read_folders, "push": read_run}
     auto_cli(
         COMMANDS[verb],
-        args=readers.get(verb, list)(sys.argv[2:]),
+        args=read_folders(sys.argv[2:]) if verb == "report" else sys.argv[2:],
         as_positional=False,
         parser_class=OneLineParser,
         prog=f"rlt {verb}",
@@ -137,28 +134,6 @@ def read_folders(words: list[str]) -> list[str]:
     folders, options = split_words(words)
     others = [word for option in options for word in option]
     return [f"--run_dirs={json.dumps(folders)}", *others] if folders else others
-
-
-def read_run(words: list[str]) -> list[str]:
-    """Return `RUN --data --repo_id ID` as the parser reads it: --run_dir=RUN --data=true --repo_id ID.
-
-    Raises:
-        InputError: If not one run is named.
-    """
-    following = [*words[1:], ""][: len(words)]
-    is_switch = [
-        word == "--data" and after not in ("true", "false")
-        for word, after in zip(words, following, strict=True)
-    ]
-    switched = [f"{word}=true" if switch else word for word, switch in zip(words, is_switch, strict=True)]
-    folders, options = split_words(switched)
-    others = [word for option in options for word in option]
-    if not folders and {*HELPS, "--help-all"} & set(others):
-        return others
-    if len(folders) != 1:
-        came = ", ".join(folders) or "none"
-        raise InputError(f"rlt push takes one run, but got {came}: rlt push {VERBS['push'].usage}")
-    return [f"--run_dir={folders[0]}", *others]
 
 
 def explain_resume() -> str:

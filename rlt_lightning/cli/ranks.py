@@ -67,13 +67,12 @@ from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.console import announce
 from rlt_lightning.engines import EngineError
 from rlt_lightning.gloo import LOOPBACK
-from rlt_lightning.hub.client import PushError
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.types import InputError
 
 # Errors whose message says what to do in one line; a traceback would add nothing.
-MISTAKES = (InputError, NonFiniteError, EngineError, PushError, MisconfigurationException)
+MISTAKES = (InputError, NonFiniteError, EngineError, MisconfigurationException)
 
 # Kinds of failures: one that stands further on mostly follows from one before it.
 KINDS = ("own", "silent", "told", "connection")

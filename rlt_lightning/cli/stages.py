@@ -261,7 +261,7 @@ class RLTCommandLine(LightningCLI):
             result, items = self.trainer.fit_result, self.datamodule.items  # type: ignore[attr-defined]
             next_steps.print_after_fit(self.config[self.subcommand], self.on_cpu, result, items)
             # A script must notice; the model lies in the run folder.
-            self.status = int(any(getattr(c, "push_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
+            self.status = int(any(getattr(c, "upload_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def after_predict(self) -> None:
         """Say where the scores or the traces are and what to do next."""

@@ -66,20 +66,24 @@ class FitResult:
 
     def line(self) -> str:
         """Return what was learned, as one sentence without its full stop; '' if nothing was measured."""
+        return ", ".join(f"{words} {change}" for words, change in self.figures().items())
+
+    def figures(self) -> dict[str, str]:
+        """Return the figures that say what was learned, first → last, by their words."""
         shown = [name for name in SHOWN if name in self.changes]
         if OBJECTIVES & self.changes.keys():
             shown = [name for name in shown if name != "policy/loss"]
-        parts = [f"{SHOWN[name]} {self.changes[name]}" for name in shown]
-        parts += [
-            f"held-out {words} {self.held_out[name]}"
-            for name, words in HELD_OUT.items()
+        found = {SHOWN[name]: str(self.changes[name]) for name in shown}
+        found |= {
+            f"held-out {HELD_OUT[name]}": str(self.held_out[name])
+            for name in HELD_OUT
             if name in self.held_out
-        ]
+        }
         for name, change in self.held_out.items():
             if name.endswith("/pass_at_1"):
                 percent = f"{100 * change.first:.1f} → {100 * change.last:.1f} %"
-                parts.append(f"accuracy on {name.split('/')[1]} {percent}")
-        return ", ".join(parts)
+                found[f"accuracy on {name.split('/')[1]}"] = percent
+        return found
 
 
 def read_fit_result(folder: Path) -> FitResult:
