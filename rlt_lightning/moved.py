@@ -70,8 +70,6 @@ MOVED: dict[str, tuple[str, ...]] = {
     "integrations.scorer": ("scoring.one_problem",),
     "judging.questions": ("datamodules.evaluation", "datamodules.evaluation_sets"),
     "judging.worker": ("judging.judge",),
-    "loggers": ("run.wandb_logger",),
-    "loggers.workspace": ("run.wandb_logger",),
     "models.announce": ("console", "pretrained", "models.weights", "models.kernels", "models.packed"),
     "models.attention_choice": ("models.kernels",),
     "models.checks": ("models.kernels",),

@@ -568,7 +568,6 @@ def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
 def test_every_verb_is_run() -> None:
     elsewhere = {"report", "test", "explain"}  # on the first page, in test_configs.py and test_explain.py
     elsewhere |= {"check"}  # on the page of a new task
-    elsewhere |= {"dashboard"}  # needs an account; test_dashboards.py has all but the sending
     assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)
 
 

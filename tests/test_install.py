@@ -221,7 +221,6 @@ def test_configs_are_listed_shown_and_copied(rlt: Rlt, tmp_path: Path) -> None:
         (["fit", "--config=quickstart", "--config=overlays/zero3"], "deepspeed"),
         (["fit", "--config=quickstart", "--config=overlays/qlora"], "quant"),
         (["fit", "--config=quickstart", "--model.kernels.liger=true"], "liger"),
-        (["dashboard", "--project=mine"], "wandb"),
     ],
 )
 def test_a_missing_extra_is_one_line_with_the_command(words: list[str], extra: str, rlt: Rlt) -> None:

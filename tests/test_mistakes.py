@@ -81,7 +81,6 @@ MISTAKES = {
     f"{FIT} --seed -1": "--seed must be a whole number of at least 0, but got '-1'.",
     "fit --config overlays/fsdp2_8gpu": "an experiment below its overlays, but got overlays/fsdp2_8gpu:",
     "test --config miniature_rounds": "Did you mean rlt rounds --config miniature_rounds?",
-    "dashboard": "rlt dashboard needs --project: rlt dashboard --project PROJECT",
     "report": "rlt report needs a run, the folder that --output_dir was: rlt report RUN_DIR [RUN_DIR ...]",
     "export --ckpt_path x": "needs --output_dir: rlt export --ckpt_path CHECKPOINT --output_dir FOLDER",
     "plan --config quickstart --plan.graphics x": "has no option --plan.graphics. plan has verb, device, ",

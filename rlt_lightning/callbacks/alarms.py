@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tqdm import tqdm
 from typing_extensions import override
 
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.wandb_logger import WandbLogger
 from rlt_lightning.types import InputError
 
 WATCHED = (
@@ -188,6 +187,6 @@ def send_alarm(trainer: Trainer, title: str, text: str, is_error: bool = False) 
     text = redact(text)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            logger.alert(title, text, is_error)
+            logger.experiment.alert(title, text, level="ERROR" if is_error else "WARN")
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text("alarms", f"**{title}.** {text}", trainer.global_step)

@@ -164,11 +164,6 @@ VERBS: dict[str, Verb] = {
         "Write one page of runs: curves, completions, token by token.",
         ("output", "max_completions", "max_text_mib"),
     ),
-    "dashboard": Verb(
-        "--project PROJECT [--entity ENTITY]",
-        "Save a W&B workspace that shows all metrics of a project's runs by iteration.",
-        ("project", "entity", "name", "run_dir"),
-    ),
     "completion": Verb("bash|zsh", "Print a script that completes verbs, options and configs in a shell."),
 }
 

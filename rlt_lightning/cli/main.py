@@ -44,13 +44,10 @@ from rlt_lightning.python.environment import (
 )
 from rlt_lightning.report import report
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
-from rlt_lightning.run.wandb_logger import dashboard
-from rlt_lightning.types import InputError
 
 # The verbs without a trainer.
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export_checkpoint,
-    "dashboard": dashboard,
     "report": report,
 }
 

@@ -305,8 +305,6 @@ def complete_callbacks(kinds: dict[str, type[Callback]], given: list[Callback]) 
 def place_in_order(callback: Callback) -> int:
     """Return where a callback stands among those of a run: settings are saved once all others checked them.
 
-    Lightning, too, lets checkpoints be written last. Alarms rank traces before an engine takes GPU memory.
+    Lightning, too, lets checkpoints be written last.
     """
-    if isinstance(callback, Alarms):
-        return -1
     return 2 if isinstance(callback, ModelCheckpoint) else int(isinstance(callback, SaveConfigCallback))
