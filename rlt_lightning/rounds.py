@@ -650,8 +650,8 @@ def describe_end(found: dict[str, Any], settings: Settings, folder: Path) -> str
         f"  student   {best['student']['model']}",
         "",
         "Next:",
-        "  ask the best student:",
-        f"    {shlex.join(['rlt', 'chat', '--model.path', best['student']['model']])}",
+        "  ask the best student (docs/serving.md):",
+        f"    {shlex.join(['vllm', 'serve', best['student']['model']])}",
     ]
     if found["rounds"]:
         runs = [f"{folder / 'round'}{one['number']}/teacher" for one in found["rounds"]]

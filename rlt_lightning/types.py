@@ -13,10 +13,9 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     ├── InputError *          types.py                 something the user controls is wrong
     └── NonFiniteError *      numerics/rewards.py      a reward, log-prob or gradient is not finite
     RuntimeError
-    ├── EngineError *         engines/base.py          an engine failed, or a worker of it
-    │   ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest
-    │   └── WorkerError       engines/client.py        one call to one worker failed
-    └── PushError *           hub/client.py            the hub refused a push or could not be reached
+    └── EngineError *         engines/base.py          an engine failed, or a worker of it
+        ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest
+        └── WorkerError       engines/client.py        one call to one worker failed
     BaseException
     └── Interrupted           callbacks/interrupt.py   Ctrl-C: all ranks stop after the same iteration
     Exception

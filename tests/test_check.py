@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,11 @@ import pytest
 from cases import full
 from commands import rlt
 
-from rlt_lightning.callbacks.ranking import (
+from rlt_lightning.datamodules.rows import ParsedRow
+from rlt_lightning.demo.arms import Arms, Setting
+from rlt_lightning.demo.stages import Stages
+from rlt_lightning.scoring.check import CheckOptions, describe_ranking, grade
+from rlt_lightning.scoring.ranking import (
     VARIANTS,
     DrawnRow,
     Phrases,
@@ -21,10 +24,6 @@ from rlt_lightning.callbacks.ranking import (
     choose_good_rows,
     read_leap,
 )
-from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.demo.arms import Arms, Setting
-from rlt_lightning.demo.stages import Stages
-from rlt_lightning.scoring.check import CheckOptions, describe_ranking, grade
 from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, chain_rows
 from rlt_lightning.types import InputError
 
@@ -187,33 +186,8 @@ def test_the_variant_that_wins_most_often_decides() -> None:
     assert describe_ranking(Ranking(rewards[2:], VARIANTS)).status == "cannot"
 
 
-def test_what_earns_more_by_chance_is_not_preferred() -> None:
-    # Leads of -1 ± 0.1 and of -0.1 ± 1.
-    sure = [{"reasoning_trace": 0.0, "leap": 1 + d, "filler": 0.1 + 10 * d} for d in (-0.2, -0.1, 0.1, 0.2)]
-    assert Ranking(sure, VARIANTS).list_preferred() == ["leap"]
-
-
-ALARM = "rlt: alarm: This student does not reward right traces. "
-
-
-def fit_once(*options: str) -> str:
-    """Take the first step of RLT, and return the line about right traces."""
-    result = rlt("fit", "--config=quickstart", "--trainer.max_steps=1", *options)
-    assert result.returncode == 0, result.stderr
-    [line] = [line for line in result.stderr.splitlines() if "right traces earn" in line]
-    assert re.search(r" \(\d+\.\d s\)\.", line)
-    return line
-
-
-def test_a_fit_warns_of_a_teacher_without_a_warm_up(tmp_path: Path) -> None:
-    options = ["--model.teacher=miniature", "--data.num_embedded_rows=256", f"--output_dir={tmp_path}"]
-    line = fit_once(*options, "--model.group_size=2")
-    assert line.startswith(ALARM)
-    assert "(rlt rounds)" in line
-
-
 @pytest.mark.full
-def test_a_teacher_of_nine_steps_rings_and_that_of_the_package_does_not(tmp_path: Path) -> None:
+def test_a_teacher_of_nine_steps_fails_the_ranking(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "warmup.jsonl", chain_rows(150, seed=1))
     done = rlt("fit", "--config=miniature_warmup", source, f"--output_dir={tmp_path / 'warmup'}")
     assert done.returncode == 0, done.stderr
@@ -223,18 +197,10 @@ def test_a_teacher_of_nine_steps_rings_and_that_of_the_package_does_not(tmp_path
     assert few["ranking"][0] == "fail"
     shipped = read_checks(rlt("check", "--config=quickstart"))
     assert {status for status, _ in shipped.values()} == {"pass"}
-    # What is scored does not depend on the number of processes.
-    lines = [
-        fit_once(f"--output_dir={tmp_path / name}", *options)
-        for name, options in {"one": (), "two": ("--trainer.devices=2", "--trainer.strategy=ddp")}.items()
-    ]
-    assert not any(line.startswith(ALARM) for line in lines)
-    assert lines[0].partition(" (")[0] == lines[1].partition(" (")[0]
-    assert fit_once(f"--output_dir={tmp_path / 'few'}", teacher).startswith(ALARM)
 
 
 @pytest.mark.full
-def test_a_student_that_lacks_a_step_rings_until_it_has_learned_some_traces(tmp_path: Path) -> None:
+def test_a_student_fails_until_it_learned_some_traces(tmp_path: Path) -> None:
     stages = Stages(tmp_path)
     stages.start()
     one = Arms(stages, Setting("new", last=NEW_OPERATIONS, hazard=0.2, num_warmup_epochs=3), seed=0)
@@ -244,12 +210,9 @@ def test_a_student_that_lacks_a_step_rings_until_it_has_learned_some_traces(tmp_
     options = {"data__source": few, "model__optimizer__lr": 5e-4, "trainer__max_epochs": 9}
     student = stages("student", "fit", "miniature_student_sft", **options) / "model"
     both = f"--model.teacher={one.train_teacher('warmup')}", f"--data.source={one.data_file('rlt')}"
-    for name, rings in (("miniature", True), (str(student), False)):
-        own = *both, f"--model.student={name}"
-        checks = read_checks(rlt("check", "--config=quickstart", *own))
-        assert checks["ranking"][0] == ("fail" if rings else "pass"), checks["ranking"]
-        line = fit_once(*own, f"--output_dir={tmp_path / f'rings {rings}'}")
-        assert line.startswith(ALARM) == rings, line
+    for name, status in (("miniature", "fail"), (str(student), "pass")):
+        checks = read_checks(rlt("check", "--config=quickstart", *both, f"--model.student={name}"))
+        assert checks["ranking"][0] == status, checks["ranking"]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     }
     for role, model in roles.items():
         assert f"loading {model} (0.7 MB) as float32: {role}\n" in stderr
-    assert "iteration 2/2: reward" in stderr
+    assert "iteration 2/2: policy/loss " in stderr
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
     assert config["model"]["init_args"]["teacher"] == "miniature-teacher"

@@ -119,7 +119,7 @@ def test_no_text_of_a_row_brings_control_tokens(family: str) -> None:
             "teacher_sft": chat.build_teacher_sft_example(problem, text).token_ids,
             "student_sft": chat.build_student_sft_example(1, text, text, f"\n{text}\n", text).token_ids,
             "student_rl": chat.build_student_problem(1, text, text).teacher_prompt,
-            "chat": encode(tokenizer, chat.render_student_chat(text, earlier=[(text, text)])),
+            "chat": encode(tokenizer, chat.render_student_chat(text)),
         }
 
     harmless = build("Say 7")

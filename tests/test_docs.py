@@ -58,7 +58,6 @@ RUN: dict[str, list[str]] = {
     "rlt validate --config quickstart_smollm2": ["--data.num_embedded_rows=4"],
     "rlt predict --config rank --data.source FILE": [],
     "rlt plan --config quickstart": [],
-    "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
     "rlt teach runs/warmup --question": ["--max_tokens=4"],
 }
 STANDS_FOR = dict.fromkeys(("RUN/config.yaml", "NAME"), "quickstart")
@@ -116,7 +115,7 @@ def test_every_block_says_what_it_is() -> None:
 
 @cache
 def parser_of(verb: str) -> ArgumentParser:
-    arguments, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb in ("teach", "push") else [])]
+    arguments, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb == "teach" else [])]
     try:
         return capture_parser(cli.run)
     finally:
@@ -145,7 +144,6 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     if verb == "teach":  # the folder's settings come first; here those of a config
         _, named = split_words(options)
         options = ["--config", "quickstart", *(word for option in named for word in option)]
-    options = cli.read_run(options) if verb == "push" else options
     command_line = cli.COMMAND_LINES.get(verb)
     words = (
         options if verb in cli.COMMANDS else [command_line.settings_verb if command_line else verb, *options]
@@ -259,6 +257,8 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "git": (nothing, "clones and commits"),
     "tensorboard": (nothing, "a server that does not end"),
     "wandb": (nothing, "needs an account"),
+    "hf": (nothing, "needs an account"),
+    "transformers": (nothing, "a server that does not end, and its client"),
     "mkdocs": (nothing, "a server that does not end; tests/test_site.py builds"),
     "playwright": (nothing, "downloads a browser"),
     "ruff": (nothing, "run by make check"),
@@ -500,7 +500,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in stages.TRAINER_VERBS and "--output_dir" not in options:
         options += ["--output_dir", str(runs / verb)]
-    result = rlt(verb, *options, cwd=runs, text="What is 17 + 25?" if verb == "chat" else "")
+    result = rlt(verb, *options, cwd=runs)
     assert result.returncode == 0, result.stderr
 
 
@@ -568,8 +568,6 @@ def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
 def test_every_verb_is_run() -> None:
     elsewhere = {"report", "test", "explain"}  # on the first page, in test_configs.py and test_explain.py
     elsewhere |= {"check"}  # on the page of a new task
-    elsewhere |= {"push"}  # needs a hub: test_hub.py
-    elsewhere |= {"dashboard"}  # needs an account; test_dashboards.py has all but the sending
     assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)
 
 
@@ -598,7 +596,7 @@ def test_a_python_block_runs(block: Block, tiny_model: str, tmp_path: Path) -> N
         }
         for name, value in (names | SMALLER).items():
             code = code.replace(name, value)
-        path = os.pathsep.join(map(str, (ROOT, page_files(block.page, tmp_path))))
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", page_files(block.page, tmp_path))))
         environment = {"PYTHONPATH": path, "VLLM_API_KEY": "key"}
         if "from openai" in code:
             words, environment = [python_with("openai"), "-c", code], os.environ | environment

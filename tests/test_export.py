@@ -35,7 +35,7 @@ def test_a_checkpoint_becomes_an_ordinary_model_folder(
     assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
     card = (folder / "README.md").read_text()
     assert "| optimizer steps | 5 |" in card
-    assert f"| frozen student | {tiny_model} |" in card
+    assert f"/{Path(tiny_model).name} |" in card
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(runs: dict[str, Path], tmp_path: Path) -> None:

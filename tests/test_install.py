@@ -25,7 +25,6 @@ TINY = {
     "predict": ["--data.max_rows", "32"],
     "test": ["--data.max_rows", "4"],
     "teach": ["--max_tokens", "8"],
-    "chat": ["--max_tokens", "8"],
     "report": [],
 }
 
@@ -137,7 +136,7 @@ def proposed(output: str) -> list[list[str]]:
 
 def follow(rlt: Rlt, words: list[str]) -> list[str]:
     """Run a command at tiny size and everything that it and the next ones propose; returns the verbs."""
-    done = rlt(*words, *TINY[words[0]], text="What is 2 + 3?" if words[0] == "chat" else "")
+    done = rlt(*words, *TINY[words[0]])
     assert done.returncode == 0, (words, done.stderr)
     assert str(ROOT) not in done.stdout + done.stderr
     verbs = [words[0]]
@@ -158,7 +157,7 @@ def test_the_first_run_and_all_that_follows_need_nothing_but_the_wheel(rlt: Rlt,
     first = re.findall(r"^  rlt (.+)$", commands, re.MULTILINE)
     assert first == ["demo", "fit --config quickstart --output_dir runs/try"]
     verbs = follow(rlt, shlex.split(first[1]))
-    assert verbs == ["fit", "report", "teach", "predict", "fit", "report", "chat", "test"]
+    assert verbs == ["fit", "report", "teach", "predict", "fit", "report", "test"]
     for config in (tmp_path / "empty").glob("runs/*/config.yaml"):
         assert str(ROOT) not in config.read_text()
 
@@ -222,7 +221,6 @@ def test_configs_are_listed_shown_and_copied(rlt: Rlt, tmp_path: Path) -> None:
         (["fit", "--config=quickstart", "--config=overlays/zero3"], "deepspeed"),
         (["fit", "--config=quickstart", "--config=overlays/qlora"], "quant"),
         (["fit", "--config=quickstart", "--model.kernels.liger=true"], "liger"),
-        (["dashboard", "--project=mine"], "wandb"),
     ],
 )
 def test_a_missing_extra_is_one_line_with_the_command(words: list[str], extra: str, rlt: Rlt) -> None:

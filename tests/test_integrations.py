@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+import verl_reward
 from cases import full
 from commands import ROOT, python, rlt
 from sampling import numbered
 from test_rlt_module import Witness
 from trainers import bare_trainer
+from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule
@@ -32,10 +34,10 @@ from rlt_lightning.numerics import NOVERReward, RLPRReward, VeriFreeReward
 from rlt_lightning.numerics.likelihood import LikelihoodReward
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.pretrained import load_model
-from rlt_lightning.scoring import trl, verl
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Rollout
 
+EXAMPLES = str(ROOT / "examples")
 PAGE = (ROOT / "docs" / "integrations.md").read_text()
 FORMAT: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
 ROWS = [row for _, row in read_rows("chains", num_embedded_rows=3)]
@@ -68,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if find_spec("trl") is None:
         pytest.skip("needs TRL: make setup")
     folder = tmp_path_factory.mktemp("trl")
-    done = python((ROOT / "tests" / "trl_run.py").read_text(), folder)
+    done = python((ROOT / "tests" / "trl_run.py").read_text(), folder, PYTHONPATH=EXAMPLES)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -100,16 +102,16 @@ def test_a_step_of_trl_is_read_in_one_forward(run: Path) -> None:
     assert json.loads((run / "run.json").read_text())["forwards"][1] == {"student": 1, "teacher": 1}
 
 
-def shown(model: Any = None, **options: Any) -> trl.RLTRewardFunction:
+def shown(model: Any = None, **options: Any) -> RLTRewardFunction:
     """TRL's reward, shown a model as transformers shows it."""
-    reward = trl.RLTRewardFunction("miniature", "miniature", **FORMAT | options)
+    reward = RLTRewardFunction("miniature", "miniature", **FORMAT | options)
     if model is not None:
         kwargs = {"model": model, "processing_class": reward.tokenizer}
         reward.on_init_end(SimpleNamespace(bf16=False), None, None, **kwargs)
     return reward
 
 
-def rewards_of(reward: trl.RLTRewardFunction, texts: list[str], **further: Any) -> list[float]:
+def rewards_of(reward: RLTRewardFunction, texts: list[str], **further: Any) -> list[float]:
     """The rewards of completions of one row, called as TRL calls it."""
     ids = [reward.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     [columns] = reward.dataset(ROWS[:1])
@@ -199,9 +201,7 @@ def test_wrong_uses_are_explained(model: Any) -> None:
 
 
 def test_wrong_uses_of_likelihood_rewards_are_explained(model: Any) -> None:
-    reward = trl.LikelihoodRewardFunction(
-        "miniature", reward=NOVERReward(), tags="r1", student_system_prompt=""
-    )
+    reward = LikelihoodRewardFunction("miniature", reward=NOVERReward(), tags="r1", student_system_prompt="")
     args = SimpleNamespace(bf16=False, temperature=1.0, num_generations=3, num_generations_eval=None)
     reward.on_init_end(args, None, None, model=model, processing_class=reward.tokenizer)
     with pytest.raises(InputError, match=r"compares the 3 completions .* it has 4 completions"):
@@ -215,7 +215,7 @@ def test_wrong_uses_of_likelihood_rewards_are_explained(model: Any) -> None:
     ):
         reward(["2?<think>\n"], ["x"], [[5]], **columns)
     with pytest.raises(InputError, match="needs a reward that is a LikelihoodReward, but it is RLTReward"):
-        trl.LikelihoodRewardFunction("miniature", reward=RLTReward())  # type: ignore[arg-type]
+        LikelihoodRewardFunction("miniature", reward=RLTReward())  # type: ignore[arg-type]
 
 
 # Likelihood rewards in TRL
@@ -253,7 +253,7 @@ def test_trl_gets_the_likelihood_rewards_of_our_stage(
 
     steps: list[tuple[list[Rollout], list[float]]] = []
 
-    class Recorded(trl.LikelihoodRewardFunction):
+    class Recorded(LikelihoodRewardFunction):
         def score(self, rollouts: Sequence[Rollout], *options: Any) -> Any:
             terms = super().score(rollouts, *options)
             steps.append((list(rollouts), terms.reward.tolist()))
@@ -311,8 +311,8 @@ def as_verl_loads(path: Path, name: str = "compute_score") -> Callable[..., Any]
     return partial(call, function, {})
 
 
-def hook(**options: Any) -> verl.RLTRewardFunction:
-    return verl.RLTRewardFunction("miniature", "miniature", **FORMAT | options)
+def hook(**options: Any) -> verl_reward.RLTRewardFunction:
+    return verl_reward.RLTRewardFunction("miniature", "miniature", **FORMAT | options)
 
 
 def test_verl_runs_the_file_of_the_page(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_verl_runs_the_file_of_the_page(tmp_path: Path) -> None:
     assert asyncio.run(compute_score(**call)).keys() == {"score", "solution", "kl", "format"}
 
 
-def calls_of(reward: verl.RLTRewardFunction) -> list[dict[str, Any]]:
+def calls_of(reward: verl_reward.RLTRewardFunction) -> list[dict[str, Any]]:
     """The keywords with which verl's `naive` calls for each text and row."""
     rows = reward.dataset(ROWS)
     return [
@@ -411,7 +411,11 @@ def test_a_batch_manager_of_verl_gets_the_same() -> None:
 def test_verl_renders_the_prompt_of_the_teacher() -> None:
     reward = hook()
     for number, (row, made) in enumerate(zip(ROWS, reward.dataset(ROWS), strict=True), start=1):
-        options = {"chat_template": verl.CHAT_TEMPLATE, "add_generation_prompt": True, "tokenize": True}
+        options = {
+            "chat_template": verl_reward.CHAT_TEMPLATE,
+            "add_generation_prompt": True,
+            "tokenize": True,
+        }
         ids = reward.tokenizer.apply_chat_template(made["prompt"], return_dict=False, **options)
         assert ids == reward.build_problem(number, row).teacher_prompt
 

@@ -32,11 +32,10 @@ LAYERS = [
     {"run"},
     {"datamodules", "tasks", "engines", "vllm_worker"},
     {"evaluation"},
-    {"hub"},
     {"rollouts"},
     {"modules"},
     {"callbacks"},
-    {"plan", "report", "chat"},
+    {"plan", "report"},
     {"scoring"},
     {"python"},
     {"cli"},
@@ -48,14 +47,13 @@ WRAPPERS = {
     "vllm": {"vllm_worker.py", "engines/nccl.py"},
     "trl": set(),  # TRL calls us; only a test and a benchmark import it
     "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
-    "wandb": {"run/wandb_logger.py"},
+    "wandb": set(),  # by Lightning's logger
 }
 # Paths that users import, whether or not a page names them.
 PUBLIC = (
     "rlt_lightning.callbacks.RolloutCallback",
     "rlt_lightning.datamodules.StratosDataModule",
     "rlt_lightning.engines.VLLMEngine",
-    "rlt_lightning.run.wandb_logger.WandbLogger",
     "rlt_lightning.modules.RLTModule",
     "rlt_lightning.numerics.student_solution_reward",
     "rlt_lightning.pretrained.load_tokenizer",
@@ -201,8 +199,3 @@ def test_only_wrappers_import_heavy_packages() -> None:
             if package in {name.split(".")[0] for name in imported(trees()[module_name(path)])}
         }
         assert found == wrappers, package
-
-
-def test_no_private_module_of_wandb_is_imported() -> None:
-    names = {name for tree in trees().values() for name in imported(tree)}
-    assert {name for name in names if name.split(".")[0] == "wandb"} == {"wandb"}

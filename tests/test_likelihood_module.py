@@ -18,6 +18,7 @@ from test_rlt_module import Witness, slow_log_probs
 from test_strategies import largest_difference, weights
 from torch import Tensor
 from trainers import bare_trainer
+from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
 from rlt_lightning.cli.stages import frozen_student
@@ -41,7 +42,6 @@ from rlt_lightning.numerics import (
     VeriFreeReward,
 )
 from rlt_lightning.scoring.explain import ExplainOptions, explain
-from rlt_lightning.scoring.trl import LikelihoodRewardFunction, RLTRewardFunction
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 

@@ -1,11 +1,9 @@
-"""The format of the training travels with the model: into later stages, `rlt chat`, exports and servers."""
+"""The format of the training travels with the model: into later stages, exports and servers."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from commands import ROOT, rlt
 from tiny import tiny_options
 from transformers import AutoTokenizer
 
-from rlt_lightning.chat import conversation
-from rlt_lightning.chat.conversation import ChatModel
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import STUDENT_SYSTEM_PROMPT, ChatFormat, encode
@@ -32,7 +28,7 @@ from rlt_lightning.models.format import (
 )
 from rlt_lightning.pretrained import load_format, load_tokenizer
 from rlt_lightning.tags import R1, STRATOS, TagStyle
-from rlt_lightning.types import FinishReason, InputError, SFTExample
+from rlt_lightning.types import InputError, SFTExample
 
 ROWS = 6
 QUESTION = "How many legs have three cats?"
@@ -55,7 +51,7 @@ def trained(folder: Path, base: str, role: str = "student", tags: TagStyle = STR
     return str(folder)
 
 
-# Real rows: what stage 4 trains on is what stage 5, chat and servers ask
+# Real rows: what stage 4 trains on is what stage 5 and servers ask
 
 
 @pytest.fixture(scope="module")
@@ -113,30 +109,11 @@ def evaluated_prompts(questions: str, model: str, **options: Any) -> dict[str, l
     return {problem.question: problem.prompt for problem in data.problems}
 
 
-def chat_prompt(model: str, monkeypatch: pytest.MonkeyPatch, question: str) -> list[int]:
-    """The token ids that `rlt chat` sends for a question."""
-    sent: list[list[int]] = []
-
-    class Silent:
-        context = 4096
-
-        def answer(self, prompt: list[int], *_: Any) -> FinishReason:
-            sent.append(prompt)
-            return "eos"
-
-    monkeypatch.setattr(conversation, "choose_speaker", lambda *_: Silent())
-    monkeypatch.setattr(sys, "stdin", io.StringIO(question))
-    conversation.chat(ChatModel(model))
-    return sent[0]
-
-
 def test_later_stages_ask_in_the_format_of_stage_4(
     student: tuple[Path, str],
     bespoke: str,
     tiny_model: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, _ = student
     expected = trained_prompts(bespoke, tiny_model)
@@ -147,7 +124,6 @@ def test_later_stages_ask_in_the_format_of_stage_4(
         for model in (run / "model", tmp_path / "exported"):
             assert evaluated_prompts(questions, str(model)) == expected
             asked = next(iter(expected))
-            assert chat_prompt(str(model), monkeypatch, asked) == expected[asked]
             tokenizer = AutoTokenizer.from_pretrained(model)
             message = [{"role": "user", "content": asked}]
             text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
@@ -439,13 +415,12 @@ CONTRADICTIONS = {
     "predict": ["predict", "--config=configs/miniature_generate.yaml", TAGS],
     "test": ["test", "--config=configs/miniature_evaluate.yaml", TAGS],
     "explain": ["explain", "--config=configs/rank.yaml", "--data.source=chains", OTHER],
-    "chat": ["chat", "--student_system_prompt=Other."],
 }
 
 
 @pytest.mark.parametrize(
     "verb",
-    [name if name in ("fit", "test", "chat") else full(name) for name in CONTRADICTIONS],
+    [name if name in ("fit", "test") else full(name) for name in CONTRADICTIONS],
 )
 def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, tmp_path: Path) -> None:
     teacher = trained(tmp_path / "teacher", miniature, "teacher", R1, system_prompt="")
@@ -456,9 +431,8 @@ def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, 
         "fit student_rl": [f"--model.teacher={student}"],
         "fit student_sft": [f"--model.pretrained={student}"],
         "test": [f"--model.pretrained={student}"],
-        "chat": [f"--model.path={student}"],
     }
-    output = [] if verb in ("chat", "explain") else [f"--output_dir={tmp_path / 'run'}"]
+    output = [] if verb == "explain" else [f"--output_dir={tmp_path / 'run'}"]
     result = rlt(*words, *models.get(verb, both), *output, text=QUESTION)
     assert result.returncode == 2, result.stderr
     [line] = result.stderr.strip().splitlines()

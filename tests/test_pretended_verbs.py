@@ -91,7 +91,6 @@ VERBS = {
         *("--explain.step=1", "--explain.completion=1", "--explain.row={row}"),
     ],
     "teach": ["{run}", f"--question={QUESTION}", "--solution=10", "--num=2", "--max_tokens=8"],
-    "chat": ["--model.path={run}/model", "--tags=r1", "--max_tokens=8", "--force_format=true"],
 }
 
 

@@ -1,8 +1,7 @@
-"""What a run says while it computes: the bar of a terminal, the lines of a log."""
+"""What a run says while it computes: the bar of a terminal, the lines of a log, long waits."""
 
 from __future__ import annotations
 
-import os
 import pty
 import sys
 import termios
@@ -13,72 +12,15 @@ from threading import Event
 
 import pytest
 from commands import wait_until
-from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from test_rlt_module import data, module, rollout_callback
-from tqdm import tqdm
 
 import rlt_lightning
-from rlt_lightning.callbacks import progress
-from rlt_lightning.callbacks.progress import LAYOUT, IterationBar, format_figure
+from rlt_lightning.callbacks.progress import IterationLines, choose_progress_bar
 from rlt_lightning.console import waiting_for
+from rlt_lightning.modules.base import SHOWN
 
 Captured = pytest.CaptureFixture[str]
-
-
-def run_tiny(model: str, folder: Path) -> Trainer:
-    """Train for one iteration and validate two held-out batches."""
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=1,
-        max_epochs=-1,
-        val_check_interval=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[IterationBar(), rollout_callback(4)],
-    )
-    trainer.fit(module(model), datamodule=data(model, folder, val_rows=2, val_batch_size=1))
-    return trainer
-
-
-def test_a_log_names_long_phases_and_held_out_batches(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.setattr(progress, "waiting_for", partial(waiting_for, after_s=0.0))
-    run_tiny(tiny_model, tmp_path)
-    lines = capsys.readouterr().err.splitlines()
-    for what in (
-        "the completions of iteration 1/1",
-        "the optimizer step of iteration 1/1",
-        "the completions of held-out batch 1/2",
-        "the scores of held-out batch 2/2",
-    ):
-        assert any(line.startswith(f"waiting for {what}: ") for line in lines), (what, lines)
-    assert [line for line in lines if line.startswith("scored")] == [
-        "scored held-out batch 1/2",
-        "scored held-out batch 2/2",
-    ]
-
-
-def test_short_phases_are_not_named_in_a_log(capsys: Captured) -> None:
-    bar = IterationBar()
-    bar.batch = "held-out batch 1/2"
-    with bar.watch("score"):
-        pass
-    assert capsys.readouterr().err == ""
-
-
-def test_the_bar_shows_phase_and_held_out_batch(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    run_tiny(tiny_model, tmp_path)
-    shown = capsys.readouterr().err
-    assert "iteration [train   ]" in shown
-    assert "iteration [held-out batch 2/2: score   ]" in shown
-    assert "waiting for" not in shown
 
 
 def test_only_the_innermost_wait_is_printed(capsys: Captured) -> None:
@@ -98,40 +40,26 @@ def test_only_the_innermost_wait_is_printed(capsys: Captured) -> None:
     assert all(line.startswith("waiting for a worker: ") for line in lines)
 
 
-@pytest.mark.parametrize(("columns", "redrawn"), [(0, False), (100, True)])
-def test_a_terminal_without_a_size_gets_lines(
-    columns: int, redrawn: bool, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("columns", "kind"), [(0, IterationLines), (100, TQDMProgressBar)])
+def test_only_a_terminal_with_a_size_gets_a_bar(
+    columns: int, kind: type[ProgressBar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (columns // 4, columns))
-    with open(theirs, "w") as terminal, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", terminal)
-        patch.setattr(progress, "waiting_for", partial(waiting_for, after_s=0.0))
-        run_tiny(tiny_model, tmp_path)
-        terminal.flush()
-        shown = os.read(ours, 100_000).decode()
-    os.close(ours)
-    assert ("\r\x1b" in shown or "iteration [" in shown) == redrawn
-    if not redrawn:
-        lines = shown.split("\r\n")
-        assert "scored held-out batch 2/2" in lines
-        assert any(line.startswith("iteration 1/1: reward ") for line in lines), lines
-        assert any(line.startswith("waiting for the completions of iteration 1/1: ") for line in lines), lines
-        assert "\r" not in shown.replace("\r\n", "")
+    _, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (columns // 4, columns))
+    with open(terminal, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        patch.setattr(sys, "stdout", file)
+        assert type(choose_progress_bar()) is kind
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(4114.2, "4,110"), (123456.0, "123,000"), (999.6, "1,000"), (41.25, "41.2"), (-0.41, "-0.41")],
-)
-def test_figures_are_written_to_be_read(value: float, text: str) -> None:
-    assert format_figure(value) == text
-
-
-def test_a_narrow_terminal_keeps_the_time_that_is_left() -> None:
-    figures = "reward -0.412, closed 0.98, loss 0.00123, tok/s 5,120"
-    bar = {"prefix": "iteration [held-out batch 1/2: generate]", "postfix": figures, "bar_format": LAYOUT}
-    assert "ETA" in tqdm.format_meter(3, 125, 100.0, ncols=80, **bar)
+def test_a_log_gets_a_line_per_iteration_and_batch(tiny_model: str, tmp_path: Path, capsys: Captured) -> None:
+    options = {"accelerator": "cpu", "max_steps": 1, "val_check_interval": 1}
+    trainer = rlt_lightning.Trainer(tmp_path / "run", callbacks=[rollout_callback(4)], **options)
+    trainer.fit(module(tiny_model), data(tiny_model, tmp_path, val_rows=2, val_batch_size=1))
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("iteration 1/1: policy/loss ") for line in lines), lines
+    assert {"validation batch 1/2", "validation batch 2/2"} <= {*lines}
+    assert trainer.progress_bar_metrics.keys() == SHOWN
 
 
 def test_a_dry_run_leaves_no_model(tiny_model: str, tmp_path: Path) -> None:

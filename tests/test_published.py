@@ -105,12 +105,6 @@ def test_a_published_student_is_evaluated_as_it_was_trained(
 
 
 @pytest.mark.full
-def test_a_published_student_answers_in_chat(published: str, rows: str) -> None:
-    options = [f"--model.path={published}", f"--format_from={rows}", "--max_tokens=4"]
-    assert run("chat", *options, text=QUESTION)
-
-
-@pytest.mark.full
 def test_a_published_student_scores_traces(published: str, rows: str, tmp_path: Path) -> None:
     run(*config("rank.yaml", "predict", published), f"--data.source={rows}", f"--data.format_from={rows}",
         "--data.teacher_system_prompt=", f"--output_dir={tmp_path / 'run'}")  # fmt: skip

@@ -140,7 +140,7 @@ def test_scoring_goes_on_after_the_last_whole_row(tiny_model: str, source: Path,
     scores.write_text("".join(lines[:4]) + lines[4][:20])
     result = rlt(*whole, "--resume=true")
     assert result.returncode == 0, result.stderr
-    assert "scored batch 5/5" in result.stderr  # what is missing, and no more
+    assert "predict batch 5/5" in result.stderr  # what is missing, and no more
     assert scores.read_text() == before
 
 

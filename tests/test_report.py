@@ -339,21 +339,6 @@ def test_a_page_of_one_problem_has_a_card_for_each_explanation(tmp_path: Path, o
     assert "more figures" in text
 
 
-def test_a_verdict_says_what_limits_it(tmp_path: Path) -> None:
-    rising = [-1 + step / 40 for step in range(40)]
-    write_metrics(
-        tmp_path,
-        {"reward/mean": rising, "policy/entropy": [1.0] * 20 + [0.01] * 20, "reward/val_mean": rising},
-    )
-    [run] = build_data([collect(tmp_path, ALL)])["runs"]
-    assert run["verdict"].endswith(" nats. But the entropy is 0.01 nats at the end.")
-    first, problems, held_out = run["over"].removesuffix(".").split(". ")
-    assert first == "Means over the first and over the last 10 iterations, ± standard errors over iterations"
-    assert problems == "Problems differ between iterations"
-    assert held_out == "Held-out figures: the first and the last validation"
-    assert run["warnings"][0].startswith("the entropy is 0.01 nats at the end, 1 at the start")
-
-
 def test_a_figure_that_enters_the_reward_as_it_is_has_one_chart(tmp_path: Path) -> None:
     curves = {"reward/kl_mean": [0.1, 0.2], "student/kl_mean": [0.1, 0.2]}
     write_metrics(tmp_path, curves | {"reward/kl_max": [1.0, 1.0], "student/kl_max": [1.0, 9.0]})
@@ -418,7 +403,7 @@ def test_kind_of_an_answer_is_that_of_its_thought() -> None:
     assert judge_text({}, sums, "\\boxed{16}", "8 + 5 = 13. 13 + 3 = 16.") == ("steps", True)
 
 
-def test_the_summary_says_whether_a_run_learned(tmp_path: Path) -> None:
+def test_the_summary_says_what_was_trained(tmp_path: Path) -> None:
     steps = range(40)
     write_metrics(
         tmp_path / "up",
@@ -426,19 +411,15 @@ def test_the_summary_says_whether_a_run_learned(tmp_path: Path) -> None:
         | {"perf/generate_s": [2.0] * 40, "perf/train_s": [1.0] * 40, "perf/tokens_per_s": [100.0] * 40}
         | {"rollout/length_mean": [30.0] * 40},
     )
-    write_metrics(tmp_path / "flat", {"reward/mean": [-1 + (step % 2) / 4 for step in steps]})
     write_metrics(tmp_path / "down", {"policy/loss": [1 + step / 40 for step in steps]})
     (tmp_path / "up" / "config.yaml").write_text(
         "model: {class_path: M, init_args: {teacher: T, student: S}}\ndata: {init_args: {source: D}}\n"
     )
-    up, flat, down = build_data([collect(tmp_path / name, ALL) for name in ("up", "flat", "down")])["runs"]
-    assert (up["learned"], flat["learned"], down["learned"]) == ("yes", "unclear", "no")
+    up, down = build_data([collect(tmp_path / name, ALL) for name in ("up", "down")])["runs"]
     assert up["trained"] == (
         "Reinforcement-learned teacher: T was trained to explain solutions on D in the way that helps the "
         "frozen student S most: 40 iterations."
     )
-    # Means of -1 to -0.775 and of -0.25 to -0.025.
-    assert "reward −0.887 ±\u00a00.024 → −0.138 ±\u00a00.024 nats" in up["verdict"]
     assert up["facts"] == {"time of all iterations": "2.0 min", "tokens sampled": "12,000"}
     assert down["trained"] == "Supervised fine-tuning: a model was trained: 40 optimizer steps."
 

@@ -435,7 +435,7 @@ def test_a_teacher_that_is_none_is_one_clear_line(run: Path, tmp_path: Path) -> 
     for task in ("student_rl", "student_opd"):
         settings["data"]["init_args"]["task"] = task
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-        with pytest.raises(InputError, match=r"has trained a student, .* Ask it: rlt chat --model.path"):
+        with pytest.raises(InputError, match=r"has trained a student, .* To ask it: vllm serve"):
             find_settings(str(tmp_path))
 
 

@@ -251,11 +251,11 @@ def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     assert {(row["reward"], row["correct"], row["formatted"]) for row in rows} == {(-1.0, 0.0, 0.0)}
     card = (run / "model" / "README.md").read_text()
-    assert f"# CorrectnessReward and GRPO (arXiv:2402.03300) from {tiny_model}" in card
+    assert "# CorrectnessReward and GRPO (arXiv:2402.03300) from …/" in card
     assert "student" not in card
     exported = rlt("export", f"--ckpt_path={run}", f"--output_dir={tmp_path / 'model'}")
     assert exported.returncode == 0, exported.stderr
-    assert (tmp_path / "model" / "README.md").read_text() == card
+    assert card.startswith((tmp_path / "model" / "README.md").read_text())
     validated = rlt("validate", *student_fit(str(run / "model"), tmp_path / "validated")[1:])
     assert validated.returncode == 0, validated.stderr
     assert "reward/val_correct" in validated.stdout

@@ -25,8 +25,6 @@ from sampling import sample_groups
 from test_model_format import bespoke, student, trained_prompts  # noqa: F401
 from tiny import CHAINS
 
-from rlt_lightning.chat.conversation import ChatModel, choose_speaker
-from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import (
     AdapterPush,
     DiskPush,
@@ -538,26 +536,6 @@ def test_a_servers_chat_route_asks_as_stage_4_trained(
         body = {"model": exported, "messages": [message], "max_tokens": 1, "return_token_ids": True}
         answer = httpx2.post(f"{plain_server}/v1/chat/completions", json=body, timeout=300).json()
         assert answer["prompt_token_ids"] == expected
-
-
-def test_a_chat_streams_what_the_model_says_in_process(plain_server: str, exported: str) -> None:
-    tokenizer = load_tokenizer(exported)
-    prompt = encode(tokenizer, "One and two")
-
-    def answered(url: str | None, seed: int = 0, **settings: float) -> tuple[str, str]:
-        pieces: list[str] = []
-        sampling = Sampling(max_completion_length=48, **settings)
-        speaker = choose_speaker(ChatModel(exported, url, dtype="float32"), tokenizer)
-        reason = speaker.answer(prompt, sampling, seed, pieces.append)
-        assert sum(map(bool, pieces)) > 5  # as it came; vLLM may send several tokens at once
-        return "".join(pieces), reason
-
-    assert answered(plain_server, temperature=0.0) == answered(None, temperature=0.0)
-    first, second, again = (answered(plain_server, seed, temperature=1.0) for seed in (1, 2, 1))
-    assert first == again != second
-    speaker, too_long = choose_speaker(ChatModel(exported, plain_server), tokenizer), Sampling()
-    with pytest.raises(EngineError, match="/v1/completions was refused with status 400"):
-        speaker.answer(prompt, too_long, 0, print)
 
 
 def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_model_it_serves(

@@ -10,10 +10,10 @@ from typing import Any
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl_reward import RLTRewardFunction
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.embedded import resolve
-from rlt_lightning.scoring.trl import RLTRewardFunction
 from rlt_lightning.tags import decode
 
 forwards: list[dict[str, int]] = []

@@ -1,4 +1,4 @@
-"""What W&B was given, read from the files of its offline runs; and the oldest wandb that the package allows.
+"""What W&B was given, read from the files of its offline runs.
 
 wandb has no public reader of these files.
 """
@@ -6,18 +6,11 @@ wandb has no public reader of these files.
 from __future__ import annotations
 
 import json
-import re
 import struct
-import subprocess
-import sys
-import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from commands import ROOT
 from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK = 32768  # bytes
@@ -61,16 +54,12 @@ class Run:
     def __init__(self, folder: Path) -> None:
         [path] = folder.glob("*.wandb")
         records = list(read_run(path))
-        runs = [record.run for record in records if record.HasField("run")]  # none if it was killed early
-        self.id, self.name = (runs[0].run_id, runs[0].display_name) if runs else ("", "")
-        self.version = runs[0].telemetry.cli_version if runs else ""
         self.config: dict[str, Any] = {}
         for record in records:
             if record.HasField("config"):
                 self.config |= nested(record.config.update)
         self.history = [nested(r.history.item) for r in records if r.HasField("history")]
         self.alerts = [record.alert for record in records if record.HasField("alert")]
-        self.axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
         self.folder = folder
 
     def scalars(self) -> dict[int, dict[str, float]]:
@@ -78,7 +67,7 @@ class Run:
         found: dict[int, dict[str, float]] = {}
         for row in self.history:
             numbers = {n: v for n, v in row.items() if not isinstance(v, dict) and n[0] != "_"}
-            found.setdefault(numbers.pop("iteration"), {}).update(numbers)
+            found.setdefault(numbers.pop("trainer/global_step"), {}).update(numbers)
         return found
 
     def table(self) -> list[dict[str, Any]]:
@@ -91,25 +80,3 @@ class Run:
 
 def runs_in(folder: Path) -> list[Run]:
     return [Run(path) for path in sorted((folder / "wandb").glob("offline-run-*"))]
-
-
-def oldest() -> dict[str, str]:
-    """Return the lower bounds of the extra `wandb`, by package."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return dict(re.findall(r"'(wandb[\w-]*)>=([\d.]+)", str(project["optional-dependencies"]["wandb"])))
-
-
-def install_oldest() -> str:
-    """Return a PYTHONPATH that begins with them. They are installed once, into the temporary folder."""
-    packages = [f"{name}=={version}" for name, version in oldest().items()]
-    folder = Path(tempfile.gettempdir()) / "-".join(["rlt_lightning", *packages])
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            target = Path(scratch) / "packages"
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target)]
-            done = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=570)
-            if done.returncode:
-                last = done.stderr.strip().rpartition("\n")[2]
-                pytest.skip(f"needs {' and '.join(packages)}, but pip says: {last}")
-            target.rename(folder)
-    return f"{folder}:{ROOT}"

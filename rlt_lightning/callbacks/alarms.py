@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tqdm import tqdm
 from typing_extensions import override
 
-from rlt_lightning.callbacks.ranking import ADVICE, rank_traces
-from rlt_lightning.console import announce
-from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.result import ENTROPY_BELOW, GROUP_STD_BELOW, LENGTH_BELOW
-from rlt_lightning.run.wandb_logger import WandbLogger
 from rlt_lightning.types import InputError
 
 WATCHED = (
@@ -30,6 +23,7 @@ WATCHED = (
 )
 # Attributes in a checkpoint, besides the latest values.
 SAVED = ("lowest_truncated", "longest", "reward_of_longest", "lowest_unjudged", "highest_closed", "sent_at")
+GROUP_STD_BELOW = 1e-3  # nats
 FORM_ADVICE = "No teacher judges an answer's tags and solution: lower the learning rate."
 
 
@@ -37,9 +31,7 @@ class Alarms(Callback):
     """Warn when a run goes wrong: by one line on the terminal, an alert in W&B and a text in TensorBoard.
 
     A figure must be bad for `patience` iterations in a row, and the same alarm comes again only after
-    `quiet_steps`. A figure that is not finite, and an error that ends the run, raise an alarm at once. Before
-    the first step of RLT, teacher and students read right traces of the rows, leaps and filler once: if these
-    earn more than the traces, RLT would teach them.
+    `quiet_steps`. A figure that is not finite, and an error that ends the run, raise an alarm at once.
 
     Args:
         enabled: Whether to raise alarms.
@@ -57,7 +49,6 @@ class Alarms(Callback):
         form_drift: Of on-policy distillation: how far `distill/unjudged_frac` may rise above its lowest mean
             over `patience` iterations, or `rollout/closed_frac` fall below its highest. No teacher judges an
             answer's tags and solution, so at too high a learning rate they drift.
-        ranked_rows: Right traces that are ranked before RLT, if the rows have traces; 0: none.
     """
 
     def __init__(
@@ -66,13 +57,12 @@ class Alarms(Callback):
         patience: int = 5,
         quiet_steps: int = 100,
         group_std_below: float = GROUP_STD_BELOW,
-        entropy_below: float = ENTROPY_BELOW,
+        entropy_below: float = 0.02,
         truncated_rise: float = 0.5,
         staleness_above: float = 1.0,
         kl_below: float = -0.5,
-        length_below: float = LENGTH_BELOW,
+        length_below: float = 0.33,
         form_drift: float = 0.2,
-        ranked_rows: int = 64,
     ) -> None:
         if patience < 1 or quiet_steps < 1:
             raise InputError(
@@ -89,7 +79,6 @@ class Alarms(Callback):
         self.kl_below = kl_below
         self.length_below = length_below
         self.form_drift = form_drift
-        self.ranked_rows = ranked_rows
         self.latest = {name: deque[float](maxlen=patience) for name in WATCHED}
         self.lowest_truncated = math.inf  # mean over `patience` iterations
         self.longest = 0.0  # largest mean over `patience` iterations, tokens
@@ -115,21 +104,6 @@ class Alarms(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begun = True
-        asked = self.enabled and self.ranked_rows and trainer.global_step == 0
-        if asked and isinstance(pl_module, RLTModule) and isinstance(pl_module.reward, RLTReward):
-            self.rank_rows(trainer, pl_module)
-
-    def rank_rows(self, trainer: Trainer, module: RLTModule) -> None:
-        """Say what right traces, leaps and filler earn, as an alarm if RLT would teach the worse ones."""
-        began = time.monotonic()
-        ranking = rank_traces(trainer, module, self.ranked_rows)
-        if ranking is None or not trainer.is_global_zero:
-            return
-        text = f"{ranking.describe()} ({time.monotonic() - began:.1f} s)."
-        if ranking.list_preferred():
-            send_alarm(trainer, "This student does not reward right traces", f"{text} {ADVICE}")
-        else:
-            announce(text)
 
     @override
     def on_train_batch_end(
@@ -213,6 +187,6 @@ def send_alarm(trainer: Trainer, title: str, text: str, is_error: bool = False) 
     text = redact(text)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            logger.alert(title, text, is_error)
+            logger.experiment.alert(title, text, level="ERROR" if is_error else "WARN")
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text("alarms", f"**{title}.** {text}", trainer.global_step)

@@ -28,7 +28,6 @@ from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.models.weights import trained_parameters, weights_size
 from rlt_lightning.run.metrics_csv import MetricsCSV
-from rlt_lightning.run.wandb_logger import WandbLogger
 from rlt_lightning.types import InputError
 
 
@@ -330,7 +329,7 @@ def run_validation(trainer: Trainer) -> None:
 
 
 class MetricsResume(Callback):
-    """On resume, keep what metrics.csv, TensorBoard and W&B show up to the checkpoint's step.
+    """On resume, keep what metrics.csv and TensorBoard show up to the checkpoint's step.
 
     Lightning logs a step after it has written the step's checkpoint, so the checkpoint carries that step's
     row: a kill between the two loses nothing.
@@ -379,13 +378,9 @@ class MetricsResume(Callback):
 
     def _resume(self, trainer: Trainer) -> None:
         self.has_resumed = True
-        rows: dict[int, dict[str, str]] = {}  # of metrics.csv, the first logger of every run
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV) and trainer.global_step:
                 logger.resume_after(trainer.global_step, self.last_row)
-                rows = logger.rows
-            elif isinstance(logger, WandbLogger):
-                logger.catch_up(rows)
             elif isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 begin_tensorboard_session(logger.experiment, trainer.global_step + 1)
 

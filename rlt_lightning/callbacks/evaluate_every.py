@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,7 +29,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm import tqdm
 from typing_extensions import override
 
-from rlt_lightning.callbacks.progress import IterationBar
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
@@ -196,9 +194,7 @@ class EvaluateEvery(Callback):
     def evaluate(self, trainer: Trainer, module: Any) -> dict[str, float]:
         """Return the figures of the current weights by name, the same on all ranks; all ranks call this."""
         begin = time.monotonic()
-        bar = trainer.progress_bar_callback
-        what = f"the evaluation after iteration {trainer.global_step}"
-        with isolate_rng(), bar.show_phases_of(what) if isinstance(bar, IterationBar) else nullcontext():
+        with isolate_rng():
             responses = self._sample_responses(trainer, module)
             figures = self.collectives.on_rank_zero(
                 trainer,

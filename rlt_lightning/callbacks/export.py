@@ -1,14 +1,18 @@
-"""Write the trained model as an ordinary Hugging Face folder."""
+"""Write the trained model as an ordinary Hugging Face folder, and upload it to the hub if asked."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from rlt_lightning.checkpoints.card import CARD
 from rlt_lightning.checkpoints.export import (
     Adapter,
     export_model,
@@ -17,12 +21,17 @@ from rlt_lightning.checkpoints.export import (
 )
 from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.checkpoints.io import NamedCheckpoints
-from rlt_lightning.console import announce_writing
+from rlt_lightning.console import announce, announce_writing
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.hub.client import PushError, open_repository
-from rlt_lightning.hub.push import push
 from rlt_lightning.models.weights import trained_tensors, weights_size
+from rlt_lightning.run.redaction import redact
+from rlt_lightning.run.result import read_fit_result
 from rlt_lightning.types import InputError
+
+# Files of an earlier model in the repository, which transformers or peft would load in place of the new ones.
+REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
+# No network, no right, a name or a card that the hub refuses. Uploads wrap some of them in a RuntimeError.
+HUB_ERRORS = (HTTPError, OSError, RuntimeError, ValueError)
 
 
 class ModelExporter(Callback):
@@ -31,34 +40,40 @@ class ModelExporter(Callback):
     Args:
         enabled: Whether to write it; `rlt export` makes the folder from any checkpoint later.
         adapter: How to write a LoRA: merged into the weights, or only the adapter, as peft and vLLM read it.
-        push_to_hub: Repository of the Hugging Face hub, USER/NAME, to push the model to. It is made before
-            training begins, so that a missing right shows at once. `rlt push RUN` pushes later.
-        private: Whether only you may see that repository.
+        repo_id: Repository of the Hugging Face hub, USER/NAME, to upload the model to. It is made before
+            training begins, so that a missing right shows at once. The token is that of `hf auth login` or
+            HF_TOKEN.
+        private: Whether only you may see that repository, if it is made. One that exists stays as it is.
     """
 
     def __init__(
         self,
         enabled: bool = True,
         adapter: Adapter = "merged",
-        push_to_hub: str | None = None,
+        repo_id: str | None = None,
         private: bool = True,
     ) -> None:
-        if push_to_hub is not None and not enabled:
-            raise InputError(
-                "export.push_to_hub pushes model/, but export.enabled is false. Drop one of them."
-            )
+        if repo_id is not None and not enabled:
+            raise InputError("export.repo_id uploads model/, but export.enabled is false. Drop one of them.")
         self.enabled = enabled
         self.adapter: Adapter = adapter
-        self.push_to_hub = push_to_hub
+        self.repo_id = repo_id
         self.private = private
         # Whether this fit has written a model, and whether the hub did not take it.
-        self.has_written = self.push_failed = False
+        self.has_written = self.upload_failed = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the repository, or say why it cannot be, before any model is loaded."""
-        if stage == "fit" and self.push_to_hub is not None and trainer.is_global_zero:
-            open_repository(self.push_to_hub, "model", self.private)
+        if stage != "fit" or self.repo_id is None or not trainer.is_global_zero:
+            return
+        try:
+            HfApi().create_repo(self.repo_id, private=self.private, exist_ok=True)
+        except HUB_ERRORS as error:
+            raise InputError(
+                f"export.repo_id must be a repository to which you may write, but {self.repo_id} is not "
+                f"({describe_error(error)}). Log in with `hf auth login`, set HF_TOKEN, or leave it out."
+            ) from error
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,16 +109,44 @@ class ModelExporter(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Push the model, where no other rank waits for this one. A failure does not fail the run."""
-        if self.push_to_hub is None or not self.has_written or not trainer.is_global_zero:
+        """Add the figures to the card and upload the model, where no other rank waits for this one.
+
+        A failed upload does not fail the run.
+        """
+        if stage != "fit" or not self.has_written or not trainer.is_global_zero:
             return
-        folder = str(trainer.default_root_dir)
+        folder = Path(trainer.default_root_dir) / "model"
+        add_figures(folder / CARD)
+        if self.repo_id is None:
+            return
         try:
-            push(folder, self.push_to_hub, private=self.private)
-        except (InputError, PushError) as error:
-            self.push_failed = True
-            again = f"rlt push {folder}{'' if self.private else ' --private false'}"
-            rank_zero_warn(f"The model is in {folder}/model, but not on the hub. {error} To push it: {again}")
+            commit = HfApi().upload_folder(
+                repo_id=self.repo_id,
+                folder_path=folder,
+                delete_patterns=REPLACED,
+                commit_message="Upload model",
+            )
+        except HUB_ERRORS as error:
+            self.upload_failed = True
+            rank_zero_warn(
+                f"The model is in {folder}, but not on the hub ({describe_error(error)}). To upload it: "
+                + shlex.join(["hf", "upload", self.repo_id, str(folder), "."])
+            )
+        else:
+            announce(f"{folder} is on the hub: {commit.repo_url}")
+
+
+def add_figures(card: Path) -> None:
+    """Add a run's first and last figures to the card of its model."""
+    figures = read_fit_result(card.parents[1]).figures()
+    rows = [f"| {name} | {change} |" for name, change in figures.items()]
+    table = ["", "| | first → last |", "|---|---|", *rows, ""] if rows else []
+    card.write_text(redact(card.read_text(encoding="utf-8") + "\n".join(table)), encoding="utf-8")
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error of the hub as one line without secrets."""
+    return str(redact(" ".join(str(error).split())))
 
 
 def is_dry_run(trainer: Any) -> bool:

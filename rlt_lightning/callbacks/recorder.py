@@ -1,6 +1,6 @@
 """Callbacks that record the completions of training: in `rollouts.jsonl`, in W&B and in TensorBoard.
 
-Both are continued by a resumed run, which makes the iterations after its checkpoint again.
+A resumed run makes the iterations after its checkpoint again, and the file continues.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.replay import build_replay_columns
 from rlt_lightning.rollouts.collectives import waiting_for_ranks
-from rlt_lightning.run.jsonl import Row, append_rows, keep_rows, read_json_rows
+from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
 from rlt_lightning.run.rollout_rows import (
     build_token_columns,
     rollout_rows,
     spread_evenly,
 )
-from rlt_lightning.run.wandb_logger import TABLE, WandbLogger
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
 
+TABLE = "completions"  # name of the table in W&B and of the texts in TensorBoard
 DROPPED = "dropped.jsonl"  # the completions that dynamic sampling replaced
 TEXTS = ("question", "solution", "explanation")
 NOT_SHOWN = ("policy_version", "seed", "worker")
 # The table in W&B is sent again when it has grown by this factor, so that all uploads together stay small.
 GROWTH = 1.1
+MOST_ROWS = 10_000  # that W&B shows of a table
 
 
 class RolloutRecorder(Callback):
@@ -100,9 +101,9 @@ class RolloutRecorder(Callback):
 class CompletionsTable(Callback):
     """Show some training completions of each iteration in W&B, as one table, and in TensorBoard, as texts.
 
-    W&B keeps whole tables, so each upload has all rows so far and no iteration replaces another. The rows
-    are also in `wandb/completions.jsonl`, which a resumed run continues. TensorBoard also gets histograms of
-    the rewards, their terms and the lengths of all completions. Without these loggers nothing happens.
+    W&B keeps whole tables, so each upload has all rows of this session and no iteration replaces another.
+    TensorBoard also gets histograms of the rewards, their terms and the lengths of all completions. Without
+    these loggers nothing happens.
 
     Args:
         every_n_steps: Show completions of every n-th iteration; 0 shows none.
@@ -118,16 +119,7 @@ class CompletionsTable(Callback):
         self.every_n_steps = every_n_steps
         self.num_completions = num_completions
         self.rows: list[Row] = []  # of the table in W&B
-        self.num_sent = 0  # rows at the last upload
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the iterations that a killed run showed after the checkpoint: they are made again."""
-        path = self._path(trainer)
-        if not (trainer.is_global_zero and self._wandb(trainer) and path.exists()):
-            return
-        keep_rows(path, lambda row: row["iteration"] <= trainer.global_step)
-        self.rows = list(read_json_rows(path))
+        self.num_new = 0  # rows since the last upload
 
     @override
     def on_train_batch_end(
@@ -146,9 +138,9 @@ class CompletionsTable(Callback):
         for board in boards:
             show_in_tensorboard(board.experiment, step, rows, shown)
         if self._wandb(trainer):
-            self.rows += shown
-            append_rows(self._path(trainer), shown)
-            if len(self.rows) >= GROWTH * self.num_sent:
+            self.rows = [*self.rows, *shown][-MOST_ROWS:]
+            self.num_new += len(shown)
+            if self.num_new >= (GROWTH - 1) * (len(self.rows) - self.num_new):
                 self._send(trainer)
 
     @override
@@ -161,16 +153,16 @@ class CompletionsTable(Callback):
 
     def _send(self, trainer: Trainer) -> None:
         """Upload the table to W&B if it has new rows."""
-        if len(self.rows) > self.num_sent:
-            for logger in self._wandb(trainer):
-                logger.log_rows(TABLE, self.rows, self.rows[-1]["iteration"])
-            self.num_sent = len(self.rows)
+        if not self.num_new:
+            return
+        columns = [*self.rows[0]]
+        data = [[row.get(column) for column in columns] for row in self.rows]
+        for logger in self._wandb(trainer):
+            logger.log_table(TABLE, columns, data, step=self.rows[-1]["iteration"])
+        self.num_new = 0
 
     def _wandb(self, trainer: Trainer) -> list[WandbLogger]:
         return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-
-    def _path(self, trainer: Trainer) -> Path:
-        return Path(trainer.default_root_dir) / "wandb" / "completions.jsonl"
 
 
 def build_dropped_rows(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -12,10 +13,10 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
-# What lies in a repository of the hub.
-Kind = Literal["model", "dataset"]
 CARD = "README.md"
 LICENCE = ("license", "license_name", "license_link")
+# A path from the root or the home folder; its last two parts say enough, and a card may be published.
+PLACE = re.compile(r"(?<![\w:/.~])~?(?:/[^\s/|,()'\"`]+)+/([^\s/|,()'\"`]+/[^\s/|,()'\"`]+)")
 # Header of the models that come with the package.
 EMBEDDED_HEADERS: dict[str, dict[str, Any]] = {
     DEFAULT_MODEL: {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"},
@@ -58,15 +59,15 @@ def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
         "In the run folder, `metrics.csv` has the figures of every step, and `config.yaml` the resolved "
         "configuration of a run of `rlt`.",
     ]
-    return "\n".join(lines) + "\n"
+    return PLACE.sub(r"…/\1", "\n".join(lines) + "\n")
 
 
 def inherited_header(pretrained: str) -> dict[str, Any]:
     """Return the base model and the licence that a model's card takes over from the model it began as.
 
     The hub takes only its own ids as `base_model`. So a model that was trained from a local folder has the
-    base of that folder's card: the nearest ancestor with an id. The licence of a hub id is not read here,
-    since a training needs no network; `rlt push` reads it.
+    base of that folder's card: the nearest ancestor with an id. The licence of a hub id is not read,
+    since a training needs no network.
     """
     folder = Path(pretrained).expanduser()
     if pretrained in EMBEDDED_HEADERS:
@@ -76,7 +77,7 @@ def inherited_header(pretrained: str) -> dict[str, Any]:
     if not (folder / CARD).is_file():
         return {}
     try:
-        header = read_card(folder / CARD).data.to_dict()
+        header = read_header(folder / CARD)
     except InputError as error:
         # A training of days must not end without its model because of another model's card.
         announce(f"{error} Until then the new model's card names neither base nor licence.")
@@ -84,19 +85,20 @@ def inherited_header(pretrained: str) -> dict[str, Any]:
     return {name: header[name] for name in ("base_model", *LICENCE) if header.get(name)}
 
 
-def read_card(path: Path, kind: Kind = "model") -> Any:
-    """Return a card as `huggingface_hub` reads it: `.data`, its header, and `.text`.
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the header of a card as `huggingface_hub` reads it.
 
     Raises:
         InputError: If the header is no YAML mapping, or its results have another form than `model-index`.
     """
-    from huggingface_hub import DatasetCard, ModelCard
+    from huggingface_hub import ModelCard
 
     try:
-        return (ModelCard if kind == "model" else DatasetCard)(path.read_text(encoding="utf-8-sig"))
+        header: dict[str, Any] = ModelCard(path.read_text(encoding="utf-8-sig")).data.to_dict()
     except (ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InputError(
             f"The header of {path}, between its --- lines, must be YAML as the hub reads it, but is not "
             f"({reason:.200}). Correct it."
         ) from error
+    return header

@@ -120,8 +120,8 @@ def write_trained_format(metadata: dict[str, Any], tokenizer: Any, folder: Path)
     tokenizer.chat_template = with_default_system(tokenizer.chat_template, trained.system_prompt)
     if tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) != in_training:
         rank_zero_warn(
-            "The chat template opens a thought after the question, which the training did without. Ask "
-            "servers of this model through rlt chat, which sends the prompt of the training."
+            "The chat template opens a thought after the question, which the training did without. Send "
+            "servers of this model the whole prompt of the training, to /v1/completions."
         )
 
 

@@ -35,7 +35,7 @@ And what a resumed run takes from elsewhere, so that no checkpoint holds it:
     weights of the reference  reference/step=000006 of the run folder    ReferenceSync.on_train_start
     earlier rows of files     metrics.csv and rollouts.jsonl, cut to     MetricsResume.on_train_start,
                               the checkpoint's step                      RolloutRecorder.on_train_start
-    earlier points of charts  W&B and TensorBoard, caught up             MetricsResume, CompletionsTable
+    earlier points of charts  TensorBoard, cut to the checkpoint's step  MetricsResume
     the best step             best.json beside the checkpoints           Checkpoint._resume_best
     random numbers            functions of seed, step and rank, or of    PolicyModule.on_train_batch_start,
                               seed, step and row                         Sampler in rollouts/sampler.py

@@ -169,25 +169,10 @@ and all options of rlt predict.
   --overwrite true                    replace a model in --output_dir
 """,
     ),
-    "push": (
-        "RUN [--data] --repo_id USER/NAME",
-        "Publish a run's model, or with --data its distillation set, on the Hugging Face hub.",
-        "  --private true\n  --evaluations [FOLDER]\n",
-    ),
-    "chat": (
-        "--model.path MODEL [--model.url URL]",
-        "Ask a trained student in the terminal; what is piped in is one question.",
-        "",
-    ),
     "report": (
         "RUN_DIR [RUN_DIR ...] [--output FILE]",
         "Write one page of runs: curves, completions, token by token.",
         "  --output FILE                       by default report.html in the run's folder\n",
-    ),
-    "dashboard": (
-        "--project PROJECT [--entity ENTITY]",
-        "Save a W&B workspace that shows all metrics of a project's runs by iteration.",
-        "",
     ),
 }
 

@@ -22,7 +22,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning.callbacks.interrupt import Interrupted
-from rlt_lightning.chat.conversation import chat
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli.help import VERBS
@@ -35,26 +34,20 @@ from rlt_lightning.cli.shared_settings import (
 )
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine
 from rlt_lightning.engines import EngineError
-from rlt_lightning.hub.client import PushError
-from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.python.environment import quiet_third_parties
 from rlt_lightning.report import report
 from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
-from rlt_lightning.run.wandb_logger import dashboard
 from rlt_lightning.types import InputError
 
 # Errors whose message says what to do in one line; a traceback would add nothing.
-MISTAKES = (InputError, NonFiniteError, EngineError, PushError, MisconfigurationException)
+MISTAKES = (InputError, NonFiniteError, EngineError, MisconfigurationException)
 
 # The verbs without a trainer.
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export_checkpoint,
-    "dashboard": dashboard,
-    "chat": chat,
-    "push": push,
     "report": report,
 }
 
@@ -113,11 +106,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(verb: str, words: Sequence[str]) -> int:
     """Run a verb that has no trainer, and return the exit status."""
-    readers = {"report": read_folders, "push": read_run}
     usage, line, _ = VERBS[verb]
     auto_cli(
         COMMANDS[verb],
-        args=readers.get(verb, list)(words),
+        args=read_folders(words) if verb == "report" else list(words),
         as_positional=False,
         parser_class=OneLineParser,
         prog=f"rlt {verb}",
@@ -132,28 +124,6 @@ def read_folders(words: Sequence[str]) -> list[str]:
     folders, options = split_words(words)
     others = [word for option in options for word in option]
     return [f"--run_dirs={json.dumps(folders)}", *others] if folders else others
-
-
-def read_run(words: Sequence[str]) -> list[str]:
-    """Return `RUN --data --repo_id ID` as the parser reads it: --run_dir=RUN --data=true --repo_id ID.
-
-    Raises:
-        InputError: If not one run is named.
-    """
-    following = [*words[1:], ""][: len(words)]
-    is_switch = [
-        word == "--data" and after not in ("true", "false")
-        for word, after in zip(words, following, strict=True)
-    ]
-    switched = [f"{word}=true" if switch else word for word, switch in zip(words, is_switch, strict=True)]
-    folders, options = split_words(switched)
-    others = [word for option in options for word in option]
-    if not folders and "--help-all" in others:
-        return others
-    if len(folders) != 1:
-        came = ", ".join(folders) or "none"
-        raise InputError(f"rlt push takes one run, but got {came}: rlt push {VERBS['push'][0]}")
-    return [f"--run_dir={folders[0]}", *others]
 
 
 def explain_resume(verb: str, words: Sequence[str]) -> str:

@@ -383,8 +383,8 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
         ) from error
     if is_student:
         raise InputError(
-            f"{folder} has trained a student, which explains nothing (data.task {task}). Ask it: rlt chat "
-            f"--model.path {folder / 'model'}"
+            f"{folder} has trained a student, which explains nothing (data.task {task}). To ask it: "
+            f"vllm serve {folder / 'model'}"
         )
     if not (folder / "model").is_dir():
         raise InputError(

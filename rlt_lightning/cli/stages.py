@@ -261,6 +261,8 @@ class RLTCommandLine(LightningCLI):
         for logger in as_list(config.trainer.logger):
             if hasattr(logger, "init_args") and logger.init_args.get("save_dir") in (None, ".", before):
                 logger.init_args.save_dir = str(folder)
+        # wandb stages tables there until they are uploaded; its own place is the home folder.
+        os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb" / "data"))
 
     def name_run_folder(self, configs: list[Any] | None) -> str:
         """Name a run after its config and the time; processes that this one starts inherit the name."""
@@ -299,13 +301,10 @@ class RLTCommandLine(LightningCLI):
             result = self.trainer.fit_result  # type: ignore[attr-defined]
             print(f"\nDone: {result.steps} steps.")
             if line := result.line():
-                heading = {"yes": "Learned", "no": "Became worse", "unclear": "No clear change"}
-                print(f"{heading[result.judge()]}: {line}.")
-            for warning in result.warnings:
-                print(f"Warning: {warning}.")
+                print(f"First and last figures: {line}.")
             self.print_end()
             # A script must notice; the model lies in the run folder.
-            self.status = int(any(getattr(c, "push_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
+            self.status = int(any(getattr(c, "upload_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def after_predict(self) -> None:
         """Say where the scores or the traces are and what to do next."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -232,35 +231,25 @@ class ChatFormat:
         """Render the teacher's conversation up to the assistant's text."""
         return self.render(self.teacher_system_prompt, question)
 
-    def render_student_chat(
-        self,
-        question: str,
-        student_system_prompt: str | None = None,
-        earlier: Sequence[tuple[str, str]] = (),
-    ) -> str:
+    def render_student_chat(self, question: str, student_system_prompt: str | None = None) -> str:
         """Render the student's conversation up to the assistant's text; see `render`."""
         if student_system_prompt is None:
-            return self.render(self.student_system_prompt, question, earlier)
-        return self.render(self._mark(student_system_prompt, keeps_tags=True), question, earlier)
+            return self.render(self.student_system_prompt, question)
+        return self.render(self._mark(student_system_prompt, keeps_tags=True), question)
 
-    def render(self, system_prompt: str, question: str, earlier: Sequence[tuple[str, str]] = ()) -> str:
+    def render(self, system_prompt: str, question: str) -> str:
         """Render system message, user message and generation prompt with the tokenizer's chat template.
 
-        Control tokens that the questions and answers spell are marked in the result, for `encode`.
+        Control tokens that the question spells are marked in the result, for `encode`.
 
         Args:
             system_prompt: The system message; the empty string for none.
             question: The user's message.
-            earlier: Earlier questions with their answers, tags included.
 
         Raises:
             InputError: If there is no template, or it refuses a system message.
         """
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        for asked, answered in earlier:
-            messages.append({"role": "user", "content": self._mark(asked)})
-            answered = self._mark(answered.removeprefix(self.turn_opening), keeps_tags=True)
-            messages.append({"role": "assistant", "content": answered})
         messages.append({"role": "user", "content": self._mark(question)})
         # Our thought replaces it.
         return render_chat(self.tokenizer, messages).removesuffix(self._opened_thought)

@@ -8,7 +8,6 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -51,7 +50,6 @@ from rlt_lightning.datamodules.tokenize import (
     TASKS,
     ItemLimits,
     LongTraces,
-    ScoreTask,
     Task,
     TaskName,
     build_keys,
@@ -252,23 +250,6 @@ class StratosDataModule(LightningDataModule):
                 if isinstance(columns, dict):
                     with suppress(BadRowError):
                         yield columns, task.parse(columns)
-
-    def draw_rows(self, number: int) -> list[tuple[dict[str, Any], ParsedRow]]:
-        """Return columns and texts of so many of the problems to train on, drawn by the seed."""
-        problems = cast(Sequence[Problem], self.items)
-        places = Random(self.seed).sample(range(len(problems)), min(number, len(problems)))
-        return [(columns, self._task.parse(columns)) for columns in (problems[i].columns for i in places)]
-
-    def build_scored(self, rows: Iterable[dict[str, Any]], trace_columns: Sequence[str]) -> list[Rollout]:
-        """Return the traces of rows as the teacher's completions; what is too long is left out."""
-        task = ScoreTask(self.student_views, trace_columns, self._task.limits)
-        found: list[Rollout] = []
-        for number, columns in enumerate(rows, 1):
-            with suppress(BadRowError):
-                for problem in cast(list[Problem], task.build_items(number, task.parse(columns), columns)):
-                    assert problem.given_completion is not None
-                    found.append(task.build_rollout(problem, problem.given_completion))
-        return found
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return batches of one optimizer step, resumable in the middle of an epoch."""

@@ -184,9 +184,8 @@ def propose_next(one: Arms, folder: Path, arms: Sequence[str]) -> str:
     lines = ["", "Next:"]
     if best in arms:
         lines += [
-            "  the trained teacher explains a problem of its training, the student answers another:",
+            "  the trained teacher explains a problem of its training:",
             f"    {shlex.join(['rlt', 'teach', f'{place}/teacher', '--row', '1'])}",
-            f"    {shlex.join(['rlt', 'chat', '--model.path', f'{place}/student/model'])}",
         ]
     return "\n".join(
         [

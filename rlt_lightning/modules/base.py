@@ -49,6 +49,8 @@ from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, ge
 from rlt_lightning.types import InputError
 
 Init = TypeVar("Init", bound=Callable[..., None])
+# What the progress bar shows of a step.
+SHOWN = {"reward/mean", "rollout/closed_frac", "policy/loss", "perf/tokens_per_s"}
 
 
 @dataclass(frozen=True)
@@ -468,7 +470,8 @@ class PolicyModule(LightningModule):
         self.step_means.update(metrics)
         self.step_metrics = self.step_means.compute()
         self.step_means.reset()
-        self.log_dict(self.step_metrics, batch_size=batch_size, on_step=True, on_epoch=False)
+        for name, value in self.step_metrics.items():
+            self.log(name, value, name in SHOWN, batch_size=batch_size, on_step=True, on_epoch=False)
         # Without it, Lightning's x axis would count from 0.
         self.log("step", torch.tensor(float(self.global_step)), batch_size=batch_size)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -56,17 +56,11 @@ class PhaseStats:
         self.flops += weight * flops
 
 
-def unwatched(phase: str) -> AbstractContextManager[None]:
-    """Return a context that does nothing, for a phase that nobody shows."""
-    return nullcontext()
-
-
 @dataclass
 class PhaseTimer:
-    """Measures the phases of a step. Each runs inside `watch(phase)`, which the progress bar sets."""
+    """Measures the phases of a step."""
 
     phases: dict[str, PhaseStats] = field(default_factory=dict)
-    watch: Callable[[str], AbstractContextManager[None]] = unwatched
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @contextmanager
@@ -77,13 +71,12 @@ class PhaseTimer:
         synchronise(self.device)
         reset_peak_memory(self.device)
         start = time.perf_counter()
-        with self.watch(phase):
-            try:
-                yield stats
-            finally:
-                synchronise(self.device)
-                stats.seconds += time.perf_counter() - start
-                stats.peak_bytes = max(stats.peak_bytes, peak_memory(self.device))
+        try:
+            yield stats
+        finally:
+            synchronise(self.device)
+            stats.seconds += time.perf_counter() - start
+            stats.peak_bytes = max(stats.peak_bytes, peak_memory(self.device))
 
     def lap(self) -> dict[str, PhaseStats]:
         """Return the costs since the last call, and start from zero."""

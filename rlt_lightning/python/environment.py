@@ -42,9 +42,20 @@ STRAY = (
 )
 
 
+# Of wandb: command line, terminal output, code, host and git remote stay here: each may hold a secret.
+WANDB = {
+    "WANDB_CONSOLE": "off",
+    "WANDB_DISABLE_CODE": "true",
+    "WANDB_DISABLE_GIT": "true",
+    "WANDB_HOST": "-",
+    "WANDB_X_DISABLE_META": "true",
+}
+
+
 def quiet_third_parties() -> None:
     """Silence tips, hardware lists and warnings that say nothing about the user's run."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in {"TOKENIZERS_PARALLELISM": "false", **WANDB}.items():
+        os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it DeepSpeed warns
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning.pytorch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
@@ -39,7 +39,7 @@ from rlt_lightning.callbacks import (
 )
 from rlt_lightning.callbacks.checkpoint import MetricsResume
 from rlt_lightning.callbacks.interrupt import Interrupted
-from rlt_lightning.callbacks.progress import IterationBar
+from rlt_lightning.callbacks.progress import choose_progress_bar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.models import template
@@ -94,7 +94,7 @@ class Trainer(lightning.pytorch.Trainer):
             these classes replaces the run's own, as `Checkpoint(every_n_train_steps=10)`.
         logger: Further loggers; `metrics.csv` is always written.
         plugins: Further plugins.
-        enable_progress_bar: Show a line per iteration.
+        enable_progress_bar: Show Lightning's bar on a terminal, elsewhere a line per iteration.
         enable_checkpointing: Write checkpoints.
         options: All other arguments of `lightning.pytorch.Trainer`, such as max_steps, accelerator, devices.
 
@@ -132,7 +132,8 @@ class Trainer(lightning.pytorch.Trainer):
             # Lightning refuses one that is given.
             self._training = [p for p in self._training if p in given or not isinstance(p, ModelCheckpoint)]
         named = [part for part in given if part not in [*self._training, *self._testing]]
-        bar = [] if enable_progress_bar is False else [IterationBar()]
+        has_bar = enable_progress_bar is False or any(isinstance(part, ProgressBar) for part in named)
+        bar = [] if has_bar else [choose_progress_bar()]
         self._metrics = MetricsCSV(str(self.output_dir))
         super().__init__(
             default_root_dir=self.output_dir,
@@ -157,7 +158,7 @@ class Trainer(lightning.pytorch.Trainer):
         """Train a module on a datamodule: `trainer.fit(module, data)`; ckpt_path may be last or best.
 
         Returns:
-            What the run has learned, the same on every rank: its figures first and last, and warnings.
+            What the run has learned, the same on every rank: its figures first and last.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, once the iteration is finished and its checkpoint written. A
@@ -291,8 +292,6 @@ def complete_callbacks(kinds: dict[str, type[Callback]], given: list[Callback]) 
 def place_in_order(callback: Callback) -> int:
     """Return where a callback stands among those of a run: settings are saved once all others checked them.
 
-    Lightning, too, lets checkpoints be written last. Alarms rank traces before an engine takes GPU memory.
+    Lightning, too, lets checkpoints be written last.
     """
-    if isinstance(callback, Alarms):
-        return -1
     return 2 if isinstance(callback, ModelCheckpoint) else int(isinstance(callback, SaveConfigCallback))

@@ -1,6 +1,6 @@
-"""The top of a page: what was trained, whether it learned, what that took, and how runs differ.
+"""The top of a page: what was trained, what changed, what that took, and how runs differ.
 
-run/result.py    first and last figures of a fit, its warnings ─┐
+run/result.py    first and last figures of a fit               ─┐
 config.yaml      models, method, problems                      ─┼▶ build_summary    of one run
 metrics.csv      seconds of the phases, tokens per second      ─┘  tabulate_results of all runs
 rollouts.jsonl   kinds of completions, right answers           ──▶ tabulate_kinds
@@ -13,12 +13,12 @@ from typing import Any
 
 from rlt_lightning.report.collect import DIVERGENCE, Run, is_distilled
 from rlt_lightning.run.metrics import find_metric, list_metrics
-from rlt_lightning.run.result import HELD_OUT, RIGHT, Change, FitResult, format_figure, show
+from rlt_lightning.run.result import HELD_OUT, Change, FitResult
 
 # The figures of the table, in its order. The loss is left out where it says nothing or the same.
 FIGURES = (
     *("reward/mean", "reward/solution", "reward/kl", "student/kl_mean", "reward/correct"),
-    *(DIVERGENCE, "policy/loss", RIGHT),
+    *(DIVERGENCE, "policy/loss"),
     *("rollout/closed_frac", "rollout/length_mean", "policy/entropy", *HELD_OUT),
 )
 # Settings that most people change, if the run has them.
@@ -34,14 +34,11 @@ OWN_FOLDER = ("trainer.default_root_dir", "output_dir", "save_dir")  # every run
 
 
 def build_summary(run: Run) -> dict[str, Any]:
-    """Return what the top of the page says of a run: sentences, warnings and settings."""
+    """Return what the top of the page says of a run: sentences and settings."""
     settings = {name.removeprefix("."): str(value) for name, value in run.settings.items()}
     return {
         "trained": describe_training(run),
-        "verdict": describe_verdict(run.result) if run.result else "",
         "over": describe_windows([run]) if run.result and run.result.changes else "",
-        "learned": run.result.judge() if run.result else "",
-        "warnings": run.result.warnings if run.result else [],
         "facts": list_costs(run),
         "main_settings": {name: settings[name] for name in SETTINGS if name in settings},
         "settings": [[name, value] for name, value in settings.items()],
@@ -145,24 +142,6 @@ def describe_students(run: Run) -> str:
     return ", ".join([*map(str, run.settings.get(setting) or ()), *weighed])
 
 
-def describe_verdict(result: FitResult) -> str:
-    """Return whether a run learned, with the figure that says so; '' if nothing was measured."""
-    found = result.find_objective()
-    if found is None:
-        return ""
-    words, _, change = found
-    figures = f"{words} {show(change)}".replace("-", "−").replace("± ", "±\u00a0")
-    if change.num_steps < 2:
-        return f"Too short to say whether it learned: {figures} nats."
-    limits = f" But {' and '.join(result.limits)}.".replace(" %", "\u00a0%") if result.limits else ""
-    judged = {
-        "yes": "It learned what it was trained for",
-        "no": "It became worse",
-        "unclear": "No clear change",
-    }[result.judge()]
-    return f"{judged}: {figures} nats.{limits}"
-
-
 def list_costs(run: Run) -> dict[str, str]:
     """Return what a run took: seconds of its phases, and tokens."""
     phases = [run.metrics[m.name] for m in list_metrics() if m.drawn == "stack" and m.name in run.metrics]
@@ -193,11 +172,9 @@ def describe_windows(runs: list[Run]) -> str:
     number = (
         f"{min(sizes)} iterations" if len(sizes) == 1 else "iterations, a quarter of each run and at most ten"
     )
-    words = [f"Means over the first and over the last {number}, ± standard errors over iterations"]
-    words += ["of right answers over problems"] if any(RIGHT in found for found in changes) else []
     held_out = any(run.result and run.result.held_out for run in runs)
     more = " Held-out figures: the first and the last validation." if held_out else ""
-    return f"{', '.join(words)}. Problems differ between iterations.{more}"
+    return f"Means over the first and over the last {number}. Problems differ between iterations.{more}"
 
 
 def tabulate_results(runs: list[Run], names: list[str]) -> list[list[str]]:
@@ -229,7 +206,6 @@ def title_figure(name: str) -> str:
         "reward/solution": "solution term, r_SS",
         "reward/kl": "KL term, −kl_weight · r_KL",
         "student/kl_mean": "KL per token, not weighted",
-        RIGHT: "ends with the right answer",
         "rollout/closed_frac": "closed",
         "rollout/length_mean": "length, tokens",
         **{held_out: f"held-out {words}" for held_out, words in HELD_OUT.items()},
@@ -241,7 +217,7 @@ def title_figure(name: str) -> str:
 
 def is_fraction(name: str) -> bool:
     """Return whether a figure is shown in percent."""
-    return name == RIGHT or find_metric(name).unit == "fraction" or name.endswith(("_frac", "/pass_at_1"))
+    return find_metric(name).unit == "fraction" or name.endswith(("_frac", "/pass_at_1"))
 
 
 def describe_change(name: str, change: Change) -> str:
@@ -254,15 +230,11 @@ def describe_change(name: str, change: Change) -> str:
 
 
 def split_change(name: str, change: Change) -> list[str]:
-    """Return a figure at the start, at the end, and its change, with their standard errors."""
+    """Return a figure at the start, at the end, and its change."""
     scale, units = (100, ("\u00a0%", " points")) if is_fraction(name) else (1, ("", ""))
-
-    def write(value: float, error: float, sign: str = "") -> str:
-        text = format_figure(scale * value, scale * error, sign if value else "")
-        return text.replace("-", "−").replace("± ", "±\u00a0")  # a narrow page does not break there
-
-    values = (change.first, change.first_error), (change.last, change.last_error)
-    return [*(write(*pair) + units[0] for pair in values), write(change.gain, change.error, "+") + units[1]]
+    first, last = scale * change.first, scale * change.last
+    texts = f"{first:.3g}{units[0]}", f"{last:.3g}{units[0]}", f"{last - first:+.3g}{units[1]}"
+    return [text.replace("-", "−") for text in texts]
 
 
 def list_differences(runs: list[Run]) -> list[list[str]]:

@@ -46,27 +46,6 @@ def read_whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
             yield line, row
 
 
-def read_rows_from(path: Path, offset: int) -> Iterator[Row]:
-    """Yield the rows of complete lines that begin at a byte or after it; nothing if there is no file.
-
-    Raises:
-        InputError: If a line is no JSON.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        if offset:
-            file.seek(offset - 1)
-            file.readline()  # the rest of a line, or the end of the one before
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise InputError(f"Every line of {path} must be JSON, but one is not ({error}).") from error
-
-
 def read_json_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file, one at a time.
 

@@ -1,12 +1,12 @@
-"""Every metric and reward term once, for the report, the W&B workspace, explain and docs/metrics.md.
+"""Every metric and reward term once, for the report, explain and docs/metrics.md.
 
     metrics.yaml                              our metrics ─┐
-    a reward's file: register(Metric(…))      its terms   ─┼→ entries → list_metrics, find_metric
-    entry points of installed packages        their terms ─┘    │ ↑
+    a reward's file: register(Metric(…))      its terms   ─┴→ entries → list_metrics, find_metric
+                                                                │ ↑
                                      RUN/catalogue.json: write_entries, read_entries
 
-A run imports the file of its reward, which registers its entries. What reads the run later (`rlt report`,
-`rlt dashboard`) does not, so the run keeps the entries that are not ours in its folder.
+A run imports the file of its reward, which registers its entries. `rlt report`, which reads the run later,
+does not, so the run keeps the entries that are not ours in its folder.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
@@ -24,13 +22,12 @@ import yaml
 from rlt_lightning.run.jsonl import rewrite
 from rlt_lightning.types import InputError
 
-GROUP = "rlt_lightning.metrics"  # of the entry points of installed packages
 CATALOGUE = "catalogue.json"  # in a run folder
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: a row of docs/metrics.md, a chart of `rlt report` and a line of the W&B workspace.
+    """A metric: a row of docs/metrics.md and a chart of `rlt report`.
 
     Example:
         Metric("policy/lr", "Learning rate", "", "learning rate of this step", "follows the schedule")
@@ -46,7 +43,6 @@ class Metric:
             of the reward without an entry stands with the reward.
         column: Column of recorded completions whose mean it is.
         label: Short name of that column; by default the title.
-        panel: Metric whose panel in W&B it shares; by default its own.
         held_out: Healthy values on held-out problems, logged as `PREFIX/val_NAME`; None if it is not logged.
         logged_by: Modules that log it, where not all of its table do.
         table: Table of docs/metrics.md; by default that of its prefix.
@@ -62,7 +58,6 @@ class Metric:
     section: str = ""
     column: str = ""
     label: str = ""
-    panel: str = ""
     held_out: str | None = None
     logged_by: str = ""
     table: str = ""
@@ -172,11 +167,7 @@ entries = {metric.name: metric for metric in OURS}
 def register(*metrics: Metric) -> None:
     """Add metrics to the catalogue, such as the terms of a reward that is not ours.
 
-    A file that defines a reward calls this. An installed package may also name its entries in its
-    pyproject.toml; then every command has them, whatever run it is about:
-
-        [project.entry-points."rlt_lightning.metrics"]
-        repetition = "my_package.rewards:REPETITION"
+    A file that defines a reward calls this.
 
     Raises:
         ValueError: If a metric of this name is in the catalogue and says something else.
@@ -189,17 +180,8 @@ def register(*metrics: Metric) -> None:
             )
 
 
-@cache
-def load_installed() -> None:
-    """Register the metrics that installed packages name as entry points: a `Metric` or several each."""
-    for point in entry_points(group=GROUP):
-        found = point.load()
-        register(*([found] if isinstance(found, Metric) else found))
-
-
 def list_metrics() -> tuple[Metric, ...]:
     """Return every metric; metrics with the same prefix stand together."""
-    load_installed()
     prefixes = list(dict.fromkeys(metric.prefix for metric in entries.values()))
     return tuple(sorted(entries.values(), key=lambda metric: prefixes.index(metric.prefix)))
 
@@ -209,7 +191,6 @@ def find_metric(name: str) -> Metric:
 
     An unknown term of a reward gets the column in which an RLTReward records it.
     """
-    load_installed()
     is_term = name.startswith("reward/")
     column = f"{name.removeprefix('reward/')}_reward" if is_term else ""
     return entries.get(name) or Metric(name, name, "", "", section="Reward" if is_term else "", column=column)
@@ -232,10 +213,7 @@ def label_columns() -> dict[str, str]:
 
 
 def build_student_metrics(label: str) -> tuple[Metric, ...]:
-    """Return the entries of one of several students, NAME/LABEL for each metric of `OF_STUDENT`.
-
-    In W&B each shares the panel of NAME, which combines the students.
-    """
+    """Return the entries of one of several students, NAME/LABEL for each metric of `OF_STUDENT`."""
     return tuple(
         replace(
             metric,
@@ -245,7 +223,6 @@ def build_student_metrics(label: str) -> tuple[Metric, ...]:
             healthy=f"as `{metric.name}`",
             column=metric.column and f"{metric.column}/{label}",
             label=metric.label and f"{metric.label}, {label}",
-            panel=metric.panel or metric.name,
             held_out=metric.held_out and f"as `{metric.name}`",
             table="students",
         )

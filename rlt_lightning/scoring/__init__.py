@@ -1,1 +1,1 @@
-"""Scoring a few problems: one explanation, a teacher's own, those of a check, or of TRL and verl."""
+"""Scoring a few problems: one explanation, a teacher's own, or those of a check."""

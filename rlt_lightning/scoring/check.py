@@ -2,7 +2,7 @@
 
     rows    ─▶ lengths, steps                               nothing is loaded
     model   ─▶ closed, right, spread   of a few completions that it samples
-    student ─▶ ranking                 of right traces above leaps and filler (callbacks/ranking.py)
+    student ─▶ ranking                 of right traces above leaps and filler (ranking.py)
 
 The figures come from what a run uses: the datamodule's reports, `score_problems`, the judge of evaluations.
 """
@@ -17,17 +17,7 @@ from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
-from rlt_lightning.callbacks.ranking import (
-    ADVICE,
-    JUDGED,
-    VARIANTS,
-    DrawnRow,
-    Phrases,
-    Ranking,
-    build_variants,
-    choose_good_rows,
-    choose_reward,
-)
+from rlt_lightning.callbacks.alarms import GROUP_STD_BELOW
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
 from rlt_lightning.datamodules.stratos import StratosDataModule
@@ -38,8 +28,18 @@ from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.text_reward import CorrectnessReward
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.run.result import GROUP_STD_BELOW, MIN_STEPS, MORE_STEPS
 from rlt_lightning.scoring.one_problem import ScoredBatch, score_problems
+from rlt_lightning.scoring.ranking import (
+    ADVICE,
+    JUDGED,
+    VARIANTS,
+    DrawnRow,
+    Phrases,
+    Ranking,
+    build_variants,
+    choose_good_rows,
+    choose_reward,
+)
 from rlt_lightning.types import BadRowError, BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]
@@ -51,6 +51,9 @@ CLOSED, RIGHT, SPREAD = (0.5, 0.95), (1e-9, 0.1), (1e-9, 0.5)
 # `new` it is 0 and 0 % under the untrained student, 100 and 91 % under one that has learned 64 traces.
 RANKED = (0.5, 0.75)
 LEFT_OUT = (0.01, 0.1)
+# Optimizer steps below which a run hardly changes a model: the shortest shipped run that is meant to has 24.
+MIN_STEPS = 20
+MORE_STEPS = "Add rows, raise trainer.max_epochs or max_steps, or lower data.prompts_per_step"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ SHADES = ("", "\x1b[48;5;230m", "\x1b[48;5;222m", "\x1b[48;5;215m", "\x1b[48;5;2
 BLACK, RESET = "\x1b[30m", "\x1b[0m"
 BOUNDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # nats at which the shades begin
 # Replaces what controls a terminal, and marks of direction, which would reorder the shaded tokens;
-# chat/conversation.py keeps these marks.
 MARKS = (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 CONTROLS = {code: "\ufffd" for code in (*CONTROL_CODES, *MARKS) if chr(code) != "\n"}
 

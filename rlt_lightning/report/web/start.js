@@ -1,21 +1,13 @@
 // The summary of the runs, the sections of the page, and their order.
 
-function warningBox(run) {
-  if (!run.warnings.length) return null;
-  const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
-  return el("div", { class: "warning" }, el("p", {}, el("strong", {}, "Warning")), el("ul", {}, run.warnings.map((text) => el("li", {}, sentence(text)))));
-}
-
-// What one run trained and whether it learned.
-function verdict(run, i) {
+// What one run trained, and what that took.
+function about(run, i) {
   const facts = Object.entries({ ...run.facts, folder: run.folder }).map(([name, value]) =>
     el("div", {}, el("dt", {}, name), el("dd", {}, value)));
   return el("article", { class: "verdict", style: runs.length > 1 ? `--run: var(--run-${i % NUM_COLORS})` : null },
     runs.length > 1 ? el("h3", {}, run.name) : null,
     run.trained ? el("p", {}, run.trained) : null,
-    run.verdict ? el("p", { class: `judged ${run.learned}` }, run.verdict) : null,
     runs.length === 1 && run.over ? el("p", { class: "soft" }, run.over) : null,
-    warningBox(run),
     el("dl", { class: "figures" }, facts),
     run.notes.map((note) => el("p", { class: "soft note" }, note)));
 }
@@ -27,7 +19,7 @@ function allSettings(run) {
 }
 
 function summary() {
-  const found = [el("div", { class: "verdicts" }, runs.map(verdict))];
+  const found = [el("div", { class: "verdicts" }, runs.map(about))];
   if (data.scales) found.push(el("p", { class: "warning" }, data.scales));
   if (data.results.length) {
     found.push(el("h3", {}, "What changed"), runs.length > 1 ? el("p", { class: "soft" }, data.windows) : "",

@@ -5,33 +5,26 @@
     teacher, students ───▶ the reward of each, under the exact KL ─▶ Ranking
 
 RLT teaches what earns most. A student that does not know a step finds it unlikely even when it reads it, and
-pays more for leaps and filler (docs/rounds.md). `rlt check` makes a ranking before a run, and `Alarms` as one
-starts. Leaps and filler are made of the rows' own sentences, as a teacher that is warmed up on them does.
+pays more for leaps and filler (docs/rounds.md). `rlt check` makes a ranking before a run. Leaps and filler
+are made of the rows' own sentences, as a teacher that is warmed up on them does.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from random import Random
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from lightning.pytorch import Trainer
-
-from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow
-from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.datamodules.student_views import StudentViews
-from rlt_lightning.judging.answers import ends_with_answer, reference_answer
-from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.types import Rollout
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
@@ -209,70 +202,14 @@ class Ranking:
         """Return the part of problems whose right trace earns more than this variant."""
         return fmean(row[TRACE_COLUMN] > row[column] for row in self.rewards)
 
-    def measure_lead(self, column: str) -> tuple[float, float]:
-        """Return by how much right traces earn more than a variant, nats, with its standard error."""
-        leads = [row[TRACE_COLUMN] - row[column] for row in self.rewards]
-        return fmean(leads), stdev(leads) / math.sqrt(len(leads))
-
     def describe(self) -> str:
         """Return what right traces and their variants earn, as a clause."""
         variants = (f"{text} {self.measure_mean(kind):.2f}" for kind, text in self.kinds.items())
         right = f"{len(self.rewards)} right traces earn {self.measure_mean(TRACE_COLUMN):.2f} nats"
         return f"{right} on average, {' and '.join(variants)}"
 
-    def list_preferred(self) -> list[str]:
-        """Return the variants that earn more than right traces, by more than twice the standard error."""
-        leads = {kind: self.measure_lead(kind) for kind in self.kinds}
-        return [kind for kind, (lead, error) in leads.items() if lead < -2 * error]
-
 
 def choose_reward(reward: RLTReward, views: StudentViews) -> RLTReward:
     """Return the reward by which given texts are scored: sampled estimators hold for samples only."""
     crosses = any(isinstance(form, CrossTokenizerFormat) for form in views.formats)
     return reward if crosses else replace(reward, kl_estimator="exact")
-
-
-def rank_traces(trainer: Trainer, module: RLTModule, num_rows: int) -> Ranking | None:
-    """Rank right traces of a run's rows against leaps and filler; all ranks call it, and share the work.
-
-    Args:
-        trainer: The trainer of a fit that has placed its models.
-        module: The module; its reward must be RLT's.
-        num_rows: Right traces that are ranked, at most.
-
-    Returns:
-        None if the rows have fewer than two right traces of several sentences, or limits leave no more.
-    """
-    assert isinstance(module.reward, RLTReward)
-    data = get_stratos_data(trainer)
-    rows = [DrawnRow.of(*pair) for pair in data.draw_rows(JUDGED * num_rows)]
-    rows = [row for row in rows if row.trace]
-    phrases = Phrases.find(rows)
-    right = [ends_with_answer(row.trace, row.reference) for row in rows]
-    good = choose_good_rows(rows, right, phrases)[:num_rows]
-    longest = RolloutCallback.of(trainer).sampling.max_completion_length  # there is room for so many tokens
-    rollouts = [
-        rollout
-        for rollout in data.build_scored(build_variants(good, phrases), [TRACE_COLUMN, *VARIANTS])
-        if len(rollout.completion.token_ids) <= longest
-    ]
-    if len(rollouts) < 2 * (1 + len(VARIANTS)):
-        return None
-    # A rank without a part reads a dummy, since with sharded weights all ranks run a forward.
-    part = rollouts[trainer.global_rank :: trainer.world_size]
-    scorer = replace(
-        module.scorer,
-        reward=choose_reward(module.reward, data.student_views),
-        head=replace(module.head, compiled=False),  # it may be compiled for other sums
-        reference=None,
-    )
-    with trainer.precision_plugin.forward_context():
-        rewards = scorer(part or rollouts[:1], 1.0).terms.reward.tolist()
-    parts = gather_from_ranks(trainer, rewards[: len(part)], "the rewards of the rows' traces")
-    found = {
-        rank + trainer.world_size * place: reward
-        for rank, of_rank in enumerate(parts)
-        for place, reward in enumerate(of_rank)
-    }
-    ranking = Ranking.of(((rollouts[number], found[number]) for number in sorted(found)), VARIANTS)
-    return ranking if len(ranking.rewards) > 1 else None

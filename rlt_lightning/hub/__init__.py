@@ -1,1 +1,0 @@
-"""Publish what a run has made on the Hugging Face hub: `rlt push`."""
