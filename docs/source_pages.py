@@ -1,4 +1,4 @@
-"""Hooks of the site: files that pages link to become pages too, and old addresses lead to new pages.
+"""Hooks of the site: research/ and linked files become pages too, and old addresses lead to new ones.
 
 So a relative link such as ../configs/quickstart.yaml works on a git host and in the site.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-LINK = re.compile(r"\]\(\.\./([\w./-]+)\)")  # out of docs/
+LINK = re.compile(r"\]\(\.\./(?!docs/|research/)([\w./-]+)\)")  # out of docs/ and research/
 MOVED = """<!doctype html>
 <meta charset="utf-8">
 <title>This page has moved</title>
@@ -26,8 +26,10 @@ MOVED = """<!doctype html>
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for every linked file."""
+    """Add the pages and pictures of research/, and a page for every linked file."""
     root = Path(config.config_file_path).parent
+    for path in [*(root / "research").glob("*.md"), *(root / "research").glob("*.svg")]:
+        files.append(File.generated(config, f"research/{path.name}", abs_src_path=str(path)))
     for page in list(files.documentation_pages()):
         for path in LINK.findall(page.content_string):
             if not (root / path).is_file():
@@ -74,7 +76,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": 4}
     if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
         return markdown
-    return LINK.sub(r"](source/\1.md)", markdown)
+    if page.file.src_uri.startswith("research/"):
+        return LINK.sub(r"](../source/\1.md)", markdown).replace("](../docs/", "](../")
+    return LINK.sub(r"](source/\1.md)", markdown).replace("](../research/", "](research/")
 
 
 def on_post_build(config: Any, **_: Any) -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.numerics import RLTReward
     from rlt_lightning.python import Explanation, Score, Teacher, Trainer, score
-    from rlt_lightning.rounds import Rounds
 
 __all__ = [
     "EvaluationDataModule",
@@ -33,7 +32,6 @@ __all__ = [
     "RLTReward",
     "ResponseCallback",
     "RolloutCallback",
-    "Rounds",
     "SFTModule",
     "Sampling",
     "Score",
@@ -56,7 +54,6 @@ PLACES = {
     "modules.optimizer": ("OptimizerConfig",),
     "numerics": ("RLTReward",),
     "python": ("Explanation", "Score", "Teacher", "Trainer", "score"),
-    "rounds": ("Rounds",),
 }
 
 

@@ -11,13 +11,11 @@ from rlt_lightning.cli.configs import build_configs_parser
 from rlt_lightning.cli.help import TABLE, VERBS
 from rlt_lightning.cli.main import COMMAND_LINES, run
 from rlt_lightning.cli.options import find_verb_parser, format_table, make_table
-from rlt_lightning.demo.command import build_demo_parser
-from rlt_lightning.rounds import build_rounds_parser
+from rlt_lightning.commands.demo import build_demo_parser
 
 LIGHT = {
     "configs": build_configs_parser,
     "demo": build_demo_parser,
-    "rounds": build_rounds_parser,
     "completion": ArgumentParser,
 }
 

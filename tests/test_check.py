@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from arms import Arms, Setting
 from cases import full
 from commands import rlt
+from stages import Stages
 
 from rlt_lightning.callbacks.ranking import (
     VARIANTS,
@@ -22,8 +24,6 @@ from rlt_lightning.callbacks.ranking import (
     read_leap,
 )
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.demo.arms import Arms, Setting
-from rlt_lightning.demo.stages import Stages
 from rlt_lightning.scoring.check import CheckOptions, describe_ranking, grade
 from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, chain_rows
 from rlt_lightning.types import InputError
@@ -209,7 +209,7 @@ def test_a_fit_warns_of_a_teacher_without_a_warm_up(tmp_path: Path) -> None:
     options = ["--model.teacher=miniature", "--data.num_embedded_rows=256", f"--output_dir={tmp_path}"]
     line = fit_once(*options, "--model.group_size=2")
     assert line.startswith(ALARM)
-    assert "(rlt rounds)" in line
+    assert "(examples/rounds.sh)" in line
 
 
 @pytest.mark.full

@@ -81,7 +81,6 @@ MISTAKES = {
     f"{FIT} --seed abc": "--seed must be a whole number of at least 0, but got 'abc'.",
     f"{FIT} --seed -1": "--seed must be a whole number of at least 0, but got '-1'.",
     "fit --config overlays/fsdp2_8gpu": "an experiment below its overlays, but got overlays/fsdp2_8gpu:",
-    "test --config miniature_rounds": "Did you mean rlt rounds --config miniature_rounds?",
     "dashboard": "rlt dashboard needs --project: rlt dashboard --project PROJECT",
     "chat runs/x/model": "but got runs/x/model. Did you mean --model.path runs/x/model?",
     "push": "rlt push takes one run, but got none: rlt push RUN [--data] --repo_id USER/NAME",

@@ -53,7 +53,7 @@ VERBS: dict[str, Verb] = {
     "demo": Verb(
         "[--output_dir DIR]",
         "Show what RLT does for a student: all stages in miniature, one to two minutes.",
-        ("output_dir", "seeds", "arms", "resume", "overwrite"),
+        ("output_dir", "resume"),
     ),
     "configs": Verb(
         "[NAME] [--copy DIR]", "List the configs of the package, show one of them, or copy it.", ("copy",)
@@ -72,15 +72,6 @@ VERBS: dict[str, Verb] = {
             *("data.val_rows", "data.val_source", "data.tags"),
             *(*SAMPLING, "rollouts.asynchronous"),
             *("checkpoint.every_n_train_steps", "export.adapter"),
-        ),
-    ),
-    "rounds": Verb(
-        "--config CONFIG [--rounds N] [--student_rows N] [--KEY VALUE ...]",
-        "Student and teacher take turns: for what the student cannot find by itself.",
-        (
-            *("config", "output_dir", "resume", "overwrite", "rounds", "student_rows", "student.base"),
-            *("student.from", "teacher.from", "patience", "seed"),
-            *("stages.warmup", "stages.rlt", "stages.traces", "stages.student", "stages.evaluate"),
         ),
     ),
     "validate": Verb(
@@ -113,7 +104,7 @@ VERBS: dict[str, Verb] = {
         ),
     ),
     "plan": Verb(
-        "[rounds] --config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
+        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Estimate the memory and the time that a run would need; nothing is loaded.",
         (
             "config",

@@ -123,11 +123,6 @@ def explain_mistake(text: str) -> str:
 
 def explain_unknown(verb: str, place: Place) -> str:
     """Return that a setting does not exist, and which one may be meant."""
-    file = list_shipped_configs().get(place.file)
-    other = read_launch_line(file.read_text())[1] if file else verb
-    if other == "rounds" != verb:
-        meant = f"Did you mean rlt rounds --config {place.file}?"
-        return f"{place.file} is for rlt rounds, but got rlt {verb}. {meant}"
     known = [option.name for option, _ in list_options(verb)]
     name, dashes = place.name.removesuffix(".class_path"), "" if place.file else "--"
     near = suggest_option(name, known)
