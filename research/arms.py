@@ -30,6 +30,8 @@ from stages import Stages
 from rlt_lightning.run.jsonl import read_json_rows
 from rlt_lightning.tasks.stepwise import OPERATIONS, Operation
 
+FOLDER = Path(__file__).parent / "miniatures"
+MINIATURES = {name: str(FOLDER / f"miniature-{name}") for name in ("seed1", "qwen2", "pieces")}
 SHUFFLED = "rlt_lightning.numerics.advantages.ShuffledAdvantages"
 TRAINED: dict[str, dict[str, Any]] = {  # what an arm's RLT differs in
     "rlt": {},
@@ -84,15 +86,15 @@ class Setting:
 
 
 VARIATIONS = {
-    "another_base": Setting("another_base", base="miniature-seed1"),
-    "qwen2": Setting("qwen2", base="miniature-qwen2"),
-    "pieces_student": Setting("pieces_student", student="miniature-pieces"),
+    "another_base": Setting("another_base", base=MINIATURES["seed1"]),
+    "qwen2": Setting("qwen2", base=MINIATURES["qwen2"]),
+    "pieces_student": Setting("pieces_student", student=MINIATURES["pieces"]),
     "four_steps": Setting("four_steps", length=4),
     "other_mixture": Setting("other_mixture", hazard=0.46),
 }
 FURTHER = {  # of the variations, those that only run when they are named
-    "pieces_teacher": Setting("pieces_teacher", base="miniature-pieces", student="miniature"),
-    "pieces_both": Setting("pieces_both", base="miniature-pieces"),
+    "pieces_teacher": Setting("pieces_teacher", base=MINIATURES["pieces"], student="miniature"),
+    "pieces_both": Setting("pieces_both", base=MINIATURES["pieces"]),
 }
 
 

@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from arms import ARMS, FURTHER, VARIATIONS, Arms, Setting
+from arms import ARMS, FURTHER, MINIATURES, VARIATIONS, Arms, Setting
 from figures import collect, compute_difference, list_failures
 from jobs import Job, make_folder, read_arms, read_seeds, run_arms
 from plots import draw
@@ -66,9 +66,8 @@ def main() -> int:
 
 def choose_variations(seeds: list[int]) -> dict[Setting, list[int]]:
     """Return the seeds of each variation: all for a base of its own; the others vary one thing."""
-    return {
-        setting: seeds if setting.base == "miniature-seed1" else seeds[:1] for setting in VARIATIONS.values()
-    }
+    other = MINIATURES["seed1"]
+    return {setting: seeds if setting.base == other else seeds[:1] for setting in VARIATIONS.values()}
 
 
 def run(

@@ -42,7 +42,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from arms import SHUFFLED, Arms, Setting, measure_kinds, read
+from arms import MINIATURES, SHUFFLED, Arms, Setting, measure_kinds, read
 from figures import compute_difference, read_accuracy, split_rewards
 from jobs import read_seeds
 from plots import draw_accuracies
@@ -65,9 +65,9 @@ ARM = re.compile(
 SETTINGS = {
     "new": NEW,
     "few64": replace(NEW, name="few64"),
-    "another_base": replace(NEW, name="another_base", base="miniature-seed1"),
-    "pieces": replace(NEW, name="pieces", base="miniature-pieces"),
-    "pieces_student": replace(NEW, name="pieces_student", student="miniature-pieces"),
+    "another_base": replace(NEW, name="another_base", base=MINIATURES["seed1"]),
+    "pieces": replace(NEW, name="pieces", base=MINIATURES["pieces"]),
+    "pieces_student": replace(NEW, name="pieces_student", student=MINIATURES["pieces"]),
 }
 NUM_NEW = {"few64": 64}  # traces of the warm-up that have the new step, where not all have it
 EXACT: dict[str, Any] = {"model__reward__kl_estimator": "exact"}

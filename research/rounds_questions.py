@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from arms import measure_kinds, read
+from arms import MINIATURES, measure_kinds, read
 from figures import read_accuracy
 from jobs import read_seeds
 from rounds import EXACT, NEW, Rounds, name_arm, read_number, show_wrong
@@ -40,7 +40,7 @@ DRAWS = (1, 2, 4, 8, 16, 64)  # traces of a problem to choose from
 NUM_PROBLEMS = 128  # that have so many traces
 NUM_SAMPLES = 16  # answers of s64 to each held-out problem
 STUDENT = "s64"  # whose reward it is
-OTHER_BASE = "miniature-seed1"
+OTHER_BASE = MINIATURES["seed1"]
 
 
 class Questions(Rounds):

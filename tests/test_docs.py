@@ -1,4 +1,4 @@
-"""Every block of README.md, CONTRIBUTING.md, docs/ and research/ is run or parsed; CHECKED has what is not run.
+"""Every block of README.md, CONTRIBUTING.md, docs/ and research/ is run or parsed; CHECKED has the others.
 
 docs/extending.md is run as it stands, in a folder of its own, by tests/test_extending.py, and the scripts of
 docs/python.md, one after another, by tests/test_python.py.

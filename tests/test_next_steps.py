@@ -11,6 +11,7 @@ import pytest
 import yaml
 from commands import rlt
 from jsonargparse import Namespace
+from miniatures import PIECES
 from test_docs import check_rlt
 
 from rlt_lightning.cli import next_steps
@@ -253,15 +254,15 @@ def test_a_model_trained_from_a_miniature_gets_its_configs(
 
 def test_students_of_one_run_have_a_command_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(next_steps, "context_length", lambda *_: 512)
-    students = {"miniature": 1.0, "miniature-pieces": 0.5}
+    students = {"miniature": 1.0, PIECES: 0.5}
     config = chain_run("rlt", teacher="miniature-teacher", student=None, students=students)
     found = commands(next_steps.propose_after_fit(config, True, EXAMPLES))
     assert [words[words.index("--config") + 1] for words in found] == ["miniature_generate"] * 2
-    assert ["miniature-pieces" in words for words in found] == [False, True]
+    assert [PIECES in words for words in found] == [False, True]
     (tmp_path / "distillation.jsonl").write_text("{}\n" * 512)
     config.data.init_args.student_context = 512
     found = commands(next_steps.propose_after_generation(config, True, tmp_path / "distillation.jsonl"))
-    assert ["miniature-pieces" in words for words in found] == [False, True]
+    assert [PIECES in words for words in found] == [False, True]
 
 
 def sets_of(config: Namespace) -> object:

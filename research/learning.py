@@ -1,23 +1,17 @@
 """Does the reward rise? Explanations of the same problems before and after training, with a plot of the runs.
 
-python benchmarks/learning.py runs/warmup_traces runs/rlt_traces runs/control_traces \\
+python research/learning.py runs/warmup_traces runs/rlt_traces runs/control_traces \\
   --runs runs/quickstart_smollm2 runs/control --plot learning.svg
-
-`--tiny` makes such folders itself, with the miniature model and one step of training.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
-
-from side_by_side import ROOT, benchmark_parser, finish, read_options
 
 Row = dict[str, Any]
 
@@ -81,62 +75,25 @@ def svg(curves: dict[str, list[float]]) -> str:
     return head + frame + axes + "".join(shapes) + "</svg>\n"
 
 
-def tiny_folders(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Train the miniature model for a step; return traces before and after, and the run."""
-    run = folder / "run"
-    few = ["--data.num_embedded_rows=8", "--rollouts.sampling.max_completion_length=24"]
-    fit = ["--config=configs/quickstart.yaml", "--trainer.max_steps=1", "--data.prompts_per_step=4", *few]
-    generate = ["predict", "--config=configs/miniature_generate.yaml", *few]
-    for verb, teacher, output in (
-        (["fit", *fit], "miniature", run),
-        (generate, "miniature", folder / "before"),
-        (generate, f"{run}/model", folder / "after"),
-    ):
-        command = [sys.executable, "-m", "rlt_lightning", *verb, f"--model.teacher={teacher}"]
-        command.append(f"--output_dir={output}")
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return [folder / "before", folder / "after"], [run]
-
-
 def main() -> None:
-    parser = benchmark_parser(__doc__, rounds=None)
+    """Print the rises, and draw the curves if asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "traces",
         type=Path,
-        nargs="*",
+        nargs="+",
         help="folders of `rlt predict`: with the teacher before training, then with trained teachers",
     )
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="run folders of the training")
     parser.add_argument("--plot", type=Path, help="SVG file of the runs' curves")
-    options = read_options(parser)
-    with tempfile.TemporaryDirectory() as scratch:
-        if options.tiny:
-            options.traces, options.runs = tiny_folders(Path(scratch))
-            options.plot = options.output.with_suffix(".svg")
-        if len(options.traces) < 2:
-            parser.error("name the traces of a teacher before training, and those of trained teachers")
-        before = rows_of(options.traces[0] / "traces.jsonl")
-        rises = {}
-        for folder in options.traces[1:]:
-            after = rows_of(folder / "traces.jsonl")
-            print(f"{folder.name}: {report(before, after)}")
-            rises[folder.name] = rise(before, after, "reward")
-        curves = {run.name: curve(run) for run in options.runs}
-    results = {name: {"rise": found, "standard_error": error} for name, (found, error) in rises.items()}
-    found, error = rises[options.traces[1].name]
-
-    def draw() -> None:
-        options.plot.write_text(svg(curves))
-
-    finish(
-        options.output,
-        {"rises": results, "curves": curves},
-        draw if options.plot else None,
-        rise=found,
-        standard_error=error,
-        standard_errors=found / error if error else math.nan,
-        goal=3,
-    )
+    options = parser.parse_args()
+    before = rows_of(options.traces[0] / "traces.jsonl")
+    for folder in options.traces[1:]:
+        print(f"{folder.name}: {report(before, rows_of(folder / 'traces.jsonl'))}")
+    if options.plot:
+        options.plot.write_text(svg({run.name: curve(run) for run in options.runs}))
 
 
 if __name__ == "__main__":

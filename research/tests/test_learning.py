@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import learning
 import pytest
 
 from rlt_lightning.models.kernels import cpu_has_bfloat16
 from rlt_lightning.tasks.stepwise import word_sum_kind
 
-ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("learning", ROOT / "benchmarks" / "learning.py")
-assert spec is not None
-assert spec.loader is not None
-learning = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(learning)
+ROOT = Path(__file__).parents[2]
 
 
 def test_rise_compares_explanations_of_the_same_problems() -> None:
