@@ -21,7 +21,7 @@ setup-vllm:
 	scripts/setup_vllm_cpu.sh
 
 quickstart: setup
-	$(RUN)/rlt demo --output_dir $(or $(OUT),runs/quickstart) --resume
+	$(RUN)/rlt demo --output_dir $(or $(OUT),runs/quickstart) --resume true
 
 # Research, outside the wheel: research/README.md. Options of all: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of
 # `finding`, VARIATIONS="pieces_student".

@@ -55,7 +55,7 @@ def test_an_interrupted_demo_says_how_to_resume(
 
     monkeypatch.setattr(demo, "run_stages", interrupt)
     assert demo.run_demo(["--output_dir", str(tmp_path)]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err.endswith(f": rlt demo --output_dir {tmp_path} --resume\n")
+    assert capsys.readouterr().err.endswith(f": rlt demo --output_dir {tmp_path} --resume true\n")
 
 
 def test_stages_wait_for_what_they_need(tmp_path: Path, capsys: Any) -> None:

@@ -16,6 +16,7 @@ import json
 import math
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import textwrap
@@ -85,9 +86,9 @@ def run_demo(words: Sequence[str]) -> int:
     folder = Path(options.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "data").mkdir(exist_ok=options.resume)
+        (folder / "data").mkdir(exist_ok=options.resume == "true")
     except OSError as error:
-        remedy = "Choose a new folder, or add --resume to continue a demo in it."
+        remedy = "Choose a new folder, or add --resume true to continue a demo in it."
         print(f"rlt: error: --output_dir must be a new folder, but {error}. {remedy}", file=sys.stderr)
         return 2
     print(ABOUT, flush=True)
@@ -99,7 +100,8 @@ def run_demo(words: Sequence[str]) -> int:
         print(f"rlt: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\nrlt: interrupted. To resume: rlt demo --output_dir {folder} --resume", file=sys.stderr)
+        resume = f"rlt demo --output_dir {shlex.quote(str(folder))} --resume true"
+        print(f"\nrlt: interrupted. To resume: {resume}", file=sys.stderr)
         return 128 + signal.SIGINT
     show_explanations(folder)
     is_shown = show_accuracies(folder)
@@ -114,7 +116,9 @@ def build_demo_parser() -> argparse.ArgumentParser:
         prog="rlt demo", allow_abbrev=False, description=ABOUT.partition("\n\n")[0]
     )
     parser.add_argument("--output_dir", metavar="DIR", help="the folder; runs/demo-<time> by default")
-    parser.add_argument("--resume", action="store_true", help="continue the demo in --output_dir")
+    # With a value as in other verbs; alone it means true.
+    values, meaning = ("true", "false"), "continue the demo in --output_dir"
+    parser.add_argument("--resume", nargs="?", const="true", default="false", choices=values, help=meaning)
     return parser
 
 
