@@ -86,7 +86,7 @@ prove: setup setup-vllm
 
 # Every comparison of research/ once at tiny size.
 test-research: setup
-	$(PYTEST) --dist loadfile -m "not slow" research/tests
+	$(PYTEST) --dist loadfile -m "not slow" --timeout 1800 research/tests
 
 # The oldest versions that pyproject.toml allows: resolved for every Python, installed and tested for one. Needs uv.
 test-oldest:

@@ -176,8 +176,10 @@ def test_the_demo_shows_the_finding_in_an_empty_folder(rlt: Rlt) -> None:
 
 def test_the_wheel_has_no_research(programs: Path) -> None:
     [package] = programs.parent.glob("lib/*/site-packages/rlt_lightning")
-    names = {path.stem for path in package.rglob("*.py")}
-    assert not names & {path.stem for path in (ROOT / "research").glob("*.py")}
+    brought = {path.read_bytes() for path in package.rglob("*.py")}
+    assert not [path for path in (ROOT / "research").rglob("*.py") if path.read_bytes() in brought]
+    models = {path.parent.name for path in (package / "models/miniatures").glob("*/config.json")}
+    assert models == {"miniature", "miniature-teacher"}
 
 
 @pytest.mark.slow

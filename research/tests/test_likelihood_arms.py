@@ -14,7 +14,7 @@ from stages import Stages
 
 from rlt_lightning.pretrained import load_tokenizer
 
-TINY = {"num_warmup": 32, "num_traces": 64, "num_test": 8, "num_iterations": 2, "student_epochs": 1}
+TINY = {"num_warmup": 128, "num_traces": 64, "num_test": 8, "num_iterations": 2, "student_epochs": 1}
 
 
 def test_the_long_solution_is_the_chain_in_words(tmp_path: Path) -> None:
