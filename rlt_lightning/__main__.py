@@ -18,13 +18,12 @@ from rlt_lightning.cli.help import (
     print_verbs,
     suggest_verb,
 )
-from rlt_lightning.demo.command import run_demo
-from rlt_lightning.rounds import plan_rounds, run_rounds
+from rlt_lightning.commands.demo import run_demo
 from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
 # Verbs with a parser of their own, which imports nothing heavy; they return the exit status.
-LIGHT = {"demo": run_demo, "rounds": run_rounds}
+LIGHT = {"demo": run_demo}
 
 
 def main() -> None:
@@ -38,8 +37,6 @@ def main() -> None:
         print_verbs()
         return
     verb, words = arguments[0], arguments[1:]
-    if arguments[:2] == ["plan", "rounds"]:
-        sys.exit(plan_rounds(words[1:]))
     if verb in ("-h", "--help", "--help-all"):
         print_main_help()
         return

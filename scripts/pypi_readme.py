@@ -1,6 +1,6 @@
 """Hook of hatchling: the README as PyPI shows it. Its links and pictures name the repository's files there.
 
-A git host resolves `docs/finding.md` beside the README; PyPI has no such file.
+A git host resolves `docs/data.md` beside the README; PyPI has no such file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fixtures: the real embedded model, and small real architectures that share its tokenizer.
 
-Four sets of tests, each with its own command:
+Four sets of tests, each with its own command; research/tests has a fifth (make test-research):
 
     make test       what has no mark: every verb, stage, loss, layout, strategy and failure once
     make test-docs  docs: commands, figures and links of the pages, reports, dashboards, model cards,

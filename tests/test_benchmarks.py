@@ -33,7 +33,7 @@ BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not i
 QUICK = {"memory", "reward"}  # run by `make test`; the others by `make test-all`
 NEEDS = {"quantised": "bitsandbytes", "optimise": "trl"}
 OPTIONS = {"optimise": ["--against", "trl"]}  # which must agree in loss and gradients
-STARTS_PYTHON = {"asynchronous", "data", "learning", "plan"}  # several times, by sys.executable
+STARTS_PYTHON = {"asynchronous", "data", "plan"}  # several times, by sys.executable
 # Its judges would import all that the script imports, each in a process of its own: most of the work.
 HIDDEN = {"dynamic_sampling"}
 MARKS = {"push": [pytest.mark.vllm]}

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import json
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from cases import full
 from commands import rlt
 from safetensors.torch import load_file
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.embedded import MINIATURES
-from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.tasks.stepwise import (
     CHAIN_SPLITS,
     CHAIN_WORDING,
@@ -36,7 +30,6 @@ from rlt_lightning.tasks.stepwise import (
 )
 from rlt_lightning.types import InputError
 
-FINDING = Path(__file__).parents[1] / "examples" / "finding"
 QUESTION = "start 2, add 1, add 3, times 7?"  # 2 -> 3 -> 6 -> 42, of which 2 is kept
 
 
@@ -119,9 +112,6 @@ def test_chains_are_an_embedded_source() -> None:
 SHA256 = {
     "miniature": "30a07cc29a29b8962f30db812f59ea23fbf1baea8c4a84050a30efb8ada5ab2e",
     "miniature-teacher": "68619331d413974cc735b6069a9e0b1c561fe01d731a282bf32a50c201567192",
-    "miniature-seed1": "ea38c9ced96d3b865fc8d24ff25662c479effd563a660f14192dda0e429b22b3",
-    "miniature-qwen2": "14da0f66cd27c5b6a54f64151e0ccb77e94268614fc59a6ed46ec5d5bcc8c3e7",
-    "miniature-pieces": "21e5bf8a53f2967a40c81a8dc3259da29b3f457a6651665d16d020a6d909ebed",
 }
 
 
@@ -146,59 +136,3 @@ def test_the_warmed_up_teacher_is_made_by_one_command(tmp_path: Path) -> None:
     for name, weight in made.items():
         # Sums in another order, on another processor, change the last digits.
         torch.testing.assert_close(weight, shipped[name], atol=1e-3, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["miniature", *(full(name) for name in MINIATURES if name != "miniature")])
-def test_a_miniature_takes_steps_and_copies_leaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FINDING)
-    found = importlib.import_module("make_miniature").measure_gates(load_model(name), load_tokenizer(name))
-    assert found["step_accuracy"] > 0.99
-    assert found["leaps_copied"] > 0.95
-
-
-@pytest.mark.parametrize("name", ["miniature", "miniature-pieces"])
-@pytest.mark.parametrize("text", [QUESTION, "<think>\n\n漢字 é 😀 12\t\\frac{1}{2}", "a<b> </think>x"])
-def test_the_miniatures_tokenizers_keep_any_text(text: str, name: str) -> None:
-    tokenizer = load_tokenizer(name)
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_all_miniatures_but_one_have_one_tokenizer() -> None:
-    ids = {
-        name: load_tokenizer(name)(QUESTION + "<think>\n 2 add")["input_ids"]
-        for name in MINIATURES
-        if name != "miniature-pieces"
-    }
-    assert len(ids) == 4
-    assert all(some == ids["miniature"] for some in ids.values())
-    assert len(ids["miniature"]) == 15
-
-
-def test_the_miniature_in_pieces_divides_the_same_text_otherwise() -> None:
-    found = {}
-    for name in ("miniature", "miniature-pieces"):
-        tokenizer = load_tokenizer(name)
-        ids = tokenizer("start 2, times 7?6 times 7 is 2.\n</think>")["input_ids"]
-        found[name] = [tokenizer.decode([i]) for i in ids]
-    assert found["miniature"] == [
-        *("start", " 2", ",", " times", " 7", "?"),
-        *("6", " times", " 7", " is", " 2", ".", "\n", "</think>"),
-    ]
-    assert found["miniature-pieces"] == [
-        *("star", "t", " 2,", " time", "s", " 7?"),
-        *("6", " time", "s", " 7", " is", " 2.\n", "</think>"),
-    ]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "tokenizer"), [("miniature", "words"), ("miniature-pieces", "pieces")])
-def test_a_short_remake_takes_the_same_first_steps(name: str, tokenizer: str, tmp_path: Path) -> None:
-    words = [sys.executable, FINDING / "make_miniature.py", "--output_dir", tmp_path, "--stop_after", "5"]
-    words += ["--tokenizer", tokenizer]
-    subprocess.run(words, check=True, capture_output=True)
-    losses = [
-        [json.loads(line)["loss"] for line in (folder / "pretraining.jsonl").read_text().splitlines()[:5]]
-        for folder in (tmp_path, MINIATURES[name])
-    ]
-    # Sums in another order, on another processor, change the last digits.
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=1e-3, rtol=0)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from arms import Arms, Setting
 from cases import full
 from commands import rlt
+from stages import Stages
 
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.demo.arms import Arms, Setting
-from rlt_lightning.demo.stages import Stages
 from rlt_lightning.scoring.check import CheckOptions, describe_ranking, grade
 from rlt_lightning.scoring.ranking import (
     VARIANTS,
@@ -184,6 +184,12 @@ def test_the_variant_that_wins_most_often_decides() -> None:
     )
     assert describe_ranking(Ranking(rewards[1:], VARIANTS)).status == "warn"
     assert describe_ranking(Ranking(rewards[2:], VARIANTS)).status == "cannot"
+
+
+def test_what_earns_more_by_chance_is_not_preferred() -> None:
+    # Leads of -1 ± 0.1 and of -0.1 ± 1.
+    sure = [{"reasoning_trace": 0.0, "leap": 1 + d, "filler": 0.1 + 10 * d} for d in (-0.2, -0.1, 0.1, 0.2)]
+    assert Ranking(sure, VARIANTS).list_preferred() == ["leap"]
 
 
 @pytest.mark.full

@@ -91,7 +91,7 @@ def wait_for(condition: Any, process: Running, seconds: float = 120) -> None:
 def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     run = finished_run
     stdout, stderr = ((run.parent / name).read_text() for name in ("stdout", "stderr"))
-    assert f"{run / 'model'}: the trained model" in stdout
+    assert f"\n  {run / 'model'}\n" in stdout
     assert f"rlt predict --config miniature_generate --model.teacher {run / 'model'}" in stdout
     assert "--data.tags" not in stdout  # r1, as that config has it
     roles = {
@@ -361,7 +361,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "missing file": (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
     "unknown model": (["--model.teacher=nobody/nothing"], "smollm2-135m"),
     "group size 1": (["--model.group_size=1"], "model.group_size must be at least 2, but got 1"),
-    "config that is no YAML": (["--config=README.md"], "YAML file of settings, but README.md is not"),
+    "config that is no YAML": (["--config=README.md"], "Problems parsing config"),
     "misspelled key": (["--model.group_sise=4"], "group_sise"),
     "misspelled value": (["--model.reward.kl_estimator=k2"], "kl_estimator"),
     "unwritable folder": (["--output_dir=/proc/run"], "must be a folder that can be written"),

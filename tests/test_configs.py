@@ -22,12 +22,9 @@ from tiny import CONFIGS, OVERLAYS, TINY, generates, launch_words, name_of, tiny
 from rlt_lightning.cli.configs import copy_config
 from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
-from rlt_lightning.rounds import build_rounds_parser, list_given, read_rounds_settings
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
 from rlt_lightning.types import InputError
 
-# Settings of `rlt rounds`, whose stages have configs of their own: tests/test_rounds.py.
-ROUNDS = ROOT / "configs" / "miniature_rounds.yaml"
 EIGHT_GPUS = ("fsdp2_8gpu", "zero1_8gpu", "zero3_8gpu", "zero3_8gpu_async", "zero3_8gpu_colocated")
 PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
 
@@ -155,12 +152,7 @@ def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
 @pytest.mark.docs
 @pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
 def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
-    verb, *options = launch_words(config)
-    if config == ROUNDS:
-        read = build_rounds_parser().parse_args(options)
-        read_rounds_settings(read.config, list_given(read))
-    else:
-        check_rlt([verb, *options], ROOT)
+    check_rlt(launch_words(config), ROOT)
 
 
 # One of each verb, module, task and kind of engine; the run that tests share is the quickstart's, and
@@ -170,7 +162,7 @@ EACH_KIND += ("vllm_async", "generate_8gpu", "lora")
 TO_RUN = [
     pytest.param(path, marks=[] if path.stem in EACH_KIND else pytest.mark.full, id=path.stem)
     for path in (*CONFIGS, *OVERLAYS)
-    if path.stem != "vllm_launch" and path != ROUNDS
+    if path.stem != "vllm_launch"
 ]
 
 

@@ -15,6 +15,7 @@ import torch
 from cases import full
 from commands import rlt
 from lightning.pytorch import Callback, Trainer
+from miniatures import PIECES as MINIATURE_PIECES
 from tiny import CHAINS, SHORT
 from tokenizer_kinds import KINDS, kind_of_tokenizer
 from tokenizers import Tokenizer
@@ -367,8 +368,8 @@ class Keeper(Callback):
     [
         ("tiny", "miniature", "stratos", {(1, 2)}),
         # A number with the sign after it, a word in two pieces.
-        ("miniature", "miniature-pieces", "r1", {(1, 1), (2, 1), (1, 2)}),
-        ("miniature-pieces", "miniature", "r1", {(1, 1), (1, 2), (2, 1)}),
+        ("miniature", MINIATURE_PIECES, "r1", {(1, 1), (2, 1), (1, 2)}),
+        (MINIATURE_PIECES, "miniature", "r1", {(1, 1), (1, 2), (2, 1)}),
     ],
 )
 def test_steps_equal_the_slow_version(

@@ -1,170 +1,126 @@
-"""`rlt demo`: what it refuses, says, draws and writes. test_install.py runs it, test_finding.py kills it."""
+"""`rlt demo`: what it refuses, the order of its stages, and what it says. test_install.py runs it."""
 
 from __future__ import annotations
 
-import re
+import json
+import signal
+import subprocess
+import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlt_lightning.demo import command, run
-from rlt_lightning.demo.arms import QUICK_ARMS, Arms, Setting
-from rlt_lightning.demo.page import (
-    build_scores,
-    build_tables,
-    compare_students,
-    name_student,
-    show_explanations,
-)
-from rlt_lightning.demo.picture import draw_picture
-from rlt_lightning.demo.stages import StageError, Stages
-from rlt_lightning.run.jsonl import format_line
-
-KINDS = {"steps": 80.0, "filler": 10.0, "leap": 5.0, "wrong": 5.0, "other": 0.0}
+from rlt_lightning.commands import demo
+from rlt_lightning.commands.demo import Stage, StageError
 
 
-def figures(**accuracies: float) -> dict[str, Any]:
-    """Return `finding.json` of one seed with these accuracies."""
-    arms: dict[str, Any] = {
-        arm: {"accuracy": [value], "greedy": [value]} for arm, value in accuracies.items()
-    }
-    for arm in accuracies.keys() - {"base"}:
-        arms[arm]["kinds"] = [KINDS]
-    return {"seeds": [0], "arms": arms, "reward_by_kind": {}, "groups": []}
+def build_stage(name: str, folder: Path, needs: str = "", what: str = "end") -> Stage:
+    """Return a stage that `pretend` runs."""
+    return Stage(name, f"{name} has ended", (what, str(folder)), folder / name / "result", needs)
 
 
-QUICK = figures(base=20.0, warmup=45.0, rlt=95.0)
+def pretend(words: tuple[str, ...], log: Path) -> None:
+    """Write down that a stage begins; then end, fail or hang, as its words say."""
+    what, folder = words
+    with (Path(folder) / "order").open("a") as order:
+        order.write(f"{log.stem}\n")
+    log.write_text("gone\n")
+    if what == "hang":
+        time.sleep(200)
+    sys.exit(3 if what == "fail" else 0)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--arms", "warmup", "rtl"], "--arms may name base, .*, but names rtl. Correct it."),
-        (["--seeds", "one"], "--seeds must be numbers such as 0 1 2, but names one. Correct it."),
-        (["--output_dir", "full"], "--output_dir must be empty or new, but full is not."),
-        (["--output_dir", "full", "--overwrite"], "--overwrite replaces a run .* also holds mine.txt."),
-        (["--output_dir", "full/mine.txt"], "--output_dir must be a folder that can be written"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("full").mkdir()
-    Path("full/mine.txt").touch()
-    assert command.run_demo(words) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert re.search(reason, error), error
-    assert list(tmp_path.iterdir()) == [tmp_path / "full"]
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `pretend` stand for `rlt`, side by side on two cores."""
+    monkeypatch.setattr(demo, "run_rlt", pretend)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
 
 
-def test_a_finished_demo_is_replaced_only_when_asked(tmp_path: Path) -> None:
-    for name in ("finding.json", "main/seed0/warmup/teacher.log"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    command.open_folder(tmp_path, resume=True, overwrite=False)
-    assert (tmp_path / "finding.json").exists()
-    command.open_folder(tmp_path, resume=False, overwrite=True)
-    assert list(tmp_path.iterdir()) == []
+def test_a_folder_that_holds_a_demo_is_refused(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "data").mkdir()
+    assert demo.run_demo(["--output_dir", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--output_dir" in line
+    assert "--resume" in line
 
 
 def test_an_interrupted_demo_says_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def interrupt(*arguments: object) -> int:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run", interrupt)
-    words = ["--output_dir", str(tmp_path), "--seeds", "1", "2", "--overwrite", "true", "--arms=rlt"]
-    assert command.run_demo(words) == 130
-    end = capsys.readouterr().err.splitlines()[-1]
-    assert end.endswith(f": rlt demo --output_dir {tmp_path} --seeds 1 2 --arms=rlt --resume true")
+    monkeypatch.setattr(demo, "run_stages", interrupt)
+    assert demo.run_demo(["--output_dir", str(tmp_path)]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err.endswith(f": rlt demo --output_dir {tmp_path} --resume true\n")
 
 
-def test_the_terminal_shows_the_students_side_by_side() -> None:
-    lines = build_scores(QUICK, Setting.num_test).splitlines()
-    assert [" ".join(line.split()) for line in lines[2:]] == [
-        "answers of the student T 0.7 greedy",
-        "untrained student 20.0 ± 3.5 20.0 ###",
-        "warm-up teacher's student 45.0 ± 4.3 45.0 #######",
-        "RLT teacher's student 95.0 ± 1.9 95.0 ##############",
-    ]
-    assert max(map(len, lines)) <= 80
-    assert compare_students(QUICK).startswith("RLT's student solves 50.0 ± 4.7 points more")
-    assert "| untrained student | 20.0 ± 3.5 | 20.0 |  |" in build_tables(QUICK)
+def test_stages_wait_for_what_they_need(tmp_path: Path, capsys: Any) -> None:
+    needs = {"c": "b", "b": "a", "a": "", "d": "done"}
+    stages = [build_stage(name, tmp_path, need) for name, need in needs.items()]
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/result").touch()  # finished before
+    demo.run_stages(stages, tmp_path)
+    assert (tmp_path / "order").read_text().split() == ["a", "b", "c"]
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["a", "b", "c"]
 
 
-def test_the_picture_has_a_row_for_every_arm(tmp_path: Path) -> None:
-    draw_picture(QUICK, tmp_path / "finding.svg")
-    root = ElementTree.parse(tmp_path / "finding.svg").getroot()
-    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
-    assert {*map(name_student, QUICK_ARMS), "20", "45", "95"} <= {*texts}
-    bars = [float(element.attrib["width"]) for element in root.iter() if element.attrib.get("height") == "26"]
-    assert bars[0] / bars[1] == pytest.approx(20 / 45, abs=1e-2)
-
-
-def test_explanations_are_shown_with_their_kinds(tmp_path: Path, capsys: Any) -> None:
-    one = Arms(Stages(tmp_path), Setting(), 0)
-    question, right, leap = (
-        "start 2, add 1, times 3?",
-        "2 add 1 is 3, 3 times 3 is 9.",
-        "clearly it must be 9.",
-    )
-    rows = [
-        {"question": question, "solution": "9", "trace": trace, "reasoning_trace": text, "reward": reward}
-        for trace, (text, reward) in enumerate([(right, -0.5), (leap, -0.1), (leap, -0.3)])
-    ]
-    path = one.folder / "warmup" / "samples" / "traces.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_text("".join(map(format_line, rows)))
-    show_explanations(one)
-    lines = capsys.readouterr().out.splitlines()
-    assert "  warm-up teacher: 2 leaps to the answer, 1 every step right" in lines
-    assert lines[lines.index("    best   -0.10  (leaps to the answer)") + 1].strip() == leap
-    assert lines[lines.index("    worst  -0.50  (every step right)") + 1].strip() == right
-
-
-def test_a_stage_that_fails_names_its_log(tmp_path: Path) -> None:
-    stages = Stages(tmp_path)
-    with pytest.raises(
-        StageError, match=r"rlt fit must end well, but ended with 3. Its log is .*a.log:\ngone"
-    ):
-        stages.run(["fit"], tmp_path / "a.log", fail)
-
-
-def test_an_interruption_ends_the_stages_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = Stages(tmp_path, wait_long)
+def test_a_failure_names_its_log_and_ends_the_others(tmp_path: Path) -> None:
+    stages = [build_stage("a", tmp_path, what="hang"), build_stage("b", tmp_path, what="fail")]
     begin = time.perf_counter()
-
-    def interrupt() -> None:
-        while not (tmp_path / "begun").exists():
-            time.sleep(0.02)
-        raise KeyboardInterrupt
-
-    ones: Any = [SimpleNamespace(prepare=lambda: stages.run([str(tmp_path / "begun")], tmp_path / "log"))]
-    ones += [SimpleNamespace(prepare=interrupt)]
-    with pytest.raises(KeyboardInterrupt):
-        run.run_arms(stages, ones, [])
+    with pytest.raises(StageError, match=r"ended with 3\. Its log is .*b\.log:\ngone"):
+        demo.run_stages(stages, tmp_path)
     assert time.perf_counter() - begin < 100
 
 
-def wait_long(words: list[str], log: Path) -> None:
-    Path(words[0]).touch()
-    time.sleep(200)
+def test_every_stage_reads_what_one_before_it_writes(tmp_path: Path) -> None:
+    stages = {stage.name: stage for stage in demo.list_stages(tmp_path)}
+    for stage in stages.values():
+        paths = [Path(word) for word in stage.words if word.startswith(str(tmp_path))]
+        read = {"/".join(path.relative_to(tmp_path).parts[:2]) for path in paths} - {stage.name}
+        assert read & stages.keys() == {stage.needs} - {""}, stage
 
 
-def fail(words: list[str], log: Path) -> None:
-    log.write_text("gone")
-    raise SystemExit(3)
+@pytest.mark.parametrize(("solved", "is_shown"), [(0.95, True), (0.5, False)])
+def test_the_students_stand_below_each_other(
+    solved: float, is_shown: bool, tmp_path: Path, capsys: Any
+) -> None:
+    for arm, accuracy in {"untrained": 0.2, "warmup": 0.45, "rlt": solved}.items():
+        for how in ("sampled", "greedy"):
+            (tmp_path / arm / how).mkdir(parents=True)
+            found = {"sets": {"chains": {"pass_at_1": accuracy}}}
+            (tmp_path / arm / how / "evaluation.json").write_text(json.dumps(found))
+    assert demo.show_accuracies(tmp_path) == is_shown
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()) for line in lines[3:6]] == [
+        "answers of the student T 0.7 greedy",
+        "untrained student 20.0 ± 3.5 20.0 ###",
+        "warm-up teacher's student 45.0 ± 4.3 45.0 #######",
+    ]
+    assert max(map(len, lines)) <= 80
 
 
-def test_the_clock_adds_up_over_starts(tmp_path: Path) -> None:
-    (tmp_path / run.CLOCK).write_text("100.0")
-    clock = run.Clock(tmp_path / run.CLOCK)
-    clock.write()
-    assert 100 <= float((tmp_path / run.CLOCK).read_text()) < 110
+@pytest.mark.slow
+def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlt_lightning", "demo", "--resume", "--output_dir"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*command, str(whole)], check=True)
+    seen: set[Path] = set()
+    while True:
+        process = subprocess.Popen([*command, str(killed)])
+        while process.poll() is None and {*killed.glob("*/*.log")} <= seen:
+            time.sleep(0.2)
+        if process.poll() is not None:
+            break
+        seen |= {*killed.glob("*/*.log")}
+        time.sleep(1.5)  # within each stage, some way into its work
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert len(seen) == len({*whole.glob("*/*.log")})  # each stage was killed once
+    for arm in demo.STUDENTS:
+        for how in ("sampled", "greedy"):
+            assert demo.read_accuracy(whole / arm / how) == demo.read_accuracy(killed / arm / how)

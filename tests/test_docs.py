@@ -1,4 +1,4 @@
-"""Every block of README.md, CONTRIBUTING.md and docs/*.md is run or parsed; CHECKED has what is not run.
+"""Every block of README.md, CONTRIBUTING.md, docs/ and research/ is run or parsed; CHECKED has the others.
 
 docs/extending.md is run as it stands, in a folder of its own, by tests/test_extending.py, and the scripts of
 docs/python.md, one after another, by tests/test_python.py.
@@ -37,15 +37,14 @@ from tiny import TINY, tiny_options
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli import stages
 from rlt_lightning.cli.parser import split_words
-from rlt_lightning.demo.command import build_demo_parser
-from rlt_lightning.rounds import build_rounds_parser, list_given, read_rounds_settings
+from rlt_lightning.commands.demo import build_demo_parser
 from rlt_lightning.run.shipped import find_config
 
 EXTENDING = ROOT / "docs" / "extending.md"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*(ROOT / "docs").glob("*.md")} - {EXTENDING})]
+FOLDERS = [*(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*FOLDERS} - {EXTENDING})]
 VERBS = [*stages.TRAINER_VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
 OVERLAY_OF = {
-    "docs/rounds.md": ("rounds", "miniature_rounds"),
     "docs/serving.md": ("predict", "generate"),
 }  # else of a fit of the quickstart
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
@@ -85,7 +84,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield Block(name, line, fence[2], textwrap.dedent(fence[3]))
 
 
-RUN_ELSEWHERE = {("docs/python.md", "python"), ("docs/rounds.md", "python")}
+RUN_ELSEWHERE = {("docs/python.md", "python")}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
@@ -134,11 +133,6 @@ def check_rlt(arguments: list[str], files: Path) -> None:
         build_demo_parser().parse_args(options)
         return
     options = [str(files / option) if (files / option).is_file() else option for option in options]
-    if verb == "rounds" or [verb, *options[:1]] == ["plan", "rounds"]:
-        options = options[verb == "plan" :]
-        read = build_rounds_parser().parse_args(options)
-        read_rounds_settings(read.config, list_given(read))
-        return
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
     if verb == "teach":  # the folder's settings come first; here those of a config
@@ -312,15 +306,14 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
             check(arguments, files)
 
 
-@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh"])
+@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh"])
 def test_the_stages_of_a_pipeline_are_right(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     prepare = f"PATH=$PATH:/usr/bin:/bin; cp {ROOT}/examples/*.sh examples/; mkdir -p runs/released/evaluate"
-    prepare += (
-        "; mkdir -p runs/rounds/evaluate_x; echo last-digit chains > runs/rounds/evaluate_x/evaluation.md"
-    )
+    prepare += "; cd runs; mkdir -p rounds/round0/traces rounds/round0/evaluation"
+    prepare += "; touch rounds/round0/traces/distillation.jsonl rounds/round0/evaluation/evaluation.md; cd .."
     script = f"{prepare}; touch runs/released/evaluate/evaluation.md; examples/{name}"
     calls = calls_of(Block(name, 1, "sh", script), tmp_path)
     stages = [words for program, *words in calls if program == ".venv/bin/rlt"]

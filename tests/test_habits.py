@@ -16,7 +16,14 @@ TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))  # c
 
 
 def test_the_workflow_runs_the_targets_that_the_page_names() -> None:
-    assert COMMANDS == ["make check", "make test", "make docs", "make test-docs", "make test-all"]
+    assert COMMANDS == [
+        "make check",
+        "make test",
+        "make docs",
+        "make test-docs",
+        "make test-all",
+        "make test-research",
+    ]
     assert WORKFLOW["permissions"] == {"contents": "read"}
 
 

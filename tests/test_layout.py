@@ -4,7 +4,7 @@ The layers, from low to high; a module may import its own layer and those below:
 
     moved types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
     → run → datamodules tasks engines → evaluation → hub → rollouts → modules → callbacks
-    → plan report chat → scoring → python → cli → demo rounds
+    → plan report chat → scoring → python → cli → commands
     → __main__ and __init__, which hands out what scripts use
 """
 
@@ -39,7 +39,7 @@ LAYERS = [
     {"scoring"},
     {"python"},
     {"cli"},
-    {"demo", "rounds"},
+    {"commands"},
     {"__main__", "__init__"},
 ]
 # The only files that import these packages, so that a laptop without them runs all the rest.
@@ -116,9 +116,16 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 @cache
 def named_paths() -> set[str]:
     """Dotted paths of the package in pages, configs, examples and benchmarks, with what is imported there."""
-    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    files = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "research").glob("*.md"),
+    ]
     files += [*(ROOT / "configs").rglob("*.yaml")]
-    files += [path for folder in ("examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    files += [
+        path for folder in ("examples", "benchmarks", "research") for path in (ROOT / folder).rglob("*.py")
+    ]
     paths = set(PUBLIC)
     for file in files:
         text = file.read_text()
@@ -158,7 +165,7 @@ def test_every_public_path_imports() -> None:
     ("module", "absent"),
     [
         ("rlt_lightning", "torch"),
-        ("rlt_lightning.rounds", "torch"),
+        ("rlt_lightning.commands.demo", "torch"),
         ("rlt_lightning.judging.answers", "torch"),
         ("rlt_lightning.judging.judge", "torch"),
         ("rlt_lightning.gloo", "lightning"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import rlt
 from fake_worker import worker_of
+from miniatures import PIECES
 from ranks import run
 from test_opd import HINT, Witness, data, fit, module, teacher  # noqa: F401
 from test_strategies import full, largest_difference, slow, weights
@@ -21,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
-from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.modules import OPDModule, base
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import Divergence, TruncatedImportanceSampling
@@ -147,10 +147,10 @@ def test_another_tokenizer_by_spans_equals_plain_forwards(
     view: ViewOptions, miniature: str, tmp_path: Path
 ) -> None:
     witness = Witness()
-    opd = module(miniature, teacher="miniature-pieces", estimator="sampled", micro_batch_tokens=300)
+    opd = module(miniature, teacher=PIECES, estimator="sampled", micro_batch_tokens=300)
     fit(tmp_path, opd, witness, view=view)
     student = AutoModelForCausalLM.from_pretrained(miniature, dtype=torch.float64)
-    judge = AutoModelForCausalLM.from_pretrained(MINIATURES["miniature-pieces"], dtype=torch.float64)
+    judge = AutoModelForCausalLM.from_pretrained(PIECES, dtype=torch.float64)
     [batch] = witness.batches
     assert batch.rollouts is not None
     judged = [row for row in batch.rollouts.rollouts if row.views]

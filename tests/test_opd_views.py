@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from miniatures import PIECES
 from test_opd import answered, data
 from transformers import AutoTokenizer
 
@@ -14,6 +15,7 @@ from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
 from rlt_lightning.models.embedded import MINIATURES
+from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.tags import TAG_STYLES, TagStyle, decode
 from rlt_lightning.types import Completion, Rollout
 
@@ -118,9 +120,9 @@ def test_a_hint_judges_all_tokens_with_the_end(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["explanation", "hint"])
 @pytest.mark.parametrize("thought", THOUGHTS)
-@pytest.mark.parametrize("names", [("miniature", "miniature-pieces"), ("miniature-pieces", "miniature")])
+@pytest.mark.parametrize("names", [("miniature", PIECES), (PIECES, "miniature")])
 def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought: str, kind: Any) -> None:
-    tokenizers = [AutoTokenizer.from_pretrained(MINIATURES[name]) for name in names]
+    tokenizers = [load_tokenizer(name) for name in names]
     student, teacher = (ChatFormat(one, "r1", "", "") for one in tokenizers)
     row: Rollout = answered(TeacherViews(student, teacher, ViewOptions(kind)), turn(student.tags, thought))
     [view] = row.views

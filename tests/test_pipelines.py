@@ -571,7 +571,7 @@ def test_filters_of_questions_serve_every_task(tiny_model: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_students_of_right_answers_beat_those_of_any_answers(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "finding" / "pipelines.py"
+    script = ROOT / "research" / "pipelines.py"
     words = [sys.executable, str(script), "--seeds", "0", "--arms", "unjudged rejection", "--rows", "256"]
     subprocess.run([*words, "--output_dir", str(tmp_path)], cwd=ROOT, check=True)
     arms = json.loads((tmp_path / "pipelines.json").read_text())["arms"]

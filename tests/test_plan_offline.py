@@ -85,8 +85,6 @@ def launches() -> dict[str, tuple[str, list[str]]]:
     found = {}
     for path in sorted((ROOT / "configs").rglob("*.yaml")):
         verb, *words = launch_line(path)
-        if verb == "rounds":  # its stages have configs of their own
-            continue
         pairs = list(zip(words[::2], words[1::2], strict=True))
         kept = [pair for pair in pairs if pair[0] in ("--config", "--trainer.devices")]
         found[path.stem] = verb, [word for pair in kept for word in pair]

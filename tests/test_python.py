@@ -19,6 +19,7 @@ import torch
 from commands import ROOT, python, rlt
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import SaveConfigCallback
+from miniatures import SEED1
 
 import rlt_lightning
 from rlt_lightning import RLTModule, RLTReward, Sampling, StratosDataModule, Teacher, Trainer, score
@@ -349,12 +350,12 @@ def test_score_equals_predict(tmp_path: Path) -> None:
     rows = own_rows()
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [f"--data.source={path}", "--model.teacher=miniature-seed1", "--model.student=miniature"]
+    words = [f"--data.source={path}", f"--model.teacher={SEED1}", "--model.student=miniature"]
     words += ["--scores.rank_groups=null", "--scores.per_token=true", "--trainer.accelerator=cpu"]
     done = rlt("predict", "--config=configs/rank.yaml", *words, f"--output_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     recorded = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
-    found = score(rows, "miniature-seed1", "miniature")
+    found = score(rows, SEED1, "miniature")
     assert [own.reward for own in found] == [row["reward"] for row in recorded]
     for own, row in zip(found, recorded, strict=True):
         assert (own.tokens, own.solution_tokens) == (row["thought_tokens"], row["solution_tokens"])

@@ -17,6 +17,7 @@ import ranks
 import torch
 from cases import full, slow
 from commands import rlt
+from miniatures import PIECES
 from ranks import STEPS, run
 from safetensors.torch import load_file
 from tiny import CHAINS
@@ -157,8 +158,8 @@ def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[
     [
         ("fsdp2", "miniature"),
         slow("zero3", "miniature"),
-        full("zero3", "miniature-pieces"),  # with another tokenizer, and r_KL on spans
-        *(slow(strategy, "miniature-pieces") for strategy in ("ddp", "fsdp2")),
+        full("zero3", PIECES),  # with another tokenizer, and r_KL on spans
+        *(slow(strategy, PIECES) for strategy in ("ddp", "fsdp2")),
     ],
 )
 def test_several_processes_sample_validate_and_export_like_one(

@@ -17,6 +17,7 @@ import torch
 from cases import full
 from commands import rlt
 from lightning.pytorch import Callback, Trainer
+from miniatures import QWEN2, SEED1
 from ranks import run
 from safetensors.torch import load_file
 from tiny import CHAINS as CHAIN_OPTIONS
@@ -142,7 +143,7 @@ def scores_of(
     return keeper.batches[-1].scores, keeper.metrics[-1]
 
 
-OTHERS = ["miniature-seed1", "miniature-qwen2"]
+OTHERS = [SEED1, QWEN2]
 
 
 @pytest.mark.parametrize(
@@ -177,9 +178,9 @@ def test_real_students_combine_as_single_runs_do_by_hand(options: dict[str, Any]
 
 
 def test_the_same_student_twice_gives_todays_figures_exactly(tmp_path: Path) -> None:
-    one, metrics = scores_of(tmp_path, student="miniature-seed1", steps=2)
+    one, metrics = scores_of(tmp_path, student=SEED1, steps=2)
     for number, reduction in ((1, "mean"), (2, "mean"), (2, "min")):
-        several = ["miniature-seed1"] * number
+        several = [SEED1] * number
         both, figures = scores_of(tmp_path, students=several, student_reduction=reduction, steps=2)
         assert torch.equal(both.terms.reward, one.terms.reward)
         own = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
@@ -194,7 +195,7 @@ def test_a_student_in_other_tokens_reads_a_view_of_its_own(
     # The same model with its words numbered otherwise: it must say the same, as the first or the second.
     options = {"reward": RLTReward(kl_estimator=estimator), "length": 40}
     single, _ = scores_of(tmp_path, student=miniature, **options)
-    names = ["miniature-seed1"]
+    names = [SEED1]
     names.insert(place, renumbered)
     both, _ = scores_of(tmp_path, students=names, student_reduction="min", **options)
     label = next(label for label in both.by_student if label.startswith("renumbered"))
@@ -341,7 +342,7 @@ def test_two_processes_train_as_one(
 
 
 BOTH = ["--model.teacher=miniature", "--model.student=null", "--trainer.accelerator=cpu", *CHAIN_OPTIONS]
-SEVERAL = [*BOTH, "--model.students={miniature: 1.0, miniature-seed1: 0.5}"]
+SEVERAL = [*BOTH, f"--model.students={{miniature: 1.0, {SEED1}: 0.5}}"]
 
 
 def verb(name: str, *options: str) -> str:
@@ -390,14 +391,14 @@ def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
     verb("report", str(whole), f"--out={tmp_path / 'page.html'}")
     page = (tmp_path / "page.html").read_text()
     assert re.search(r'"label": ?"miniature_seed1"', page)  # in one chart with the other student
-    assert "miniature (1), miniature-seed1 (0.5)" in page
+    assert f"miniature (1), {SEED1} (0.5)" in page
     shown = verb("teach", str(whole), "--question=start 3. add 4.", "--solution=7", "--num=2")
-    assert "students miniature, miniature-seed1" in shown
+    assert f"students miniature, {SEED1}" in shown
     assert shown.count("The student's probability of the whole solution") == 2
 
 
 def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
-    least = [*BOTH, "--model.students=[miniature, miniature-seed1]", "--model.student_reduction=min"]
+    least = [*BOTH, f"--model.students=[miniature, {SEED1}]", "--model.student_reduction=min"]
     rank = ["--config=rank", *least, "--data.max_rows=6", "--scores.rank_groups=2", "--scores.per_token=true"]
     verb("predict", *rank, f"--output_dir={tmp_path / 'run'}")
     rows = rows_in(tmp_path / "run/scores.jsonl")
@@ -419,7 +420,7 @@ def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
 def test_python_and_other_trainers_score_against_several(renumbered: str) -> None:
     texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
     problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
-    students = {"miniature-seed1": 1.0, renumbered: 3.0}
+    students = {SEED1: 1.0, renumbered: 3.0}
     reward = RLTReward()  # the exact KL, their default, has no common vocabulary
     [score] = python.Teacher("miniature", students, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
     a, b = score.by_student.values()
@@ -450,7 +451,7 @@ def plan_of(tmp_path: Path, tiny_model: str, *options: str) -> dict[str, Any]:
 def test_a_plan_counts_every_student(tiny_model: str, tmp_path: Path) -> None:
     one, other, both = (
         plan_of(tmp_path, tiny_model, f"--model.students=[{names}]")
-        for names in (tiny_model, "miniature-seed1", f"{tiny_model}, miniature-seed1")
+        for names in (tiny_model, SEED1, f"{tiny_model}, {SEED1}")
     )
 
     def frozen(plan: dict[str, Any], phase: str, where: str = "device") -> float:
@@ -460,19 +461,19 @@ def test_a_plan_counts_every_student(tiny_model: str, tmp_path: Path) -> None:
     # The mean length of solutions is taken in the first student's tokens.
     seconds = one["seconds"]["score"] + other["seconds"]["score"]
     assert both["seconds"]["score"] == pytest.approx(seconds, rel=0.05)
-    names = f"--model.students=[{tiny_model}, miniature-seed1]"
+    names = f"--model.students=[{tiny_model}, {SEED1}]"
     away = plan_of(tmp_path, tiny_model, names, "--model.offload_frozen=true")
     assert frozen(away, "train") == 0
     assert frozen(away, "score") == max(frozen(one, "score"), frozen(other, "score"))
     assert frozen(away, "train", "host") == frozen(both, "train")
     notes = " ".join(both["setup"]["notes"])
-    assert "tokens of the student miniature-seed1's own" in notes
+    assert f"tokens of the student {SEED1}'s own" in notes
 
 
 def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:
     texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
     problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
-    reward, names = RLTReward(baseline="empty"), ["miniature", "miniature-seed1"]
+    reward, names = RLTReward(baseline="empty"), ["miniature", SEED1]
     [score] = python.Teacher("miniature", names, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
     for name, own in zip(names, score.by_student.values(), strict=True):
         [by_itself] = python.Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from miniatures import PIECES
 from tokenizer_kinds import KINDS, kind_of_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -54,7 +55,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
         case "smollm2" | "miniature":
             return load(request.param)
         case "miniature-pieces":
-            return load_tokenizer(request.param)
+            return load_tokenizer(PIECES)
         case "qwen":
             shared = request.getfixturevalue("shared")
             return AutoTokenizer.from_pretrained(shared / "data/tokenizers/Qwen2.5-Instruct")

@@ -19,7 +19,14 @@ from transformers import PreTrainedTokenizerFast
 KINDS = ("llama2", "mistral", "gemma", "unigram")
 SPACE = "\u2581"  # ▁
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-PAGES = ("method", "scoring", "data", "finding", "troubleshooting", "python")
+PAGES = (
+    "docs/method.md",
+    "docs/scoring.md",
+    "docs/data.md",
+    "research/finding.md",
+    "docs/troubleshooting.md",
+    "docs/python.md",
+)
 OTHER_TEXT = (
     "数学，很有趣。証明する 물리 Привет, ação; def f(x):\n    return x ** 2\n\n\n        for i in y:\n\n"
     "\\frac{1}{2} \\begin{align} x_i^2 \\sum_{i=1}^{n} 👩🏽‍🏫 🧮 “x” don't … <h1>a</h1> <table></table>"
@@ -45,8 +52,8 @@ def kind_of_tokenizer(kind: str) -> Any:
 
 
 def texts() -> list[str]:
-    docs = Path(__file__).parents[1] / "docs"
-    return [*((docs / f"{name}.md").read_text() for name in PAGES), *[OTHER_TEXT] * 20]
+    root = Path(__file__).parents[1]
+    return [*((root / page).read_text() for page in PAGES), *[OTHER_TEXT] * 20]
 
 
 def trained(model: Any, trainer: Any) -> dict[str, Any]:

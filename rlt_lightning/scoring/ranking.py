@@ -5,8 +5,8 @@
     teacher, students ───▶ the reward of each, under the exact KL ─▶ Ranking
 
 RLT teaches what earns most. A student that does not know a step finds it unlikely even when it reads it, and
-pays more for leaps and filler (docs/rounds.md). `rlt check` makes a ranking before a run. Leaps and filler
-are made of the rows' own sentences, as a teacher that is warmed up on them does.
+pays more for leaps and filler (research/rounds.md). `rlt check` makes a ranking before a run. Leaps and
+filler are made of the rows' own sentences, as a teacher that is warmed up on them does.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SENTENCE = re.compile(r"(?<=[.,;!?\n])\s+")
 MARKS = " .,;:!?"  # what may follow a sentence
 WORD = re.compile(r"[^\W\d_]+")
 ADVICE = (
-    "RLT teaches what earns most: let the student learn some traces first (rlt rounds), or warm the teacher "
-    "up longer."
+    "RLT teaches what earns most: let the student learn some traces first (examples/rounds.sh), or warm the "
+    "teacher up longer."
 )
 VARIANTS = {"leap": "a leap to the answer", "filler": "filler"}  # of a right trace, and how they are called
 JUDGED = 8  # rows that are judged, for each that is ranked

@@ -55,7 +55,8 @@ FOLDER = Path(__file__).parent
 STEPS = 10
 NUM_ROWS = 24  # of the data: more than ten steps take in one epoch of two problems
 TEACHER, STUDENT = "miniature-teacher", "miniature"
-OTHER_STUDENT, OTHER_TOKENIZER = "miniature-seed1", "miniature-pieces"
+MINIATURES = FOLDER.parents[1] / "research" / "miniatures"
+OTHER_STUDENT, OTHER_TOKENIZER = (str(MINIATURES / f"miniature-{name}") for name in ("seed1", "pieces"))
 # Not 1, and high enough that no two completions of a group are alike.
 TEMPERATURE = 1.3
 # What a step measures of time and memory is no result.

@@ -1,0 +1,326 @@
+"""The arms of the finding: one setting, one seed, and in what they differ.
+
+A model of 184,000 parameters is teacher, frozen student and student. For each seed the teacher is warmed up
+on traces of uneven quality. Each arm then makes 512 traces in its own way, and a student learns from them:
+
+    base           no traces: the student before training
+    warmup         by the warm-up teacher
+    rlt            by that teacher after 40 iterations of RLT
+    solution_only  the same without r_KL (lambda 0)
+    kl_only        the same without r_SS
+    shuffled       the same with advantages shuffled within each group: nothing to learn from
+    lambda_N       the same with weight N of r_KL instead of 3
+    best_of_4      by the warm-up teacher, the best of four by the same reward
+    raw            traces like those of the warm-up
+    oracle         traces with all steps right
+
+All stages are `rlt` commands, with one setting for all arms.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages import Stages
+
+from rlt_lightning.run.jsonl import read_json_rows
+from rlt_lightning.tasks.stepwise import OPERATIONS, Operation
+
+FOLDER = Path(__file__).parent / "miniatures"
+MINIATURES = {name: str(FOLDER / f"miniature-{name}") for name in ("seed1", "qwen2", "pieces")}
+SHUFFLED = "rlt_lightning.numerics.advantages.ShuffledAdvantages"
+TRAINED: dict[str, dict[str, Any]] = {  # what an arm's RLT differs in
+    "rlt": {},
+    "solution_only": {"model__reward__kl_weight": 0},
+    "kl_only": {"model__reward__solution_weight": 0},
+    "shuffled": {"model__advantages": SHUFFLED},
+    "lambda_0.3": {"model__reward__kl_weight": 0.3},
+    "lambda_1": {"model__reward__kl_weight": 1},
+    "lambda_10": {"model__reward__kl_weight": 10},
+}
+ARMS = ("base", "raw", "warmup", *TRAINED, "best_of_4", "oracle")
+SAMPLED_ARMS = ("warmup", "rlt", "solution_only")  # whose teachers explain one problem eight times
+NUM_GROUPS = 8  # of ranked traces
+STEPS_RIGHT, LEAPS_COPIED, CLOSED, RIGHT_TRACES = 0.99, 0.95, 0.95, (0.10, 0.35)  # gates
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all arms of a comparison share.
+
+    Args:
+        name: Name of its folder; "main", or what it varies.
+        base: Teacher before its warm-up.
+        student: Frozen student, and student before its training; None: the base.
+        length: Steps of a problem.
+        hazard: Chance that a trace of the warm-up breaks off at a step; None: as in pretraining.
+        last: Operations of a problem's last step.
+        num_warmup: Traces that the teacher is warmed up on.
+        num_warmup_epochs: Epochs of the warm-up.
+        student_lr: Peak learning rate of the students.
+        student_epochs: Epochs of the students.
+        num_iterations: Iterations of RLT.
+        num_traces: Traces that a student learns from.
+        num_pool: Traces that are ranked.
+        num_test: Held-out problems.
+    """
+
+    name: str = "main"
+    base: str = "miniature"
+    student: str | None = None
+    length: int = 5
+    hazard: float | None = None
+    last: tuple[Operation, ...] = OPERATIONS
+    num_warmup: int = 2048
+    num_warmup_epochs: int = 1
+    student_lr: float = 2e-4
+    student_epochs: int = 3
+    num_iterations: int = 40
+    num_traces: int = 512
+    num_pool: int = 2048
+    num_test: int = 512
+
+
+VARIATIONS = {
+    "another_base": Setting("another_base", base=MINIATURES["seed1"]),
+    "qwen2": Setting("qwen2", base=MINIATURES["qwen2"]),
+    "pieces_student": Setting("pieces_student", student=MINIATURES["pieces"]),
+    "four_steps": Setting("four_steps", length=4),
+    "other_mixture": Setting("other_mixture", hazard=0.46),
+}
+FURTHER = {  # of the variations, those that only run when they are named
+    "pieces_teacher": Setting("pieces_teacher", base=MINIATURES["pieces"], student="miniature"),
+    "pieces_both": Setting("pieces_both", base=MINIATURES["pieces"]),
+}
+
+
+class Arms:
+    """All stages of one setting and one seed.
+
+    Args:
+        stages: Runs the stages.
+        setting: What all arms share.
+        seed: Seed of problems, traces, sampling and training.
+    """
+
+    def __init__(self, stages: Stages, setting: Setting, seed: int) -> None:
+        self.stages, self.setting, self.seed = stages, setting, seed
+        self.student_base = setting.student or setting.base
+        self.name = f"{setting.name}/seed{seed}"
+        self.folder = stages.folder / self.name
+        self.seeds: dict[str, Any] = {"data__seed": seed, "model__seed": seed, "rollouts__seed": seed}
+
+    def data_file(self, name: str) -> Path:
+        """Return the path of a file of rows that `write_data` writes."""
+        return self.folder / "data" / f"{name}.jsonl"
+
+    def write_data(self) -> None:
+        """Write the rows of all stages; all arms have their traces for the same problems."""
+        from rlt_lightning.tasks.stepwise import Mixture, chain_rows
+
+        setting, seed = self.setting, 10 * self.seed
+        mixture = Mixture() if setting.hazard is None else Mixture(hazard=setting.hazard)
+        kind: dict[str, Any] = {"length": setting.length, "last": setting.last}
+        rows = {
+            "warmup": chain_rows(setting.num_warmup, seed + 1, "train", mixture, **kind),
+            "rlt": chain_rows(512, seed + 2, "train", mixture, **kind),
+            "raw": chain_rows(setting.num_traces, seed + 3, "train", mixture, **kind),
+            "oracle": chain_rows(setting.num_traces, seed + 3, "train", None, **kind),
+            "pool": chain_rows(setting.num_pool, seed + 4, "train", mixture, **kind),
+            "test": chain_rows(setting.num_test, 0, "test", mixture, **kind),
+        }
+        for name, some in rows.items():
+            self.data_file(name).parent.mkdir(parents=True, exist_ok=True)
+            keys = ("question", "answer") if name == "test" else ("question", "solution", "reasoning_trace")
+            text = "".join(json.dumps({key: row[key] for key in keys}) + "\n" for row in some)
+            self.data_file(name).write_text(text)
+
+    def num_overlaps(self) -> int:
+        """Return the number of held-out questions that are in a training stream, pretraining included."""
+        from rlt_lightning.tasks.stepwise import CHAIN_SPLITS
+
+        names = ("warmup", "rlt", "raw", "pool")
+        seen = {row["question"] for name in names for row in read(self.data_file(name))}
+        asked = [row["question"] for row in read(self.data_file("test"))]
+        return sum(question in seen or CHAIN_SPLITS.find_split(question) != "test" for question in asked)
+
+    # Stages
+
+    def prepare(self) -> None:
+        """Write the data, warm the teacher up (stage 1) and let it write traces."""
+        self.write_data()
+        self.stages(
+            f"{self.name}/warmup/teacher",
+            "fit",
+            "miniature_warmup",
+            model__pretrained=self.setting.base,
+            data__source=self.data_file("warmup"),
+            trainer__max_epochs=self.setting.num_warmup_epochs,
+            data__seed=self.seed,
+            model__seed=self.seed,
+        )
+        self.make_traces("warmup")
+
+    def train_teacher(self, arm: str) -> Path:
+        """Return the model that writes an arm's traces; stage 2 trains it if the arm has RLT."""
+        warm = self.folder / "warmup" / "teacher" / "model"
+        if arm not in TRAINED:
+            return warm
+        folder = self.stages(
+            f"{self.name}/{arm}/teacher",
+            "fit",
+            "quickstart",
+            model__teacher=warm,
+            model__student=self.student_base,
+            data__source=self.data_file("rlt"),
+            trainer__max_steps=self.setting.num_iterations,
+            **self.seeds,
+            **TRAINED[arm],
+        )
+        return folder / "model"
+
+    def make_traces(self, arm: str) -> Path:
+        """Return the file that an arm's students learn from; stage 3 makes it for arms with a teacher."""
+        if arm in ("raw", "oracle"):
+            return self.data_file(arm)
+        several = {"rollouts__num_traces": 4, "distillation__select": "best_reward"}
+        folder = self.generate(arm, "traces", "raw", **(several if arm == "best_of_4" else {}))
+        return folder / "distillation.jsonl"
+
+    def generate(self, arm: str, name: str, source: str, **options: object) -> Path:
+        """Let an arm's teacher explain the problems of a file."""
+        return self.stages(
+            f"{self.name}/{arm}/{name}",
+            "predict",
+            "miniature_generate",
+            "README.md",
+            model__teacher=self.train_teacher(arm),
+            model__student=self.student_base,
+            data__source=self.data_file(source),
+            **self.seeds,
+            **options,
+        )
+
+    def train_student(self, arm: str, traces: Path, greedy: bool = True) -> None:
+        """Train a student on traces (stage 4) and evaluate it."""
+        trained = self.stages(
+            f"{self.name}/{arm}/student",
+            "fit",
+            "miniature_student_sft",
+            model__pretrained=self.student_base,
+            data__source=traces,
+            model__optimizer__lr=self.setting.student_lr,
+            trainer__max_epochs=self.setting.student_epochs,
+            data__seed=self.seed,
+            model__seed=self.seed,
+        )
+        self.evaluate(arm, trained / "model", greedy)
+
+    def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
+        """Let an arm's student answer the held-out problems (stage 5)."""
+        for name, temperature in (("sampled", 0.7), ("greedy", 0.0))[: 1 + greedy]:
+            self.ask(
+                f"{arm}/{name}",
+                model,
+                rollouts__sampling__temperature=temperature,
+                rollouts__seed=self.seed,
+                **options,
+            )
+
+    def ask(self, name: str, model: Path | str, source: str = "test", **options: Any) -> Path:
+        """Let a model answer the problems of a file."""
+        return self.stages(
+            f"{self.name}/{name}",
+            "test",
+            "miniature_evaluate",
+            model__pretrained=model,
+            data__sets=json.dumps({"chains": str(self.data_file(source))}),
+            **options,
+        )
+
+    def run_arm(self, arm: str, samples: bool = False) -> None:
+        """Run all stages of an arm; with `samples`, its teacher also explains one problem eight times."""
+        if arm == "base":
+            self.evaluate(arm, self.student_base)
+            return
+        if samples and arm not in ("raw", "oracle"):
+            self.generate(arm, "samples", "rlt", data__max_rows=1, rollouts__num_traces=8)
+        self.train_student(arm, self.make_traces(arm))
+
+    def all_groups(self, by: dict[str, dict[str, Any]]) -> None:
+        """Rank the warm-up teacher's traces by rewards; train a student on each group (paper, Figure 4b)."""
+        pool = self.generate("warmup", "pool", "pool") / "distillation.jsonl"
+        for name, reward in by.items():
+            ranked = self.stages(
+                f"{self.name}/{name}/ranked",
+                "predict",
+                "rank",
+                "groups.json",
+                trainer__accelerator="cpu",
+                model__teacher=self.train_teacher("warmup"),
+                model__student=self.student_base,
+                data__source=pool,
+                data__prompts_per_step=64,
+                data__tags="r1",
+                data__teacher_system_prompt="",
+                data__student_system_prompt="",
+                scores__rank_groups=NUM_GROUPS,
+                **reward,
+            )
+            for group in range(1, NUM_GROUPS + 1):
+                rows = ranked / "groups" / f"group-{group:02d}.jsonl"
+                self.train_student(f"{name}/{group}", rows, greedy=False)
+
+    # Gates
+
+    def measure_gates(self) -> dict[str, float]:
+        """Return the figures by which the gates judge the base and the warm-up teacher's traces."""
+        from gates import write_gates  # imports PyTorch
+
+        found = []
+        for base in {self.setting.base, self.student_base}:
+            path = self.folder / "data" / f"gates-{Path(base).name}.json"
+            if not path.exists():
+                self.stages.run([base, str(path)], path.with_suffix(".log"), write_gates)
+            found.append(json.loads(path.read_text()))
+        rows = read(self.folder / "warmup" / "traces" / "traces.jsonl")
+        return {
+            **{name: min(one[name] for one in found) for name in found[0]},
+            "right_traces": measure_kinds(rows)["steps"] / 100,
+            "closed": sum(row["finish_reason"] == "stop" for row in rows) / len(rows),
+        }
+
+    def passes_gates(self) -> bool:
+        """Print the figures of the gates and return whether all gates hold."""
+        found, (low, high), num_overlaps = self.measure_gates(), RIGHT_TRACES, self.num_overlaps()
+        print(
+            f"{self.name}, checked before RLT (research/finding.md): single steps right "
+            f"{found['step_accuracy']:.1%} (above {STEPS_RIGHT:.0%}),\n"
+            f"    leaps copied {found['leaps_copied']:.1%} (above {LEAPS_COPIED:.0%}), traces of the warm-up "
+            f"teacher right {found['right_traces']:.0%} ({low:.0%} to {high:.0%}),\n"
+            f"    closed {found['closed']:.1%} (above {CLOSED:.0%}), held-out questions in training data "
+            f"{num_overlaps} of {self.setting.num_test} (none)",
+            flush=True,
+        )
+        fine = found["step_accuracy"] > STEPS_RIGHT and found["leaps_copied"] > LEAPS_COPIED
+        fine = fine and found["closed"] > CLOSED and low <= found["right_traces"] <= high and not num_overlaps
+        if not fine:
+            print(f"{self.name}: a gate does not hold, so RLT is not tried here", flush=True)
+        return fine
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return all rows of a file of JSON lines."""
+    return [*read_json_rows(path)]
+
+
+def measure_kinds(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the share of each kind of trace, in percent."""
+    from rlt_lightning.tasks.stepwise import TRACE_KINDS, chain_kind
+
+    counts = Counter(chain_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
+    return {kind: 100 * counts[kind] / len(rows) for kind in TRACE_KINDS}

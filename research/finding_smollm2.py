@@ -1,0 +1,265 @@
+"""The finding with a real model: SmolLM2-135M as teacher, as frozen student, and as compared students.
+
+    python research/finding_smollm2.py --output_dir DIR          # make finding-smollm2: all arms, one seed
+
+Every arm trains the same student in the same way, on other explanations of the same problems:
+
+    raw            the uneven traces themselves
+    warmup         a teacher that was fine-tuned on such traces
+    rlt            that teacher after GRPO with the RLT reward
+    solution_only  the same without r_KL (lambda 0)
+    shuffled       the same with advantages shuffled within each group: nothing to learn from
+    oracle         right steps throughout
+
+All stages are `rlt` commands, with one setting for all arms. Run it again after a crash: finished stages are
+skipped, and the one that broke off resumes. Its folder gets `finding.json`, `finding.md` and `finding.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from rlt_lightning.tasks.stepwise import TRACE_KINDS, word_sum_kind, word_sum_rows
+
+ARMS = ("raw", "warmup", "rlt", "solution_only", "shuffled", "oracle")
+TRAINED: dict[str, dict[str, Any]] = {  # the settings of each teacher that RL trains
+    "rlt": {},
+    "solution_only": {"model.reward.kl_weight": 0},
+    "shuffled": {"model.advantages": "rlt_lightning.numerics.advantages.ShuffledAdvantages"},
+}
+NUM_TRACES, TRACE_SEED = 256, 2  # problems that students learn from; rows and seed of smollm2_generate.yaml
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+class Stages:
+    """Runs `rlt` stage by stage and keeps what each has taken.
+
+    Args:
+        out: Folder of all stages.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def run(self, name: str, verb: str, config: str, result: str, settings: dict[str, Any]) -> Path:
+        """Run one stage unless its result is there, and return the result's path."""
+        folder = self.out / name
+        if (folder / result).exists():
+            return folder / result
+        command = [sys.executable, "-m", "rlt_lightning", verb, "--config", str(CONFIGS / f"{config}.yaml")]
+        settings = settings | {"output_dir": folder, "resume": "true"}
+        command += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        print(f"== {name}", flush=True)
+        start = time.monotonic()
+        with (self.out / f"{name}.log").open("a") as log:
+            if status := subprocess.run(command, stdout=log, stderr=log).returncode:
+                raise SystemExit(f"{name} ended with status {status}: see {log.name}")
+        seconds = time.monotonic() - start
+        with (self.out / "times.jsonl").open("a") as times:
+            times.write(json.dumps({"stage": name, "seconds": round(seconds, 1)}) + "\n")
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # 1.6 GB each
+        print(f"   {seconds:.0f} s", flush=True)
+        return folder / result
+
+    def seconds(self) -> float:
+        """Return what all stages have taken together."""
+        return sum(row["seconds"] for row in read_rows(self.out / "times.jsonl"))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read a JSONL file."""
+    return [json.loads(line) for line in path.open()]
+
+
+def write_traces(out: Path) -> dict[str, Path]:
+    """Write the sources of the arms without a teacher, on the problems that the teachers explain."""
+    paths = {}
+    for arm in ("raw", "oracle"):
+        right = {"mixture": None} if arm == "oracle" else {}
+        rows = word_sum_rows(NUM_TRACES, TRACE_SEED, **right)
+        paths[arm] = out / f"{arm}.jsonl"
+        paths[arm].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
+
+
+def teacher(stages: Stages, arm: str, seed: int) -> Path:
+    """Train the teacher of an arm and return its model folder."""
+    warm = stages.run("warmup", "fit", "quickstart_smollm2_warmup", "model", {})
+    if arm == "warmup":
+        return warm
+    seeds = {"model.seed": seed, "rollouts.seed": seed, "data.seed": 10 + seed}
+    settings = {"model.teacher": warm, **TRAINED[arm], **seeds}
+    return stages.run(f"{arm}-{seed}", "fit", "quickstart_smollm2", "model", settings)
+
+
+def traces(stages: Stages, arm: str, seed: int) -> Path:
+    """Let the teacher of an arm explain the students' problems."""
+    model = teacher(stages, arm, seed)
+    settings = {"model.teacher": model, "rollouts.seed": 100 + seed}
+    return stages.run(f"{arm}-{seed}-traces", "predict", "smollm2_generate", "distillation.jsonl", settings)
+
+
+def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, float]:
+    """Train a student on an arm's explanations, and return its accuracy on unseen problems in percent."""
+    settings: dict[str, Any] = {"data.source": source, "data.seed": seed, "model.seed": seed}
+    model = stages.run(f"{arm}-{seed}-student", "fit", "smollm2_student_sft", "model", settings)
+    figures = {}
+    for name, sampling in {"accuracy": {}, "greedy": {"rollouts.sampling.temperature": 0}}.items():
+        settings = {"model.pretrained": model, "rollouts.seed": 200 + seed, **sampling}
+        path = stages.run(f"{arm}-{seed}-{name}", "test", "smollm2_evaluate", "evaluation.json", settings)
+        result = json.loads(path.read_text())["sets"]["word_sums"]
+        figures[name] = 100 * result["pass_at_1"]
+        figures[f"{name}_error"] = 100 * result["standard_error"]
+    return figures
+
+
+def measure_kinds(path: Path) -> dict[str, float]:
+    """Return the share of each kind among the traces that a student learns from, in percent."""
+    rows = read_rows(path)
+    counts = Counter(word_sum_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
+    return {kind: 100 * counts[kind] / len(rows) for kind in TRACE_KINDS}
+
+
+def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
+    """Return the number of traces of each kind, and the means of their reward and its two terms."""
+    rows = defaultdict(list)
+    for row in read_rows(path):
+        rows[word_sum_kind(row["question"], row["reasoning_trace"])[0]].append(row)
+    names = {"reward": "reward", "solution": "solution_log_prob_reward", "kl": "kl_reward"}
+    return {
+        kind: {"num": len(rows[kind]), **{k: fmean(row[v] for row in rows[kind]) for k, v in names.items()}}
+        for kind in TRACE_KINDS
+        if rows[kind]
+    }
+
+
+def gates(path: Path) -> dict[str, bool]:
+    """Say of the warm-up teacher's traces whether RL has something to choose from, and can choose it."""
+    rows, by_kind = read_rows(path), reward_by_kind(path)
+    right = by_kind["steps"]["num"] / len(rows)
+    closed = sum(row["closed"] for row in rows) / len(rows)
+    best = max(by_kind, key=lambda kind: by_kind[kind]["reward"])
+    passed = {
+        f"right traces {100 * right:.0f} %, should be 10 to 35": 0.10 <= right <= 0.35,
+        f"closed {100 * closed:.0f} %, should be above 95": closed > 0.95,
+        f"the reward likes {best} best, should be steps": best == "steps",
+    }
+    for line, passes in passed.items():
+        print(f"   gate: {line}: {'passes' if passes else 'FAILS'}", flush=True)
+    return passed
+
+
+def interval(values: list[float], errors: list[float]) -> float:
+    """Return half the width of a 95 % interval of a mean over seeds.
+
+    With three or more seeds it is by Student's t, with fewer by the standard error over problems.
+    """
+    if len(values) >= 3:
+        t = {3: 4.303, 4: 3.182, 5: 2.776}.get(len(values), 2.571)
+        return t * stdev(values) / math.sqrt(len(values))
+    return 1.96 * math.hypot(*errors) / len(errors)
+
+
+def table(finding: dict[str, Any]) -> str:
+    """Write the arms, and what the reward thinks of the warm-up teacher's traces, as tables."""
+    lines = [f"| student trained on | accuracy, T 0.7 | greedy | traces: {' / '.join(TRACE_KINDS)}, % |"]
+    lines.append("|---|---|---|---|")
+    for arm, figures in finding["arms"].items():
+        scores = []
+        for name in ("accuracy", "greedy"):
+            half = interval(figures[name], figures[f"{name}_error"])
+            scores.append(f"{fmean(figures[name]):.1f} ± {half:.1f}")
+        kinds = [fmean(row[kind] for row in figures["kinds"]) for kind in TRACE_KINDS]
+        lines.append(f"| {arm} | {' | '.join(scores)} | {' / '.join(f'{kind:.0f}' for kind in kinds)} |")
+    lines += [
+        "",
+        "| the warm-up teacher's traces | number | reward | r_SS | −λ r_KL |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, row in finding["reward_by_kind"].items():
+        terms = " | ".join(f"{row[name]:.2f}" for name in ("reward", "solution", "kl"))
+        lines.append(f"| {kind} | {row['num']} | {terms} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(finding: dict[str, Any], path: Path) -> None:
+    """Draw the arms' accuracies beside the kinds of traces that their students learn from."""
+    arms = finding["arms"]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = [arm.replace("_", "\n") for arm in arms]
+    scores = [fmean(row["accuracy"]) for row in arms.values()]
+    halves = [interval(row["accuracy"], row["accuracy_error"]) for row in arms.values()]
+    bars = left.bar(names, scores, yerr=halves, capsize=5, color="#0b6e99")
+    left.bar_label(bars, fmt="%.0f %%")
+    left.set(title="accuracy on unseen problems, T 0.7", ylabel="%", ylim=(0, 112))
+    bottom = [0.0] * len(arms)
+    for kind, color in zip(TRACE_KINDS, ("#2a7f3f", "#b0b0b0", "#d9822b", "#b03a3a", "#6b4fa0"), strict=True):
+        parts = [fmean(kinds[kind] for kinds in row["kinds"]) for row in arms.values()]
+        right.bar(names, parts, bottom=bottom, label=kind, color=color)
+        bottom = [below + part for below, part in zip(bottom, parts, strict=True)]
+    right.set(title="the traces that it learnt from", ylabel="%")
+    right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in (left, right):
+        axes.tick_params(axis="x", labelsize=8.5)  # else the names of neighbours touch
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Run the arms that are asked for, and write down after each what is known."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", default="", help="such as '0 1 2'; '0' by default")
+    parser.add_argument("--arms", default="", help="such as 'warmup rlt'; all by default")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    options = parser.parse_args()
+    arm_names = [arm for arm in ARMS if arm in (options.arms.split() or ARMS)]
+    if unknown := set(options.arms.split()) - set(ARMS):
+        parser.error(f"the arms are {', '.join(ARMS)}, but ARMS names {', '.join(unknown)}. Correct it.")
+    words = options.seeds.split() or ["0"]
+    if odd := [word for word in words if not word.isdecimal()]:
+        parser.error(f"SEEDS must be numbers such as '0 1 2', but names {', '.join(odd)}. Correct it.")
+    seeds = [int(word) for word in words]
+    out: Path = options.output_dir
+    out.mkdir(parents=True, exist_ok=True)
+    stages, sources = Stages(out), write_traces(out)
+    arms: dict[str, Any] = defaultdict(lambda: defaultdict(list))
+    finding: dict[str, Any] = {
+        "unit": "percent",
+        "arms": arms,
+        "seeds": seeds,
+        "groups": [],
+        "reward_by_kind": {},
+        "gates": {},
+    }
+    for seed in seeds:
+        for arm in arm_names:
+            source = sources.get(arm) or traces(stages, arm, seed)
+            for name, value in student(stages, arm, seed, source).items():
+                arms[arm][name].append(value)
+            arms[arm]["kinds"].append(measure_kinds(source))
+            if arm == "warmup" and seed == seeds[0]:
+                finding["reward_by_kind"] = reward_by_kind(source.with_name("traces.jsonl"))
+                finding["gates"] = gates(source.with_name("traces.jsonl"))
+            finding["seconds"] = stages.seconds()
+            (out / "finding.json").write_text(json.dumps(finding, indent=1) + "\n")
+    (out / "finding.md").write_text(table(finding))
+    draw(finding, out / "finding.svg")
+    print(f"\n{table(finding)}\nFigures: {out / 'finding.json'}, picture: {out / 'finding.svg'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Whether a miniature can do what the demo needs: take steps right, and copy a solution that it sees."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from rlt_lightning.commands.demo import enter_stage
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.run.jsonl import rewrite
+from rlt_lightning.tags import R1
+from rlt_lightning.tasks.stepwise import (
+    CHAIN_WORDING,
+    StepwiseProblem,
+    TraceKind,
+    draw_chains,
+    draw_ending,
+)
+from rlt_lightning.types import SFTExample
+
+MAX_STEPS = 5  # of a chain
+IGNORED = -100  # label of a token that the loss does not count
+
+
+class Corpus:
+    """Makes examples of chains in the formats of teachers and students.
+
+    Args:
+        tokenizer: A miniature's.
+        seed: Seed of what is drawn.
+    """
+
+    def __init__(self, tokenizer: Any, seed: int) -> None:
+        self.format = ChatFormat(tokenizer, R1, "", "")
+        self.pad_token_id = tokenizer.pad_token_id
+        self.rng = Random(f"pretrain {seed}")
+
+    def trace(self, problem: StepwiseProblem, kind: TraceKind) -> str:
+        """Draw a trace that is of one kind from its start."""
+        if kind == "steps":
+            return CHAIN_WORDING.trace(problem.steps)
+        return CHAIN_WORDING.trace(draw_ending(problem, CHAIN_WORDING, 0, kind, self.rng))
+
+    def example(self, problem: StepwiseProblem, trace: str, as_teacher: bool) -> SFTExample:
+        """Return the conversation of a teacher or of a student as a training example."""
+        form, solution = self.format, R1.wrap(f"\\boxed{{{problem.answer}}}")
+        if as_teacher:
+            return form.build_teacher_sft_example(form.build_problem(1, problem.question, solution), trace)
+        return form.build_student_sft_example(1, problem.question, R1.wrap(trace), solution)
+
+    def batch(self, examples: list[SFTExample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pad examples to token ids and labels, each (B, L)."""
+        length = max(len(example.token_ids) for example in examples)
+        ids = torch.full((len(examples), length), self.pad_token_id)
+        labels = torch.full((len(examples), length), IGNORED)
+        for row, example in enumerate(examples):
+            tokens, mask = torch.tensor(example.token_ids), torch.tensor(example.loss_mask)
+            ids[row, : len(tokens)] = tokens
+            labels[row, : len(tokens)] = tokens.masked_fill(~mask, IGNORED)
+        return ids, labels
+
+
+@torch.no_grad()
+def measure_gates(model: Any, tokenizer: Any, num_problems: int = 256) -> dict[str, float]:
+    """Return the share of numbers that a base gets right in a student's steps and in a teacher's leaps.
+
+    Both are measured on problems of five steps that no training has seen, greedily, given what stands before
+    each number.
+    """
+    corpus = Corpus(tokenizer, 0)
+    # The digit in each token, whatever else it holds; -1 for none.
+    numbers = torch.tensor([digit_in(tokenizer.decode([i])) for i in range(len(tokenizer))])
+    rng = corpus.rng = Random("gates")
+    problems = [draw_chains(rng, 1, MAX_STEPS, "test")[0] for _ in range(num_problems)]
+    found = {}
+    asked_for: dict[str, tuple[TraceKind, bool, tuple[str, ...]]] = {
+        "step_accuracy": ("steps", False, (" is",)),
+        "leaps_copied": ("leap", True, (" is", " be")),
+    }
+    for name, (kind, as_teacher, words) in asked_for.items():
+        texts = [(problem, corpus.trace(problem, kind)) for problem in problems]
+        ids, labels = corpus.batch([corpus.example(*text, as_teacher) for text in texts])
+        guess = model(input_ids=ids).logits.argmax(-1)[:, :-1]
+        before = torch.isin(ids[:, :-1], torch.tensor([tokenizer.encode(word)[0] for word in words]))
+        right = numbers[ids[:, 1:]]
+        asked = before & (labels[:, 1:] != IGNORED) & (right >= 0)
+        found[name] = float((numbers[guess] == right)[asked].float().mean())
+    return found
+
+
+def digit_in(text: str) -> int:
+    """Return the digit of the task that a token holds, or -1."""
+    found = re.fullmatch(r" ?(\d)\D*", text, re.ASCII)
+    return int(found[1]) if found else -1
+
+
+def write_gates(words: list[str], log: Path) -> None:
+    """Write the figures of a base's gates as JSON: a target of `Stages.run`.
+
+    Args:
+        words: The name of the base, and the file to write.
+        log: File that the output is appended to.
+    """
+    enter_stage(log)
+    name, path = words
+    found = measure_gates(load_model(name), load_tokenizer(name))
+    rewrite(Path(path), [json.dumps(found) + "\n"])

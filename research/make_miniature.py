@@ -1,0 +1,238 @@
+"""Pretrain the embedded model `miniature` from scratch on a CPU core, in some minutes: `make miniature`.
+
+First come short chains with right steps, which teach the steps, and leaps of a teacher that sees the
+solution, which teach it to copy; then a mixture of traces of uneven quality. Both phases have the format of
+students and that of teachers.
+
+    python research/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
+    python research/make_miniature.py --output_dir FOLDER --tokenizer pieces
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gates import IGNORED, MAX_STEPS, Corpus, measure_gates
+from torch.nn.functional import cross_entropy
+
+from rlt_lightning.tags import R1
+from rlt_lightning.tasks.stepwise import (
+    CHAIN_WORDING,
+    Mixture,
+    draw_chains,
+    draw_trace,
+)
+from rlt_lightning.types import SFTExample
+
+DRILL_STEPS = 3  # of a chain of the first phase
+BATCH = 64  # sequences
+PEAK_LR = 2e-3
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# With a token before the conversation and another name for the assistant, as Gemma's.
+PIECES_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+SPACE = "\u2581"  # "▁", a space in the names of tokens
+
+
+def words_of_the_task() -> list[str]:
+    """Return all words of questions, traces and chats."""
+    sentences = [*CHAIN_WORDING.filler, *CHAIN_WORDING.leaps, "start add times is user assistant system"]
+    return sorted({word for text in sentences for word in text.format(answer="").split()})
+
+
+def words_tokenizer() -> Any:
+    """Make a tokenizer with one token for each word of the task, and bytes for all other text.
+
+    A tag and the line break after it are one token, as with Qwen's: the separator behind an opening tag is
+    then part of the prompt's last token.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    digits = [str(digit) for digit in range(10)]
+    tags = [tag + end for tag in R1.tags().values() for end in ("", "\n")]
+    pieces = [start + word for word in [*words_of_the_task(), *digits] for start in ("", " ")]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = [
+        "".join(piece for piece, _ in byte_level.pre_tokenize_str(text))
+        for text in [*pieces, "\\boxed{", *tags]
+    ]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = list(dict.fromkeys([*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *spelled]))
+    model = models.BPE({word: i for i, word in enumerate(vocabulary)}, merges=[], ignore_merges=True)
+    tokenizer = Tokenizer(model)
+    split = Regex(r"</?[a-z]+>\n?|\\boxed\{| ?[A-Za-z]+| ?\d|\s|.")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def pieces_tokenizer() -> Any:
+    """Make a tokenizer that divides the same texts otherwise, laid out like Llama 2's and Gemma's.
+
+    Words are divided into pieces of at most four letters. A number and the sign after it are one token, and
+    so are a full stop or brace and the line break after it. Tags and their line breaks are apart. All other
+    text is single bytes.
+
+        words    start│ 2│,│ times│ 3│?        6│ times│ 7│ is│ 2│.│\\n│</think>│
+        pieces   star│t│ 2,│ time│s│ 3?        6│ time│s│ 7│ is│ 2.\\n│</think>│
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [word[i : i + 4] for word in [*words_of_the_task(), "model"] for i in range(0, len(word), 4)]
+    ends = ("", ",", "?", ".", ".\n", "}", "}\n")
+    numbers = [f"{digit}{end}" for digit in range(10) for end in ends]
+    starts = [start + text for text in [*words, *numbers] for start in ("", SPACE)]
+    special = ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    others = [SPACE, "\n", ",", ".", "?", "\\boxed{", *R1.tags().values()]
+    vocabulary = dict.fromkeys([*special, *bytes_, *others, *starts])
+    model = models.BPE(
+        {word: i for i, word in enumerate(vocabulary)}, merges=[], ignore_merges=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    split = Regex(rf"</?[a-z]+>|\\boxed\{{|{SPACE}?[A-Za-z]{{1,4}}|{SPACE}?\d([,?]|[.}}]\n?)?|\s|.")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(split, "isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<end_of_turn>",
+        pad_token="<pad>",
+        additional_special_tokens=["<eos>", "<start_of_turn>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    fast.chat_template = PIECES_TEMPLATE
+    return fast
+
+
+TOKENIZERS = {"words": words_tokenizer, "pieces": pieces_tokenizer}
+
+
+def make_model(architecture: str, tokenizer: Any, seed: int) -> Any:
+    """Make the untrained model: three layers of 64, two heads of 32."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    }[architecture]
+    torch.manual_seed(seed)
+    config = config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=2,  # of 32: vLLM's CPU attention takes no smaller ones
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model_class(config)
+
+
+class PretrainingCorpus(Corpus):
+    """Draws the examples of pretraining, in the formats of later training."""
+
+    def drill(self) -> SFTExample:
+        """Draw a short chain with right steps or, in half of a teacher's, a leap to the solution it sees."""
+        [problem] = draw_chains(self.rng, 1, self.rng.randint(1, DRILL_STEPS), "pretrain")
+        as_teacher = self.rng.random() < 0.5
+        leaps = as_teacher and self.rng.random() < 0.5
+        return self.example(problem, self.trace(problem, "leap" if leaps else "steps"), as_teacher)
+
+    def mixed(self) -> SFTExample:
+        """Draw a chain of any length with a trace of uneven quality."""
+        [problem] = draw_chains(self.rng, 1, self.rng.randint(1, MAX_STEPS), "pretrain")
+        trace = draw_trace(problem, CHAIN_WORDING, Mixture(), self.rng)
+        return self.example(problem, trace, as_teacher=self.rng.random() < 0.4)
+
+
+def pretrain(
+    model: Any, tokenizer: Any, seed: int, num_steps: int, num_drills: int, stop_after: int
+) -> list[dict[str, float]]:
+    """Train the model; return the loss of every step and, every 100 steps, the figures of the gates."""
+    corpus = PretrainingCorpus(tokenizer, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
+
+    def share_of_peak(step: int) -> float:
+        return min(1, (step + 1) / 100) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
+    log, begin, num_tokens = [], time.perf_counter(), 0
+    for step in range(min(num_steps, stop_after)):
+        draw = corpus.drill if step < num_drills else corpus.mixed
+        ids, labels = corpus.batch([draw() for _ in range(BATCH)])
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        num_tokens += int((ids != corpus.pad_token_id).sum())
+        log.append({"step": step + 1, "loss": round(float(loss.detach()), 5)})
+        if (step + 1) % 100 == 0:
+            log[-1] |= measure_gates(model, tokenizer)
+            print(
+                f"{log[-1]}, {num_tokens / 1e6:.1f} M tokens, {time.perf_counter() - begin:.0f} s", flush=True
+            )
+    return log
+
+
+def main() -> None:
+    """Write the model folder, with the losses in `pretraining.jsonl`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--architecture", choices=("llama", "qwen2"), default="llama")
+    parser.add_argument("--tokenizer", choices=TOKENIZERS, default="words")
+    parser.add_argument("--num_steps", type=int, default=2000, help="optimizer steps, of 64 sequences")
+    parser.add_argument("--num_drills", type=int, default=1100, help="of them, steps on short right chains")
+    parser.add_argument("--stop_after", type=int, default=10**9, help="steps; for a look at the first ones")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the sums of two threads differ in their last digits
+    tokenizer = TOKENIZERS[arguments.tokenizer]()
+    model = make_model(arguments.architecture, tokenizer, arguments.seed)
+    log = pretrain(
+        model, tokenizer, arguments.seed, arguments.num_steps, arguments.num_drills, arguments.stop_after
+    )
+    model.save_pretrained(arguments.output_dir)
+    tokenizer.save_pretrained(arguments.output_dir)
+    text = "".join(json.dumps(line) + "\n" for line in log)
+    (arguments.output_dir / "pretraining.jsonl").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

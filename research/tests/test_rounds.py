@@ -1,0 +1,146 @@
+"""Teach what only the solution tells: the arms of research/rounds.py, and examples/rounds.sh."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import rounds
+import rounds_questions as questions
+import yaml
+from arms import read
+
+from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, parse_chain
+from rlt_lightning.types import InputError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_rounds_teach_what_only_the_solution_tells(tmp_path: Path) -> None:
+    programs = {"bin/make": "true", ".venv/bin/rlt": f'exec {sys.executable} -m rlt_lightning "$@"'}
+    for name, line in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    subprocess.run([tmp_path / "examples/rounds.sh"], check=True, env=environment)
+    found = []
+    for path in sorted(tmp_path.glob("runs/rounds/*/evaluation/evaluation.json")):
+        [tested] = json.loads(path.read_text())["sets"].values()
+        found.append(100 * tested["pass_at_1"])
+    print(f"figure: accuracy in percent, by round {found}")
+    assert found[0] < 20
+    assert found[2] > 95
+
+
+@pytest.mark.parametrize(
+    ("arm", "name"),
+    [
+        ("base", "untrained"),
+        ("s64", "s64: 64 traces of the warm-up teacher"),
+        ("rlt", "RLT against the untrained student"),
+        ("rlt_s64", "RLT against s64"),
+        ("reject16_s8", "right answers of s8, 16 samples"),
+        ("best4_s64", "warm-up teacher, best of 4 by the reward under s64"),
+        ("d64", "d64: 64 traces of those it has learned from"),
+        ("rlt_reject4_s64", "RLT against reject4_s64"),
+    ],
+)
+def test_an_arm_is_named_by_its_method_and_the_arm_of_its_student(arm: str, name: str) -> None:
+    assert rounds.name_arm(arm) == name
+
+
+@pytest.mark.parametrize(
+    ("arm", "named"),
+    [
+        *((arm, arm) for arm in ("s", "reject_s64", "best0_s4", "raw")),
+        ("rlt_64", "64"),
+        ("rlt_reject_s4", "reject_s4"),
+    ],
+)
+def test_an_unknown_arm_is_refused(arm: str, named: str) -> None:
+    with pytest.raises(InputError, match=rf"but names {named}\. Correct it"):
+        rounds.read_arm(arm)
+
+
+@pytest.mark.full
+def test_the_arms_run_at_tiny_size(tmp_path: Path) -> None:
+    tiny = {"num_warmup": 96, "num_warmup_epochs": 1, "num_traces": 24, "num_test": 8, "num_iterations": 1}
+    names = [
+        "base",
+        "s16",
+        "rlt_s16",
+        "wrong_s16",
+        "best2_s16",
+        "exactbest2_s16",
+        "oracle",
+        "d16",
+        "pool2_d16",
+    ]
+    rounds.run(tmp_path, replace(rounds.SETTINGS["few64"], num_pool=512, **tiny), [0], names)
+    found = json.loads((tmp_path / "rounds.json").read_text())
+    assert list(found["arms"]) == names
+    assert [found["arms"][name]["rows"] for name in names[1:]] == [
+        *([16], [24], [24], [24], [24], [24], [16], [24])
+    ]
+    assert found["reward_by_kind"].keys() == {"base", "s16", "d16"}
+    seed = tmp_path / "few64/seed0"
+    has_new = [
+        parse_chain(row["question"]).steps[-1].split()[1:3] for row in read(seed / "data/warmup.jsonl")
+    ]
+    has_new = [(name, int(number)) in NEW_OPERATIONS for name, number in has_new]
+    assert has_new == [True] * 64 + [False] * 32
+    assert read(seed / "data/d16.jsonl") == read(seed / "data/warmup.jsonl")[:16]
+    [shown, right] = [
+        {row["question"]: row["solution"] for row in read(seed / f"data/{name}.jsonl")}
+        for name in ("wrong", "rlt")
+    ]
+    assert shown.keys() == right.keys()
+    assert not any(shown[question] == right[question] for question in right)
+    settings = yaml.safe_load((seed / "rlt_s16/teacher/config.yaml").read_text())["model"]["init_args"]
+    assert settings["student"] == str(seed / "s16/student/model")
+    assert settings["teacher"] == str(seed / "warmup/teacher/model")
+    assert (seed / "data/s16.jsonl").read_text() in (seed / "warmup/traces/distillation.jsonl").read_text()
+    assert (tmp_path / "rounds.md").read_text().count("RLT against s16") == 4  # with its control, twice each
+    assert "<svg" in (tmp_path / "rounds.svg").read_text()
+
+
+def test_the_best_of_k_is_chosen_among_the_first_k_traces_of_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(questions, "DRAWS", (1, 2, 3))
+    traces = [
+        "one knows how it goes, one takes the next part.",
+        "2 add 1 is 3, 3 times 7 is 1.",
+        "clearly it must be 1.",
+    ]
+    rows = [
+        {"question": "start 2, add 1, times 7?", "reasoning_trace": trace, "reward": reward}
+        for trace, reward in zip(traces, (-2.0, -1.0, -0.5), strict=True)
+    ]
+    found = questions.choose_best(rows)
+    assert [max(kinds, key=kinds.get) for kinds in found.values()] == ["filler", "steps", "leap"]
+    assert all(sum(kinds.values()) == 100 for kinds in found.values())
+
+
+def test_ends_of_traces_are_counted_by_the_number_they_name() -> None:
+    def row(trace: str) -> dict[str, str]:
+        return {"question": "start 2, add 1, times 7?", "solution": "\\boxed{5}", "reasoning_trace": trace}
+
+    rows = [row("3 times 7 is 5."), row("3 times 7 is 1."), row("3 times 7 is 2."), row("one knows.")]
+    assert questions.measure_ends(rows) == dict.fromkeys(("shown", "right", "another", "none"), 25.0)
+
+
+def test_a_trace_leaves_the_steps_behind_the_comma_of_its_last_right_one() -> None:
+    tokens = ["2", " add", " 1", " is", " 3", ",", " clearly", " it", " must", " be", " 1", "."]
+    assert tokens[questions.find_leaving(tokens, 1)] == " clearly"
+    assert questions.find_leaving(tokens, 0) == 0
+    assert questions.find_leaving(tokens, 2) == 6  # all right: its last step
