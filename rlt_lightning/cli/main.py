@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -31,16 +30,15 @@ from rlt_lightning.cli.shared_settings import (
     CheckCommandLine,
     ExplainCommandLine,
     PlanCommandLine,
-    TeachCommandLine,
 )
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine
+from rlt_lightning.commands.report import report
 from rlt_lightning.hub.push import push
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.python.environment import (
     find_global_rank,
     quiet_third_parties,
 )
-from rlt_lightning.report import report
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
 from rlt_lightning.run.wandb_logger import dashboard
 from rlt_lightning.types import InputError
@@ -58,7 +56,6 @@ COMMAND_LINES = {
     "plan": PlanCommandLine,
     "check": CheckCommandLine,
     "explain": ExplainCommandLine,
-    "teach": TeachCommandLine,
 }
 
 
@@ -107,7 +104,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(verb: str, words: Sequence[str]) -> int:
     """Run a verb that has no trainer, and return the exit status."""
-    readers = {"report": read_folders, "push": read_run}
+    readers = {"report": read_run, "push": read_run}
     usage, line, _ = VERBS[verb]
     auto_cli(
         COMMANDS[verb],
@@ -119,13 +116,6 @@ def run_command(verb: str, words: Sequence[str]) -> int:
         description=line,
     )
     return 0
-
-
-def read_folders(words: Sequence[str]) -> list[str]:
-    """Return `A B --output FILE` as the parser reads it: words that belong to no option are folders."""
-    folders, options = split_words(words)
-    others = [word for option in options for word in option]
-    return [f"--run_dirs={json.dumps(folders)}", *others] if folders else others
 
 
 def read_run(words: Sequence[str]) -> list[str]:
@@ -146,7 +136,7 @@ def read_run(words: Sequence[str]) -> list[str]:
         return others
     if len(folders) != 1:
         came = ", ".join(folders) or "none"
-        raise InputError(f"rlt push takes one run, but got {came}: rlt push {VERBS['push'][0]}")
+        raise InputError(f"One run must be named, but got {came}. `rlt VERB --help` shows how.")
     return [f"--run_dir={folders[0]}", *others]
 
 

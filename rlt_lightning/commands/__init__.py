@@ -1,0 +1,1 @@
+"""The commands beside fit, validate, test and predict: a file each."""
