@@ -59,7 +59,7 @@ RUN: dict[str, list[str]] = {
     "rlt predict --config rank --data.source FILE": [],
     "rlt plan --config quickstart": [],
     "rlt chat --model.path runs/student_sft/model": ["--max_tokens=4"],
-    "rlt teach runs/warmup --question": ["--max_tokens=4"],
+    "rlt explain runs/warmup --question": ["--rollouts.sampling.max_completion_length=4"],
 }
 STANDS_FOR = dict.fromkeys(("RUN/config.yaml", "NAME"), "quickstart")
 
@@ -116,7 +116,7 @@ def test_every_block_says_what_it_is() -> None:
 
 @cache
 def parser_of(verb: str) -> ArgumentParser:
-    arguments, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb in ("teach", "push") else [])]
+    arguments, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb == "push" else [])]
     try:
         return capture_parser(cli.run)
     finally:
@@ -142,7 +142,7 @@ def check_rlt(arguments: list[str], files: Path) -> None:
         return
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
-    if verb == "teach":  # the folder's settings come first; here those of a config
+    if verb == "explain":  # a folder's settings come first; here those of a config
         _, named = split_words(options)
         options = ["--config", "quickstart", *(word for option in named for word in option)]
     options = cli.read_run(options) if verb == "push" else options
@@ -495,7 +495,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
     known |= dict.fromkeys(("runs/RUN/checkpoints/step=000120.ckpt", "runs/teacher"), str(runs / "q"))
     known |= dict.fromkeys(("runs/student_sft/model", "runs/quickstart_smollm2_warmup/model"), model)
-    known |= {"runs/warmup": model} if verb == "teach" else {}
+    known |= {"runs/warmup": model} if verb == "explain" else {}
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in stages.TRAINER_VERBS and "--output_dir" not in options:
@@ -566,7 +566,7 @@ def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
 
 
 def test_every_verb_is_run() -> None:
-    elsewhere = {"report", "test", "explain"}  # on the first page, in test_configs.py and test_explain.py
+    elsewhere = {"report", "test"}  # on the first page, in test_configs.py
     elsewhere |= {"check"}  # on the page of a new task
     elsewhere |= {"push"}  # needs a hub: test_hub.py
     elsewhere |= {"dashboard"}  # needs an account; test_dashboards.py has all but the sending

@@ -157,7 +157,7 @@ def test_a_push_adds_the_evaluation_in_one_commit(pushed: tuple[Path, str], real
     assert pass_at_k["type"] == "pass@2"
     assert f"| {found['title']} " in card
     assert "| `reward/mean` " in card
-    assert "rlt teach alice/teacher --question" in card
+    assert "rlt explain alice/teacher --model.student" in card
     assert header_of(card)["license"] == "apache-2.0"
     assert faults(card) == []
 
@@ -299,7 +299,7 @@ def test_commands_are_those_of_what_the_model_is(tmp_path: Path) -> None:
     student = complete_model_card(tmp_path, None, "alice/m", [], lambda name: {"license": "mit"})
     assert "rlt chat --model.path alice/m" in student
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"] in student
-    assert "rlt teach" not in student
+    assert "rlt explain" not in student
     (tmp_path / "adapter_config.json").touch()
     adapter = complete_model_card(tmp_path, None, "alice/m", [], lambda name: {"license": "mit"})
     assert "vllm serve meta/base --enable-lora --lora-modules m=alice/m" in adapter

@@ -104,7 +104,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(verb: str, words: Sequence[str]) -> int:
     """Run a verb that has no trainer, and return the exit status."""
-    readers = {"report": read_run, "push": read_run}
+    readers = {"report": read_run_dir, "push": read_run}
     usage, line, _ = VERBS[verb]
     auto_cli(
         COMMANDS[verb],
@@ -116,6 +116,14 @@ def run_command(verb: str, words: Sequence[str]) -> int:
         description=line,
     )
     return 0
+
+
+def read_run_dir(words: Sequence[str]) -> list[str]:
+    """Return `RUN --output FILE` as the parser reads it: --run_dir=RUN --output FILE."""
+    folders, options = split_words(words)
+    if len(folders) > 1:
+        raise InputError(f"rlt report takes one run, but got {', '.join(folders)}. Compare runs in W&B.")
+    return [*(f"--run_dir={name}" for name in folders), *(word for option in options for word in option)]
 
 
 def read_run(words: Sequence[str]) -> list[str]:
@@ -136,7 +144,7 @@ def read_run(words: Sequence[str]) -> list[str]:
         return others
     if len(folders) != 1:
         came = ", ".join(folders) or "none"
-        raise InputError(f"One run must be named, but got {came}. `rlt VERB --help` shows how.")
+        raise InputError(f"rlt push takes one run, but got {came}: rlt push {VERBS['push'][0]}")
     return [f"--run_dir={folders[0]}", *others]
 
 

@@ -497,7 +497,10 @@ def list_commands(folder: Path, repo_id: str, header: Any) -> list[str]:
     if trained is not None and trained.role == "teacher":
         return [
             "This model explains given solutions:",
-            format_code("sh", f"{install}\nrlt teach {repo_id} --question '…' --solution '…'"),
+            format_code(
+                "sh",
+                f"{install}\nrlt explain {repo_id} --model.student STUDENT --question '…' --solution '…'",
+            ),
         ]
     lines = [install, f"rlt chat --model.path {repo_id}", f"vllm serve {repo_id}  # for any OpenAI client"]
     return ["This model answers questions:", format_code("sh", "\n".join(lines))]
