@@ -94,7 +94,7 @@ def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path
     scored = {"question": "Q", "solution": "S", "reasoning_trace": "T", "level": 3, "reward": -1.0}
     write_rows(tmp_path / "scored" / "scores.jsonl", [scored | {"brevity_reward": -0.5}])
     page = write_report(tmp_path / "scored").read_text()
-    assert "reward -1, Brevity term -0.5" in page
+    assert "reward -1 · Brevity term -0.5" in page
     assert "level" not in page
 
     assert ["reward/brevity", "reward/val_brevity"] in list_line_panels()["reward"]

@@ -73,7 +73,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     """
     read_entries(run)
     curves, notes = read_metrics(run / "metrics.csv")
-    body = [f'<p class="soft">{escape(str(run.resolve()))}</p>']
+    body = [f'<p class="soft">{escape(str(run))}</p>']
     body += [f"<p>{escape(note)}</p>" for note in notes]
     if curves:
         body += render_curves(curves)
@@ -267,8 +267,9 @@ def choose_extremes(rows: list[Row]) -> list[Row]:
         groups.setdefault((row.get("row"), row.get("question")), []).append(row)
     chosen = []
     for group in islice(groups.values(), NUM_PROBLEMS):
-        ranked = sorted(group, key=lambda row: row.get("reward") or 0.0, reverse=True)
-        chosen += [ranked[0], *ranked[1:][-1:]]
+        # Of equal ones the first, as the recorder does, which writes the tokens of these.
+        best, worst = (choose(group, key=lambda row: row.get("reward") or 0.0) for choose in (max, min))
+        chosen += [best] if best is worst else [best, worst]
     return chosen
 
 
@@ -294,7 +295,7 @@ def render_completion(row: Row) -> str:
     ]
     return (
         f"<article><b>Question</b><pre>{escape(question)}</pre><b>Explanation</b><pre>{explanation}</pre>"
-        f'<b>Solution</b><pre>{solution}</pre><p class="soft">{", ".join(figures)}</p></article>'
+        f'<b>Solution</b><pre>{solution}</pre><p class="soft">{" · ".join(figures)}</p></article>'
     )
 
 
