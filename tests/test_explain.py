@@ -260,12 +260,8 @@ def test_a_recorded_teacher_without_its_run_needs_a_student(
 
 
 def test_a_teacher_that_is_none_is_one_clear_line(run: Path, tmp_path: Path) -> None:
-    for name, message in (
-        (tmp_path / "nothing", "folder '.*nothing' must exist, but does not"),
-        (tmp_path, "must be a run, with config.yaml and model/, or a model folder, with config.json"),
-    ):
-        with pytest.raises(InputError, match=message):
-            find_settings(str(name))
+    with pytest.raises(InputError, match=r"folder '.*nothing' must exist, but does not"):
+        find_settings(str(tmp_path / "nothing"))
     (tmp_path / "config.yaml").write_text("a: 1")
     with pytest.raises(InputError, match=r"must be the config.yaml of a run of rlt fit, but is not"):
         find_settings(str(tmp_path))

@@ -46,7 +46,7 @@ Part = Literal["plain", "thought", "solution", "tag"]
 STYLES: dict[Part, str] = {"thought": "\x1b[2m", "solution": "\x1b[1;32m"}
 RESET = "\x1b[0m"
 # Replaces control characters, which would change the terminal; line ends and tabs stay. Marks of direction
-# stay too: an answer in Arabic or Hebrew needs them. scoring/text.py replaces them, since they
+# stay too: an answer in Arabic or Hebrew needs them. commands/explain.py replaces them, since they
 # would reorder its tokens.
 WITHOUT_CONTROLS = {code: "\ufffd" for code in CONTROL_CODES if chr(code) not in "\n\t"}
 # A server's deadlines: to respond at all, and between two tokens.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.report import KEY, render_completion, require_replaceable, write_page
-from rlt_lightning.console import announce, has_styles
+from rlt_lightning.console import has_styles
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.datamodules.stratos import StratosDataModule
@@ -102,21 +102,13 @@ def find_settings(name: str) -> dict[str, Any]:
         name: A run, a model folder, a hub id, or a model that comes with the package.
 
     Raises:
-        InputError: If it is a folder without a model, or no folder where one is meant.
+        InputError: If it is a run that explains nothing, or no folder where one is meant.
     """
     folder = Path(name).expanduser()
     is_model = is_model_folder(folder)
     run = folder.parent if is_model and folder.resolve().name == "model" else folder
     if (run / "config.yaml").is_file() and (run != folder or not is_model):
         return read_run_settings(run)
-    if folder.is_dir() and not is_model and (folder / "model").is_dir():  # a script's run
-        announce(f"{folder} has no config.yaml: its student, reward and sampling are not known")
-        return find_settings(str(folder / "model"))
-    if folder.is_dir() and not is_model:
-        raise InputError(
-            f"The teacher must be a run, with config.yaml and model/, or a model folder, with config.json, "
-            f"but {name} is neither. Name another folder."
-        )
     recorded = load_format(name)
     student = None if recorded is not None and recorded.role == "teacher" else name
     model = {"class_path": RLT_MODULE, "init_args": {"teacher": name, "student": student}}
