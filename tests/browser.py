@@ -66,28 +66,23 @@ def write_metrics(folder: Path, columns: dict[str, list[Any]]) -> None:
     (folder / "metrics.csv").write_text("\r\n".join(lines) + "\r\n")
 
 
-def synthetic_run(folder: Path, num_steps: int = 6, shift: float = 0.0) -> Path:
+def synthetic_run(folder: Path, num_steps: int = 6) -> Path:
     """A run of 4 problems, 2 a step, with 4 completions: the later, the better; the first has tokens."""
     rows = []
     for step in range(1, num_steps + 1):
         for problem in ((2 * step) % 4, (2 * step + 1) % 4):
             for number in range(4):
-                row = completion(step, problem, number, -5 + 0.1 * step + 0.01 * number + problem + shift)
-                if number == 0:
-                    row |= tokens()
-                rows.append(row)
+                row = completion(step, problem, number, -5 + 0.1 * step + 0.01 * number + problem)
+                rows.append(row | tokens() if number == 0 else row)
     write_rows(folder / "rollouts.jsonl", rows)
     steps = range(1, num_steps + 1)
     metrics: dict[str, list[Any]] = {
-        "reward/mean": [-5 + 0.1 * step + shift for step in steps],
-        "reward/std": [0.5 for _ in steps],
+        "reward/mean": [-5 + 0.1 * step for step in steps],
         "reward/kl": [-3 + 0.1 * step for step in steps],
         "policy/entropy": [1 / step for step in steps],
         "rollout/closed_frac": [1 - math.exp(-step) for step in steps],
         "rollout/length_mean": [60 + step for step in steps],
     }
-    metrics |= {f"perf/{phase}_s": [2.0 for _ in steps] for phase in ("generate", "push", "score", "train")}
-    metrics |= {"perf/train_peak_gib": [1.5 for _ in steps]}
     write_metrics(folder, metrics)
     return folder
 
@@ -100,3 +95,23 @@ def tokens() -> dict[str, Any]:
         "solution_tokens": ["It", " is", " 2", "."],
         "solution_log_probs": [-0.01, -0.8, -6.5, -2.5],
     }
+
+
+# A scored completion as `rlt explain` has it, with a control character of terminals.
+SCORED = {
+    "finish_reason": "stop",
+    "num_tokens": 4,
+    "explanation": "ab",
+    "reward": -2.5,
+    "solution_log_prob_reward": -1.02,
+    "solution_log_prob_mean": -1.0,
+    "solution_log_prob_min": -2.0,
+    "kl_reward": -1.48,
+    "kl_mean": 1.4 / 3,
+    "kl_max": 1.5,
+    "format_reward": 0.0,
+    "thought_tokens": ["\n", "a", "\x1b[31mb"],
+    "thought_kl": [0.1, 1.5, -0.2],
+    "solution_tokens": ["4", "2"],
+    "solution_log_probs": [-2.0, 0.0],
+}

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import completion, write_metrics, write_rows
+from browser import SCORED, completion, write_metrics, write_rows
 from commands import ROOT
-from test_explain import ROW
 
 from rlt_lightning.callbacks.alarms import WATCHED
+from rlt_lightning.commands.explain import describe_worth
+from rlt_lightning.commands.report import write_report
 from rlt_lightning.datamodules.evaluation_sets import SETS
 from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.rewards import TAKEN_NAMES
-from rlt_lightning.report.charts import build_curve_sections, build_group_charts
-from rlt_lightning.report.collect import Bounds, collect
-from rlt_lightning.report.page import build_data
 from rlt_lightning.run import metrics as catalogue
 from rlt_lightning.run.metrics import (
     OURS,
@@ -34,8 +31,6 @@ from rlt_lightning.run.metrics import (
     reward_term,
     write_entries,
 )
-from rlt_lightning.scoring.explain import describe_explanation
-from rlt_lightning.scoring.text import Terminal
 from rlt_lightning.types import NO_TERM, InputError
 
 spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "scripts" / "metrics_page.py")
@@ -86,30 +81,19 @@ def test_one_entry_shows_a_new_term_everywhere(brief_reward: Any, tmp_path: Path
     write_rows(
         run / "rollouts.jsonl", [completion(1, 0, n, -2.0, brevity_reward=-0.3 - n / 10) for n in range(2)]
     )
-    group = {"num_rows": 2, "reward": -1.0, "reward_min": -2.0, "reward_max": 0.0}
-    groups = [{**group, "group": number, "brevity_reward": -0.1 * number} for number in (1, 2)]
-    (run / "groups.json").write_text(json.dumps(groups))
-    collected = collect(run, Bounds(10, 10**6))
-    charts = {c["title"]: c for c in build_curve_sections([collected])[0]["charts"]}
-    chart = charts["Brevity term"]
-    assert (chart["unit"], chart["about"]) == ("nats", "−0.01 · words of the explanation.")
-    assert chart["series"][0]["high"][0] > -0.3  # the band: its spread over the completions
-    assert chart["series"][1] == {"run": 0, "label": "held-out problems", "x": [2], "y": [-0.1]}
-    completions: Any = build_data([collected])["completions"]
-    assert list(completions["terms"])[-2:] == ["brevity_reward", "num_tokens"]
-    assert completions["labels"]["brevity_reward"] == "Brevity term"
-    assert [part["label"] for part in build_group_charts([collected])[0]["series"]] == [
-        "reward",
-        "Brevity term",
-    ]
+    page = write_report(run).read_text()
+    assert "Brevity term <code>reward/brevity</code>" in page
+    assert "Brevity term, held-out <code>reward/val_brevity</code>" in page
+    assert "Brevity term -0.3" in page  # of a completion
 
     scored = {"question": "Q", "solution": "S", "reasoning_trace": "T", "level": 3, "reward": -1.0}
     write_rows(tmp_path / "scored" / "scores.jsonl", [scored | {"brevity_reward": -0.5}])
-    assert collect(tmp_path / "scored", Bounds(10, 10**6)).completions.terms == ["reward", "brevity_reward"]
+    page = write_report(tmp_path / "scored").read_text()
+    assert "reward -1 · Brevity term -0.5" in page
+    assert "level" not in page
 
-    text = describe_explanation(
-        ROW, ROW, {"solution": -1.0, "brevity": -0.25}, RLTReward(), top=1, terminal=Terminal()
-    )
+    parts = {"solution": -1.0, "brevity": -0.25}
+    text = "\n".join(describe_worth(SCORED, SCORED, parts, RLTReward(), top=1))
     assert "  brevity   -0.2500  −0.01 · words of the explanation\n" in text
     row = "| `reward/brevity` | −0.01 · words of the explanation | nats | rises towards 0 |\n"
     assert row in metrics_page.write_table("reward")

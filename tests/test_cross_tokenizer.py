@@ -482,7 +482,7 @@ def test_other_verbs_take_such_a_student(tiny_model: str, tmp_path: Path) -> Non
     verb("fit", tiny_model, *fit, f"--output_dir={tmp_path / 'run'}")
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").open()]
     assert any(row.get("thought_kl") for row in rows)
-    taught = rlt("teach", str(tmp_path / "run"), "--question=start 3. add 4.", "--solution=7")
+    taught = rlt("explain", str(tmp_path / "run"), "--question=start 3. add 4.", "--solution=7")
     assert taught.returncode == 0, taught.stderr
     assert "The student's probability of the whole solution" in taught.stdout
 

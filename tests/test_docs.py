@@ -57,7 +57,7 @@ RUN: dict[str, list[str]] = {
     "rlt validate --config quickstart_smollm2": ["--data.num_embedded_rows=4"],
     "rlt predict --config rank --data.source FILE": [],
     "rlt plan --config quickstart": [],
-    "rlt teach runs/warmup --question": ["--max_tokens=4"],
+    "rlt explain runs/warmup --question": ["--rollouts.sampling.max_completion_length=4"],
 }
 STANDS_FOR = dict.fromkeys(("RUN/config.yaml", "NAME"), "quickstart")
 
@@ -114,7 +114,7 @@ def test_every_block_says_what_it_is() -> None:
 
 @cache
 def parser_of(verb: str) -> ArgumentParser:
-    arguments, sys.argv = sys.argv, ["rlt", verb, *(["miniature"] if verb == "teach" else [])]
+    arguments, sys.argv = sys.argv, ["rlt", verb]
     try:
         return capture_parser(cli.run)
     finally:
@@ -135,7 +135,7 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
-    if verb == "teach":  # the folder's settings come first; here those of a config
+    if verb == "explain":  # a folder's settings come first; here those of a config
         _, named = split_words(options)
         options = ["--config", "quickstart", *(word for option in named for word in option)]
     command_line = cli.COMMAND_LINES.get(verb)
@@ -488,7 +488,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
     known |= dict.fromkeys(("runs/RUN/checkpoints/step=000120.ckpt", "runs/teacher"), str(runs / "q"))
     known |= dict.fromkeys(("runs/student_sft/model", "runs/quickstart_smollm2_warmup/model"), model)
-    known |= {"runs/warmup": model} if verb == "teach" else {}
+    known |= {"runs/warmup": model} if verb == "explain" else {}
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in stages.TRAINER_VERBS and "--output_dir" not in options:
@@ -559,7 +559,7 @@ def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
 
 
 def test_every_verb_is_run() -> None:
-    elsewhere = {"report", "test", "explain"}  # on the first page, in test_configs.py and test_explain.py
+    elsewhere = {"report", "test"}  # on the first page, in test_configs.py
     elsewhere |= {"check"}  # on the page of a new task
     assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)
 

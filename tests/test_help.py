@@ -53,7 +53,7 @@ def test_help_of_a_verb_imports_nothing_heavy() -> None:
 
 
 def test_output_that_no_encoding_shows_ends_no_command() -> None:
-    code = "import sys; sys.argv = ['rlt', 'teach', '--help']; import rlt_lightning.__main__ as m; m.main()"
+    code = "import sys; sys.argv = ['rlt', 'explain', '--help']; import rlt_lightning.__main__ as m; m.main()"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment

@@ -24,7 +24,6 @@ TINY = {
     "fit": ["--trainer.max_steps", "2"],
     "predict": ["--data.max_rows", "32"],
     "test": ["--data.max_rows", "4"],
-    "teach": ["--max_tokens", "8"],
     "report": [],
 }
 
@@ -157,7 +156,7 @@ def test_the_first_run_and_all_that_follows_need_nothing_but_the_wheel(rlt: Rlt,
     first = re.findall(r"^  rlt (.+)$", commands, re.MULTILINE)
     assert first == ["demo", "fit --config quickstart --output_dir runs/try"]
     verbs = follow(rlt, shlex.split(first[1]))
-    assert verbs == ["fit", "report", "teach", "predict", "fit", "report", "test"]
+    assert verbs == ["fit", "report", "predict", "fit", "report", "test"]
     for config in (tmp_path / "empty").glob("runs/*/config.yaml"):
         assert str(ROOT) not in config.read_text()
 

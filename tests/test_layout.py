@@ -4,7 +4,7 @@ The layers, from low to high; a module may import its own layer and those below:
 
     moved types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
     → run → datamodules tasks engines → evaluation → hub → rollouts → modules → callbacks
-    → plan report chat → scoring → python → cli → commands
+    → plan → scoring → python commands → cli
     → __main__ and __init__, which hands out what scripts use
 """
 
@@ -35,9 +35,9 @@ LAYERS = [
     {"rollouts"},
     {"modules"},
     {"callbacks"},
-    {"plan", "report"},
+    {"plan"},
     {"scoring"},
-    {"python"},
+    {"python", "commands"},
     {"cli"},
     {"commands"},
     {"__main__", "__init__"},

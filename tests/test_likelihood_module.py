@@ -22,6 +22,7 @@ from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
 from rlt_lightning.cli.stages import frozen_student
+from rlt_lightning.commands.explain import ExplainOptions, explain
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
@@ -41,7 +42,6 @@ from rlt_lightning.numerics import (
     SolutionScores,
     VeriFreeReward,
 )
-from rlt_lightning.scoring.explain import ExplainOptions, explain
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -408,7 +408,7 @@ def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -
 
 
 def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="LogProbReward, which reads only the solution"):
+    with pytest.raises(InputError, match="must be an RLTReward, but is LogProbReward"):
         explain(module(), data(tmp_path), rollouts(), ExplainOptions())
     with pytest.raises(InputError, match="needs a reward that is a RLTReward, but it is VeriFreeReward"):
         RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]

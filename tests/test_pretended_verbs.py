@@ -86,11 +86,8 @@ QUESTION = "Start with 3. Double it, then add 4."
 VERBS = {
     "validate": [*RUN, "--data.val_rows=2", "--output_dir={folder}"],
     "check": [*RUN, "--check.rows=2", "--check.completions=2"],
-    "explain": [
-        *("--config={run}/config.yaml", "--explain.rollouts={run}/rollouts.jsonl"),
-        *("--explain.step=1", "--explain.completion=1", "--explain.row={row}"),
-    ],
-    "teach": ["{run}", f"--question={QUESTION}", "--solution=10", "--num=2", "--max_tokens=8"],
+    "explain": ["{run}", "--recorded={run}/rollouts.jsonl", "--step=1", "--row={row}"],
+    "explain --question": ["{run}", f"--question={QUESTION}", "--solution=10", "--seed=1"],
 }
 
 
@@ -98,7 +95,7 @@ VERBS = {
 def test_a_verb_works_on_one_gpu(verb: str, run: Path, tmp_path: Path) -> None:
     row = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])["row"]
     words = [word.format(run=run, folder=tmp_path, row=row) for word in VERBS[verb]]
-    assert run_on_gpu(verb, *words, text=QUESTION).strip()
+    assert run_on_gpu(verb.split()[0], *words, text=QUESTION).strip()
 
 
 def test_a_checkpoint_of_a_gpu_is_exported(run: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ from rlt_lightning.evaluation.results import (
     render,
 )
 from rlt_lightning.pretrained import load_tokenizer
-from rlt_lightning.report.charts import build_evaluation_tables
-from rlt_lightning.report.collect import Bounds, collect
 from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
@@ -226,14 +223,10 @@ def test_wrong_rows_get_no_place_beside_the_paper(paper_run: tuple[Path, list[Ro
     summary = json.loads((folder / "evaluation.json").read_text())
     assert summary["sets"]["math500"]["differs"] == "1 of 500 rows"
     assert find_comparable_sets(summary) == set()
-    run = collect(folder, Bounds(10, 1000))
-    assert [table["title"] for table in build_evaluation_tables([run], ["run"])] == ["All figures"]
     for found in summary["sets"].values():
         found["differs"] = None
     assert PAPER_SOURCE in render(summary)
     assert "GPQA Diamond is recognised only by the number of its rows.\n" in render(summary)
-    tables = build_evaluation_tables([replace(run, evaluation=summary)], ["run"])
-    assert tables[1]["title"] == PAPER_SOURCE
 
 
 def test_only_the_published_sets_fill_the_papers_columns() -> None:

@@ -164,7 +164,7 @@ def test_verbs_take_the_run_of_a_script(tmp_path: Path) -> None:
     assert (tmp_path / "model" / name).read_bytes() == (run / "model" / name).read_bytes()
     page = rlt("report", str(run), "--output", str(tmp_path / "report.html"))
     assert page.returncode == 0, page.stderr
-    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert "What changed" in (tmp_path / "report.html").read_text()
 
 
 def own_rows() -> list[dict[str, Any]]:
@@ -374,20 +374,18 @@ def test_rows_to_score_may_come_from_a_generator() -> None:
     assert teacher.score(row for row in rows) == teacher.score(rows)
 
 
-def test_explain_equals_teach() -> None:
+def test_teacher_explains_as_the_command_does() -> None:
     question, solution = "start 4, times 3, times 3, add 1, add 1, add 5?", "\\boxed{3}"
-    words = ["--question", question, "--solution", solution, "--json=true", "--max_tokens=40", "--seed=3"]
-    words += ["--model.student=miniature", "--trainer.accelerator=cpu"]
-    done = rlt("teach", "miniature", *words)
+    words = ["--question", question, "--solution", solution, "--seed=3", "--model.student=miniature"]
+    words += ["--rollouts.sampling.max_completion_length=40", "--trainer.accelerator=cpu"]
+    done = rlt("explain", "miniature", *words)
     assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout)
     sampling = Sampling(max_completion_length=40)
     teacher = Teacher("miniature", "miniature", reward=RLTReward(), sampling=sampling, accelerator="cpu")
     found = teacher.explain(question, solution, seed=3)
-    assert (found.text, len(found.token_ids)) == (row["reasoning_trace"], row["num_tokens"])
-    assert found.finish_reason == row["finish_reason"]
+    assert f"\n{found.text.strip()}\n" in done.stdout
     assert found.score is not None
-    assert found.score.reward == row["reward"]
+    assert f"reward      {found.score.reward:+.4f}\n" in done.stdout
     assert found == teacher.explain(question, solution, seed=3)
     assert found.text != teacher.explain(question, solution, seed=4).text
 

@@ -388,11 +388,9 @@ def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
                 float(metrics[-1][f"{prefix}{name}{end}"]) for end in ("/miniature", "/miniature_seed1", "")
             )
             assert both == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
-    verb("report", str(whole), f"--out={tmp_path / 'page.html'}")
-    page = (tmp_path / "page.html").read_text()
-    assert re.search(r'"label": ?"miniature_seed1"', page)  # in one chart with the other student
-    assert f"miniature (1), {SEED1} (0.5)" in page
-    shown = verb("teach", str(whole), "--question=start 3. add 4.", "--solution=7", "--num=2")
+    verb("report", str(whole), f"--output={tmp_path / 'page.html'}")
+    assert "<code>reward/mean/miniature_seed1</code>" in (tmp_path / "page.html").read_text()
+    shown = verb("explain", str(whole), "--question=start 3. add 4.", "--solution=7")
     assert f"students miniature, {SEED1}" in shown
     assert shown.count("The student's probability of the whole solution") == 2
 
@@ -408,7 +406,7 @@ def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
     groups = json.loads((tmp_path / "run/groups.json").read_text())
     assert groups[0]["reward"] >= groups[1]["reward"]
     assert {"reward/miniature", "reward/miniature_seed1"} <= groups[0].keys()
-    text = verb("explain", "--config=rank", *least, "--explain.row=2")
+    text = verb("explain", "--config=rank", *least, "--row=2")
     assert "the smallest of 2 students" in text
     for label in ("miniature", "miniature_seed1"):
         [value] = re.findall(rf"^  {label} +([-+][\d.]+)", text, flags=re.MULTILINE)
@@ -481,7 +479,7 @@ def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:
         assert own.reward == pytest.approx(by_itself.reward, abs=1e-5)
 
     several = [*BOTH, f"--model.students=[{', '.join(names)}]", "--model.reward.baseline=empty"]
-    text = verb("explain", "--config=rank", *several, "--explain.row=2")
+    text = verb("explain", "--config=rank", *several, "--row=2")
     number = r"(-?[\d.]+)"
     line = rf"1 x \(mean {number} \+ 0.01 x min {number} - \({number} of an empty explanation\)\)"
     line += r".*? ([+-][\d.]+) against"

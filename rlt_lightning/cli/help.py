@@ -135,28 +135,17 @@ and all options of rlt fit.
 """,
     ),
     "explain": (
-        "--config CONFIG [--explain.row N] [--KEY VALUE ...]",
-        "Show one explanation's reward, by term and by token.",
-        """  --explain.row 1                     number of the row in data.source
-  --explain.rollouts FILE             take the explanation from a run's rollouts.jsonl
-  --explain.step N                    its iteration; else the last that has the row
-  --explain.completion 1              which of the row's completions
-  --explain.question, --explain.solution, --explain.explanation TEXT    in place of a row's
-  --explain.top 20                    number of tokens shown, largest KL first
-  --explain.html FILE                 also write a page with the figures of every token
+        "[RUN_OR_FOLDER] [--question '…' --solution '…'] [--row N] [--KEY VALUE ...]",
+        "Show what an explanation is worth to a student, by term and by token.",
+        """A teacher that is named writes the explanation; without one it is the row's, with a --config.
 
-and all options of rlt predict.
-""",
-    ),
-    "teach": (
-        "RUN_OR_FOLDER --question '…' --solution '…' [--KEY VALUE ...]",
-        "Let a teacher explain one problem, and show what the explanation is worth to a student.",
-        """  --file SOURCE, --row N              take question and solution from a row
-  --num 1                             number of explanations
-  --url URL                           a vLLM server that serves the teacher
-  --temperature T, --max_tokens N, --seed N
-  --html FILE                         also write a page with the figures of every token
-  --json true                         print a JSON row for each explanation
+  --question, --solution TEXT         in place of a row
+  --explanation TEXT                  an explanation of your own
+  --row 1                             number of the row in data.source
+  --recorded FILE                     take the explanation of the row from a run's rollouts.jsonl
+  --step N, --completion 1            which one; else the first of the last iteration
+  --top 20                            number of tokens in the table, largest KL first
+  --html FILE                         also write a page with the tokens' colours
 
 and all options of rlt predict.
 """,
@@ -170,8 +159,8 @@ and all options of rlt predict.
 """,
     ),
     "report": (
-        "RUN_DIR [RUN_DIR ...] [--output FILE]",
-        "Write one page of runs: curves, completions, token by token.",
+        "RUN [--output FILE]",
+        "Write one page of a run: what changed, curves, completions token by token.",
         "  --output FILE                       by default report.html in the run's folder\n",
     ),
 }

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -30,14 +29,13 @@ from rlt_lightning.cli.shared_settings import (
     CheckCommandLine,
     ExplainCommandLine,
     PlanCommandLine,
-    TeachCommandLine,
 )
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine
+from rlt_lightning.commands.report import report
 from rlt_lightning.engines import EngineError
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.python.environment import quiet_third_parties
-from rlt_lightning.report import report
 from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
 from rlt_lightning.types import InputError
@@ -55,7 +53,6 @@ COMMAND_LINES = {
     "plan": PlanCommandLine,
     "check": CheckCommandLine,
     "explain": ExplainCommandLine,
-    "teach": TeachCommandLine,
 }
 
 
@@ -109,7 +106,7 @@ def run_command(verb: str, words: Sequence[str]) -> int:
     usage, line, _ = VERBS[verb]
     auto_cli(
         COMMANDS[verb],
-        args=read_folders(words) if verb == "report" else list(words),
+        args=read_run_dir(words) if verb == "report" else list(words),
         as_positional=False,
         parser_class=OneLineParser,
         prog=f"rlt {verb}",
@@ -119,11 +116,12 @@ def run_command(verb: str, words: Sequence[str]) -> int:
     return 0
 
 
-def read_folders(words: Sequence[str]) -> list[str]:
-    """Return `A B --output FILE` as the parser reads it: words that belong to no option are folders."""
+def read_run_dir(words: Sequence[str]) -> list[str]:
+    """Return `RUN --output FILE` as the parser reads it: --run_dir=RUN --output FILE."""
     folders, options = split_words(words)
-    others = [word for option in options for word in option]
-    return [f"--run_dirs={json.dumps(folders)}", *others] if folders else others
+    if len(folders) > 1:
+        raise InputError(f"rlt report takes one run, but got {', '.join(folders)}. Compare runs in W&B.")
+    return [*(f"--run_dir={name}" for name in folders), *(word for option in options for word in option)]
 
 
 def explain_resume(verb: str, words: Sequence[str]) -> str:

@@ -160,8 +160,6 @@ class PolicyModule(LightningModule):
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
         self.held_out = HeldOutFigures()
-        # Whether configure_model loads the policy; False where a server samples and nothing else needs it.
-        self.needs_policy = True
         # configure_model sets both: the way into the trained model, and how its weights are stored.
         self.entry: ModelEntry | None = None
         self.sharding = Unsharded(None)
@@ -203,8 +201,6 @@ class PolicyModule(LightningModule):
         if self.entry is not None:
             return
         self.sharding = get_sharding(self.trainer.strategy)
-        if not self.needs_policy:
-            return
         announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
         self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora)
         # In eval mode, as it is loaded, gradient checkpointing would silently be off.
@@ -308,8 +304,7 @@ class PolicyModule(LightningModule):
     @torch.no_grad()
     def get_ready(self) -> None:
         """Choose kernels and a layout in which the model is right."""
-        if self.needs_policy:
-            check_model(self, self.run, self.pretrained, trained=True)
+        check_model(self, self.run, self.pretrained, trained=True)
 
     def on_validation_start(self) -> None:
         """Get ready, unless this is a validation within a fit, which is ready."""

@@ -2,7 +2,7 @@
 
 score(rows, teacher, student)       one Score per row; the same as `rlt predict` with configs/rank.yaml
 Teacher(teacher, student)           loads the models at its first use and keeps them
-  .explain(question, solution)      one Explanation with its Score; the same as `rlt teach`
+  .explain(question, solution)      one Explanation with its Score; the same as `rlt explain TEACHER`
   .score(rows)
 """
 

@@ -209,7 +209,7 @@ def validation_name(name: str) -> str:
 def label_columns() -> dict[str, str]:
     """Return the columns of completions that are figures, in their order, each with its short name."""
     found = {metric.column: metric.label or metric.title for metric in list_metrics() if metric.column}
-    return found | {column.name: column.label for kind in ("trace", "taught") for column in COLUMNS[kind]}
+    return found | {column.name: column.label for column in COLUMNS["trace"]}
 
 
 def build_student_metrics(label: str) -> tuple[Metric, ...]:

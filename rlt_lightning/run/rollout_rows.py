@@ -15,10 +15,10 @@ from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, ModelView, Problem, PromptBatch, Rollout, Scores
 
 T = TypeVar("T")
-REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
-MOST_NUMBERS = 8  # of identical samples that a line names
 # Columns of a completion that each of several students has: the others come from the text.
 STUDENT_COLUMNS = tuple(metric.column for metric in OURS if metric.name in OF_STUDENT)
+
+REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
 
 
 def spread_evenly(items: list[T], number: int) -> list[T]:
@@ -199,31 +199,6 @@ def choose_student(row: Row, label: str) -> Row:
     """
     end = f"/{label}"
     return row | {name.removesuffix(end): value for name, value in row.items() if name.endswith(end)}
-
-
-def identify_copy(row: Row, text: str) -> tuple[str, str | None, int | None]:
-    """Return what identical completions of one problem have in common: text, ending and number of tokens."""
-    return text, row.get("finish_reason"), row.get("num_tokens")
-
-
-def describe_samples(numbers: Sequence[int], total: int) -> str:
-    """Return which samples of a problem have one text, counted from 1; '' if there is only one sample.
-
-    Example: `describe_samples([1], 4)` is "sample 2 of 4", `describe_samples([0, 2, 3], 4)` is "3 of 4
-    samples: 1, 3, 4".
-
-    Args:
-        numbers: Their numbers, from 0 as in the files.
-        total: Samples of the problem.
-    """
-    if total == 1:
-        return ""
-    shown = [str(number + 1) for number in numbers[:MOST_NUMBERS]] + ["…"] * (len(numbers) > MOST_NUMBERS)
-    if len(numbers) == 1:
-        return f"sample {shown[0]} of {total}"
-    if len(numbers) == total:
-        return f"all {total} samples"
-    return f"{len(numbers)} of {total} samples: {', '.join(shown)}"
 
 
 def resume_rows(

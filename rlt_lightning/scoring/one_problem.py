@@ -1,7 +1,7 @@
-"""Scoring a few problems: the one path of `rlt explain`, `rlt teach`, `rlt check`, `Teacher`, TRL and verl.
+"""Scoring a few problems: the one path of `rlt explain`, `rlt check`, `Teacher`, TRL and verl.
 
 score_problems      rows ─▶ Problems ─▶ their completions, or those that an engine samples ─▶ RLTModule
-                    the models are loaded here, as in `rlt predict`: `rlt explain`, `teach`, `check`, Teacher
+                    the models are loaded here, as in `rlt predict`: `rlt explain`, `rlt check`, Teacher
 ExplanationScorer   row ────────▶ Problem ┐
                     completion ───────────┴▶ Rollout ─▶ Scorer (modules/scorer.py) ─▶ reward and its terms
                     another program has sampled, and brings the teacher: TRL, verl
@@ -9,7 +9,6 @@ ExplanationScorer   row ────────▶ Problem ┐
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
@@ -44,7 +42,6 @@ from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, 
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.pretrained import Dtype, load_model
-from rlt_lightning.run.jsonl import Row
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import (
@@ -61,7 +58,7 @@ from rlt_lightning.types import (
 
 
 class NoReward(TextReward):
-    """What `rlt teach` puts in place of the reward where no student scores; its zeros are not shown."""
+    """What `Teacher` puts in place of the reward where no student scores; its zeros are not shown."""
 
     def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
         """See `TextReward`."""
@@ -98,7 +95,6 @@ def score_problems(
     data: StratosDataModule,
     rollouts: RolloutCallback,
     with_empty: bool = False,
-    max_model_len: int = sys.maxsize,
     **trainer: Any,
 ) -> list[ScoredBatch]:
     """Score completions of rows as `rlt predict` does, in one process, and leave no files.
@@ -109,13 +105,12 @@ def score_problems(
             completions end where the models' contexts do.
         rollouts: How completions are sampled, if the rows bring none.
         with_empty: Whether the students score an empty explanation too.
-        max_model_len: Tokens of prompt and completion that a server takes, if one samples.
         trainer: Further arguments of Lightning's Trainer, such as accelerator and precision.
 
     Raises:
         InputError: If a row cannot be used, or the models' contexts leave no room for an explanation.
     """
-    collector = ScoreCollector(with_empty, max_model_len)
+    collector = ScoreCollector(with_empty)
     with TemporaryDirectory(prefix="rlt-") as folder:
         settings = trainer | {
             # The collector first: RolloutCallback checks in its setup whether completions fit.
@@ -135,9 +130,8 @@ def score_problems(
 class ScoreCollector(Callback):
     """Keep the scored batches of a prediction, and fit completions into the models' contexts."""
 
-    def __init__(self, with_empty: bool, max_model_len: int) -> None:
+    def __init__(self, with_empty: bool) -> None:
         self.with_empty = with_empty
-        self.max_model_len = max_model_len
         self.found: list[ScoredBatch] = []
         self.waiting = ExitStack()
 
@@ -145,7 +139,7 @@ class ScoreCollector(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = get_stratos_data(trainer)
         if data.task == "rlt" and len(data.items) == 1:
-            fit_context(trainer, cast(RLTModule, pl_module), self.max_model_len)
+            fit_context(trainer, cast(RLTModule, pl_module))
 
     @override
     def on_predict_batch_start(
@@ -184,57 +178,18 @@ class ScoreCollector(Callback):
         self.found.append(ScoredBatch(batch, empty))
 
 
-def compare_probabilities(before: Scores, scores: Scores, place: int) -> Row:
-    """Return the student's probability of the solution, before and after an explanation.
-
-    Args:
-        before: The scores of an empty explanation.
-        scores: The scores of explanations.
-        place: Which of them is meant.
-
-    Returns:
-        See `measure_probabilities`: of the first student and, as NAME/LABEL, of further ones.
-    """
-    found = measure_probabilities(before.solution_log_probs[0], scores.solution_log_probs[place])
-    for label, one in [*scores.by_student.items()][1:]:
-        own = measure_probabilities(
-            before.by_student[label].solution_log_probs[0], one.solution_log_probs[place]
-        )
-        found |= {f"{name}/{label}": value for name, value in own.items()}
-    return found
-
-
-def measure_probabilities(before: Tensor, after: Tensor) -> Row:
-    """Return a student's probability of the solution, before and after an explanation.
-
-    Args:
-        before: Log-probs of the solution's tokens after an empty explanation, (S,), nats.
-        after: The same after the explanation.
-
-    Returns:
-        student_prob_*: exp(mean log-prob), the geometric mean of the tokens' probabilities.
-        student_log_prob_*: The sum of the log-probs, nats.
-    """
-    pairs = {"before": before.double(), "after": after.double()}
-    probs = {f"student_prob_{name}": float(values.mean().exp()) for name, values in pairs.items()}
-    return probs | {f"student_log_prob_{name}": float(values.sum()) for name, values in pairs.items()}
-
-
-def fit_context(trainer: Trainer, module: RLTModule, max_model_len: int = sys.maxsize) -> None:
+def fit_context(trainer: Trainer, module: RLTModule) -> None:
     """Shorten the run's completions to what the only problem leaves of the contexts.
 
     Args:
         trainer: The trainer, whose RolloutCallback is changed.
         module: The RLTModule.
-        max_model_len: Tokens that a server takes, if one samples.
 
     Raises:
         InputError: If there is no room for an explanation.
     """
-    [problem] = get_stratos_data(trainer).problems
-    room = max_model_len - len(problem.teacher_prompt)
-    for model in list_model_contexts(module, get_stratos_data(trainer)):
-        room = min(room, model.context - int(model.fixed[0]))
+    models = list_model_contexts(module, get_stratos_data(trainer))
+    room = min(model.context - int(model.fixed[0]) for model in models)
     if room < 1:
         raise InputError(
             "Question and solution must leave room for an explanation, but with their prompts they are "
