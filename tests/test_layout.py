@@ -4,7 +4,7 @@ The layers, from low to high; a module may import its own layer and those below:
 
     moved types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
     → run → datamodules tasks engines → evaluation → hub → rollouts → modules → callbacks
-    → plan report chat → scoring → python → cli → demo rounds
+    → commands report chat → scoring → python → cli → demo rounds
     → __main__ and __init__, which hands out what scripts use
 """
 
@@ -36,7 +36,7 @@ LAYERS = [
     {"rollouts"},
     {"modules"},
     {"callbacks"},
-    {"plan", "report", "chat"},
+    {"commands", "report", "chat"},
     {"scoring"},
     {"python"},
     {"cli"},

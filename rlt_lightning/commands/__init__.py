@@ -1,0 +1,1 @@
+"""Commands of `rlt` besides those of LightningCLI, a file each."""
