@@ -45,7 +45,7 @@ SETUPS: dict[str, list[str]] = {
     "sft_bfloat16": [*SFT, "--model.micro_batch_tokens=2048", "--model.dtype=bfloat16"],
     "sft_mixed": [*SFT, "--model.micro_batch_tokens=2048", "--trainer.precision=bf16-mixed"],
     "sft_ddp": [*SFT, "--model.micro_batch_tokens=1024", "--trainer.devices=2"],
-    "sft_zero1": [*SFT, *ZERO3, "--trainer.strategy.stage=1"],
+    "sft_zero1": [*SFT, *ZERO3, "--trainer.strategy=deepspeed_stage_1"],
     "sft_zero3": [*SFT, *ZERO3],
     "rlt_fsdp2": [*RLT, *FSDP2, *SHORT],
     "rlt_zero3": [*RLT, *ZERO3, *SHORT],
