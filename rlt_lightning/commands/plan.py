@@ -517,16 +517,8 @@ def read_worker(
 
 # Lengths of sequences: of rows and tokenizers that are on this machine, else the settings' limits
 
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of prompts and of what follows them; `scoring_prompts` as in `Step`."""
-
-    prompt: int
-    mean_prompt: int
-    rest: int
-    mean_rest: int
-    scoring_prompts: tuple[int | None, ...] = ()
+# Longest and mean length of prompts and of completions; longest prompts of scoring models, as in `Step`.
+Lengths = tuple[tuple[int, int], tuple[int, int], tuple[int | None, ...]]
 
 
 def read_step(
@@ -543,12 +535,13 @@ def read_step(
     limit = rollouts.sampling.max_completion_length if samples else None
     missing = find_missing(data, scratch)
     if options.prompt_length is None and missing is None:
-        lengths, source = read_rows(verb, data, scratch, limit), "of the rows"
+        prompt, completion, scoring = read_rows(verb, data, scratch, limit)
+        source = "of the rows"
     else:
-        lengths = assume_lengths(data, options, limit)
+        prompt, completion, scoring = assume_lengths(data, options, limit)
         source = "given" if options.prompt_length else f"limits, for {missing} is not on this machine"
-    if (rest := options.completion_length) is not None:
-        lengths = replace(lengths, rest=rest, mean_rest=max(1, round(MEAN_FRAC * rest)))
+    if options.completion_length is not None:
+        completion = assume_mean(options.completion_length)
     if isinstance(data, EvaluationDataModule):
         prompts, group_size = data.batch_size, rollouts.num_traces
     elif verb == "fit":
@@ -556,20 +549,20 @@ def read_step(
         group_size = module.group_size if isinstance(module, OnPolicyModule) else 1
     else:
         prompts, group_size = data.val_batch_size, 1 if has_completions(data) else rollouts.num_traces
-    note = f"prompts of up to {lengths.prompt} tokens ({source}), completions of up to {lengths.rest}"
-    if scoring := [length for length in lengths.scoring_prompts if length is not None]:
-        note += f"; models that score read prompts, with solutions, of up to {max(scoring)} tokens"
+    note = f"prompts of up to {prompt[0]} tokens ({source}), completions of up to {completion[0]}"
+    if read := [length for length in scoring if length is not None]:
+        note += f"; models that score read prompts, with solutions, of up to {max(read)} tokens"
     step = Step(
         num_processes=num_processes,
         prompts=prompts,
         group_size=group_size,
-        prompt_length=lengths.prompt,
-        completion_length=lengths.rest,
-        mean_prompt_length=min(lengths.mean_prompt, lengths.prompt),
-        mean_completion_length=min(lengths.mean_rest, lengths.rest),
+        prompt_length=prompt[0],
+        completion_length=completion[0],
+        mean_prompt_length=prompt[1],
+        mean_completion_length=completion[1],
         micro_batch_tokens=module.micro_batch_tokens,
         layout=module.layout,
-        scoring_prompts=lengths.scoring_prompts,
+        scoring_prompts=scoring,
     )
     return step, note
 
@@ -607,19 +600,17 @@ def read_rows(
         data.max_rows = min(data.max_rows or FIRST_QUESTIONS, FIRST_QUESTIONS)
         data.setup("test")
         assert limit is not None
-        asked = [len(problem.prompt) for problem in data.problems]
-        return Lengths(max(asked), rounded_mean(asked), limit, max(1, round(MEAN_FRAC * limit)))
+        return measure([len(problem.prompt) for problem in data.problems]), assume_mean(limit), ()
     if data.val_sources:
         # These rows may be on the hub, and val_rows counts them.
         data.val_sources, data.val_rows = [], 0
     data.student_names = tuple(str(find_folder(name, scratch)) for name in data.student_names)
     data.setup(verb)
     items = data.all_items
-    scoring: tuple[int | None, ...] = ()
     if items.is_examples:
-        prompts = data.items.sum_columns("num_prompt").tolist()
-        rests = (data.items.sum_columns("token_ids") - prompts).tolist()
-        return Lengths(max(prompts), rounded_mean(prompts), max(rests), rounded_mean(rests))
+        prompts = data.items.sum_columns("num_prompt")
+        return measure(prompts), measure(data.items.sum_columns("token_ids") - prompts), ()
+    scoring: tuple[int | None, ...]
     if data.task == "student_opd":
         scoring = (int(items.sum_columns("teacher_view").max()),)
     elif data.task == "student_likelihood":
@@ -629,12 +620,8 @@ def read_rows(
             int(fixed.max()) if isinstance(chat_format, CrossTokenizerFormat) else None
             for chat_format, fixed in zip(data.student_views.formats, count_student_tokens(data), strict=True)
         )
-    prompts = items.sum_columns("teacher_prefix", "think_prefix").tolist()
-    if limit is not None:
-        mean = max(1, round(MEAN_FRAC * limit))
-        return Lengths(max(prompts), rounded_mean(prompts), limit, mean, scoring)
-    rests = items.sum_columns("completion_ids").tolist()
-    return Lengths(max(prompts), rounded_mean(prompts), max(rests), rounded_mean(rests), scoring)
+    completions = measure(items.sum_columns("completion_ids")) if limit is None else assume_mean(limit)
+    return measure(items.sum_columns("teacher_prefix", "think_prefix")), completions, scoring
 
 
 def assume_lengths(
@@ -644,22 +631,26 @@ def assume_lengths(
     if isinstance(data, EvaluationDataModule):
         assert limit is not None
         longest = options.prompt_length or QUESTION
-        return Lengths(longest, MEAN_QUESTION, limit, max(1, round(MEAN_FRAC * limit)))
+        return (longest, min(MEAN_QUESTION, longest)), assume_mean(limit), ()
     longest = options.prompt_length or (0 if limit is None else data.max_prompt_length)
-    rest = limit or max(1, data.max_length - longest)
+    completion = assume_mean(limit or max(1, data.max_length - longest))
     mean = round(MEAN_PROMPT_FRAC * longest)
     solution = round(SOLUTION_FRAC * mean)
-    lengths = Lengths(longest, mean, rest, max(1, round(MEAN_FRAC * rest)))
     if data.task == "student_opd":  # only the teacher reads the solution
-        return replace(lengths, mean_prompt=mean - solution, scoring_prompts=(longest,))
-    if data.task == "student_likelihood":  # only the scorer reads the solution
-        return replace(lengths, scoring_prompts=(longest + solution,) * max(1, len(data.student_names)))
-    return lengths
+        return (longest, mean - solution), completion, (longest,)
+    # Of a likelihood reward only the scorer reads the solution.
+    scorers = max(1, len(data.student_names)) if data.task == "student_likelihood" else 0
+    return (longest, mean), completion, (longest + solution,) * scorers
 
 
-def rounded_mean(lengths: Sequence[int]) -> int:
-    """Return the mean, rounded to a whole number of tokens, at least 1."""
-    return max(1, round(sum(lengths) / len(lengths)))
+def assume_mean(longest: int) -> tuple[int, int]:
+    """Return the longest completion with the mean that goes with it."""
+    return longest, max(1, round(MEAN_FRAC * longest))
+
+
+def measure(lengths: Any) -> tuple[int, int]:
+    """Return the longest and the mean length, which is at least 1."""
+    return int(max(lengths)), max(1, round(float(sum(lengths)) / len(lengths)))
 
 
 # Models, of which only the configuration is read
