@@ -4,8 +4,8 @@
 
 One step of 16 problems with 64 completions each, lognormal lengths, at most 16k tokens. All completions are
 sampled side by side at the same rate, so one of L tokens ends when L tokens of every completion could be
-sampled; sampling takes 210 s, scoring and reference 106 s on 4 processes if done at the end (the calculation
-by hand that docs/planning.md compares with). Chunks come as rollouts/sampler.py lets them come: when enough
+sampled; sampling takes 210 s, scoring and reference 106 s on 4 processes if done at the end (a calculation by
+hand). Chunks come as rollouts/sampler.py lets them come: when enough
 tokens are there, and then all that is there. Printed is what is still to be scored when the last completion
 has come, as a fraction of all,
 

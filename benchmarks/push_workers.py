@@ -23,10 +23,10 @@ from side_by_side import alternate, benchmark_parser, finish, measure, read_opti
 from torch.distributed import PrefixStore, TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlt_lightning.commands.plan import KNOWN
 from rlt_lightning.engines import GlooPush
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
-from rlt_lightning.plan.models import KNOWN
 
 TIMEOUT_S = 1800.0
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__, rounds=1)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--model", choices=KNOWN, default="Qwen/Qwen2.5-7B-Instruct")
-    options = read_options(parser, workers=2, model="HuggingFaceTB/SmolLM2-135M-Instruct")
+    options = read_options(parser, workers=2, model="smollm2-135m")
     named_tensors = build_weights(options.model)
     num_bytes = sum(tensor.nbytes for _, tensor in named_tensors)
     push = GlooPush(timeout_s=TIMEOUT_S)

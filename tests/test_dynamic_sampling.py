@@ -562,12 +562,3 @@ def test_a_bound_of_nothing_is_one_clear_line(tmp_path: Path) -> None:
     assert_one_clear_line(
         rlt(*command, f"--output_dir={tmp_path}"), "max_rounds must be at least 1, but is 0"
     )
-
-
-def test_a_plan_says_how_much_may_be_sampled(tiny_model: str) -> None:
-    command = ["plan", "--config=tests/rlt.yaml", f"--model.teacher={tiny_model}"]
-    command += [f"--model.student={tiny_model}", "--rollouts.dynamic_sampling={max_rounds: 2}"]
-    result = rlt(*command)
-    assert result.returncode == 0, result.stderr
-    told = " ".join(result.stdout.split())
-    assert "dynamic sampling: a step samples and scores up to 3 x 2 problems" in told

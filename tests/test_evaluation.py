@@ -21,7 +21,9 @@ from fake_worker import FakeWorker, worker_of
 
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
-from rlt_lightning.evaluation.metrics import (
+from rlt_lightning.judging.answers import reference_answer
+from rlt_lightning.judging.judge import Judge, Verdict
+from rlt_lightning.metrics.answers import (
     compute_figures,
     compute_set_figures,
     list_reported_k,
@@ -30,8 +32,6 @@ from rlt_lightning.evaluation.metrics import (
     single_precision_mean,
     standard_error,
 )
-from rlt_lightning.judging.answers import reference_answer
-from rlt_lightning.judging.judge import Judge, Verdict
 from rlt_lightning.tasks.arithmetic import arithmetic_rows
 from rlt_lightning.types import InputError
 

@@ -114,7 +114,7 @@ def test_a_plan_follows_the_share_and_refuses_other_devices(tiny_model: str) -> 
     command += ["--data.source=arithmetic", "--plan.device=H100"]
     planned = rlt(*command, "--trainer.devices=auto")
     assert planned.returncode == 0, planned.stderr
-    assert "vLLM: 1 copy, 1 GPU, " in planned.stdout
+    assert "and 1 for vLLM" in planned.stdout
     refused = rlt(*command, "--trainer.devices=2")
     assert refused.returncode == 2
     assert "launch.share 1+1 lets the first 1 GPU(s) train" in refused.stderr

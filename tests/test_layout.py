@@ -2,9 +2,9 @@
 
 The layers, from low to high; a module may import its own layer and those below:
 
-    moved types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
-    → run → datamodules tasks engines → evaluation → hub → rollouts → modules → callbacks
-    → plan → scoring → python commands → cli
+    types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
+    → run → datamodules tasks engines → rollouts → metrics → evaluation → modules → callbacks
+    → scoring → python commands → cli
     → __main__ and __init__, which hands out what scripts use
 """
 
@@ -24,22 +24,21 @@ from commands import ROOT
 
 PACKAGE = ROOT / "rlt_lightning"
 LAYERS = [
-    {"moved", "types", "gloo", "version", "allocator", "console", "digests"},
+    {"types", "gloo", "version", "allocator", "console", "digests"},
     {"tags", "numerics"},
     {"models"},
     {"pretrained", "judging"},
     {"checkpoints", "strategies"},
     {"run"},
     {"datamodules", "tasks", "engines", "vllm_worker"},
-    {"evaluation"},
     {"rollouts"},
+    {"metrics"},
+    {"evaluation"},
     {"modules"},
     {"callbacks"},
-    {"plan"},
     {"scoring"},
     {"python", "commands"},
     {"cli"},
-    {"commands"},
     {"__main__", "__init__"},
 ]
 # The only files that import these packages, so that a laptop without them runs all the rest.

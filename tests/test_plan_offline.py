@@ -12,7 +12,8 @@ import pytest
 from cases import full
 from commands import ROOT, python
 
-from rlt_lightning.plan.models import KNOWN, Models, Shape
+from rlt_lightning.commands.plan import find_folder
+from rlt_lightning.models.memory import Shape
 from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 
@@ -21,7 +22,7 @@ from rlt_lightning.types import InputError
 PROGRAM = """
 import contextlib, io, json, socket, subprocess, sys, traceback
 import huggingface_hub.constants
-import rlt_lightning.plan.settings as settings
+import rlt_lightning.commands.plan as command
 from rlt_lightning.cli.main import run
 
 huggingface_hub.constants.HF_HUB_OFFLINE = False
@@ -38,7 +39,7 @@ def refuse_pip(words, *arguments, **options):
 
 socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
 subprocess.run = refuse_pip
-traced, trace = {}, settings.trace_activations
+traced, trace = {}, command.trace_activations
 
 def remember(model, *arguments, **options):
     key = str((model.config.to_dict(), model.dtype, arguments, options))
@@ -46,7 +47,7 @@ def remember(model, *arguments, **options):
         traced[key] = trace(model, *arguments, **options)
     return traced[key]
 
-settings.trace_activations = remember
+command.trace_activations = remember
 for arguments in json.loads(sys.stdin.read()):
     page, mistakes = io.StringIO(), io.StringIO()
     sys.argv = ["rlt", "plan", *arguments]
@@ -87,7 +88,9 @@ def launches() -> dict[str, tuple[str, list[str]]]:
         verb, *words = launch_line(path)
         pairs = list(zip(words[::2], words[1::2], strict=True))
         kept = [pair for pair in pairs if pair[0] in ("--config", "--trainer.devices")]
-        found[path.stem] = verb, [word for pair in kept for word in pair]
+        # The model of an earlier stage is not here.
+        earlier = ["--model.teacher", "miniature"] * ("teacher: runs/" in path.read_text())
+        found[path.stem] = verb, [*(word for pair in kept for word in pair), *earlier]
     return found
 
 
@@ -95,7 +98,6 @@ def check(plan: dict, verb: str = "fit") -> None:  # type: ignore[type-arg]
     """Check that a command printed the plan of its verb, whether or not the run fits, and asked nobody."""
     assert plan["status"] in (0, 1), plan
     assert plan["page"].startswith(f"rlt {verb} on "), plan
-    assert "estimates from stated rates" in plan["page"], plan
     # Only training has gradients, an optimizer and checkpoints.
     parts = ("gradients", "optimizer states", "checkpoint", "train ", "reference")
     assert [part in plan["page"] for part in parts[:3]] == [verb == "fit"] * 3, plan
@@ -108,15 +110,10 @@ def check(plan: dict, verb: str = "fit") -> None:  # type: ignore[type-arg]
 def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
     lines = launches()
     unknown = ["--config=configs/quickstart.yaml", "--model.teacher=somebody/something"]
-    *plans, refused = planned([lines["zero3_8gpu"][1], lines["quickstart_smollm2"][1], unknown], tmp_path)
-    for plan in plans:
-        check(plan)
-    [recipe, chained] = [plan["page"] for plan in plans]
-    for split in ("4 train, 4 sample *", "8 by turns", "5 train, 3 sample, asynchronous"):
-        assert split in recipe
-    assert "assumed, for bespokelabs/Bespoke-Stratos-17k" in recipe
-    # runs/quickstart_smollm2_warmup/model is what another config trains.
-    assert "planned as smollm2-135m" in " ".join(chained.split())
+    plan, refused = planned([lines["zero3_8gpu"][1], unknown], tmp_path)
+    check(plan)
+    recipe = " ".join(plan["page"].split())
+    assert "limits, for bespokelabs/Bespoke-Stratos-17k" in recipe
     assert refused["status"] == 2
     assert refused["attempts"] == []
     assert "must know the shape of 'somebody/something'" in refused["mistakes"]
@@ -140,7 +137,6 @@ def test_run_without_training_has_no_train_phase(
     check(plan, verb)
     figures = json.loads(file.read_text())
     assert list(figures["phases"]) == phases
-    assert figures["seconds"].keys() <= {*phases, "cpu"}
 
 
 @pytest.mark.docs
@@ -155,7 +151,7 @@ def test_memory_is_what_ten_measured_runs_needed(smollm2: str, tmp_path: Path) -
     page = (ROOT / "docs" / "planning.md").read_text()
     rows = re.findall(r"^\| `(\w+)`.*\| ([\d.]+) \| ([\d.]+) \| [\d.]+ \|$", page, re.MULTILINE)
     assert {name for name, *_ in rows} == set(benchmark.SETUPS)
-    options = {name: ["--plan.tflops=0.1", f"--plan.json={tmp_path / name}.json"] for name, *_ in rows}
+    options = {name: [f"--plan.json={tmp_path / name}.json"] for name, *_ in rows}
     planned([[*benchmark.SETUPS[name], *options[name]] for name, *_ in rows], None)
     for name, predicted, measured in rows:
         found = json.loads((tmp_path / f"{name}.json").read_text())["phases"]
@@ -227,7 +223,7 @@ def test_known_shapes_have_the_published_sizes(
     name: str, billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path / "cache"))
-    model = meta_model(Models(tmp_path, []).find_folder(name))
+    model = meta_model(str(find_folder(name, tmp_path)))
     assert Shape.from_model(model).weights / 1e9 == pytest.approx(billions, rel=0.015)
 
 
@@ -238,9 +234,8 @@ def test_every_model_of_the_configs_has_a_known_shape(tmp_path: Path) -> None:
     for path in sorted((ROOT / "configs").rglob("*.yaml")):
         settings = (yaml.safe_load(path.read_text()) or {}).get("model", {}).get("init_args", {})
         named |= {settings.get(key) for key in ("teacher", "student", "pretrained")} - {None}
-    models = Models(tmp_path, [])
     for name in named:
-        assert (Path(models.find_folder(name)) / "config.json").is_file()
-    assert {name for name in named if "/" in name and not name.startswith("runs/")} <= set(KNOWN)
+        if not name.startswith("runs/"):  # an earlier stage trains it
+            assert (find_folder(name, tmp_path) / "config.json").is_file()
     with pytest.raises(InputError, match=r"must know the shape of 'a/b'"):
-        models.find_folder("a/b")
+        find_folder("a/b", tmp_path)

@@ -25,16 +25,15 @@ from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.commands.plan import Processes, read_model
 from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.models import memory
 from rlt_lightning.models.lora import LoRA, add_adapter, merge_weights, without_adapter
 from rlt_lightning.models.quantised import quantise, quantised_layers, require_settings
 from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import count_flops
-from rlt_lightning.plan import memory
-from rlt_lightning.plan.models import Models
-from rlt_lightning.plan.settings import Processes, read_model
 from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import InputError
 
@@ -215,8 +214,8 @@ def test_the_plan_counts_the_bytes_of_a_real_run(dtype: str, miniature: str, tmp
     for _, layer in quantised_layers(sft.policy):
         state = layer.quant_state
         tensors += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
-    processes, models = Processes(True, 1, 1, "whole", {}, False), Models(tmp_path, [])
-    planned = read_model(miniature, dtype, LORA, sft, processes, SETUP.step, models)
+    processes = Processes(True, 1, 1, "whole", {}, False)
+    planned = read_model(sft, processes, tmp_path, miniature, dtype, LORA, SETUP.step)
     assert planned.stored_bytes == storage_bytes(tensors)
     setup = replace(SETUP, policy=planned, students=(), with_reference=False)
     assert memory.count_weight_bytes(setup, planned, frozen=False) == planned.stored_bytes

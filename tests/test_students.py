@@ -456,16 +456,11 @@ def test_a_plan_counts_every_student(tiny_model: str, tmp_path: Path) -> None:
         return float(plan["phases"][phase][where]["student weights"])
 
     assert frozen(both, "train") == frozen(one, "train") + frozen(other, "train")
-    # The mean length of solutions is taken in the first student's tokens.
-    seconds = one["seconds"]["score"] + other["seconds"]["score"]
-    assert both["seconds"]["score"] == pytest.approx(seconds, rel=0.05)
     names = f"--model.students=[{tiny_model}, {SEED1}]"
     away = plan_of(tmp_path, tiny_model, names, "--model.offload_frozen=true")
     assert frozen(away, "train") == 0
     assert frozen(away, "score") == max(frozen(one, "score"), frozen(other, "score"))
     assert frozen(away, "train", "host") == frozen(both, "train")
-    notes = " ".join(both["setup"]["notes"])
-    assert f"tokens of the student {SEED1}'s own" in notes
 
 
 def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:

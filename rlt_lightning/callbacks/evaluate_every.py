@@ -38,7 +38,6 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.evaluation.metrics import compute_figures, name_figures
 from rlt_lightning.evaluation.protocol import (
     build_response,
     judge_responses,
@@ -47,6 +46,7 @@ from rlt_lightning.evaluation.protocol import (
 )
 from rlt_lightning.evaluation.results import format_accuracy
 from rlt_lightning.judging.judge import Judge
+from rlt_lightning.metrics.answers import compute_figures, name_figures
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.pretrained import context_length
 from rlt_lightning.rollouts.collectives import Collectives

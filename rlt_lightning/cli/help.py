@@ -115,7 +115,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "plan": (
         "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
-        "Estimate the memory and the time that a run would need; nothing is loaded.",
+        "Predict the memory that a run would need; nothing is loaded.",
         """  --plan.device auto                  H100, H200, A100, B200 or cpu
   --plan.device_gib GIB               memory of a device that is not in the table
   --plan.prompt_length N              longest prompt, tokens; else the limit

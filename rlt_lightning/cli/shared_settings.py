@@ -20,11 +20,11 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rlt_lightning.cli.parser import replace_config_names, split_words
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student
 from rlt_lightning.commands.explain import ExplainOptions, explain, find_row, find_settings
+from rlt_lightning.commands.plan import PlanOptions, print_plan
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
 from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.plan import PlanOptions, format_plan, make_plan, read_setup, write_json
 from rlt_lightning.scoring.check import CheckOptions, check_run
 from rlt_lightning.types import InputError, as_list
 
@@ -67,7 +67,7 @@ class SharedSettingsCommandLine(RLTCommandLine):
 
 
 class PlanCommandLine(SharedSettingsCommandLine):
-    """`rlt plan`: the memory and time that a run would need. It loads no model and makes no folder.
+    """`rlt plan`: the memory that a run would need. It loads no model and makes no folder.
 
     The parser of `rlt fit` reads the settings of `rlt predict` too; `rlt test` has other classes.
     """
@@ -89,12 +89,7 @@ class PlanCommandLine(SharedSettingsCommandLine):
         for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
             config[self.settings_verb].trainer[name] = "auto" if name == "strategy" else None
         made = self.parser.instantiate_classes(config)[self.settings_verb]
-        setup = read_setup(trainer, made.model, made.data, made.rollouts, made.plan)
-        plan = make_plan(setup)
-        print(format_plan(plan))
-        if made.plan.json:
-            write_json(plan, made.plan.json)
-        self.status = 0 if plan.fits else 1
+        self.status = print_plan(trainer, made.model, made.data, made.rollouts, made.plan)
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run nothing: the plan has been printed."""

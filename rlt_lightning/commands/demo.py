@@ -16,6 +16,7 @@ import json
 import math
 import multiprocessing
 import os
+import runpy
 import shlex
 import signal
 import sys
@@ -230,11 +231,9 @@ def run_stages(stages: Sequence[Stage], folder: Path) -> None:
 
 def run_rlt(words: Sequence[str], log: Path) -> None:
     """Run `rlt` with these words in this process, which ends when the one that started it has ended."""
-    from rlt_lightning.cli.main import run
-
     enter_stage(log)
     sys.argv = ["rlt", *words]
-    sys.exit(run())
+    runpy.run_module("rlt_lightning", run_name="__main__")
 
 
 def enter_stage(log: Path) -> None:

@@ -164,7 +164,6 @@ class WorkerSettings:
 
     num_workers: int
     launch: Launch | None  # how they are started; None: they run already
-    max_sequences: int  # completions in flight at one worker
     push_backend: str | None  # how weights travel; None: nothing is pushed
     push_dtype: torch.dtype | None  # in which weights travel; None: as the trainer holds them
     push_bytes: int  # weights that the trainer's ranks gather at once

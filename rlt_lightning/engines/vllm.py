@@ -165,7 +165,6 @@ class VLLMEngine(Engine):
         workers = WorkerSettings(
             num_workers=len(self.fleet.workers),
             launch=self.fleet.launch,
-            max_sequences=self.max_sequences,
             push_backend=self.push.backend,
             push_dtype=self.push.dtype,
             push_bytes=self.push.gather_bytes,

@@ -10,7 +10,7 @@
         │
     callbacks.py: EvaluationWriter   responses.jsonl
         │
-    metrics.py: compute_figures      pass@1, pass@k, maj@k of the records, per set and overall
+    metrics/answers.py              pass@1, pass@k, maj@k of the records, per set and overall
     results.py: summarise, render    evaluation.json, evaluation.md, beside the paper's Table 1
 
 `callbacks/evaluate_every.py` does the same with a student that trains.

@@ -9,10 +9,10 @@ from lightning.pytorch import Callback, LightningModule
 
 from rlt_lightning.datamodules.evaluation import EvaluationBatch, get_evaluation_data
 from rlt_lightning.engines import EngineError
-from rlt_lightning.evaluation.metrics import Figures, add_overall, name_figures
 from rlt_lightning.evaluation.protocol import Sample, evaluate
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
+from rlt_lightning.metrics.answers import Figures, add_overall, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import announce_slow_bfloat16
 from rlt_lightning.pretrained import Dtype, load_model

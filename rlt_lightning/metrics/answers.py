@@ -1,16 +1,168 @@
-"""How often the answers to a set of problems are right."""
+"""How often answers are right: pass@1 with its standard error, pass@k, maj@k, of records and as a Metric.
+
+A record is a row of `responses.jsonl`, one judged response: see `judge_responses` in protocol.py. The records
+of a problem have the same id and stand together.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import groupby
+from operator import add
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from rlt_lightning.evaluation.metrics import Figures, compute_pass_at, compute_set_figures
+from rlt_lightning.datamodules.evaluation_sets import OVERALL
 from rlt_lightning.run.jsonl import Row
+
+# The figures of one set, by the last part of the names under which they are logged.
+Figures = dict[str, float]
+
+
+def compute_figures(records: Iterable[Row], sets: Iterable[str]) -> dict[str, Figures]:
+    """Return the figures of each set, and those of `add_overall`."""
+    return add_overall({name: compute_set_figures(own) for name, own in split_by_set(records, sets).items()})
+
+
+def add_overall(figures: dict[str, Figures]) -> dict[str, Figures]:
+    """Add "overall" to the figures of several sets, the plain mean, as in the paper."""
+    if len(figures) > 1:
+        parts = list(figures.values())
+        overall = {
+            name: sum(part[name] for part in parts) / len(parts)
+            for name in ("pass_at_1", "pass_at_k", "maj_at_k")
+        }
+        squares = sum(part["standard_error"] ** 2 for part in parts)
+        figures[OVERALL] = overall | {"standard_error": math.sqrt(squares) / len(parts)}
+    return figures
+
+
+def name_figures(figures: dict[str, Figures]) -> Figures:
+    """Return the figures by the names under which they are logged; docs/metrics.md lists them."""
+    return {f"eval/{name}/{figure}": value for name, own in figures.items() for figure, value in own.items()}
+
+
+def compute_set_figures(records: Sequence[Row]) -> Figures:
+    """Return the figures of the records of one set. All problems have equally many responses, k."""
+    problems = split_by_problem(records)
+    accuracies = [mean([record["correct"] for record in problem]) for problem in problems]
+    pass_at = list(compute_pass_at(records).values())
+    figures = {
+        "num_problems": len(problems),
+        "pass_at_1": mean(accuracies),
+        "standard_error": standard_error(accuracies),
+        "pass_at_k": pass_at[-1] if pass_at else math.nan,
+        "maj_at_k": mean([majority_accuracy(problem) for problem in problems]),
+        "formatted_frac": single_precision_mean([record["formatted"] for record in records]),
+        "timed_out_frac": single_precision_mean([record["timed_out"] for record in records]),
+    }
+    # Given responses may not say how they were sampled.
+    sampled = [record for record in records if record["num_tokens"] is not None]
+    if sampled:
+        is_truncated = [record["finish_reason"] == "length" for record in sampled]
+        figures["truncated_frac"] = single_precision_mean(is_truncated)
+        figures["tokens_mean"] = single_precision_mean([record["num_tokens"] for record in sampled])
+    return figures
+
+
+def compute_pass_at(records: Sequence[Row]) -> dict[int, float]:
+    """Return pass@k of one set for powers of two and, last, for all responses to a problem."""
+    counts = [
+        (sum(record["correct"] for record in problem), len(problem)) for problem in split_by_problem(records)
+    ]
+    if not counts:
+        return {}
+    num_samples = counts[0][1]
+    return {k: mean([pass_at_k(*count, k) for count in counts]) for k in list_reported_k(num_samples)}
+
+
+# Formulas
+
+
+def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
+    """Return the probability that at least one of k responses to a problem is right, without bias.
+
+    1 - C(n - c, k) / C(n, k)          for c right ones of n >= k      (Codex, arXiv:2107.03374, Eq. 1)
+
+    Raises:
+        ValueError: If there are fewer than k responses.
+    """
+    if num_samples < k:
+        raise ValueError(f"pass@{k} needs {k} responses per problem, but got {num_samples}.")
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def standard_error(accuracies: Sequence[float]) -> float:
+    """Return the standard error of pass@1, taking the problems as a sample of many like them.
+
+    pass@1 = mean_i p_i, with p_i the fraction of problem i's k responses that are right
+
+    standard error = sqrt(sum_i (p_i - pass@1)^2 / (n (n - 1)))
+
+    Responses to one problem are not independent, so k enters only through the p_i. NaN for a single problem.
+    """
+    n = len(accuracies)
+    if n < 2:
+        return math.nan
+    center = mean(accuracies)
+    squares = reduce(add, [accuracy**2 for accuracy in accuracies]) - n * (center * center)
+    return math.sqrt(max(squares, 0.0) / (n * (n - 1)))
+
+
+def majority_accuracy(records: Sequence[Row]) -> float:
+    """Return the fraction of the most frequent answers to a problem that is right (maj@k).
+
+    It is 0 or 1 or, in a tie, between. `same_answer` is equal for equivalent answers; None, for a response
+    without an answer, is no vote.
+    """
+    votes = Counter(record["same_answer"] for record in records if record["same_answer"] is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    right = {record["same_answer"] for record in records if record["correct"]}
+    winners = [answer for answer, count in votes.items() if count == most]
+    return sum(answer in right for answer in winners) / len(winners)
+
+
+def list_reported_k(num_samples: int) -> list[int]:
+    """Return the k for which pass@k is reported: powers of two, and the number of samples."""
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
+    return [*powers, num_samples]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, NaN without values. Not by sum(), whose rounding depends on Python's version."""
+    return reduce(add, values) / len(values) if values else math.nan
+
+
+def single_precision_mean(values: Sequence[float]) -> float:
+    """Return the mean in single precision, in which metrics are logged; NaN without values."""
+    return float(torch.tensor(values, dtype=torch.float32).mean())
+
+
+# Helpers
+
+
+def split_by_set(records: Iterable[Row], sets: Iterable[str]) -> dict[str, list[Row]]:
+    """Return the records of each set, in the order of the sets."""
+    found: dict[str, list[Row]] = {name: [] for name in sets}
+    for record in records:
+        found[record["set"]].append(record)
+    return found
+
+
+def split_by_problem(records: Iterable[Row]) -> list[list[Row]]:
+    """Return the records of each problem."""
+    return [list(own) for _, own in groupby(records, key=lambda record: record["id"])]
+
+
+# Over batches and ranks
+
 
 COLUMNS = ("id", "correct", "formatted", "timed_out", "same_answer", "num_tokens", "truncated")
 

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from rlt_lightning.engines import EngineError
-from rlt_lightning.modules.phases import GIB, PhaseStats
+from rlt_lightning.models.memory import GIB
+from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.types import RewardTerms, Rollouts, Scores
