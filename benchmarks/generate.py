@@ -53,7 +53,7 @@ class Sides:
         words = self.tokenizer.encode(TEXT)
         self.prompt = (words * (prompt_length // len(words) + 1))[:prompt_length]
         # No end-of-sequence token: all completions have full length.
-        self.tokenizer.eos_token = None
+        self.tokenizer.chat_template = self.tokenizer.eos_token = None
         self.engines: dict[str, Any] = {OURS: HFEngine(), "plain": PlainEngine()}
         ours = load_model(model_name)
         ours.generation_config.eos_token_id = None

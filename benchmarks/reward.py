@@ -48,7 +48,8 @@ def one_group(model: Any, tokenizer: Any, num_completions: int, length: int) -> 
         solution_ids=words[30:90],
     )
     engine = HFEngine()
-    tokenizer.eos_token = model.generation_config.eos_token_id = None  # all completions of full length
+    # All completions of full length.
+    tokenizer.chat_template = tokenizer.eos_token = model.generation_config.eos_token_id = None
     engine.start(model, tokenizer, Path())
     sampling = Sampling(temperature=TEMPERATURE, max_completion_length=length)
     requests = [SampleRequest(problem.teacher_prompt, seed=0, num_completions=num_completions)]

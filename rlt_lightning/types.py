@@ -21,7 +21,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     Exception
     ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
     ├── Refused               models/kernels.py        a kernel is missing, or computes something else
-    └── StageError            demo/stages.py           a stage of `rlt demo` failed: the end of its log
+    └── StageError            commands/demo.py         a stage of `rlt demo` failed: the end of its log
 """
 
 from __future__ import annotations

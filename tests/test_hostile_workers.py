@@ -320,6 +320,17 @@ def test_a_worker_that_lies_from_the_second_step_on_costs_no_checkpoint(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=000001.ckpt"]
 
 
+def test_a_worker_that_lies_writes_no_trace(tiny_model: str, tmp_path: Path) -> None:
+    options = ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+    options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush", "--rollouts.engine.max_restarts=0"]
+    with lying_worker(tiny_model, 1.5, first=0) as worker:
+        words = small_fit(tiny_model, tmp_path, *options, f"--rollouts.engine.urls=[{worker.url}]")
+        result = rlt("predict", *words[1:])
+    assert result.returncode == 2, result.stderr
+    assert "model.mismatch_limit 1 nats per token" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "traces.jsonl").exists()
+
+
 def test_only_a_large_mismatch_stops_the_run() -> None:
     require_agreement(Mismatch(), 1.0, 1)
     require_agreement(Mismatch(num_tokens=10.0, distance=10.0), 1.0, 1)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from commands import rlt
+from safetensors.torch import load_file, save_file
 from test_cli import small_fit
 
 
@@ -25,3 +26,14 @@ def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> Non
     assert "model.init_args.reward" in told
     assert "kl_weight was 3.0 and is 0.5" in told
     assert "data.init_args.max_length was" in told
+
+
+def test_other_weights_at_the_same_path_are_told(tiny_model: str, tmp_path: Path) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    assert rlt(*small_fit(str(model), run, "--trainer.max_steps=1")).returncode == 0
+    path = model / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    resumed = rlt(*small_fit(str(model), run, "--trainer.max_steps=2", "--resume=true"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"The weights of {model} are not those with which the run began" in resumed.stderr

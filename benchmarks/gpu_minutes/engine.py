@@ -49,7 +49,7 @@ def main() -> None:
     model = model.to(HALF).eval()
     model.generation_config.eos_token_id = None  # all completions of full length
     tokenizer = AutoTokenizer.from_pretrained(str(MINIATURES["miniature"]))
-    tokenizer.eos_token = None
+    tokenizer.chat_template = tokenizer.eos_token = None
     prompt = torch.randint(300, (16 if TINY else 512,)).tolist()
     length = 4 if TINY else 64
     weights = sum(p.nbytes for p in model.parameters())

@@ -116,10 +116,11 @@ class ChatFormat:
             raise InputError(
                 "The tokenizer must have an end-of-sequence token, but has none. Set its eos_token."
             )
-        self._opened_thought, self.turn_opening = find_turn_opening(tokenizer)
-        self.turn_end = find_turn_end(tokenizer)
+        self._opened_thought = ""  # what the checks render has all that the template writes
         for system_prompt in (self.teacher_system_prompt, self.student_system_prompt):
             self._check_template(system_prompt)
+        self._opened_thought, self.turn_opening = find_turn_opening(tokenizer)
+        self.turn_end = find_turn_end(tokenizer)
         opening = self._encode_opening(self.opening_tag, self.tags)
         self._completion_opening = opening[0] + opening[1]
 

@@ -51,8 +51,11 @@ MAX_BOXES = 20
 EXPRESSION_CHARS = 200
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-# What `\boxed 7` holds.
-BARE_BOX = re.compile(r"-?(?:\\[a-zA-Z]+(?:\{[^{}]*\})*|\([^()\s]*\)|\d[\d.,/]*|[a-zA-Z]+)")
+# What `\boxed 7` and `\boxed\frac12` hold.
+BARE_BOX = re.compile(
+    r"-?(?:\\[dt]?frac(?:\s*(?:\d|\{[^{}]*\})){2}|\\sqrt\s*\d|\\[a-zA-Z]+(?:\{[^{}]*\})*"
+    r"|\([^()\s]*\)|\d[\d.,/]*|[a-zA-Z]+)"
+)
 # Between two boxes that are one answer.
 BETWEEN_BOXES = re.compile(
     r"[\s,;]*(?:,|;|\band\b|\bor\b|和|或)[\s,;]*(?:(?:and|or)\s*)?(?:[a-zA-Z]\w*\s*=\s*)?", re.I
@@ -89,10 +92,13 @@ FILLER = re.compile(
 )
 LETTER_FILLER = re.compile(rf"(?:{FILLER.pattern}|[${{\[]|\\(?:text\w*|math\w+|bf|\(|\[)(?![a-zA-Z]))*")
 SENTENCE_END = re.compile(
-    r"[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s|입니다|です"
+    r"[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s"
+    r"|,\s(?:but\s)?not\s|\s\((?=an?\s[a-z]{2}|that is\b|i\.e)|입니다|です"
 )
 
-LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+*/=^]))"
+# What makes a letter before it a variable: E = mc^2 is no option.
+OPERATION = r"\s+(?:[=<>^]|\\(?:[lg]e|ne|approx|in|cdot|times|cup|cap|pm)(?![a-z]))"
+LETTER = rf"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+*/=^]|{OPERATION}))"
 LETTER_PLACE = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
 MORE_LETTERS = re.compile(r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*\(?[A-J](?!\w)")
 # A and I are words, too.
@@ -107,6 +113,7 @@ CALLED_RIGHT = re.compile(
     rf"|\b(?:choose|select|pick)\s+(?:option\s+|choice\s+)?)\W{{0,3}}({LETTER})"
     rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*({LETTER})\s*"
     r"(?i:is\s+(?:therefore\s+|thus\s+)?(?:the\s+)?(?:correct|right|best|answer))"
+    rf"|(?i:\b(?:so|thus|hence|therefore),?\s+(?:(?:it|this)\s+(?:must\s+be|is)\s+)?)({LETTER})\W*$"
 )
 OPTION = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?\W{{0,4}})({LETTER})|\(([A-J])\)\W*$")
 DENIED = re.compile(
@@ -302,7 +309,7 @@ def read_letter(text: str) -> str | None:
     is_alone = not re.search(r"\w", rest)
     if letter.islower():
         return letter.upper() if is_alone or re.match(r"[).:\]]", rest) else None
-    is_followed = is_alone or re.match(r"\s*[).:\]}]|\s+[^a-zA-Z\s]|\s+-\s|,\s", rest)
+    is_followed = is_alone or re.match(rf"\s*[).:\]}}]|(?!{OPERATION})\s+[^a-zA-Z\s+*/]|\s+-\s|,\s", rest)
     return letter if is_followed else None
 
 

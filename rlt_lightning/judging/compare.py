@@ -42,6 +42,13 @@ THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
 SEPARATOR = re.compile(
     r",\s*(?:and|or)\b|[,;]|\\(?:cup|lor|vee)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|[和或与及]"
 )
+# Words of `SEPARATOR` that mean "and"; commas mean neither, and the rest mean "or".
+AND = {"and", "和", "与", "及"}
+# Dates, addresses and telephone numbers are no differences, quotients or decimals.
+CODE = re.compile(
+    r"\+?(?:\(\d+\)\s*)?\d+(?:(?:-\d+){2,}|(?:/\d+){2,}|(?:\.\d+){2,})|0\d+-\d+|\d+-0\d+"
+    r"|\(\d{3}\)\s*\d+-\d+|\d{3}-\d{4}"
+)
 RELATION = re.compile(r"\\(?:le|ge|ne|approx|in)(?![a-zA-Z])|[<>=]")
 # A variable, function or measure, as it stands left of an equals sign.
 NAME = re.compile(
@@ -62,12 +69,14 @@ class Parsed:
         name: What the answer is said to be equal to, such as `x` or `f(x)`; empty without one.
         brackets: "," for a list in any order, brackets for an ordered one, empty for a single part.
         parts: The parts of a list.
+        connectives: Which of "and" and "or" stand between them.
     """
 
     text: str
     name: str = ""
     brackets: str = ""
     parts: tuple[Parsed, ...] = ()
+    connectives: frozenset[str] = frozenset()
 
     @property
     def whole(self) -> str:
@@ -81,7 +90,8 @@ def read_answer(text: str) -> Parsed:
     text = text.strip()
     parts = split_parts(text)
     if len(parts) > 1:
-        return Parsed(text, brackets=",", parts=tuple(map(read_answer, parts)))
+        connectives = read_connectives(text)
+        return Parsed(text, brackets=",", parts=tuple(map(read_answer, parts)), connectives=connectives)
     if builder := SET_BUILDER.fullmatch(text):
         return read_answer(builder[1])
     members, relations = split_relations(text)
@@ -118,6 +128,13 @@ def split_parts(text: str, joins_thousands: bool = True) -> list[str]:
             start = separator.end()
     pieces = [text[a:b].strip() for a, b in (*ends, (start, len(text)))]
     return [piece for piece in pieces if piece] if len(pieces) > 1 else [text]
+
+
+def read_connectives(text: str) -> frozenset[str]:
+    """Return which of "and" and "or" stand between the parts of a text; a union is an "or"."""
+    signs = [sign for sign in SEPARATOR.finditer(text) if bracket_depth(text[: sign.start()]) == 0]
+    words = [word[0] for sign in signs if (word := re.search(r"\w+", sign[0]))]
+    return frozenset("and" if word in AND else "or" for word in words)
 
 
 def bracket_depth(text: str) -> int:
@@ -227,6 +244,9 @@ def same_parsed(a: Parsed, b: Parsed) -> bool:
         return same_leaf(a.text, b.text)
     if a.brackets != ",":
         return all(map(same_parsed, a.parts, b.parts))
+    differ = a.connectives and b.connectives and a.connectives != b.connectives
+    if differ and (has_claims(a) or has_claims(b)):
+        return False
     names, others = ({part.name for part in parsed.parts} for parsed in (a, b))
     if max(len(names), len(others)) > 1 and "" in names | others:
         return all(map(same_parsed, a.parts, b.parts))  # the parts of `x=1, y=2` have an order in `1, 2`
@@ -237,6 +257,13 @@ def same_parsed(a: Parsed, b: Parsed) -> bool:
             return False
         left.remove(match)
     return True
+
+
+def has_claims(parsed: Parsed) -> bool:
+    """Return whether `and` and `or` differ between the parts of a list, unlike in 4 or -9."""
+    texts = [part.text for part in parsed.parts if read_quantity(part.text) is None]
+    are_claims = any(not text or RELATION.search(text) or is_words(text) for text in texts)
+    return are_claims or len({part.name for part in parsed.parts if part.name}) > 1
 
 
 def order_named(parsed: Parsed, brackets: str) -> Parsed:
@@ -261,6 +288,8 @@ def same_leaf(a: str, b: str) -> bool:
     """Return whether two parts are equal: as text, as numbers, or as formulas."""
     if squeeze(a) == squeeze(b):
         return True
+    if CODE.fullmatch(a) or CODE.fullmatch(b):
+        return False
     first, second = read_quantity(a), read_quantity(b)
     if first and second:
         return same_quantity(first, second)

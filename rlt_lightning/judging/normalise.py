@@ -86,6 +86,7 @@ COMMANDS = {
     r"\\(?:lvert|rvert|vert)(?![a-zA-Z])": "|",
     r"\\(?:mid)(?![a-zA-Z])": "|",
     r"\\(?:euro)(?![a-zA-Z])": "€",
+    r"(?i:(?<=\d)\s*([ap])\.\s?m\.)": r" \1m",
     r"\\pounds(?![a-zA-Z])": "£",
 }
 # Functions and constants written as words.
@@ -100,6 +101,8 @@ THOUSANDS_SPACE = re.compile(
 )
 SCIENTIFIC = re.compile(r"(?<![\w.}])([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)(?!\w|\.\d)")
 TIMES_TEN = re.compile(r"(?<=\d)\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
+# In euros, a comma before two digits is a decimal point.
+EURO_CENTS = re.compile(r"(?<=€)(\s*\d+),(\d\d)(?![\d,.])|(?<![\d,.])(\d+),(\d\d)(?=\s*(?:€|euros?\b))")
 POWER = re.compile(r"([\^_])\s*([+-]?\d+)")
 
 
@@ -193,6 +196,7 @@ def brace_arguments(text: str, opening: re.Pattern[str]) -> str:
 def read_numbers(text: str) -> str:
     """Return a text with one notation of powers of ten, exponents and decimal points."""
     text = SCIENTIFIC.sub(lambda m: rf"{m[1]}\times 10^{{{int(m[2])}}}", text)
+    text = EURO_CENTS.sub(lambda m: f"{m[1] or m[3]}.{m[2] or m[4]}", text)
     text = TIMES_TEN.sub(r"\\times ", text)
     return POWER.sub(r"\1{\2}", text)
 

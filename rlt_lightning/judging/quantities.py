@@ -30,8 +30,19 @@ NUMBER = re.compile(
     )(?P<rest>.*)""",
     re.VERBOSE | re.DOTALL,
 )
-SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALES |= {"dozen": 12, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
+# Words behind a number that multiply it, without plural s, and letters that do so behind money.
+SCALES = {"hundred": 100, "thousand": 1000, "dozen": 12, "lakh": 10**5, "crore": 10**7}
+SCALES |= {name: 10 ** (3 * n) for n, name in enumerate(("million", "billion", "trillion", "quadrillion"), 2)}
+MONEY_SCALES = {"k": 1000, "m": 10**6, "mn": 10**6, "b": 10**9, "bn": 10**9, "t": 10**12, "tn": 10**12}
+SCRIPT_SCALES = dict.fromkeys("万萬만", 10**4) | dict.fromkeys("亿億억", 10**8) | {"百": 100, "千": 1000}
+KILO_UNIT = re.compile("[百千][瓦焦卡帕伏赫牛安]")
+# Words that divide it: 3 quarters, 1 half, but not 12 third graders.
+PARTS = "half third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"
+FRACTIONS = {name: Fraction(1, n) for n, name in enumerate(PARTS.split(), 2)}
+FRACTIONS |= {"halve": Fraction(1, 2), "quarter": Fraction(1, 4), "sixteenth": Fraction(1, 16)}
+FRACTIONS |= {
+    f"{name}th": Fraction(1, scale) for name, scale in SCALES.items() if name.endswith(("d", "ion"))
+}
 
 # Units, each with its other spellings without plural s.
 UNITS = """
@@ -102,11 +113,15 @@ SHORT = re.compile(r"[a-zA-Z]|in|am|pm|pa|ha|ev|rs|us")
 UNIT_TOKEN = re.compile(r"[^\W\d_]+|[$€£¥₹₽₩¢]|/|\^\s*\{-?\d\}")
 UNIT = re.compile(rf"(?:\s|\\cdot|{UNIT_TOKEN.pattern}|[().'-])*")
 POWERS = {"square": "2", "sq": "2", "平方": "2", "cubic": "3", "cu": "3"}
-# Words after a number that change its value.
+# Words after a number that change its value in other ways, some of them only at the end.
 CHANGING = re.compile(
-    r"(?i)\b(?:squared|cubed|factorial|over|times|plus|minus|divided|tenths?|hundredths?|mod|not|or|and|than|to"
-    r"|least|most)\b"
+    rf"""(?ix)\b(?:squared|cubed|factorial|over|times|plus|minus|divided|mod|modulo|modulus|base|choose|recurring
+    |repeating|doubled|tripled|halved|score|gross|not|or|and|than|to|least|most
+    |(?:below|under|beneath)\s+(?:zero|freezing)|point\s+(?:zero|oh|one|two|three|four|five|six|seven|eight|nine)
+    |(?<!per\s)(?:{"|".join(SCALES)})s?|(?:{"|".join(FRACTIONS)})s|half)\b
+    |\b(?:negative|inverse|inverted|reciprocal|opposite|twice|thrice)\W*$"""
 )
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # Languages without spaces write a unit directly behind a number.
 UNSPACED = re.compile(
     "[\u0400-\u04ff\u0600-\u06ff\u0900-\u0eff\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
@@ -141,14 +156,32 @@ def read_quantity(text: str) -> Quantity | None:
     rest, value = match["rest"], number.value
     if percent := rest.lstrip().startswith("%"):
         rest = rest.lstrip()[1:]
-    words = rest.split()
-    if words and (scale := SCALES.get(words[0].lower().removesuffix("s"))):
-        value, rest = value * scale, " " + " ".join(words[1:])
+    scale, rest = read_scale(rest, bool(match["currency"]), value == 1)
+    value *= scale
     if (unit := read_unit(match["currency"] + rest, rest[:1].isspace() or bool(match["currency"]))) is None:
         return None
     if (match["sign"] == "-") != (match["inner"] == "-"):
         value = -value
     return replace(number, value=value, unit=unit, percent=percent)
+
+
+def read_scale(text: str, is_money: bool, is_one: bool) -> tuple[Fraction, str]:
+    """Return the product of the number words that a text begins with, and the rest of the text."""
+    product = Fraction(1)
+    while word := re.match(r"\s*([^\W\d_]+)", text):
+        name = word[1].casefold()
+        scale: int | Fraction | None = SCALES.get(name.removesuffix("s"))
+        if is_money:
+            scale = scale or MONEY_SCALES.get(name)
+        if name.endswith("s") or (is_one and product == 1):
+            scale = scale or FRACTIONS.get(name.removesuffix("s"))
+        end = word.end()
+        if name[0] in SCRIPT_SCALES and name not in UNIT_OF and not KILO_UNIT.match(name):
+            scale, end = SCRIPT_SCALES[name[0]], word.start(1) + 1
+        if scale is None:
+            break
+        product, text = product * scale, text[end:]
+    return product, text
 
 
 def read_number(match: re.Match[str]) -> Quantity | None:
@@ -191,7 +224,7 @@ def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
     """Return the words of a unit, each in one spelling; None if the text is no unit.
 
     A word is a unit if the table has it, if another script writes it, or if it has four letters and a space
-    before it. So `7 apples` has one, and `3bc` and `2 ab` are products.
+    before it. So `7 apples` has one, and `3bc`, `2 ab` and `4 abcd` are products.
     """
     if not UNIT.fullmatch(text) or CHANGING.search(text):
         return None
@@ -204,7 +237,7 @@ def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
         return None
     is_known = names[0] != "" or first.lower() in POWERS
     is_whole = all(name or token[0] in "/^" for name, token in zip(names, tokens, strict=True))
-    has_word = any(len(token) >= 4 and token.isalpha() for token in tokens)
+    has_word = any(len(token) >= 4 and token.isalpha() and token not in LETTERS for token in tokens)
     if UNSPACED.search(first) or (is_known and (spaced or is_whole)) or (spaced and has_word):
         return frozenset(merge_unit(names, tokens))
     return None

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.digests import fingerprint_weights
 from rlt_lightning.engines import EngineError
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
-from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
 from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
@@ -170,6 +173,11 @@ class PolicyModule(LightningModule):
         return self.entry and self.entry.model
 
     @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Return the names of the models that are only read."""
+        return ()
+
+    @property
     def forwards_per_step(self) -> int:
         """Return how many forwards a forward with its backward costs: 3, or 2 if most weights are frozen."""
         return 3 if self.lora is None else 2
@@ -266,6 +274,7 @@ class PolicyModule(LightningModule):
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),
             "states": self.optimizer_config.states,
+            "weights": self.fingerprint_models(),
             "format": data.trained_format().to_plain(),
             "training": {
                 "method": type(self).__name__,
@@ -275,8 +284,21 @@ class PolicyModule(LightningModule):
             },
         }
 
+    def fingerprint_models(self) -> dict[str, str | None]:
+        """Return a digest of the weights of each model that is loaded from a folder, by name."""
+        names = (self.pretrained, *self.frozen_names)
+        return {name: fingerprint_weights(Path(resolve(name)).expanduser()) for name in names}
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another adapter."""
+        """Refuse a checkpoint of another adapter, and tell if a model's files are others than at its time."""
+        if self.trainer.training:
+            before = checkpoint["model"]["weights"]
+            for name, digest in self.fingerprint_models().items():
+                if name in before and before[name] != digest:
+                    rank_zero_warn(
+                        f"The weights of {name} are not those with which the run began: its files have been "
+                        "replaced. A reward or a reference that the run takes from them changes with them."
+                    )
         theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
         if theirs != ours:
             raise InputError(

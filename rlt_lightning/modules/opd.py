@@ -137,6 +137,11 @@ class OPDModule(OnPolicyModule):
         """Return the divergence that is minimised through the head, for the check of its kernels."""
         return self.divergence if self.estimator == "full" else None
 
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Return the name of the teacher, if it is another model."""
+        return () if self.teacher_name is None else (self.teacher_name,)
+
     def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
         """See `OnPolicyModule.list_scoring_models`."""
         return [] if self.teacher is None else [(str(self.teacher_name), self.teacher)]

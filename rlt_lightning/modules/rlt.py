@@ -50,7 +50,7 @@ from rlt_lightning.modules.scorer import (
     measure_sampled_rows,
     require_scorable,
 )
-from rlt_lightning.modules.step_metrics import held_out_metrics, reward_metrics
+from rlt_lightning.modules.step_metrics import held_out_metrics, require_agreement, reward_metrics
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
@@ -374,10 +374,22 @@ class RLTModule(OnPolicyModule):
         """Score completions, which may come with the data, and return a row of each; callbacks write them."""
         if batch.rollouts is None:
             batch.rollouts = self.require_sampler().sample_traces(batch.problems)
+            self.check_engine(batch.rollouts)
         self.require_fresh(batch.rollouts.policy_version)
         with self.phase("score"):
             batch.scores = self.score(batch.rollouts)
         return list(predicted_rows(batch, get_stratos_data(self.trainer), str(self.pretrained)))
+
+    def check_engine(self, rollouts: Rollouts) -> None:
+        """Compare the engine's log-probs of one completion with the teacher's: they enter the reward.
+
+        Raises:
+            EngineError: If they differ too much.
+        """
+        if self.needs_policy:
+            rows, temperature = rollouts.rollouts[:1], rollouts.temperature
+            _, mismatch = self.scorer.recompute_log_probs(rows, temperature)
+            require_agreement(mismatch, self.mismatch_limit, self.global_step)
 
 
 def require_group(group_size: int) -> None:
