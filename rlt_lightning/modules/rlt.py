@@ -386,10 +386,8 @@ class RLTModule(OnPolicyModule):
         Raises:
             EngineError: If they differ too much.
         """
-        if self.needs_policy:
-            rows, temperature = rollouts.rollouts[:1], rollouts.temperature
-            _, mismatch = self.scorer.recompute_log_probs(rows, temperature)
-            require_agreement(mismatch, self.mismatch_limit, self.global_step)
+        _, mismatch = self.scorer.recompute_log_probs(rollouts.rollouts[:1], rollouts.temperature)
+        require_agreement(mismatch, self.mismatch_limit, self.global_step)
 
 
 def require_group(group_size: int) -> None:
