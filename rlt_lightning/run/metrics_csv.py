@@ -141,7 +141,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
                 float(cell)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"Line {reader.line_num} of {path} must be a step and numbers below a line that names them, but "
-                f"is {whole[reader.line_num - 1].strip()[:80]!r}. Correct or delete it, or move the file away."
+                f"Line {reader.line_num} of {path} must be a step and numbers, below a line of names, but is "
+                f"{whole[reader.line_num - 1].strip()[:80]!r}. Correct or delete it, or move the file away."
             ) from error
         yield step, cells
