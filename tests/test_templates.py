@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
 from transformers import AutoTokenizer, GenerationConfig
 
 from rlt_lightning import OptimizerConfig, SFTModule, StratosDataModule, Trainer
@@ -360,9 +361,33 @@ def test_tokens_of_another_day_are_not_reused(dated: Path, at_days: type[Day]) -
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_a_computed_format_of_the_date_is_refused(dated: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ("{{ strftime_now ( '%d %b' ) }}", "26 Nov"),
+        ('{{ strftime_now("%A, %d %B \'%y") }}', "Thursday, 26 November '26"),
+        ("{{ strftime_now('%d \"%b\"') }}", '26 "Nov"'),
+        ("{# strftime_now #}{{ strftime_now('%Y') if strftime_now is defined }}", "2026"),
+    ],
+)
+def test_a_date_is_fixed_however_it_is_written(call: str, shown: str, at_days: type[Day]) -> None:
+    at_days.shown = date(2026, 11, 26)
+    fixed = template.fix_date(call, "model")
+    at_days.shown = date(2027, 1, 1)
+    assert Template(fixed).render(strftime_now=lambda form: pytest.fail("asks for the date")) == shown
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ strftime_now('%d' + ' %b') }}",
+        "{{ strftime_now('%d\\n%b') }}",
+        "{% set now=strftime_now %}{{ now('%d %b') }}",
+        "{% macro show(now) %}{{ now('%d %b') }}{% endmacro %}{{ show(strftime_now) }}",
+    ],
+)
+def test_a_date_that_cannot_be_fixed_is_refused(call: str, dated: Path, tmp_path: Path) -> None:
     shutil.copytree(dated, tmp_path / "model")
-    text = DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')")
-    (tmp_path / "model/chat_template.jinja").write_text(text)
+    (tmp_path / "model/chat_template.jinja").write_text(call + TEMPLATES["chatml"])
     with pytest.raises(InputError, match="must write out the format of the date"):
         load_tokenizer(str(tmp_path / "model"))

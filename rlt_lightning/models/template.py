@@ -32,7 +32,8 @@ NO_SYSTEM_ROLE = (
 QUESTION = {"role": "user", "content": "What is 1 + 1?"}
 ANSWER = {"role": "assistant", "content": "It makes two."}
 THOUGHT = "I count both."
-DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
+DATE_CALL = re.compile(r"""\bstrftime_now\s*\(\s*('[^'\\]*'|"[^"\\]*")\s*\)""")
+ASKS_NO_DATE = re.compile(r"{#.*?#}|\bstrftime_now\s+is\b", re.DOTALL)
 DATE_FILE = "template_date.txt"  # in a run folder, if a template prints the date
 
 run_folder: Path | None = None  # of the run of this process
@@ -148,21 +149,23 @@ def fix_date(template: Any, name: str) -> Any:
         name: Of the model, for messages.
 
     Raises:
-        InputError: If the template computes the format of the date.
+        InputError: If the template computes the format of the date, or hands `strftime_now` on.
     """
     if isinstance(template, dict):
         return {key: fix_date(text, name) for key, text in template.items()}
-    if not isinstance(template, str) or "strftime_now(" not in template:
+    if not isinstance(template, str) or "strftime_now" not in template:
+        return template
+    if "strftime_now" in ASKS_NO_DATE.sub("", DATE_CALL.sub("", template)):
+        raise InputError(
+            f"The chat template of '{name}' must write out the format of the date that it prints, as in "
+            "strftime_now('%Y'), but does not, so that the date of this run cannot be fixed. Put the date into "
+            "the template."
+        )
+    if not DATE_CALL.search(template):
         return template
     day = load_run_date()
-    fixed = DATE_CALL.sub(lambda call: jinja_string(day.strftime(call[2])), template)
-    if "strftime_now(" in fixed:
-        raise InputError(
-            f"The chat template of '{name}' must write out the format of the date that it prints, but "
-            "computes it, so that the date of this run cannot be fixed. Put the date into the template."
-        )
     announce_date(name, day)
-    return fixed
+    return DATE_CALL.sub(lambda call: jinja_string(day.strftime(call[1][1:-1])), template)
 
 
 def load_run_date() -> date:
