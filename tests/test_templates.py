@@ -178,6 +178,16 @@ def test_generation_stops_where_turns_end(smol: Any, name: str) -> None:
     assert find_eos_token_ids(Model, chat.tokenizer) == ends
 
 
+@pytest.mark.parametrize("end", ["</s_end>", "\n### End", " [DONE]<|im_end|>", "</response><|im_end|>"])
+def test_an_end_that_is_no_token_is_refused(smol: Any, end: str) -> None:
+    tokenizer = copy.deepcopy(smol)
+    tokenizer.chat_template = build_chatml(f"'<|im_start|>assistant\n' + m.content + '{end}\n'")
+    with pytest.raises(InputError, match="must end an assistant's turn with an added token") as refused:
+        ChatFormat(tokenizer)
+    assert repr(end.strip()[:8])[:-1] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_padding_is_not_the_end_of_turns(smol: Any) -> None:
     tokenizer = build_format(smol, "chatml").tokenizer
     tokenizer.pad_token = "<|im_end|>"

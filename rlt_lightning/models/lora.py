@@ -167,7 +167,7 @@ def list_linear_layers(model: Any) -> list[str]:
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Return whether a layer multiplies with its weight and no more, as subclasses that are routers do not."""
+    """Return whether a layer multiplies with its weight and no more; routers that are subclasses do."""
     from transformers.pytorch_utils import Conv1D
 
     multiplies = type(layer).forward in (nn.Linear.forward, Conv1D.forward)

@@ -118,10 +118,10 @@ def count_shared(first: str, second: str) -> int:
 
 
 def find_turn_end(tokenizer: Any) -> int:
-    """Return the token that the template writes behind an assistant's text; the eos where it writes none.
+    """Return the token that the template writes behind an assistant's text; the eos where it writes nothing.
 
     Raises:
-        InputError: See `split_written_turn`.
+        InputError: If it writes a text there that begins with no added token, or see `split_written_turn`.
     """
     eos: int = tokenizer.eos_token_id
     if not getattr(tokenizer, "chat_template", None):
@@ -129,6 +129,11 @@ def find_turn_end(tokenizer: Any) -> int:
     behind = split_written_turn(tokenizer, QUESTION, ANSWER)[1].lstrip()
     added = tokenizer.added_tokens_decoder.items()
     ends = {token.content: number for number, token in added if behind.startswith(token.content)}
+    if behind and not ends:
+        raise InputError(
+            "The chat template must end an assistant's turn with an added token of the tokenizer, but writes "
+            f"{behind[:80]!r} behind the text. Add it to the tokenizer, or use another model."
+        )
     return ends[max(ends, key=len)] if ends else eos
 
 
@@ -158,8 +163,8 @@ def fix_date(template: Any, name: str) -> Any:
     if "strftime_now" in ASKS_NO_DATE.sub("", DATE_CALL.sub("", template)):
         raise InputError(
             f"The chat template of '{name}' must write out the format of the date that it prints, as in "
-            "strftime_now('%Y'), but does not, so that the date of this run cannot be fixed. Put the date into "
-            "the template."
+            "strftime_now('%Y'), but does not, so that the date of this run cannot be fixed. Put the date "
+            "into the template."
         )
     if not DATE_CALL.search(template):
         return template
