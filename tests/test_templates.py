@@ -110,6 +110,15 @@ TEMPLATES = {
         "'<|start|>assistant'",
         "'<|start|>developer<|message|>' + m.content + '<|end|>'",
     ),
+    # Chat ML, but without a generation prompt.
+    "no_prompt": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''"),
+    "no_prompt_thinks": build_chatml(
+        "'<|im_start|>assistant\n' + ('<think>' + m.reasoning_content + '</think>' if m.reasoning_content"
+        " else '') + m.content + '<|im_end|>\n'",
+        "''",
+    ),
+    "always_prompts": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''")
+    + "{% if messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}",
 }
 CONTROLS = (
     *("<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "</s>"),
@@ -206,6 +215,8 @@ OPENINGS = {
     "glm5": ("<think>", ""),
     "nemotron3": ("\n", "</think>"),  # nothing shows where its turn's header ends
     "harmony": ("", "<|channel|>final<|message|>"),
+    **dict.fromkeys(("no_prompt", "no_prompt_thinks"), ("", "<|im_start|>assistant\n")),
+    "always_prompts": ("", ""),
 }
 
 

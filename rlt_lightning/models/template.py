@@ -87,7 +87,8 @@ def find_turn_opening(tokenizer: Any) -> tuple[str, str]:
 
     Returns:
         The end of the generation prompt that a written turn lacks, such as an opened thought, and what a
-        written turn has in its place before its text, such as a channel.
+        written turn has in its place before its text, such as a channel; its header, too, where the template
+        knows no generation prompt.
 
     Raises:
         InputError: See `split_written_turn`.
@@ -99,16 +100,17 @@ def find_turn_opening(tokenizer: Any) -> tuple[str, str]:
     for start, end in encoding["offset_mapping"]:
         if start < header < end:  # they differ within a token
             header = start
-    if header <= count_shared(prompt, render_chat(tokenizer, [QUESTION], opens_turn=False)):
+    without = render_chat(tokenizer, [QUESTION], opens_turn=False)
+    if prompt != without and header <= count_shared(prompt, without):
         # The two name the assistant in different words. Servers send the generation prompt.
         return "", ""
     opened, opening = prompt[header:], written[header:]
     if not (opened + opening).strip():
         return "", ""
     thinks = render_chat(tokenizer, [QUESTION, ANSWER | {"reasoning_content": THOUGHT}], opens_turn=False)
-    before, _, behind = thinks.rpartition(THOUGHT)
+    before = thinks.rpartition(THOUGHT)[0]
     # An empty thought is what a turn with a thought lacks. A channel follows a thought, too.
-    is_empty_thought = opened + opening not in behind.partition(ANSWER["content"])[0]
+    is_empty_thought = opened + opening not in thinks[header:].partition(ANSWER["content"])[0]
     return opened, "" if is_empty_thought and before[header:].strip() else opening
 
 
