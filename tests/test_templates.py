@@ -119,6 +119,8 @@ TEMPLATES = {
     ),
     "always_prompts": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''")
     + "{% if messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "always_prompts_model": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''")
+    + "{{ '<|im_start|>model\n' }}",
 }
 CONTROLS = (
     *("<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "</s>"),
@@ -216,7 +218,7 @@ OPENINGS = {
     "nemotron3": ("\n", "</think>"),  # nothing shows where its turn's header ends
     "harmony": ("", "<|channel|>final<|message|>"),
     **dict.fromkeys(("no_prompt", "no_prompt_thinks"), ("", "<|im_start|>assistant\n")),
-    "always_prompts": ("", ""),
+    **dict.fromkeys(("always_prompts", "always_prompts_model"), ("", "")),
 }
 
 
@@ -234,6 +236,8 @@ def test_the_trained_turn_is_the_templates(smol: Any, name: str) -> None:
     expected = chat.tokenizer.apply_chat_template(messages, tokenize=False)
     if name == "mistral":  # a space that its prompt lacks; servers send the prompt
         expected = expected.replace(f" {TURN}", TURN)
+    if name == "always_prompts_model":
+        expected = expected.replace("assistant", "model").removesuffix("<|im_start|>model\n")
     if name == "nemotron":
         expected = expected.replace("SPECIAL_10>assistant", "SPECIAL_11>Assistant")
         expected = expected.removesuffix("\n") + "<|endoftext|>"

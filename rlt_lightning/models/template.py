@@ -101,7 +101,7 @@ def find_turn_opening(tokenizer: Any) -> tuple[str, str]:
         if start < header < end:  # they differ within a token
             header = start
     without = render_chat(tokenizer, [QUESTION], opens_turn=False)
-    if prompt != without and header <= count_shared(prompt, without):
+    if header < len(prompt) and header <= count_shared(prompt, without):
         # The two name the assistant in different words. Servers send the generation prompt.
         return "", ""
     opened, opening = prompt[header:], written[header:]
