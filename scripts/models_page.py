@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlt_lightning.engines.slots import choose_decoder
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import disable_dropout, verify_layout
@@ -78,8 +80,9 @@ def describe(name: str) -> tuple[str, list[str]]:
 
 
 def adapt(model: Any) -> str:
-    """Add the default adapter."""
+    """Add the default adapter, and run the adapted model."""
     add_adapter(model, LoRA(), seed=0)
+    model(input_ids=torch.arange(10, 30)[None], use_cache=False)
     return "yes"
 
 

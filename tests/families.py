@@ -55,6 +55,7 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": REACH,
     "short_factor": [1.0] * 8, "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0],
 }  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 # Hunyuan calls a fixed factor, alpha, dynamic.
 FIXED = {
     "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1,
@@ -67,7 +68,7 @@ class Family(NamedTuple):
 
     Args:
         layout: How it is scored, or "refused".
-        decoder: How it is sampled in process, a name of `engines.slots.DECODERS`.
+        decoder: How it is sampled in process, a name of `engines.slots.DECODERS`, or "refused".
         options: What differs from `BASE`.
         tolerance: By how much its sampled log-probs may differ from its forward's, nats.
         reference: transformers' plainest attention that is right.
@@ -219,6 +220,10 @@ FAMILIES = {
     ),
     "lfm3": Family("single", "padded"),
     "llama": Family("auto", "slots"),
+    "llama, dynamic": Family(
+        "refused", "refused", {"max_position_embeddings": REACH, "rope_parameters": DYNAMIC},
+        note="transformers turns positions by the longest text so far",
+    ),
     "llama4_text": Family(
         "single", "unpadded",
         HEAD | LOCAL_EXPERTS | {

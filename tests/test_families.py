@@ -34,6 +34,7 @@ KINDS = [
     "llama4_text",  # chunks, and a temperature of positions
     "phi3, longrope",  # a longer text turns all positions otherwise
     "minimax",  # a cache of its own
+    "llama, dynamic",  # transformers turns its positions by the texts before
 ]
 CASES = [*KINDS, *(full(name) for name in FAMILIES if name not in KINDS)]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -76,7 +77,7 @@ def test_a_family_is_scored_as_its_eager_forward(name: str, tmp_path: Path) -> N
     model, plain = build_pair(name, tmp_path)
     disable_dropout(model)
     if layout == "refused":
-        with pytest.raises(InputError, match="it draws random numbers in training"):
+        with pytest.raises(InputError, match=r"it draws random numbers in training|rope_type dynamic"):
             verify_layout(StrictEntry(model), name, "auto")
         return
     assert verify_layout(StrictEntry(model), name, "auto") == layout
@@ -112,6 +113,10 @@ def test_a_family_is_sampled_as_its_eager_forward(name: str, tmp_path: Path, min
     engine.start(model, tokenizer, tmp_path)
     # Padding beside short prompts; one prompt crosses what a layer sees at a time, one is longer.
     prompts = draw_texts(3, 20, 40, 20)
+    if family.decoder == "refused":
+        with pytest.raises(InputError, match="rope_type dynamic"):
+            sample_groups(engine, prompts, Sampling(0, max_completion_length=9), 2, "", [1, 2, 3, 4])
+        return
     groups = sample_groups(engine, prompts, Sampling(0, max_completion_length=9), 2, "", [1, 2, 3, 4])
     assert engine.decoder == family.decoder
     for prompt, group in zip(prompts, groups, strict=True):
@@ -121,7 +126,7 @@ def test_a_family_is_sampled_as_its_eager_forward(name: str, tmp_path: Path, min
         assert group[0].log_probs == pytest.approx(log_probs, abs=family.tolerance)
 
 
-@pytest.mark.parametrize("name", ["phi3, longrope", "minimax", "llama"])
+@pytest.mark.parametrize("name", ["phi3, longrope", "minimax", "llama", "llama, dynamic"])
 def test_the_page_has_a_familys_row(name: str) -> None:
     row, refused = models_page.describe(name)
     assert all(f"{line}\n" in models_page.PAGE.read_text() for line in [row, *refused])

@@ -107,6 +107,7 @@ HOSTILE: dict[str, Any] = {
     "length_behind_a_tag": ended(11, TAG, 13, 14, reason="length"),
     "length_with_a_tag_at_the_end": ended(11, 12, 13, TAG, reason="length"),
     "length_behind_an_end_token": ended(11, EOS, 13, 14, reason="length"),
+    "length_with_an_end_token_at_the_end": ended(11, 12, 13, EOS, reason="length"),
     "stop_without_the_tag": ended(11, 12, detail=END),
     "stop_at_the_limit_without_the_tag": ended(11, 12, 13, 14, detail=END),
     "stop_behind_the_tag": ended(11, TAG, 13, detail=END),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import rlt
+from families import build
 from lightning.pytorch import Callback
 from peft import PeftModel
 from ranks import Runs, run
@@ -165,6 +166,17 @@ def test_a_transposed_layer_merges_too() -> None:
             nn.init.normal_(parameter, std=0.1)
     plain.load_state_dict(merged(model), strict=False)
     torch.testing.assert_close(log_probs(plain), log_probs(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "deepseek_v4", "phimoe", "falcon"])
+def test_only_what_multiplies_is_adapted(family: str, tmp_path: Path) -> None:
+    build(family, tmp_path)
+    model = load_model(str(tmp_path)).eval()
+    with torch.no_grad():
+        before = model(IDS, use_cache=False).logits
+        add_adapter(model, LORA, seed=0)
+        torch.testing.assert_close(model(IDS, use_cache=False).logits, before)
+    assert len(trained_tensors(model)) >= 24  # A and B of attention in three layers
 
 
 @pytest.mark.parametrize(

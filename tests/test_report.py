@@ -236,7 +236,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     [
         ({}, "must be the folder of a run"),
         ({"rollouts.jsonl": "", "metrics.csv": "step,reward/mean\n"}, "has written figures"),
-        ({"metrics.csv": "step,reward/mean\n1,much\n"}, "column reward/mean has 'much'"),
+        ({"metrics.csv": "step,reward/mean\n1,much\n"}, "Line 2 of"),
         ({"rollouts.jsonl": "no json\n"}, "must be JSON, but line 1"),
         ({"metrics.csv": "step,a\n1,2\n", "config.yaml": "a: ["}, "must be YAML"),
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
 from transformers import AutoTokenizer, GenerationConfig
 
 from rlt_lightning import OptimizerConfig, SFTModule, StratosDataModule, Trainer
@@ -109,6 +110,17 @@ TEMPLATES = {
         "'<|start|>assistant'",
         "'<|start|>developer<|message|>' + m.content + '<|end|>'",
     ),
+    # Chat ML, but without a generation prompt.
+    "no_prompt": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''"),
+    "no_prompt_thinks": build_chatml(
+        "'<|im_start|>assistant\n' + ('<think>' + m.reasoning_content + '</think>' if m.reasoning_content"
+        " else '') + m.content + '<|im_end|>\n'",
+        "''",
+    ),
+    "always_prompts": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''")
+    + "{% if messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "always_prompts_model": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''")
+    + "{{ '<|im_start|>model\n' }}",
 }
 CONTROLS = (
     *("<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "</s>"),
@@ -177,6 +189,16 @@ def test_generation_stops_where_turns_end(smol: Any, name: str) -> None:
     assert find_eos_token_ids(Model, chat.tokenizer) == ends
 
 
+@pytest.mark.parametrize("end", ["</s_end>", "\n### End", " [DONE]<|im_end|>", "</response><|im_end|>"])
+def test_an_end_that_is_no_token_is_refused(smol: Any, end: str) -> None:
+    tokenizer = copy.deepcopy(smol)
+    tokenizer.chat_template = build_chatml(f"'<|im_start|>assistant\n' + m.content + '{end}\n'")
+    with pytest.raises(InputError, match="must end an assistant's turn with an added token") as refused:
+        ChatFormat(tokenizer)
+    assert repr(end.strip()[:8])[:-1] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_padding_is_not_the_end_of_turns(smol: Any) -> None:
     tokenizer = build_format(smol, "chatml").tokenizer
     tokenizer.pad_token = "<|im_end|>"
@@ -195,6 +217,8 @@ OPENINGS = {
     "glm5": ("<think>", ""),
     "nemotron3": ("\n", "</think>"),  # nothing shows where its turn's header ends
     "harmony": ("", "<|channel|>final<|message|>"),
+    **dict.fromkeys(("no_prompt", "no_prompt_thinks"), ("", "<|im_start|>assistant\n")),
+    **dict.fromkeys(("always_prompts", "always_prompts_model"), ("", "")),
 }
 
 
@@ -212,6 +236,8 @@ def test_the_trained_turn_is_the_templates(smol: Any, name: str) -> None:
     expected = chat.tokenizer.apply_chat_template(messages, tokenize=False)
     if name == "mistral":  # a space that its prompt lacks; servers send the prompt
         expected = expected.replace(f" {TURN}", TURN)
+    if name == "always_prompts_model":
+        expected = expected.replace("assistant", "model").removesuffix("<|im_start|>model\n")
     if name == "nemotron":
         expected = expected.replace("SPECIAL_10>assistant", "SPECIAL_11>Assistant")
         expected = expected.removesuffix("\n") + "<|endoftext|>"
@@ -360,9 +386,33 @@ def test_tokens_of_another_day_are_not_reused(dated: Path, at_days: type[Day]) -
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_a_computed_format_of_the_date_is_refused(dated: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ("{{ strftime_now ( '%d %b' ) }}", "26 Nov"),
+        ('{{ strftime_now("%A, %d %B \'%y") }}', "Thursday, 26 November '26"),
+        ("{{ strftime_now('%d \"%b\"') }}", '26 "Nov"'),
+        ("{# strftime_now #}{{ strftime_now('%Y') if strftime_now is defined }}", "2026"),
+    ],
+)
+def test_a_date_is_fixed_however_it_is_written(call: str, shown: str, at_days: type[Day]) -> None:
+    at_days.shown = date(2026, 11, 26)
+    fixed = template.fix_date(call, "model")
+    at_days.shown = date(2027, 1, 1)
+    assert Template(fixed).render(strftime_now=lambda form: pytest.fail("asks for the date")) == shown
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ strftime_now('%d' + ' %b') }}",
+        "{{ strftime_now('%d\\n%b') }}",
+        "{% set now=strftime_now %}{{ now('%d %b') }}",
+        "{% macro show(now) %}{{ now('%d %b') }}{% endmacro %}{{ show(strftime_now) }}",
+    ],
+)
+def test_a_date_that_cannot_be_fixed_is_refused(call: str, dated: Path, tmp_path: Path) -> None:
     shutil.copytree(dated, tmp_path / "model")
-    text = DATED.replace("strftime_now('%d %b %Y')", "strftime_now('%d' + ' %b')")
-    (tmp_path / "model/chat_template.jinja").write_text(text)
+    (tmp_path / "model/chat_template.jinja").write_text(call + TEMPLATES["chatml"])
     with pytest.raises(InputError, match="must write out the format of the date"):
         load_tokenizer(str(tmp_path / "model"))

@@ -33,7 +33,8 @@ OTHER_TEXT = (
 )
 TEMPLATES = {
     "llama2": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}<<SYS>>\n"
-    "{{ m['content'] }}\n<</SYS>>\n\n{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}",
+    "{{ m['content'] }}\n<</SYS>>\n\n{% elif m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}",
     "gemma": "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] }}"
     "<end_of_turn>\n{% endfor %}<start_of_turn>model\n",
 }

@@ -364,7 +364,7 @@ def parse_finish_reason(choice: JSON, request: CompletionRequest) -> FinishReaso
     require(all(end == "length" for end in ends), f"{claim}, but tokens behind an end")
     last = watcher.finish_reason(token_ids)
     if reason == "length":
-        is_full = len(token_ids) == request.sampling.max_completion_length and last != "stop"
+        is_full = len(token_ids) == request.sampling.max_completion_length and last == "length"
         require(is_full, f"{claim}, but {len(token_ids)} tokens")
         return "length"
     if reason == "stop" and watcher.stop and detail == watcher.stop:

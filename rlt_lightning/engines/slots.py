@@ -42,6 +42,7 @@ from rlt_lightning.models.packed import (
     find_position_fault,
     known_fault,
     list_own_attentions,
+    require_fixed_positions,
     set_attention,
 )
 from rlt_lightning.numerics.attention import Segments, merge_
@@ -219,8 +220,9 @@ def choose_decoder(model: Any, call: Call) -> str:
     configuration names as what a layer sees.
 
     Raises:
-        InputError: If none is right.
+        InputError: If none is right, or see `require_fixed_positions`.
     """
+    require_fixed_positions(model)
     device = find_device(model)
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)

@@ -115,7 +115,6 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
     """Replace the target layers by peft's, and refuse targets that cannot be adapted."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import ParamWrapper
-    from transformers.pytorch_utils import Conv1D
 
     layers, root = [lora.targets] if isinstance(lora.targets, str) else lora.targets, model
     if lora.targets == "all-linear":
@@ -146,9 +145,7 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
     if isinstance(model.get_output_embeddings(), adapted_layer_class()):
         raise InputError("model.lora.targets must leave the language-model head out, but names it. Drop it.")
     for name, layer in adapted_layers(model):
-        if not isinstance(layer, ParamWrapper) and not isinstance(
-            layer.get_base_layer(), (nn.Linear, Conv1D)
-        ):
+        if not isinstance(layer, ParamWrapper) and not is_linear(layer.get_base_layer()):
             raise InputError(f"model.lora.targets must be linear layers, but {name} is none. Drop it.")
         layer._cast_input_dtype = cast_unless_autocast
 
@@ -157,17 +154,25 @@ def list_linear_layers(model: Any) -> list[str]:
     """Return the names of a model's linear layers, but the head and those that peft cannot adapt."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-    from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
     names = []
     for name, layer in model.named_modules():
-        if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head:
+        if is_linear(layer) and layer is not head:
             # Mamba's kernels read the weight of its last layer themselves, so that an adapter there is idle.
             with suppress(ValueError):
                 _check_lora_target_modules_mamba(LoraConfig(), model, name.rpartition(".")[2])
                 names.append(name)
     return names
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a layer multiplies with its weight and no more; routers that are subclasses do."""
+    from transformers.pytorch_utils import Conv1D
+
+    multiplies = type(layer).forward in (nn.Linear.forward, Conv1D.forward)
+    # Falcon writes the product out; a layer with a quant_state is in 4 bits.
+    return multiplies or type(layer).__name__ == "FalconLinear" or hasattr(layer, "quant_state")
 
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:

@@ -257,8 +257,10 @@ def verify_layout(
             cannot share prefixes.
 
     Raises:
-        InputError: If no layout is right, or "shared_prefix" was asked for and is wrong.
+        InputError: If no layout is right, or "shared_prefix" was asked for and is wrong, or see
+            `require_fixed_positions`.
     """
+    call_model(run, require_fixed_positions)
     architecture, attention = run(lambda model: (type(model).__name__, model.config._attn_implementation))
     call_model(run, lambda model: announce_check(name, model))
     candidates = [(attention, layout) for layout in FALLBACKS[wanted]]
@@ -318,18 +320,33 @@ def known_fault(model: Any, layout: Layout) -> str | None:
 def find_position_fault(model: Any) -> str | None:
     """Return why a sequence's neighbours in a row or a batch would change its positions, or None."""
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
-    # Hunyuan calls a fixed factor, alpha, dynamic.
-    depends = [
-        r.get("rope_type") == "longrope" or (r.get("rope_type") == "dynamic" and not r.get("alpha"))
-        for r in by_layer
-    ]
-    if any(depends):
+    if any(rope.get("rope_type") == "longrope" for rope in list_rope_parameters(config)):
         return "the longest sequence would decide how positions of the others are turned"
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4
         return "what stands before a sequence would count in the temperature of its attention"
     return None
+
+
+def require_fixed_positions(model: Any) -> None:
+    """Refuse a model whose scores depend on which texts it ran before.
+
+    Raises:
+        InputError: If it has dynamic scaling: transformers keeps the factors of the longest text so far.
+    """
+    config = model.config.get_text_config()
+    # Hunyuan calls a fixed factor, alpha, dynamic.
+    if any(r.get("rope_type") == "dynamic" and not r.get("alpha") for r in list_rope_parameters(config)):
+        raise InputError(
+            f"Positions must not depend on which texts ran before, but those of {type(model).__name__} do by "
+            "rope_type dynamic. Set it to default in the model's config.json, which changes nothing up to "
+            f"{config.max_position_embeddings} tokens, or use another model."
+        )
+
+
+def list_rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return how positions are turned; an entry for each kind of layers, where a model has several."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return list(rope.values()) if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
 
 
 @torch.no_grad()

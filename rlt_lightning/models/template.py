@@ -32,7 +32,8 @@ NO_SYSTEM_ROLE = (
 QUESTION = {"role": "user", "content": "What is 1 + 1?"}
 ANSWER = {"role": "assistant", "content": "It makes two."}
 THOUGHT = "I count both."
-DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
+DATE_CALL = re.compile(r"""\bstrftime_now\s*\(\s*('[^'\\]*'|"[^"\\]*")\s*\)""")
+ASKS_NO_DATE = re.compile(r"{#.*?#}|\bstrftime_now\s+is\b", re.DOTALL)
 DATE_FILE = "template_date.txt"  # in a run folder, if a template prints the date
 
 run_folder: Path | None = None  # of the run of this process
@@ -86,7 +87,8 @@ def find_turn_opening(tokenizer: Any) -> tuple[str, str]:
 
     Returns:
         The end of the generation prompt that a written turn lacks, such as an opened thought, and what a
-        written turn has in its place before its text, such as a channel.
+        written turn has in its place before its text, such as a channel; its header, too, where the template
+        knows no generation prompt.
 
     Raises:
         InputError: See `split_written_turn`.
@@ -98,16 +100,17 @@ def find_turn_opening(tokenizer: Any) -> tuple[str, str]:
     for start, end in encoding["offset_mapping"]:
         if start < header < end:  # they differ within a token
             header = start
-    if header <= count_shared(prompt, render_chat(tokenizer, [QUESTION], opens_turn=False)):
+    without = render_chat(tokenizer, [QUESTION], opens_turn=False)
+    if header < len(prompt) and header <= count_shared(prompt, without):
         # The two name the assistant in different words. Servers send the generation prompt.
         return "", ""
     opened, opening = prompt[header:], written[header:]
     if not (opened + opening).strip():
         return "", ""
     thinks = render_chat(tokenizer, [QUESTION, ANSWER | {"reasoning_content": THOUGHT}], opens_turn=False)
-    before, _, behind = thinks.rpartition(THOUGHT)
+    before = thinks.rpartition(THOUGHT)[0]
     # An empty thought is what a turn with a thought lacks. A channel follows a thought, too.
-    is_empty_thought = opened + opening not in behind.partition(ANSWER["content"])[0]
+    is_empty_thought = opened + opening not in thinks[header:].partition(ANSWER["content"])[0]
     return opened, "" if is_empty_thought and before[header:].strip() else opening
 
 
@@ -117,10 +120,10 @@ def count_shared(first: str, second: str) -> int:
 
 
 def find_turn_end(tokenizer: Any) -> int:
-    """Return the token that the template writes behind an assistant's text; the eos where it writes none.
+    """Return the token that the template writes behind an assistant's text; the eos where it writes nothing.
 
     Raises:
-        InputError: See `split_written_turn`.
+        InputError: If it writes a text there that begins with no added token, or see `split_written_turn`.
     """
     eos: int = tokenizer.eos_token_id
     if not getattr(tokenizer, "chat_template", None):
@@ -128,6 +131,11 @@ def find_turn_end(tokenizer: Any) -> int:
     behind = split_written_turn(tokenizer, QUESTION, ANSWER)[1].lstrip()
     added = tokenizer.added_tokens_decoder.items()
     ends = {token.content: number for number, token in added if behind.startswith(token.content)}
+    if behind and not ends:
+        raise InputError(
+            "The chat template must end an assistant's turn with an added token of the tokenizer, but writes "
+            f"{behind[:80]!r} behind the text. Add it to the tokenizer, or use another model."
+        )
     return ends[max(ends, key=len)] if ends else eos
 
 
@@ -148,21 +156,23 @@ def fix_date(template: Any, name: str) -> Any:
         name: Of the model, for messages.
 
     Raises:
-        InputError: If the template computes the format of the date.
+        InputError: If the template computes the format of the date, or hands `strftime_now` on.
     """
     if isinstance(template, dict):
         return {key: fix_date(text, name) for key, text in template.items()}
-    if not isinstance(template, str) or "strftime_now(" not in template:
+    if not isinstance(template, str) or "strftime_now" not in template:
+        return template
+    if "strftime_now" in ASKS_NO_DATE.sub("", DATE_CALL.sub("", template)):
+        raise InputError(
+            f"The chat template of '{name}' must write out the format of the date that it prints, as in "
+            "strftime_now('%Y'), but does not, so that the date of this run cannot be fixed. Put the date "
+            "into the template."
+        )
+    if not DATE_CALL.search(template):
         return template
     day = load_run_date()
-    fixed = DATE_CALL.sub(lambda call: jinja_string(day.strftime(call[2])), template)
-    if "strftime_now(" in fixed:
-        raise InputError(
-            f"The chat template of '{name}' must write out the format of the date that it prints, but "
-            "computes it, so that the date of this run cannot be fixed. Put the date into the template."
-        )
     announce_date(name, day)
-    return fixed
+    return DATE_CALL.sub(lambda call: jinja_string(day.strftime(call[1][1:-1])), template)
 
 
 def load_run_date() -> date:

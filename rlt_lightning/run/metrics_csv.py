@@ -6,6 +6,7 @@ import csv
 import math
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,12 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def resume_after(self, step: int, last_row: dict[str, float]) -> None:
-        """Read what an earlier run wrote, up to a step; `last_row` is the checkpoint's row of that step."""
-        for row in csv.DictReader(read_whole_lines(self.path)):
-            number = int(row.pop("step"))
-            if number <= step:
-                self.rows[number] = {name: value for name, value in row.items() if value}
+        """Read what an earlier run wrote, up to a step; `last_row` is the checkpoint's row of that step.
+
+        Raises:
+            InputError: See `read_rows`.
+        """
+        self.rows = {number: row for number, row in read_rows(self.path) if number <= step}
         # A kill may have come before Lightning logged the step, but after EvaluateEvery did.
         self.log_metrics({n: v for n, v in last_row.items() if n not in self.rows.get(step, {})}, step)
         self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
@@ -98,22 +100,17 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
     """Read metrics.csv: a curve for each metric that has any value, and remarks for the page.
 
     Raises:
-        InputError: If a step or a value is no number.
+        InputError: See `read_rows`.
     """
     curves: dict[str, Curve] = {}
     odd: dict[str, list[int]] = defaultdict(list)
-    for row in csv.DictReader(read_whole_lines(path)):
-        step = parse_number(row.pop("step", None), path, "step")
-        if not math.isfinite(step):
-            raise InputError(f"Steps in {path} must be whole numbers, but one is {step}. Correct it.")
+    for step, row in read_rows(path):
         for name, cell in row.items():
-            if not cell:
-                continue
-            value = parse_number(cell, path, name)
+            value = float(cell)
             if not math.isfinite(value):
-                odd[name].append(int(step))
+                odd[name].append(step)
             steps, values = curves.setdefault(name, ([], []))
-            steps.append(int(step))
+            steps.append(step)
             values.append(value if math.isfinite(value) else None)
     curves = {name: curve for name, curve in curves.items() if any(v is not None for v in curve[1])}
     notes = [
@@ -123,23 +120,28 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
     return curves, notes
 
 
-def read_whole_lines(path: Path) -> list[str]:
-    """Return the lines of metrics.csv without what a crash may leave; none if there is no file.
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the step of each line of metrics.csv, and its cells that are not empty.
 
-    A kill may tear the last line, and a machine that loses power may leave zeros in place of a line.
+    Nothing comes from what a crash may leave: a kill may tear the last line, and a machine that loses power
+    may leave zeros in place of a line. Without a file nothing comes at all.
+
+    Raises:
+        InputError: If a step is no whole number, or another cell no number.
     """
     if not path.exists():
-        return []
+        return
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [line for line in whole if "\0" not in line]
-
-
-def parse_number(cell: Any, path: Path, name: str | None) -> float:
-    """Return the number in a cell."""
-    try:
-        return float(cell)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"Every cell of {path} must be a number or empty, but the column {name} has {cell!r}. Correct or "
-            "delete that line."
-        ) from error
+    reader = csv.DictReader("" if "\0" in line else line for line in whole)
+    for row in reader:
+        cells = {name: cell for name, cell in row.items() if cell}
+        try:
+            step = int(cells.pop("step"))
+            for cell in cells.values():
+                float(cell)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"Line {reader.line_num} of {path} must be a step and numbers, below a line of names, but is "
+                f"{whole[reader.line_num - 1].strip()[:80]!r}. Correct or delete it, or move the file away."
+            ) from error
+        yield step, cells
