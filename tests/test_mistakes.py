@@ -52,7 +52,7 @@ MISTAKES = {
     f"{FIT} --model.dtype fp16": ("dtype", "float16"),
     f"{FIT} --seed -1": ("seed", "v>=0"),
     "test --config quickstart": ("RLTModule", "EvaluationModule"),
-    "report": ("run_dirs", "required"),
+    "report": ("run_dir", "required"),
     "export --ckpt_path x": ("output_dir", "required"),
 }
 
