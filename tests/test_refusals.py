@@ -55,11 +55,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a second batch size": (
         lambda: Trainer("unused", accumulate_grad_batches=4),
-        "so accumulate_grad_batches must be 1, but is 4",
+        "accumulate_grad_batches must be 1, but is 4",
     ),
     "gradients that the trainer clips": (
         lambda: Trainer("unused", gradient_clip_val=1.0),
-        "Set optimizer.max_grad_norm instead",
+        "optimizer.max_grad_norm instead",
     ),
     "a run without a length": (lambda: count_steps(4, -1, None, None), "trainer.max_time ends it early"),
     "greedy sampling": (
