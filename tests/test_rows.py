@@ -83,6 +83,7 @@ THOUGHT = "<think>\nCount.\n</think>\n\n\\boxed{7}"
         {"question": " \n", "prompt": None, "problem": "1+6?"},
         {"question": float("nan"), "problem": "1+6?"},
         {"question": 17, "problem": "1+6?"},
+        {"question": "17", "problem": "1+6?"},
         {"prompt": TURN, "problem": "1+6?"},
         {"prompt": [*TURN, *TURN], "problem": "1+6?"},
         {"prompt": {"text": "other"}, "problem": "1+6?"},

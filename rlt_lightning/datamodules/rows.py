@@ -30,12 +30,14 @@ def has_texts(columns: dict[str, Any]) -> bool:
 def find_question(columns: Mapping[str, Any], names: Sequence[str] = QUESTION_COLUMNS) -> Any:
     """Return a row's question: the first column that holds text, else the text of a user's only turn.
 
-    If there is neither, what the first column holds that is not missing.
+    A text of digits is a number of the row if another column holds words. If there is no text, what the first
+    column holds that is not missing.
     """
     values = [columns[name] for name in names if columns.get(name) is not None]
     turns = [value[0] for value in values if isinstance(value, list) and len(value) == 1]
     asked = [turn.get("content") for turn in turns if isinstance(turn, dict) and turn.get("role") == "user"]
-    return next(filter(has_text, [*values, *asked]), next(iter(values), None))
+    texts = [value for value in [*values, *asked] if has_text(value)]
+    return min(texts, key=lambda text: text.strip().isdecimal(), default=next(iter(values), None))
 
 
 def has_text(value: Any) -> bool:
