@@ -368,7 +368,7 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "greedy sampling": (["--rollouts.sampling.temperature=0"], "temperature must be above 0"),
     "two rollout callbacks": (
         ["--trainer.callbacks+=rlt_lightning.callbacks.RolloutCallback"] * 2,
-        "Every run has one RolloutCallback",
+        "A run has one RolloutCallback",
     ),
     "engine without workers": (
         ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"],

@@ -510,7 +510,7 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
         ),
         (
             ["--trainer.callbacks+=rlt_lightning.callbacks.ResponseCallback"] * 2,
-            "Every run has one ResponseCallback, but callbacks has 2",
+            "A run has one ResponseCallback, but trainer.callbacks names 2",
         ),
     ],
 )

@@ -120,7 +120,9 @@ def read_run_dir(words: Sequence[str]) -> list[str]:
     """Return `RUN --output FILE` as the parser reads it: --run_dir=RUN --output FILE."""
     folders, options = split_words(words)
     if len(folders) > 1:
-        raise InputError(f"rlt report takes one run, but got {', '.join(folders)}. Compare runs in W&B.")
+        raise InputError(
+            f"rlt report takes one run, but got {', '.join(folders)}. Compare runs in W&B or TensorBoard."
+        )
     return [*(f"--run_dir={name}" for name in folders), *(word for option in options for word in option)]
 
 

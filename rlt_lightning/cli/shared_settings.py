@@ -58,6 +58,7 @@ class SharedSettingsCommandLine(RLTCommandLine):
         """Read the command line as the other verb's; messages name this one."""
         self.shared_parser.prog = f"rlt {self.typed_verb}"
         self.config = parser.parse_args([self.settings_verb, *self.build_words(self.words)])
+        self.take_rollouts()
         self.spread_seed()
         self.share_gpus()
 

@@ -215,8 +215,21 @@ class RLTCommandLine(LightningCLI):
         """Read the command line, and let --seed set the other seeds."""
         require_whole_sets(self.words)
         super().parse_arguments(parser, args)
+        self.take_rollouts()
         self.spread_seed()
         self.share_gpus()
+
+    def take_rollouts(self) -> None:
+        """Read the settings of a RolloutCallback in trainer.callbacks as those of `rollouts`."""
+        config = self.config[self.config.subcommand]
+        name = (TESTING if self.config.subcommand == "test" else TRAINING)["rollouts"].__name__
+        callbacks = as_list(config.trainer.callbacks)
+        named = [callback for callback in callbacks if callback.class_path.rpartition(".")[2] == name]
+        if len(named) > 1:
+            raise InputError(f"A run has one {name}, but trainer.callbacks names {len(named)}. Remove one.")
+        for callback in named:
+            config.rollouts.update(callback.init_args)
+            config.trainer.callbacks = [other for other in callbacks if other is not callback]
 
     def spread_seed(self) -> None:
         """Set every seed of this verb and its classes, except those that the command line names."""
