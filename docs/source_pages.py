@@ -13,7 +13,8 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-LINK = re.compile(r"\]\(\.\./(?!docs/|research/)([\w./-]+)\)")  # out of docs/ and research/
+# Out of docs/ and research/, but to a page or picture of the other.
+LINK = re.compile(r"\]\(\.\./(?!docs/|research/[\w-]+\.(?:md|svg))([\w./-]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:

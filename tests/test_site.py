@@ -100,14 +100,6 @@ def test_the_search_finds_the_right_page_first(address: str) -> None:
     assert found == right
 
 
-def test_a_link_to_a_heading_of_an_old_page_keeps_it(address: str) -> None:
-    with chromium() as browser:
-        page = browser.new_page()
-        for old, new in (("vllm.html", "settings-of-vllmengine"), ("vllm.html#security", "security")):
-            page.goto(f"{address}/{old}")
-            page.wait_for_url(f"{address}/rollouts.html#{new}")
-
-
 def test_the_reference_has_every_folder_and_root_module() -> None:
     paths = [path for path in (ROOT / "rlt_lightning").iterdir() if not path.name.startswith("__")]
     names = {path.stem for path in paths if path.is_dir() or path.suffix == ".py"}
