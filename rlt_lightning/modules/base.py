@@ -159,6 +159,8 @@ class PolicyModule(LightningModule):
         self.phase = PhaseTimer()
         # FLOP/s of the device, measured at the start of the fit.
         self.peak_flops = 0.0
+        # Of each model, when it was loaded.
+        self.fingerprints: dict[str, str | None] = {}
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
@@ -209,6 +211,7 @@ class PolicyModule(LightningModule):
         if self.entry is not None:
             return
         self.sharding = get_sharding(self.trainer.strategy)
+        self.fingerprints = self.fingerprint_models()
         announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
         self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora)
         # In eval mode, as it is loaded, gradient checkpointing would silently be off.
@@ -274,7 +277,7 @@ class PolicyModule(LightningModule):
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),
             "states": self.optimizer_config.states,
-            "weights": self.fingerprint_models(),
+            "weights": self.fingerprints,
             "format": data.trained_format().to_plain(),
             "training": {
                 "method": type(self).__name__,
@@ -293,7 +296,7 @@ class PolicyModule(LightningModule):
         """Refuse a checkpoint of another adapter, and tell if a model's files are others than at its time."""
         if self.trainer.training:
             before = checkpoint["model"]["weights"]
-            for name, digest in self.fingerprint_models().items():
+            for name, digest in self.fingerprints.items():
                 if name in before and before[name] != digest:
                     rank_zero_warn(
                         f"The weights of {name} are not those with which the run began: its files have been "
