@@ -34,8 +34,8 @@ from side_by_side import benchmark_parser, finish, read_options
 from small_models import make_model
 
 from rlt_lightning.models.embedded import embedded_model
+from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.pretrained import load_model
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -21,7 +21,7 @@ from typing import Any
 from side_by_side import ROOT, alternate, bars, benchmark_parser, finish, read_options
 
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 
 GOAL, MAX_BYTES = 5.0, 8.0  # how much faster a later start must be; bytes a token
 START = """

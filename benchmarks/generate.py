@@ -31,7 +31,7 @@ from side_by_side import CPU, alternate, benchmark_parser, finish, measure, read
 
 from rlt_lightning.engines import HFEngine, Launch, NoPush, SampleRequest, Sampling, VLLMEngine, sample_all
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -19,10 +19,10 @@ from reward import one_group, scorer_of
 from side_by_side import benchmark_parser, finish, measure, read_options
 
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.numerics import Head, PackedSequences, RLTReward, ScoredSequence, linear_log_probs
 from rlt_lightning.numerics.packing import SHARING_COST
-from rlt_lightning.pretrained import load_model, load_tokenizer
 
 GOAL = 0.99  # of the variance in time that a straight line explains
 # Prefixes, tokens through the head, completions of one problem.

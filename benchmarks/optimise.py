@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from side_by_side import alternate, bars, benchmark_parser, finish, measure, read_options
 
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.numerics import (
     GroupNormalisedAdvantages,
@@ -33,7 +34,6 @@ from rlt_lightning.numerics import (
     micro_batches,
     to_padded,
 )
-from rlt_lightning.pretrained import load_model, load_tokenizer
 
 HERE = Path(__file__).parent
 TIME_GOAL, MEMORY_GOAL = 4.0, 0.4

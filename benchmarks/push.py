@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 
 from rlt_lightning.engines import DiskPush, GlooPush, Launch, VLLMEngine
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 GOAL = 1.5

@@ -20,12 +20,12 @@ from side_by_side import bars, benchmark_parser, finish, read_options
 from torch import Tensor
 
 from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, merge_weights
 from rlt_lightning.models.quantised import quantised_layers
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.pretrained import load_model
 
 STATES_GOAL, BASE_GOAL, LOSS_GOAL = 0.27, 0.2, 1.05
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling, sample_all
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.modules.frozen import ReadModel
 from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.packing import micro_batches
-from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import ModelView, Problem, Rollout, Rollouts
 
 GOAL, TEMPERATURE = 5.0, 0.7

@@ -26,14 +26,14 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules.tokenize import StudentLikelihoodTask
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
+from rlt_lightning.models.load import Dtype, can_replace_attention
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.modules.likelihood import POLICY
 from rlt_lightning.numerics.likelihood import LikelihoodReward, LogProbReward
 from rlt_lightning.numerics.packing import Layout
-from rlt_lightning.pretrained import Dtype, can_replace_attention
-from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import Completion, InputError, Problem, Rollout

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from rlt_lightning.pretrained import load_model
-from rlt_lightning.scoring.one_problem import ExplanationScorer
+from rlt_lightning.commands.scoring import ExplanationScorer
+from rlt_lightning.models.load import load_model
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import InputError
 

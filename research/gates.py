@@ -12,7 +12,7 @@ import torch
 
 from rlt_lightning.commands.demo import enter_stage
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.run.jsonl import rewrite
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import (

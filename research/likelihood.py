@@ -235,7 +235,7 @@ def measure(one: Likelihood, arm: str) -> dict[str, Any]:
     import torch
     from gates import Corpus
 
-    from rlt_lightning.pretrained import load_model, load_tokenizer
+    from rlt_lightning.models.load import load_model, load_tokenizer
 
     tokenizer, model = load_tokenizer(one.student_base), load_model(str(one.model(arm)))
     corpus, rows = Corpus(tokenizer, 0), read(one.data_file("test"))
@@ -271,7 +271,7 @@ def measure(one: Likelihood, arm: str) -> dict[str, Any]:
 
 def measure_training(one: Likelihood, arm: str) -> list[float]:
     """Return the mean length of the thoughts that an arm samples at each step of its training, tokens."""
-    from rlt_lightning.pretrained import load_tokenizer
+    from rlt_lightning.models.load import load_tokenizer
 
     tokenizer, lengths = load_tokenizer(one.student_base), defaultdict(list)
     for row in read(one.folder / arm / "student" / "rollouts.jsonl"):

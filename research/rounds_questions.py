@@ -167,9 +167,9 @@ def split_tokens(one: Questions, estimator: Estimator) -> dict[str, dict[str, li
         By kind: sums over the tokens of a trace, nats. A trace of right steps leaves them nowhere: the first
         token of its last step counts.
     """
+    from rlt_lightning import Teacher
     from rlt_lightning.engines.base import Sampling
     from rlt_lightning.numerics.rewards import RLTReward
-    from rlt_lightning.python import Teacher
 
     teacher = Teacher(
         one.train_teacher("warmup"),

@@ -157,7 +157,7 @@ def last_step(one: Ways, teacher: str, wrong: bool) -> dict[str, float]:
     import torch
     from gates import Corpus
 
-    from rlt_lightning.pretrained import load_model, load_tokenizer
+    from rlt_lightning.models.load import load_model, load_tokenizer
 
     name = one.setting.base if teacher == "base" else str(one.train_teacher(teacher))
     model, tokenizer = load_model(name), load_tokenizer(name)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.numerics import RLTReward
-    from rlt_lightning.python import Explanation, Score, Teacher, Trainer, score
+    from rlt_lightning.teacher import Explanation, Score, Teacher, score
+    from rlt_lightning.trainer import Trainer
 
 __all__ = [
     "EvaluationDataModule",
@@ -50,7 +51,8 @@ PLACES = {
     "modules": ("EvaluationModule", "LikelihoodModule", "OPDModule", "RLTModule", "SFTModule"),
     "modules.optimizer": ("OptimizerConfig",),
     "numerics": ("RLTReward",),
-    "python": ("Explanation", "Score", "Teacher", "Trainer", "score"),
+    "teacher": ("Explanation", "Score", "Teacher", "score"),
+    "trainer": ("Trainer",),
 }
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlt_lightning.run.metrics import (
+from rlt_lightning.metrics.catalogue import (
     COLUMNS,
     Column,
     Metric,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from rlt_lightning.engines.slots import choose_decoder
+from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import disable_dropout, verify_layout
-from rlt_lightning.pretrained import load_model
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import InputError
 

@@ -313,7 +313,7 @@ def warm_up() -> None:
 
     from rlt_lightning.cli.main import run
     from rlt_lightning.models.embedded import MINIATURES
-    from rlt_lightning.pretrained import load_model
+    from rlt_lightning.models.load import load_model
 
     sys.argv = ["rlt", "fit", "--config=tests/rlt.yaml", "--print_config"]
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):

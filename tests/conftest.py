@@ -247,7 +247,7 @@ def tiny_model(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def renumbered(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of the miniature with its words numbered backwards: the same model, in other tokens."""
-    from rlt_lightning.pretrained import load_model
+    from rlt_lightning.models.load import load_model
 
     folder = tmp_path_factory.mktemp("renumbered")
     model = load_model(miniature)

@@ -372,7 +372,7 @@ def worker_of(model: str, gloo: bool = False, dtype: str = "float32", **options:
     import torch
     from safetensors.torch import load_file
 
-    from rlt_lightning.pretrained import load_model
+    from rlt_lightning.models.load import load_model
 
     copy = load_model(model, dtype)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from rlt_lightning import console, pretrained
+from rlt_lightning import console
 from rlt_lightning.models import kernels, packed, weights
+from rlt_lightning.models import load as pretrained
 
 Captured = pytest.CaptureFixture[str]
 

@@ -23,11 +23,11 @@ from rlt_lightning.checkpoints.folder import read_state
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import DiskPush, EngineError, Sampling, VLLMEngine
+from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.pretrained import load_model
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import Completion, InputError
 

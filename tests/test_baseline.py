@@ -20,9 +20,11 @@ from tiny import CHAINS
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
+from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
+from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import scorer
 from rlt_lightning.modules.scorer import Students, TokenScores, build_empty_view, collect_empty_scores
 from rlt_lightning.numerics.advantages import (
@@ -32,10 +34,8 @@ from rlt_lightning.numerics.advantages import (
     LeaveOneOutAdvantages,
 )
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.pretrained import load_model
-from rlt_lightning.python.teacher import EXACT, Teacher
-from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import ModelEntry
+from rlt_lightning.teacher import EXACT, Teacher
 from rlt_lightning.types import ModelView, Problem
 
 ROWS = [row for _, row in read_rows("chains", num_embedded_rows=4)]

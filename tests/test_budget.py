@@ -20,7 +20,7 @@ from rlt_lightning.engines import (
     WorkersLost,
     sample_with_budget,
 )
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.types import Completion, InputError
 
 SYSTEM_PROMPT = (

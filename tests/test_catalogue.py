@@ -17,11 +17,8 @@ from rlt_lightning.callbacks.alarms import WATCHED
 from rlt_lightning.commands.explain import describe_worth
 from rlt_lightning.commands.report import write_report
 from rlt_lightning.datamodules.evaluation_sets import SETS
-from rlt_lightning.modules.text_reward import CorrectnessTerms
-from rlt_lightning.numerics import RLTReward
-from rlt_lightning.numerics.rewards import TAKEN_NAMES
-from rlt_lightning.run import metrics as catalogue
-from rlt_lightning.run.metrics import (
+from rlt_lightning.metrics import catalogue
+from rlt_lightning.metrics.catalogue import (
     OURS,
     SET_TITLES,
     find_metric,
@@ -31,6 +28,9 @@ from rlt_lightning.run.metrics import (
     reward_term,
     write_entries,
 )
+from rlt_lightning.modules.text_reward import CorrectnessTerms
+from rlt_lightning.numerics import RLTReward
+from rlt_lightning.numerics.rewards import TAKEN_NAMES
 from rlt_lightning.types import NO_TERM, InputError
 
 spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "scripts" / "metrics_page.py")
@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import torch
 
 from rlt_lightning.numerics import RLTReward
-from rlt_lightning.run.metrics import reward_term
+from rlt_lightning.metrics.catalogue import reward_term
 
 BREVITY = reward_term("brevity", "Brevity term", "−0.01 · words of the explanation", "rises towards 0")
 

@@ -13,9 +13,8 @@ from cases import full
 from commands import rlt
 from stages import Stages
 
-from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.scoring.check import CheckOptions, describe_ranking, grade
-from rlt_lightning.scoring.ranking import (
+from rlt_lightning.commands.check import CheckOptions, describe_ranking, grade
+from rlt_lightning.commands.ranking import (
     VARIANTS,
     DrawnRow,
     Phrases,
@@ -24,6 +23,7 @@ from rlt_lightning.scoring.ranking import (
     choose_good_rows,
     read_leap,
 )
+from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, chain_rows
 from rlt_lightning.types import InputError
 

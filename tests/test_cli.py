@@ -24,8 +24,8 @@ from fake_worker import FakeWorker, worker_of
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from rlt_lightning.__main__ import main
+from rlt_lightning.environment import require_known_strategy
 from rlt_lightning.models.embedded import resolve
-from rlt_lightning.python.environment import require_known_strategy
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import InputError

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.control_tokens import encode_marked, mark_text
 from rlt_lightning.datamodules.formats import ChatFormat, encode
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.types import SFTExample
 
 SHARED = Path(__file__).parents[2] / "shared"

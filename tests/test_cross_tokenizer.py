@@ -22,13 +22,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlt_lightning import python
+from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import FIXED_PIECES
+from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import StratosDataModule, student_views
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines import Sampling
+from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import ReadModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -36,8 +38,6 @@ from rlt_lightning.modules.scorer import Scorer, Students, student_sequence
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.spans import Span
-from rlt_lightning.pretrained import load_model
-from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout
 
@@ -320,7 +320,7 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
         "teacher_system_prompt": CASES[0]["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0],
         "student_system_prompt": CASES[0]["student_system_prompt"],
     }
-    teacher = python.Teacher("smollm2-135m", "smollm2-135m", **options)
+    teacher = Teacher("smollm2-135m", "smollm2-135m", **options)
     today = teacher.score(rows)
 
     def other(*arguments: Any) -> tuple[Any, Any]:
@@ -502,7 +502,7 @@ def test_a_plan_counts_the_students_own_tokens(tiny_model: str) -> None:
 def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
     texts = {"tags": "stratos", "teacher_system_prompt": "", "student_system_prompt": ""}
     rows = [{"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}]
-    theirs = python.Teacher(tiny_model, "miniature", reward=RLTReward(), **texts).score(rows)[0]  # type: ignore[arg-type]
+    theirs = Teacher(tiny_model, "miniature", reward=RLTReward(), **texts).score(rows)[0]  # type: ignore[arg-type]
     ours = ExplanationScorer("miniature", tiny_model, **texts)  # type: ignore[arg-type]
     [problem] = ours.build_problems(rows)
     rollout = ours.format.build_rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))

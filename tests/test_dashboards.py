@@ -20,8 +20,8 @@ from wandb_run import runs_in
 
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
+from rlt_lightning.modules.rollout_rows import spread_evenly
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.rollout_rows import spread_evenly
 
 OVERLAYS = [f"--config=configs/overlays/{name}.yaml" for name in ("wandb", "tensorboard")]
 COMPLETIONS = 3  # shown of each iteration's 8

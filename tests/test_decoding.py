@@ -19,8 +19,8 @@ from rlt_lightning.engines.hf import draw, invert_exactly
 from rlt_lightning.engines.slots import Prompts, attend, choose_decoder, decode_attention
 from rlt_lightning.models.attention import register_segment_attention
 from rlt_lightning.models.kernels import build_packed_forward, packed_weights
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.pretrained import load_model, load_tokenizer
 from rlt_lightning.types import Completion, InputError
 
 WORDS = 512

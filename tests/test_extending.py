@@ -43,14 +43,14 @@ from rlt_lightning.engines import (
     VLLMEngine,
     sample_all,
 )
+from rlt_lightning.metrics import catalogue
+from rlt_lightning.metrics.catalogue import find_metric
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics import NonFiniteError
-from rlt_lightning.pretrained import load_model, load_tokenizer
-from rlt_lightning.run import metrics as catalogue
-from rlt_lightning.run.metrics import find_metric
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 

@@ -25,6 +25,7 @@ from rlt_lightning.callbacks import ModelExporter, ResponseCallback
 from rlt_lightning.engines import DiskPush, VLLMEngine
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.file_names import to_file_names
+from rlt_lightning.models.load import empty_model, load_model
 from rlt_lightning.models.lora import (
     ADAPTER_FILE,
     LoRA,
@@ -43,7 +44,6 @@ from rlt_lightning.models.weights import (
 )
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.pretrained import empty_model, load_model
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.types import InputError
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
-from rlt_lightning.pretrained import ensure_pad_token
+from rlt_lightning.models.load import ensure_pad_token
 from rlt_lightning.tags import R1, STRATOS, TagStyle, decode_each, tag_style
 from rlt_lightning.types import Completion, InputError
 

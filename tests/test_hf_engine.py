@@ -13,7 +13,7 @@ from sampling import sample_groups
 
 from rlt_lightning.engines import EngineError, HFEngine, Sampling
 from rlt_lightning.engines.hf import draw
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, InputError
 

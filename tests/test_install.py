@@ -242,7 +242,7 @@ def test_a_users_mypy_sees_the_types_of_the_wheel(programs: Path, tmp_path: Path
     assert [line.partition(": ")[0] for line in lines] == [f"user.py:{number}" for number in (6, 7, 8, 9)], (
         lines
     )
-    assert 'Revealed type is "list[rlt_lightning.python.teacher.Score]"' in lines[0]
+    assert 'Revealed type is "list[rlt_lightning.teacher.Score]"' in lines[0]
     assert 'incompatible type "str"; expected "int"' in lines[1]
     assert 'incompatible type "str"; expected "int"' in lines[2]
     assert 'incompatible type "float"; expected "str | Path | RunFolder"' in lines[3]

@@ -29,11 +29,11 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import LikelihoodModule
 from rlt_lightning.numerics import NOVERReward, RLPRReward, VeriFreeReward
 from rlt_lightning.numerics.likelihood import LikelihoodReward
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.pretrained import load_model
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Rollout
 

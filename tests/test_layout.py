@@ -2,9 +2,8 @@
 
 The layers, from low to high; a module may import its own layer and those below:
 
-    types gloo version allocator → tags numerics → models → pretrained judging → checkpoints strategies
-    → run → datamodules tasks engines → rollouts → metrics → evaluation → modules → callbacks
-    → scoring → python commands → cli
+    types gloo version allocator → tags numerics → models judging → checkpoints strategies → run → metrics
+    → datamodules tasks engines → rollouts → modules → callbacks → trainer → commands → teacher → cli
     → __main__ and __init__, which hands out what scripts use
 """
 
@@ -26,18 +25,17 @@ PACKAGE = ROOT / "rlt_lightning"
 LAYERS = [
     {"types", "gloo", "version", "allocator", "console", "digests"},
     {"tags", "numerics"},
-    {"models"},
-    {"pretrained", "judging"},
+    {"models", "judging"},
     {"checkpoints", "strategies"},
     {"run"},
+    {"metrics"},
     {"datamodules", "tasks", "engines", "vllm_worker"},
     {"rollouts"},
-    {"metrics"},
-    {"evaluation"},
     {"modules"},
     {"callbacks"},
-    {"scoring"},
-    {"python", "commands"},
+    {"trainer", "environment"},
+    {"commands"},
+    {"teacher"},
     {"cli"},
     {"__main__", "__init__"},
 ]
@@ -55,7 +53,7 @@ PUBLIC = (
     "rlt_lightning.engines.VLLMEngine",
     "rlt_lightning.modules.RLTModule",
     "rlt_lightning.numerics.student_solution_reward",
-    "rlt_lightning.pretrained.load_tokenizer",
+    "rlt_lightning.models.load.load_tokenizer",
     "rlt_lightning.strategies.DeepSpeed",
     "rlt_lightning.strategies.FSDP2",
     "rlt_lightning.StratosDataModule",

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.models import lora as lora_module
+from rlt_lightning.models.load import empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, defer_merge, merge_weights, without_adapter
 from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
-from rlt_lightning.pretrained import empty_model, load_model
 from rlt_lightning.types import InputError
 
 LORA = LoRA(rank=4, alpha=8.0)

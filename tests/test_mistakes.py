@@ -20,7 +20,7 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning import __main__ as program
-from rlt_lightning.pretrained import require_model_name
+from rlt_lightning.models.load import require_model_name
 from rlt_lightning.run.folder import choose_run_folder
 from rlt_lightning.types import InputError
 

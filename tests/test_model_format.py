@@ -26,7 +26,7 @@ from rlt_lightning.models.format import (
     without_default_system,
     write_format,
 )
-from rlt_lightning.pretrained import load_format, load_tokenizer
+from rlt_lightning.models.load import load_format, load_tokenizer
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import InputError, SFTExample
 

@@ -10,12 +10,12 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.opd import exchange_targets, per_token
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.divergence import divergence, sampled_advantages
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
-from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.types import InputError
 
 

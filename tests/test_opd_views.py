@@ -15,7 +15,7 @@ from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
 from rlt_lightning.models.embedded import MINIATURES
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.tags import TAG_STYLES, TagStyle, decode
 from rlt_lightning.types import Completion, Rollout
 

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
+from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs, verify_layout
 from rlt_lightning.numerics import (
     MicroBatch,
@@ -47,7 +48,6 @@ from rlt_lightning.numerics import (
     to_padded,
 )
 from rlt_lightning.numerics.packing import from_padded
-from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import InputError
 
 FAMILIES = {

@@ -13,8 +13,8 @@ from cases import full
 from commands import ROOT, python
 
 from rlt_lightning.commands.plan import find_folder
+from rlt_lightning.models.load import meta_model
 from rlt_lightning.models.memory import Shape
-from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 
 # Plans every list of arguments; notes each attempt to reach another machine or to call pip, and stops it.

@@ -25,6 +25,7 @@ from rlt_lightning.commands.plan import (
     read_sharding,
 )
 from rlt_lightning.models import memory
+from rlt_lightning.models.load import meta_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.memory import (
     Activations,
@@ -40,7 +41,6 @@ from rlt_lightning.models.memory import (
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
-from rlt_lightning.pretrained import meta_model
 from rlt_lightning.types import InputError
 
 # 100 weights: embedding and head of 20 each, 6 blocks of 10. Tied to nothing real, so that sums are easy.

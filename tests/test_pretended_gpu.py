@@ -51,7 +51,7 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
 # micro-batch or per metric.
 WAITS = {
     "modules/phases.py:synchronise": 18,  # at either end of nine phases
-    "run/rollout_rows.py:<dictcomp>": 8,  # one for each column of rollouts.jsonl
+    "modules/rollout_rows.py:<dictcomp>": 8,  # one for each column of rollouts.jsonl
     "numerics/rewards.py:require": 2,  # that scores and log-probs are finite, at the end of each pass
     "numerics/transfers.py:download": 1,  # scores
     "numerics/rewards.py:require_tokens": 1,

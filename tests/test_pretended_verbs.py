@@ -17,7 +17,7 @@ from test_decoding import SAMPLINGS, assert_same, started
 from tiny import CONFIGS, OVERLAYS, SHORT, generates, tiny_run, uses_workers
 
 from rlt_lightning.engines import HFEngine
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.tasks.stepwise import chain_rows
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("pretended_gpus")]

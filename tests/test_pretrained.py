@@ -16,10 +16,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from rlt_lightning import pretrained
 from rlt_lightning.console import waiting_for
 from rlt_lightning.models import embedded
-from rlt_lightning.pretrained import load_format, load_model, load_tokenizer
+from rlt_lightning.models import load as pretrained
+from rlt_lightning.models.load import load_format, load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
 ASK = "from rlt_lightning.models.embedded import embedded_model; print(embedded_model())"

@@ -16,6 +16,14 @@ from cases import full
 from commands import ROOT, rlt
 from fake_worker import FakeWorker
 
+from rlt_lightning.callbacks.evaluation_results import (
+    PAPER_ROWS,
+    PAPER_SETS,
+    PAPER_SOURCE,
+    build_paper_table,
+    find_comparable_sets,
+    render,
+)
 from rlt_lightning.datamodules.evaluation_sets import (
     PUBLISHED,
     SETS,
@@ -25,15 +33,7 @@ from rlt_lightning.datamodules.evaluation_sets import (
     read_set,
 )
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.evaluation.results import (
-    PAPER_ROWS,
-    PAPER_SETS,
-    PAPER_SOURCE,
-    build_paper_table,
-    find_comparable_sets,
-    render,
-)
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.types import InputError
 
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ from commands import ROOT, rlt
 from tiny import tiny_options
 
 from rlt_lightning.datamodules.format_choice import FormatOptions, read_format
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 
 QUESTION = "What is 3 + 4?"
 TEACHER_PROMPT = (

@@ -28,13 +28,13 @@ from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.commands.plan import Processes, read_model
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.models import memory
+from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, merge_weights, without_adapter
 from rlt_lightning.models.quantised import quantise, quantised_layers, require_settings
 from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import count_flops
-from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import InputError
 
 needs_bitsandbytes = pytest.mark.skipif(

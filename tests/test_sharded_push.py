@@ -25,8 +25,8 @@ from rlt_lightning.engines import DiskPush, EngineError, GlooPush, NCCLPush, ncc
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.nccl import build_source
 from rlt_lightning.engines.push import WeightPush
+from rlt_lightning.models.load import load_model
 from rlt_lightning.models.weights import Deferred, full_shape, gather_in_groups, whole_tensors
-from rlt_lightning.pretrained import load_model
 
 VERSION = "0123abcd-000007"
 DIES_AT = "model.layers.1.self_attn.q_proj.weight"

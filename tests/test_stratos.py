@@ -18,7 +18,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import (
     BadRowError,

@@ -24,20 +24,20 @@ from tiny import CHAINS as CHAIN_OPTIONS
 from tiny import SHORT
 from trainers import bare_trainer
 
-from rlt_lightning import python
+from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import Sampling
+from rlt_lightning.metrics import catalogue
 from rlt_lightning.models.format import ModelFormat, write_format
+from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import CorrectnessReward, RLTModule, on_policy
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import combine_terms
-from rlt_lightning.pretrained import load_model
-from rlt_lightning.run import metrics as catalogue
-from rlt_lightning.scoring.one_problem import ExplanationScorer
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import STRATOS
 from rlt_lightning.types import InputError, PromptBatch, Scores
@@ -420,13 +420,13 @@ def test_python_and_other_trainers_score_against_several(renumbered: str) -> Non
     problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
     students = {SEED1: 1.0, renumbered: 3.0}
     reward = RLTReward()  # the exact KL, their default, has no common vocabulary
-    [score] = python.Teacher("miniature", students, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+    [score] = Teacher("miniature", students, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
     a, b = score.by_student.values()
     assert score.reward == pytest.approx((a.reward + 3 * b.reward) / 4, abs=1e-5)
     assert score.r_ss == pytest.approx((a.r_ss + 3 * b.r_ss) / 4, abs=1e-5)
     assert "".join(b.solution_tokens).strip() == "7"
     for name, own in zip(students, (a, b), strict=True):
-        [single] = python.Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+        [single] = Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
         assert own.reward == pytest.approx(single.reward, abs=1e-6)
     scorer = ExplanationScorer(students, "miniature", reward, **texts)  # type: ignore[arg-type]
     [told] = scorer.build_problems([problem])
@@ -467,9 +467,9 @@ def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:
     texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
     problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
     reward, names = RLTReward(baseline="empty"), ["miniature", SEED1]
-    [score] = python.Teacher("miniature", names, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+    [score] = Teacher("miniature", names, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
     for name, own in zip(names, score.by_student.values(), strict=True):
-        [by_itself] = python.Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+        [by_itself] = Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
         assert own.r_ss == pytest.approx(by_itself.r_ss, abs=1e-5)
         assert own.reward == pytest.approx(by_itself.reward, abs=1e-5)
 

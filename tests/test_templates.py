@@ -22,8 +22,8 @@ from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.teacher_views import find_thought
 from rlt_lightning.datamodules.token_cache import describe_format
 from rlt_lightning.models import template
+from rlt_lightning.models.load import ensure_pad_token, load_tokenizer
 from rlt_lightning.models.template import find_eos_token_ids, find_turn_opening
-from rlt_lightning.pretrained import ensure_pad_token, load_tokenizer
 from rlt_lightning.tags import decode
 from rlt_lightning.types import InputError, SFTExample
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer, build_byte_table, repair_text
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.types import InputError
 
 TEXTS = [

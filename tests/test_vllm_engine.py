@@ -65,9 +65,9 @@ from rlt_lightning.engines.launch import EXTENSION, LocalServer
 from rlt_lightning.engines.nccl import SyncClient, WeightSource, find_common_dtype
 from rlt_lightning.engines.push import Staging, split_pieces
 from rlt_lightning.engines.threads import run_in_background as run_in_thread
+from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, list_adapter_weights
 from rlt_lightning.models.weights import gather_in_groups
-from rlt_lightning.pretrained import load_model
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")

@@ -40,8 +40,8 @@ from rlt_lightning.engines import (
     sample_all,
 )
 from rlt_lightning.engines.launch import LocalServer, find_free_port
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.pretrained import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 EXECUTABLE = ROOT / ".venv-vllm" / "bin" / "vllm"

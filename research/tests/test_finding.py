@@ -18,7 +18,7 @@ from arms import Arms, Setting
 from stages import Stages
 
 from rlt_lightning.models.embedded import MINIATURES
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 
 SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 

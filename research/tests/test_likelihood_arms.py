@@ -12,7 +12,7 @@ from arms import read
 from likelihood import SETTINGS, Likelihood
 from stages import Stages
 
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 
 TINY = {"num_warmup": 128, "num_traces": 64, "num_test": 8, "num_iterations": 2, "student_epochs": 1}
 

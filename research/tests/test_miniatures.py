@@ -14,7 +14,7 @@ from arms import MINIATURES
 from gates import measure_gates
 
 from rlt_lightning.models.embedded import resolve
-from rlt_lightning.pretrained import load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 
 SCRIPT = Path(__file__).parents[1] / "make_miniature.py"
 QUESTION = "start 2, add 1, add 3, times 7?"

@@ -29,30 +29,30 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm import tqdm
 from typing_extensions import override
 
+from rlt_lightning.callbacks.evaluation_results import format_accuracy
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
-from rlt_lightning.datamodules.evaluation_sets import OVERALL, SetSettings
+from rlt_lightning.datamodules.evaluation_sets import SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.evaluation.protocol import (
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.metrics.answers import OVERALL, compute_figures, name_figures
+from rlt_lightning.metrics.catalogue import EVALUATION, OVERALL_FIGURES
+from rlt_lightning.models.load import context_length
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.responses import (
     build_response,
     judge_responses,
     require_responses_fit,
     response_seed,
 )
-from rlt_lightning.evaluation.results import format_accuracy
-from rlt_lightning.judging.judge import Judge
-from rlt_lightning.metrics.answers import compute_figures, name_figures
-from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.pretrained import context_length
 from rlt_lightning.rollouts.collectives import Collectives
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.run.metrics import EVALUATION, OVERALL_FIGURES
 from rlt_lightning.types import InputError, Problem, SFTExample
 
 SECONDS = "perf/evaluate_s"

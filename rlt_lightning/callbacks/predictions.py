@@ -23,16 +23,16 @@ from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.rollout_rows import (
+    build_token_columns,
+    read_reference,
+    resume_rows,
+)
 from rlt_lightning.modules.text_reward import CorrectnessReward
 from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data_card
 from rlt_lightning.run.jsonl import Row, append_rows, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
-from rlt_lightning.run.rollout_rows import (
-    build_token_columns,
-    read_reference,
-    resume_rows,
-)
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]

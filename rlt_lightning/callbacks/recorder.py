@@ -15,13 +15,13 @@ from typing_extensions import override
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.replay import build_replay_columns
-from rlt_lightning.rollouts.collectives import waiting_for_ranks
-from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
-from rlt_lightning.run.rollout_rows import (
+from rlt_lightning.modules.rollout_rows import (
     build_token_columns,
     rollout_rows,
     spread_evenly,
 )
+from rlt_lightning.rollouts.collectives import waiting_for_ranks
+from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
 
 TABLE = "completions"  # name of the table in W&B and of the texts in TensorBoard

@@ -14,12 +14,12 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.served import ServedEngine
+from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.likelihood import find_kl_reward
-from rlt_lightning.pretrained import context_length
 from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError, Problem
 

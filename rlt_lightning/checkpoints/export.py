@@ -26,6 +26,7 @@ from rlt_lightning.models.format import (
     with_default_system,
     write_format,
 )
+from rlt_lightning.models.load import empty_model, ensure_pad_token, is_model_folder, load_tokenizer
 from rlt_lightning.models.lora import (
     ADAPTER_FILE,
     LoRA,
@@ -45,7 +46,6 @@ from rlt_lightning.models.weights import (
     weights_size,
     write_weights,
 )
-from rlt_lightning.pretrained import empty_model, ensure_pad_token, is_model_folder, load_tokenizer
 from rlt_lightning.types import InputError, as_list
 
 Adapter = Literal["merged", "separate"]

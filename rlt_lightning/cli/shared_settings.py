@@ -1,7 +1,7 @@
 """Verbs that take the settings of another verb, and make no run folder.
 
 rlt plan       the settings of `rlt fit`, or of `rlt test`
-rlt check      those of `rlt fit`; scoring/check.py does the work
+rlt check      those of `rlt fit`; commands/check.py does the work
 rlt explain    those of `rlt predict`; commands/explain.py does the work
 """
 
@@ -19,13 +19,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.parser import replace_config_names, split_words
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student
+from rlt_lightning.commands.check import CheckOptions, check_run
 from rlt_lightning.commands.explain import ExplainOptions, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
 from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.scoring.check import CheckOptions, check_run
 from rlt_lightning.types import InputError, as_list
 
 

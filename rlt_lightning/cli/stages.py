@@ -2,7 +2,7 @@
 
 parse_arguments               read the configs and options; --seed sets the seeds, launch.share the devices
 before_instantiate_classes    choose and make the run folder (run/folder.py)
-instantiate_trainer           make the Trainer (python/trainer.py)
+instantiate_trainer           make the Trainer (trainer.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
 after_fit, after_predict      say where everything is and what to do next
 """
@@ -34,11 +34,11 @@ from rlt_lightning.cli.restarts import announce_restart, require_restartable
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
+from rlt_lightning.environment import TRAINER_DEFAULTS
+from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.likelihood import POLICY, REFERENCE
-from rlt_lightning.python.environment import TRAINER_DEFAULTS
-from rlt_lightning.python.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.run.folder import (
     RunFolder,
     choose_run_folder,
@@ -47,9 +47,9 @@ from rlt_lightning.run.folder import (
     require_same_run,
     tell_changes,
 )
-from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
+from rlt_lightning.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
 

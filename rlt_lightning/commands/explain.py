@@ -22,19 +22,19 @@ from torch import Tensor
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.report import KEY, render_completion, require_replaceable, write_page
+from rlt_lightning.commands.scoring import score_problems
 from rlt_lightning.console import has_styles
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.datamodules.tokenize import TASKS
+from rlt_lightning.metrics.catalogue import find_metric
+from rlt_lightning.models.load import is_model_folder, load_format
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
 from rlt_lightning.modules.scorer import Students
 from rlt_lightning.numerics.rewards import Reduction, RLTReward, reduce_tokens
-from rlt_lightning.pretrained import is_model_folder, load_format
 from rlt_lightning.run.jsonl import Row, read_json_rows
-from rlt_lightning.run.metrics import find_metric
-from rlt_lightning.run.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
-from rlt_lightning.scoring.one_problem import score_problems
 from rlt_lightning.tags import CONTROL_CODES, TagStyle
 from rlt_lightning.tasks.stepwise import describe_question
 from rlt_lightning.types import BadRowError, InputError

@@ -30,6 +30,7 @@ from rlt_lightning.engines import Engine
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.slots import find_architecture_fault
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
+from rlt_lightning.models.load import meta_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.memory import (
     GIB,
@@ -63,7 +64,6 @@ from rlt_lightning.modules.phases import resident_bytes
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.numerics.likelihood import find_kl_reward
 from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.pretrained import meta_model
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError

@@ -25,9 +25,15 @@ from string import Template
 import yaml
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.metrics.catalogue import (
+    find_metric,
+    label_columns,
+    read_entries,
+    training_name,
+    validation_name,
+)
 from rlt_lightning.run.folder import read_settings
 from rlt_lightning.run.jsonl import Row, read_json_rows
-from rlt_lightning.run.metrics import find_metric, label_columns, read_entries, training_name, validation_name
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.types import InputError

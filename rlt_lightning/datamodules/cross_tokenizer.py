@@ -28,8 +28,8 @@ from tokenizers import Tokenizer
 
 from rlt_lightning.datamodules.control_tokens import BYTE_TOKEN, SPACE, hide_word, hide_words
 from rlt_lightning.datamodules.formats import SENTINEL, ChatFormat, encode_pieces
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.numerics.spans import Span, split_spans
-from rlt_lightning.pretrained import load_tokenizer
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, SFTExample
 

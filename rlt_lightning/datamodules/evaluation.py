@@ -32,7 +32,7 @@ from rlt_lightning.datamodules.loader import OrderedLoader, find_shard
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stratos import find_models, require_sizes
 from rlt_lightning.judging.answers import JUDGE_VERSION
-from rlt_lightning.pretrained import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.run.jsonl import Row, read_whole_rows
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import BadRowError, FinishReason, InputError

@@ -3,7 +3,7 @@
     name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems ─ compare_with_published ─▶ why it is
                                                                           another set than the paper's
 
-They are read here, below the folder `evaluation/`, because `data.filters.overlap_with` reads the same sets:
+They are read here, not by the evaluation's module, because `data.filters.overlap_with` reads the same sets:
 it leaves their questions out of the training rows.
 """
 
@@ -20,7 +20,8 @@ from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
 from rlt_lightning.datamodules.rows import find_question, has_text
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import AnswerKind, Reference, read_reference
-from rlt_lightning.run.metrics import SET_TITLES
+from rlt_lightning.metrics.answers import OVERALL
+from rlt_lightning.metrics.catalogue import SET_TITLES
 from rlt_lightning.tags import holds_half_pair
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
@@ -36,7 +37,6 @@ NUMBERS = ("numbers", "nums")
 LETTERS = "ABCD"  # of the options of a choice
 # Their columns, the right one first: GPQA's.
 CHOICE_COLUMNS = ("Correct Answer", *(f"Incorrect Answer {i}" for i in range(1, len(LETTERS))))
-OVERALL = "overall"  # the figures' name for the mean over sets
 # Rows of an embedded set, if max_rows does not ask for more.
 NUM_EMBEDDED_ROWS = 200
 # What a setting may name: nothing, a source, or some fields of an EvaluationSet.

@@ -30,7 +30,7 @@ from rlt_lightning.datamodules.formats import (
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.format import ModelFormat, Role
-from rlt_lightning.pretrained import load_format
+from rlt_lightning.models.load import load_format
 from rlt_lightning.tags import STRATOS, TAG_STYLES, TagStyle, style_name, tag_style
 from rlt_lightning.types import BadRowError, InputError
 

@@ -16,7 +16,7 @@ sampled; `sample_all` collects those of callers that need all of them.
 
 rollouts/dispatcher.py makes these calls, from start on: for RolloutCallback and the sampler of its module in
 training, validation and prediction, and for callbacks/evaluate_every.py while a student trains.
-evaluation/callbacks.py makes them for `rlt test`.
+callbacks/evaluation.py makes them for `rlt test`.
 
     call                  in_process    outside: rank 0           outside: other ranks
     start, health         every rank    yes                       -

@@ -38,8 +38,8 @@ from rlt_lightning.engines.client import WorkerClient, WorkerError
 from rlt_lightning.engines.launch import EXTENSION, Launch, LocalServer
 from rlt_lightning.engines.push import Failures, WeightPush
 from rlt_lightning.engines.threads import run_coroutine
+from rlt_lightning.models.load import model_size
 from rlt_lightning.models.weights import weights_size
-from rlt_lightning.pretrained import model_size
 
 log = logging.getLogger(__name__)
 # Deadline of the first call to a worker that may not be there.

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from rlt_lightning.datamodules.evaluation_sets import OVERALL
 from rlt_lightning.run.jsonl import Row
+
+OVERALL = "overall"  # the figures' name for the mean over sets
 
 # The figures of one set, by the last part of the names under which they are logged.
 Figures = dict[str, float]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric
 
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.collectives import gather_from_ranks
+from rlt_lightning.run.ranks import gather_from_ranks
 
 
 def gather_equal(tensor: Tensor, group: Any = None) -> list[Tensor]:

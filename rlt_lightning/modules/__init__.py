@@ -1,6 +1,6 @@
 """LightningModules: RLTModule and LikelihoodModule (GRPO), SFTModule, OPDModule, EvaluationModule."""
 
-from rlt_lightning.evaluation.module import EvaluationModule
+from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.likelihood import LikelihoodModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule

@@ -25,6 +25,7 @@ from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
+from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
@@ -46,7 +47,6 @@ from rlt_lightning.numerics.packing import (
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.pretrained import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.run.ranks import EndTogether
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError

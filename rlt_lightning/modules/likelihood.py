@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.base import PolicyModule, follow_options
 from rlt_lightning.modules.frozen import ReadModel
@@ -44,7 +45,6 @@ from rlt_lightning.numerics.losses import DrGRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import mask_tokens, to_padded
 from rlt_lightning.numerics.rewards import Reward
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, Rollout
 
 # The scorers that are no model by name: the weights that train, and the reference.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.models.kernels import fuse_blocks
+from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.base import PolicyModule, PolicyOptions, UpdateBatch, check_model
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -18,10 +19,9 @@ from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreeme
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling, measure_mismatch
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.rewards import FiniteChecks
-from rlt_lightning.pretrained import Dtype
-from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.shards import Shards
+from rlt_lightning.run.ranks import gather_from_ranks
 from rlt_lightning.types import InputError, Rollout, Rollouts
 
 T = TypeVar("T")

@@ -25,6 +25,7 @@ from torch import Tensor
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.datamodules.teacher_views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.models.packed import (
     ModelHead,
@@ -50,7 +51,6 @@ from rlt_lightning.numerics.packing import (
 from rlt_lightning.numerics.rewards import FiniteChecks
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.pretrained import Dtype
 from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts, Scores
 
 

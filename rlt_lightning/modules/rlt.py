@@ -34,12 +34,14 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.base import follow_options
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel
 from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, UpdateSums
 from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.rollout_rows import predicted_rows
 from rlt_lightning.modules.scored_completions import ScoredCompletions
 from rlt_lightning.modules.scorer import (
     Scorer,
@@ -59,10 +61,8 @@ from rlt_lightning.numerics.packing import to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.pretrained import Dtype
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.run.jsonl import Row
-from rlt_lightning.run.rollout_rows import predicted_rows
 from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
 
 

@@ -39,7 +39,9 @@ from rlt_lightning.console import announce
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.student_views import StudentViews
+from rlt_lightning.metrics.catalogue import build_student_metrics, register
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.load import read_context_length
 from rlt_lightning.models.packed import (
     HeadOptions,
     ModelHead,
@@ -71,8 +73,6 @@ from rlt_lightning.numerics.rewards import (
 from rlt_lightning.numerics.spans import Span, span_kl
 from rlt_lightning.numerics.students import Reduction, combine_terms
 from rlt_lightning.numerics.transfers import download, upload
-from rlt_lightning.pretrained import read_context_length
-from rlt_lightning.run.metrics import build_student_metrics, register
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout, Scores
 
 # Divides sequences into micro-batches, with their weights. Ranks that wait for each other in a forward get

@@ -9,12 +9,12 @@ import torch
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
+from rlt_lightning.models.load import context_length
 from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.base import PolicyModule, PolicyOptions, follow_options
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import Layout, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import FiniteChecks
-from rlt_lightning.pretrained import context_length
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
 

@@ -1,8 +1,8 @@
-"""Compute the figures that a step logs; run/metrics.yaml describes each.
+"""Compute the figures that a step logs; metrics/catalogue.yaml describes each.
 
 The way of a figure: these functions and the losses compute it, `log_iteration` of a module collects it,
 `log_step` of modules/base.py takes its mean over ranks and hands it to Lightning, whose loggers
-(python/trainer.py) write it.
+(trainer.py) write it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.judging.judge import Judge
+from rlt_lightning.metrics.catalogue import COLUMNS
 from rlt_lightning.numerics.rewards import TAKEN_NAMES, Reward, require_finite
-from rlt_lightning.run.metrics import COLUMNS
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import NO_TERM, InputError, Problem, RewardTerms, Rollout
 

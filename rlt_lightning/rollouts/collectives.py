@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
 
-from rlt_lightning.console import waiting_for
 from rlt_lightning.engines.base import EngineError
+from rlt_lightning.run.ranks import gather_from_ranks, waiting_for_ranks
 from rlt_lightning.types import InputError
 
 T = TypeVar("T")
@@ -69,37 +68,3 @@ class Collectives:
         if self.group is None:
             timeout = timedelta(seconds=self.deadline_s)
             self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-
-
-def gather_from_ranks(trainer: Trainer, value: T, what: str, group: Any = None) -> list[T]:
-    """Return the values of all ranks, in rank order, on every rank; all ranks call this together.
-
-    Args:
-        trainer: Knows the ranks.
-        value: What this rank gives; it is pickled, so tensors must be on the CPU.
-        what: What is waited for, as a message shows it.
-        group: The process group; None: the strategy's.
-    """
-    if trainer.world_size == 1:
-        return [value]
-    parts: list[Any] = [None] * trainer.world_size
-    with waiting_for_ranks(trainer, what):
-        torch.distributed.all_gather_object(parts, value, group=group)
-    return parts
-
-
-def waiting_for_ranks(
-    trainer: Trainer, what: str, on_rank_zero: str | None = None
-) -> AbstractContextManager[None]:
-    """Say that this process waits for other ranks, once on each machine.
-
-    Args:
-        trainer: Knows this process's rank.
-        what: What is waited for.
-        on_rank_zero: What rank 0 waits for, if that is something else.
-    """
-    if trainer.is_global_zero:
-        return waiting_for(on_rank_zero or what)
-    if trainer.local_rank == 0:
-        return waiting_for(what)
-    return nullcontext()

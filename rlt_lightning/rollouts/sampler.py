@@ -33,10 +33,10 @@ from lightning.pytorch import Trainer
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.rollouts.collectives import gather_from_ranks
 from rlt_lightning.rollouts.dispatcher import Dispatcher, Policy
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling, RewardStd
 from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.run.ranks import gather_from_ranks
 from rlt_lightning.types import Problem, Rollouts
 
 # In seeds these stand in place of the optimizer step.

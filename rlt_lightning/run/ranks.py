@@ -1,4 +1,4 @@
-"""The processes of a run end together, within seconds, and those of one node meet on the loopback.
+"""The processes of a run: they end together, within seconds, and those of one node meet on the loopback.
 
 Lightning starts ranks 1, 2, … as children of rank 0. torchrun and SLURM start all ranks, and end all when one
 fails. Every module's `configure_callbacks` returns `EndTogether`, so that this works in scripts too.
@@ -23,8 +23,9 @@ import socket
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from subprocess import Popen
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import (
@@ -36,8 +37,11 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from typing_extensions import override
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
 from rlt_lightning.run.folder import remove_empty_folders
+
+T = TypeVar("T")
 
 FIRST_FAILURE = "rlt_lightning/first_failure"  # in the store: the rank that failed first
 PR_SET_PDEATHSIG = 1  # of prctl
@@ -225,3 +229,37 @@ def end_process(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def gather_from_ranks(trainer: Trainer, value: T, what: str, group: Any = None) -> list[T]:
+    """Return the values of all ranks, in rank order, on every rank; all ranks call this together.
+
+    Args:
+        trainer: Knows the ranks.
+        value: What this rank gives; it is pickled, so tensors must be on the CPU.
+        what: What is waited for, as a message shows it.
+        group: The process group; None: the strategy's.
+    """
+    if trainer.world_size == 1:
+        return [value]
+    parts: list[Any] = [None] * trainer.world_size
+    with waiting_for_ranks(trainer, what):
+        distributed.all_gather_object(parts, value, group=group)
+    return parts
+
+
+def waiting_for_ranks(
+    trainer: Trainer, what: str, on_rank_zero: str | None = None
+) -> AbstractContextManager[None]:
+    """Say that this process waits for other ranks, once on each machine.
+
+    Args:
+        trainer: Knows this process's rank.
+        what: What is waited for.
+        on_rank_zero: What rank 0 waits for, if that is something else.
+    """
+    if trainer.is_global_zero:
+        return waiting_for(on_rank_zero or what)
+    if trainer.local_rank == 0:
+        return waiting_for(what)
+    return nullcontext()

@@ -28,10 +28,10 @@ from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import HFEngine, ReplayEngine, Sampling
 from rlt_lightning.engines.replay import COLUMNS
-from rlt_lightning.evaluation.module import EvaluationModule
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import CorrectnessReward, LikelihoodModule, OPDModule, RLTModule, SFTModule
+from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import (
     BNPOLoss,

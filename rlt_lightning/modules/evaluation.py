@@ -9,16 +9,15 @@ from lightning.pytorch import Callback, LightningModule
 
 from rlt_lightning.datamodules.evaluation import EvaluationBatch, get_evaluation_data
 from rlt_lightning.engines import EngineError
-from rlt_lightning.evaluation.protocol import Sample, evaluate
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import Figures, add_overall, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import announce_slow_bfloat16
-from rlt_lightning.pretrained import Dtype, load_model
-from rlt_lightning.rollouts.collectives import gather_from_ranks
+from rlt_lightning.models.load import Dtype, load_model
+from rlt_lightning.modules.responses import Sample, evaluate
 from rlt_lightning.run.jsonl import Row
-from rlt_lightning.run.ranks import EndTogether
+from rlt_lightning.run.ranks import EndTogether, gather_from_ranks
 from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError
 

@@ -1,6 +1,6 @@
 """Every metric and reward term once, for the report, explain and docs/metrics.md.
 
-    metrics.yaml                              our metrics ─┐
+    catalogue.yaml                            our metrics ─┐
     a reward's file: register(Metric(…))      its terms   ─┴→ entries → list_metrics, find_metric
                                                                 │ ↑
                                      RUN/catalogue.json: write_entries, read_entries

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rlt_lightning.callbacks.evaluation_results import render
 from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.datamodules.evaluation import (
     EvaluationBatch,
@@ -20,7 +21,7 @@ from rlt_lightning.datamodules.evaluation import (
     Response,
     get_evaluation_data,
 )
-from rlt_lightning.datamodules.evaluation_sets import OVERALL, EvaluationProblem, is_known_by_number
+from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem, is_known_by_number
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
@@ -31,13 +32,13 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.budget import BudgetForcing
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.evaluation.module import EvaluationModule
-from rlt_lightning.evaluation.protocol import require_responses_fit, sample_responses
-from rlt_lightning.evaluation.results import render
 from rlt_lightning.judging.answers import JUDGE_VERSION
+from rlt_lightning.metrics.answers import OVERALL
 from rlt_lightning.models.file_names import to_file_names
+from rlt_lightning.models.load import context_length
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.pretrained import context_length
+from rlt_lightning.modules.evaluation import EvaluationModule
+from rlt_lightning.modules.responses import require_responses_fit, sample_responses
 from rlt_lightning.run.jsonl import append_rows, keep_rows, rewrite
 from rlt_lightning.types import InputError
 

@@ -19,17 +19,7 @@ from typing import Any, Literal
 
 from rlt_lightning.callbacks.alarms import GROUP_STD_BELOW
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
-from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.judging.judge import Judge
-from rlt_lightning.modules.base import PolicyModule, count_steps
-from rlt_lightning.modules.likelihood import LikelihoodModule
-from rlt_lightning.modules.opd import OPDModule
-from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.text_reward import CorrectnessReward
-from rlt_lightning.numerics.rewards import RLTReward
-from rlt_lightning.scoring.one_problem import ScoredBatch, score_problems
-from rlt_lightning.scoring.ranking import (
+from rlt_lightning.commands.ranking import (
     ADVICE,
     JUDGED,
     VARIANTS,
@@ -40,6 +30,16 @@ from rlt_lightning.scoring.ranking import (
     choose_good_rows,
     choose_reward,
 )
+from rlt_lightning.commands.scoring import ScoredBatch, score_problems
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
+from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.judging.judge import Judge
+from rlt_lightning.modules.base import PolicyModule, count_steps
+from rlt_lightning.modules.likelihood import LikelihoodModule
+from rlt_lightning.modules.opd import OPDModule
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.text_reward import CorrectnessReward
+from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.types import BadRowError, BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]

@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from rlt_lightning.judging.answers import reference_answer
+from rlt_lightning.metrics.catalogue import OF_STUDENT, OURS
 from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
-from rlt_lightning.run.metrics import OF_STUDENT, OURS
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, ModelView, Problem, PromptBatch, Rollout, Scores
 

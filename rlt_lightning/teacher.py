@@ -17,20 +17,20 @@ from typing import Any
 
 from rlt_lightning.callbacks.predictions import warn_of_foreign_traces
 from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.commands.scoring import NoReward, score_problems
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
-from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.scorer import StudentNames, split_student_setting
-from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
-from rlt_lightning.numerics.students import Reduction
-from rlt_lightning.pretrained import Dtype
-from rlt_lightning.python.environment import (
+from rlt_lightning.environment import (
     TRAINER_DEFAULTS,
     quiet_third_parties,
     require_models,
 )
-from rlt_lightning.scoring.one_problem import NoReward, score_problems
+from rlt_lightning.models.load import Dtype
+from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.scorer import StudentNames, split_student_setting
+from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
+from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.tags import TagStyle, decode_each
 from rlt_lightning.types import FinishReason, InputError, ModelView, Rollout, Scores
 

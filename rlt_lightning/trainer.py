@@ -42,8 +42,7 @@ from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.callbacks.progress import choose_progress_bar
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
-from rlt_lightning.models import template
-from rlt_lightning.python.environment import (
+from rlt_lightning.environment import (
     TRAINER_DEFAULTS,
     quiet_third_parties,
     require_accelerator,
@@ -52,6 +51,8 @@ from rlt_lightning.python.environment import (
     require_one_batch_size,
     require_own_clipping,
 )
+from rlt_lightning.metrics.catalogue import write_entries
+from rlt_lightning.models import template
 from rlt_lightning.run.folder import (
     RunFolder,
     choose_run_folder,
@@ -59,7 +60,6 @@ from rlt_lightning.run.folder import (
     open_run_folder,
     remove_empty_folders,
 )
-from rlt_lightning.run.metrics import write_entries
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.result import FitResult, read_fit_result

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlt_lightning.datamodules.evaluation_sets import explain_difference
-from rlt_lightning.run.metrics import EVALUATION, SET_TITLES
+from rlt_lightning.metrics.catalogue import EVALUATION, SET_TITLES
 
 PAPER_SETS = ("aime24", "math500", "gpqa_diamond")
 PAPER_SOURCE = "Table 1 of arXiv:2506.08388, pass@1 in %, as published"

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning.checkpoints.io import NamedCheckpoints
-from rlt_lightning.pretrained import require_model_name
+from rlt_lightning.models.load import require_model_name
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.types import InputError
 

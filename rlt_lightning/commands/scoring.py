@@ -27,6 +27,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.datamodules.tokenize import TRACE_COLUMN, ItemLimits, RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
+from rlt_lightning.models.load import Dtype, load_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel, RunModel
 from rlt_lightning.modules.rlt import RLTModule
@@ -41,7 +42,6 @@ from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
-from rlt_lightning.pretrained import Dtype, load_model
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import (

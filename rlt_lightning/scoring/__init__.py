@@ -1,1 +1,0 @@
-"""Scoring a few problems: one explanation, a teacher's own, or those of a check."""
