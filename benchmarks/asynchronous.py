@@ -38,7 +38,7 @@ from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import sequence_log_probs
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from fake_worker import FakeWorker  # noqa: E402  (the stand-in of the tests)
 
 GOAL = 0.77

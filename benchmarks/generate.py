@@ -34,7 +34,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.load import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from plain_engine import PlainEngine  # noqa: E402
 
 GOALS = {"plain": 2.5, "vLLM": 0.9}

@@ -22,7 +22,7 @@ from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from families import FAMILIES, build  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+from commands import ROOT
 from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.callbacks import (
@@ -36,7 +37,7 @@ from rlt_lightning.numerics import (
     TruncatedImportanceSampling,
 )
 
-PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
 
 
 def names_of(*sections: str) -> set[str]:

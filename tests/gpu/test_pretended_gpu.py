@@ -13,7 +13,7 @@ import ranks
 import torch
 from cases import full
 from commands import ROOT, python, rlt
-from pretended_gpu.faults import ON_ONE_RANK, ON_TWO_RANKS
+from pretended_gpu.faults import ON_ONE_RANK, ON_TWO_RANKS, plant_on_ranks
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("pretended_gpus")
@@ -174,7 +174,7 @@ def test_a_fault_of_one_process_is_found(fault: str) -> None:
 def test_a_fault_of_two_ranks_is_found(fault: str, tmp_path: Path) -> None:
     two = ranks.Ranks(2, gpus=True)  # their next collectives would differ as well
     try:
-        two.run(ranks.job("pretended_gpu.faults:plant_on_ranks", tmp_path, fault))
+        two.run(ranks.job(plant_on_ranks, tmp_path, fault))
     finally:
         two.stop()
 

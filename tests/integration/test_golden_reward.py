@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import full
+from cases import GOLDEN_FOLDER, full
 from commands import rlt
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "golden" / "rlt_reward.jsonl").open()]
+CASES = [json.loads(line) for line in (GOLDEN_FOLDER / "rlt_reward.jsonl").open()]
 TEACHER_SYSTEM_PROMPT = CASES[0]["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0]
 STUDENT_SYSTEM_PROMPT = CASES[0]["student_system_prompt"]
 SETTINGS: dict[str, list[str]] = {

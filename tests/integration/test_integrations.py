@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if find_spec("trl") is None:
         pytest.skip("needs TRL: make setup")
     folder = tmp_path_factory.mktemp("trl")
-    done = python((ROOT / "tests" / "trl_run.py").read_text(), folder, PYTHONPATH=EXAMPLES)
+    done = python((ROOT / "tests" / "support" / "trl_run.py").read_text(), folder, PYTHONPATH=EXAMPLES)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import commands
 import pytest
-from commands import rlt
+from commands import ROOT, rlt
 from safetensors.torch import load_file
 from test_strategies import largest_difference
 
 from rlt_lightning.engines.launch import find_free_port
 
-ROOT = Path(__file__).parents[1]
 OVERLAYS = ROOT / "configs" / "overlays"
 
 

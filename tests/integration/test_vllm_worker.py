@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from cases import slow
-from commands import rlt, start, wait_until
+from commands import ROOT, rlt, start, wait_until
 from sampling import sample_groups
 from test_model_format import bespoke, student, trained_prompts  # noqa: F401
 from tiny import CHAINS
@@ -43,7 +43,6 @@ from rlt_lightning.engines.launch import LocalServer, find_free_port
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
 
-ROOT = Path(__file__).parents[1]
 EXECUTABLE = ROOT / ".venv-vllm" / "bin" / "vllm"
 LAUNCH = {
     "executable": str(EXECUTABLE),
@@ -61,7 +60,8 @@ def forked_vllm(folder: Path) -> str:
     The benchmark of pushes and the whole runs of `make prove` use `vllm` as it is.
     """
     script = folder / "vllm"
-    script.write_text(f'#!/bin/sh\nexec {EXECUTABLE.with_name("python")} {ROOT}/tests/forked_vllm.py "$@"\n')
+    program = ROOT / "tests/support/forked_vllm.py"
+    script.write_text(f'#!/bin/sh\nexec {EXECUTABLE.with_name("python")} {program} "$@"\n')
     script.chmod(0o755)
     return str(script)
 
@@ -114,7 +114,8 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = launch.build_command(0, port, tiny_model, "gloo", "teacher")
     command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
     local = LocalServer(command, launch.environment, folder / "worker.log")
-    (Path(local.import_folder.name) / "worker_traps.py").symlink_to(ROOT / "tests" / "worker_traps.py")
+    traps = "worker_traps.py"
+    (Path(local.import_folder.name) / traps).symlink_to(ROOT / "tests/support" / traps)
     local.start()
     yield f"http://127.0.0.1:{port}"
     local.stop()

@@ -1,10 +1,13 @@
-"""Cases of parametrised tests that `make test` leaves to another command."""
+"""Cases of parametrised tests that `make test` leaves to another command, and those made by others' code."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+GOLDEN_FOLDER = Path(__file__).parent / "golden"  # what the code of others returned
 
 
 def full(*values: Any) -> Any:

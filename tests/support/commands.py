@@ -7,7 +7,7 @@ one process, this file run as a script, does that once:
     test: Running.poll() -- its process id ------> the warm process -- its exit status, or null --> the test
 
 `fresh=True` starts Python itself: for what reads the environment at its start, and to test a start as it is.
-`gpus=2` runs the command where PyTorch believes in so many GPUs: see tests/pretended_gpu.
+`gpus=2` runs the command where PyTorch believes in so many GPUs: see tests/support/pretended_gpu.
 `make_forked_python` makes a `python` for scripts that start many processes; each is then a fork, too.
 """
 
@@ -33,7 +33,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 warm: dict[bool, subprocess.Popen[str]] = {}  # by whether it has pretended GPUs
 asking = threading.Lock()
 living: list[Running] = []
@@ -137,7 +137,7 @@ class Running:
 
 def path_of_tests() -> str:
     """Return the PYTHONPATH of a process that imports modules of the tests."""
-    return os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join([str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 300) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,8 +49,8 @@ class Runs(dict[str, Path]):
         return self[strategy]
 
 
-def call(function: str, folder: Path, *arguments: Any, world_size: int = 2) -> None:
-    """Call `module:function` of a file beside this one in every process, with rank and arguments.
+def call(function: Callable[..., None], folder: Path, *arguments: Any, world_size: int = 2) -> None:
+    """Call a function of any file in every process, with rank and arguments.
 
     Raises:
         AssertionError: With what the processes printed, if one of them fails or hangs.
@@ -56,9 +58,12 @@ def call(function: str, folder: Path, *arguments: Any, world_size: int = 2) -> N
     RANKS[world_size].run(job(function, folder, *arguments))
 
 
-def job(function: str, folder: Path, *arguments: Any) -> dict[str, Any]:
-    """Return the job to call `module:function` with rank and arguments."""
-    return {"function": function, "arguments": arguments, "output": str(folder / "call")}
+def job(function: Callable[..., None], folder: Path, *arguments: Any) -> dict[str, Any]:
+    """Return the job to call a function with rank and arguments."""
+    module = function.__module__
+    place = Path(inspect.getfile(function)).parents[module.count(".")]  # what its module is looked for in
+    named = {"function": f"{module}:{function.__name__}", "place": str(place)}
+    return named | {"arguments": arguments, "output": str(folder / "call")}
 
 
 def done_file(output: str | Path, rank: int) -> Path:

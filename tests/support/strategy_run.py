@@ -327,6 +327,7 @@ def main() -> None:
             sys.modules[PRETENDED].RECORD.clear()
         try:
             if "function" in job:
+                sys.path.append(job["place"])
                 module, _, name = job["function"].partition(":")
                 getattr(import_module(module), name)(rank, *job["arguments"])
             else:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from commands import ROOT
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -53,8 +53,7 @@ def kind_of_tokenizer(kind: str) -> Any:
 
 
 def texts() -> list[str]:
-    root = Path(__file__).parents[1]
-    return [*((root / page).read_text() for page in PAGES), *[OTHER_TEXT] * 20]
+    return [*((ROOT / page).read_text() for page in PAGES), *[OTHER_TEXT] * 20]
 
 
 def trained(model: Any, trainer: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import test_async_rollouts
 import torch
-from commands import ROOT, rlt, start
+from commands import path_of_tests, rlt, start
 from fake_worker import worker_of
 from lightning.pytorch import Callback, Trainer
 from parity import Parity
@@ -488,7 +488,7 @@ def test_a_kill_in_the_middle_of_a_refill_changes_nothing(tiny_model: str, tmp_p
             *(f"--model.reward.calls={calls}", f"--model.reward.at={at}"),
         ]
 
-    path = f"{ROOT}:{ROOT / 'tests'}"
+    path = path_of_tests()
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     result = rlt(*command(whole, 0, tmp_path / "whole.calls"), PYTHONPATH=path)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -210,7 +210,7 @@ def test_shards_of_experts_are_pushed_whole(strategy: str, folders: dict[str, st
     require_strategy(strategy)
     with FakeWorker() as worker:
         arguments = strategy, folders["qwen3_moe"], str(tmp_path), worker.url
-        call("test_file_names:push_shards", tmp_path, *arguments)
+        call(push_shards, tmp_path, *arguments)
     require_pushed(folders["qwen3_moe"], tmp_path)
 
 

@@ -172,7 +172,7 @@ def rank_main(rank: int, strategy: str, what: str) -> None:
 def through_a_sharded_head(strategy: str, tmp_path: Path, what: str) -> None:
     if strategy == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
-    ranks.call("test_sharded_head:rank_main", tmp_path, strategy, what)
+    ranks.call(rank_main, tmp_path, strategy, what)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])

@@ -87,7 +87,7 @@ def test_sharded_weights_arrive_whole(strategy: str, tiny_model: str, tmp_path: 
     require_strategy(strategy)
     with FakeWorker() as worker:
         arguments = (strategy, tiny_model, str(tmp_path / "weights"), worker.url)
-        ranks.call("test_sharded_push:rank_main", tmp_path, *arguments)
+        ranks.call(rank_main, tmp_path, *arguments)
     assert worker.version == VERSION
     files = sorted((tmp_path / "weights" / VERSION).glob("*.safetensors"))
     assert len(files) == 2  # the embedding, larger than a bucket, and the rest
@@ -232,7 +232,7 @@ def run_push(
     urls = [worker.url for worker in workers]
     timeout_s, num_pushes = options.get("timeout_s", 60.0), options.get("num_pushes", 1)
     arguments = (world_size, strategy, model, kind, str(folder), urls, timeout_s, num_pushes)
-    ranks.call("test_sharded_push:push_main", folder, *arguments, world_size=world_size)
+    ranks.call(push_main, folder, *arguments, world_size=world_size)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 

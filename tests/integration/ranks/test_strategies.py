@@ -288,4 +288,4 @@ def test_a_submodule_that_is_used_several_times_has_its_whole_gradient(
     own_boundaries: bool, stage: int, tmp_path: Path
 ) -> None:
     pytest.importorskip("deepspeed")
-    ranks.call("test_strategies:step_deepspeed", tmp_path, stage, own_boundaries)
+    ranks.call(step_deepspeed, tmp_path, stage, own_boundaries)

@@ -368,7 +368,7 @@ def train(rank: int, model: str, source: str, folder: str, cached: bool) -> None
 
 def test_one_rank_tokenises_and_the_losses_are_the_same(tiny_model: str, source: str, tmp_path: Path) -> None:
     def run(cached: bool) -> list[dict[str, Any]]:
-        ranks.call("test_token_cache:train", tmp_path, tiny_model, source, str(tmp_path), cached)
+        ranks.call(train, tmp_path, tiny_model, source, str(tmp_path), cached)
         return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
     uncached, first, second = run(False), run(True), run(True)

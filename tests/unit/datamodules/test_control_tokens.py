@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ROOT
 from tokenizer_kinds import KINDS, kind_of_tokenizer
 from transformers import AutoTokenizer
 
@@ -18,7 +19,7 @@ from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.types import SFTExample
 
-SHARED = Path(__file__).parents[2] / "shared"
+SHARED = ROOT.parent / "shared"
 QWEN = SHARED / "data/tokenizers/Qwen2.5-Instruct"
 FAMILIES = (*KINDS, "qwen with thoughts", "miniature")
 TAIL = " 数学 🧮👩🏽‍🏫 e\u0301 \n\n\n  x <b>7</b> "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import GOLDEN_FOLDER
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -73,7 +74,7 @@ SOLUTION = "\n\nx = \\boxed{7}.\n\n"
 
 @pytest.mark.parametrize("case", range(6))
 def test_contexts_are_those_of_the_released_code(smol: Any, case: int):
-    golden = json.loads((Path(__file__).parent / "golden/rlt_reward.jsonl").read_text().splitlines()[case])
+    golden = json.loads((GOLDEN_FOLDER / "rlt_reward.jsonl").read_text().splitlines()[case])
     teacher_system = golden["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0]
     chat = ChatFormat(smol, "stratos", teacher_system, golden["student_system_prompt"])
     problem = chat.build_problem(1, golden["question"], golden["solution"])

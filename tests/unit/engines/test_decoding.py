@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ROOT
 from plain_engine import PlainEngine, draw_plainly
 from sampling import sample_groups
 
@@ -373,7 +374,7 @@ def test_smollm2_samples_the_tokens_of_plain_sampling(smollm2: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("batching", ["false", "true"])
 def test_the_benchmark_compares_all_sides(tmp_path: Path, batching: str) -> None:
-    root = Path(__file__).parents[1]
+    root = ROOT
     command = [sys.executable, str(root / "benchmarks/generate.py"), "--model=miniature", "--sequences=1,4"]
     command += [
         "--length=4",

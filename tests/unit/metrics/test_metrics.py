@@ -91,4 +91,4 @@ def compare_with_one_rank(rank: int) -> None:
 
 
 def test_two_ranks_have_the_figures_of_both(tmp_path: Path) -> None:
-    call("test_metrics:compare_with_one_rank", tmp_path)
+    call(compare_with_one_rank, tmp_path)

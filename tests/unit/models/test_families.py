@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import full
+from commands import ROOT
 from families import FAMILIES, build
 from sampling import sample_groups
 from tiny import StrictEntry
@@ -39,9 +40,7 @@ KINDS = [
 CASES = [*KINDS, *(full(name) for name in FAMILIES if name not in KINDS)]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-spec = importlib.util.spec_from_file_location(
-    "models_page", Path(__file__).parents[1] / "scripts" / "models_page.py"
-)
+spec = importlib.util.spec_from_file_location("models_page", ROOT / "scripts" / "models_page.py")
 assert spec is not None
 assert spec.loader is not None
 models_page = importlib.util.module_from_spec(spec)

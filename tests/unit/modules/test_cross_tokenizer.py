@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import full
+from cases import GOLDEN_FOLDER, full
 from commands import rlt
 from lightning.pytorch import Callback, Trainer
 from miniatures import PIECES as MINIATURE_PIECES
@@ -41,7 +41,7 @@ from rlt_lightning.numerics.spans import Span
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "golden" / "rlt_reward.jsonl").open()]
+CASES = [json.loads(line) for line in (GOLDEN_FOLDER / "rlt_reward.jsonl").open()]
 PIECES = [
     *(
         "So ",

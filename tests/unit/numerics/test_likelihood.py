@@ -6,11 +6,11 @@ import json
 from dataclasses import replace
 from itertools import product
 from math import exp, log, log10
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import GOLDEN_FOLDER
 from torch import Tensor, nn
 
 from rlt_lightning.modules.likelihood import choose_answer_weight
@@ -263,7 +263,7 @@ def test_the_mean_over_all_thoughts_is_the_gradient_only_with_the_answer_term(
 
 # Parity with what the authors released
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "likelihood.json").read_text())
+GOLDEN = json.loads((GOLDEN_FOLDER / "likelihood.json").read_text())
 
 
 def golden_scores(**options: Any) -> SolutionScores:

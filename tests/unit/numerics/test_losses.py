@@ -2,11 +2,11 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import GOLDEN_FOLDER
 from jsonargparse import ArgumentParser
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from rlt_lightning.numerics import (
     zero_std_groups,
 )
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "grpo_loss.json").read_text())
+GOLDEN = json.loads((GOLDEN_FOLDER / "grpo_loss.json").read_text())
 GOLDEN_LOSSES: dict[str, PolicyLoss] = {
     "grpo on-policy": GRPOLoss(),
     "grpo": GRPOLoss(),

@@ -2,10 +2,10 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from cases import GOLDEN_FOLDER
 from jsonargparse import ArgumentParser
 
 from rlt_lightning.numerics import (
@@ -23,7 +23,7 @@ from rlt_lightning.numerics import (
 from rlt_lightning.numerics.rewards import FiniteChecks
 
 LN2 = math.log(2)
-GOLDEN = Path(__file__).parent / "golden" / "rlt_reward.jsonl"
+GOLDEN = GOLDEN_FOLDER / "rlt_reward.jsonl"
 
 
 def test_masked_mean_ignores_what_padding_holds():

@@ -16,7 +16,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from cases import full
+from cases import GOLDEN_FOLDER, full
+from commands import ROOT
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import solves_countdown
@@ -134,7 +135,7 @@ def test_rows_are_the_same_in_another_process_and_others_for_another_seed():
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONHASHSEED": "12345", "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={"PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)},
     ).stdout
     rows = countdown_rows(20, 7)
     assert other == f"{rows[19]}\n"
@@ -166,7 +167,7 @@ def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_expressions_are_judged_as_reasoning_gym_judges_them():
     # Its full score or not, by version 0.1.25: expression, numbers, target, verdict.
-    lines = (Path(__file__).parent / "golden/countdown_verdicts.jsonl").read_text().splitlines()
+    lines = (GOLDEN_FOLDER / "countdown_verdicts.jsonl").read_text().splitlines()
     for expression, numbers, target, verdict in map(json.loads, lines):
         assert solves_countdown(expression, numbers, target) == verdict, expression
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import rlt
+from commands import path_of_tests, rlt
 from test_cli import assert_one_clear_line
 from tiny import QUICKSTART
 
@@ -41,7 +41,7 @@ def test_a_replayed_run_equals_the_recorded_one(devices: int, tmp_path: Path) ->
     # Rewards of even rows are equal by construction, so that other problems take their places.
     options += ["--model.reward=parity.Parity", "--rollouts.dynamic_sampling.max_rounds=2"]
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
-    environment = {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = {"PYTHONPATH": path_of_tests()}
     result = rlt(*options, "--recorder.token_ids=true", f"--output_dir={recorded}", **environment)
     assert result.returncode == 0, result.stderr
     assert (recorded / "dropped.jsonl").stat().st_size
