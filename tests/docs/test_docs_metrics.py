@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from commands import ROOT
 from lightning.pytorch import Callback, Trainer
+from metric_names import names_of
 
 from rlt_lightning.callbacks import (
     DynamicSampling,
@@ -36,19 +36,6 @@ from rlt_lightning.numerics import (
     RLTReward,
     TruncatedImportanceSampling,
 )
-
-PAGE = (ROOT / "docs" / "metrics.md").read_text()
-
-
-def names_of(*sections: str) -> set[str]:
-    """Names in sections whose headings start with these words: first cells of tables, held-out metrics."""
-    names: set[str] = set()
-    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
-        if section.startswith(sections):
-            names |= set(re.findall(r"^\| `([\w/.]+)` \|", section, flags=re.MULTILINE))
-            for sentence in re.findall(r"^On held-out problems: (.+?)\.", section, flags=re.MULTILINE):
-                names |= set(re.findall(r"`([\w/]+)`", sentence))
-    return names
 
 
 def data(model: str, **options: object) -> StratosDataModule:

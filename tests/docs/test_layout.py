@@ -9,19 +9,17 @@ The layers, from low to high; a module may import its own layer and those below:
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 from commands import ROOT
+from imported import PACKAGE, imported, imports, module_name, trees
 
-PACKAGE = ROOT / "rlt_lightning"
 LAYERS = [
     {"types", "gloo", "version", "allocator", "console", "digests"},
     {"tags", "numerics"},
@@ -62,39 +60,6 @@ PUBLIC = (
     "rlt_lightning.types.Rollout",
     "rlt_lightning.vllm_worker.WorkerExtension",
 )
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts).removesuffix(".__init__")
-
-
-@cache
-def trees() -> dict[str, ast.Module]:
-    """Every module of the package, parsed, by name."""
-    return {module_name(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-
-
-def imported(tree: ast.Module) -> set[str]:
-    """Names that a module imports, at its top or inside functions: modules, and attributes of modules."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None, "imports within the package are absolute"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-@cache
-def imports() -> dict[str, set[str]]:
-    """Modules of the package that each module imports; a name of a package is its `__init__`."""
-    graph = {}
-    for name, tree in trees().items():
-        found = {path if path in trees() else path.rpartition(".")[0] for path in imported(tree)}
-        graph[name] = (found & trees().keys()) - {name, "rlt_lightning"}
-    return graph
 
 
 def folder_of(module: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from commands import ROOT, python, rlt
 from fake_worker import worker_of
 from sampling import sample_groups
-from test_decoding import SAMPLINGS, assert_same, started
+from samplings import SAMPLINGS, assert_same, started
 from tiny import CONFIGS, OVERLAYS, SHORT, generates, tiny_run, uses_workers
 
 from rlt_lightning.engines import HFEngine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ import pytest
 import torch
 import yaml
 from cases import full
-from commands import ROOT, Running, rlt, start
+from commands import ROOT, rlt, start
 from fake_worker import FakeWorker, worker_of
+from fits import assert_one_clear_line, explanation, metrics, small_fit, wait_for, weights
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from rlt_lightning.__main__ import main
@@ -31,21 +30,6 @@ from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import InputError
 
 RLT = [sys.executable, "-m", "rlt_lightning"]
-
-
-def small_fit(model: str, folder: Path, *options: str) -> list[str]:
-    """`rlt fit` of tests/rlt.yaml at tiny size: a few seconds."""
-    return [
-        "fit",
-        "--config=tests/rlt.yaml",
-        f"--model.teacher={model}",
-        f"--model.student={model}",
-        "--model.group_size=2",
-        "--model.optimizer.lr=1e-3",
-        "--data.num_embedded_rows=10",
-        f"--output_dir={folder}",
-        *options,
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,33 +43,6 @@ def short_config(tmp_path_factory: pytest.TempPathFactory) -> str:
     trainer = {"callbacks": callbacks, "max_steps": 7}
     path.write_text(yaml.safe_dump({"trainer": trainer, "rollouts": rollouts}))
     return f"--config={path}"
-
-
-def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return {
-            int(row["step"]): {k: float(v) for k, v in row.items() if v and not k.startswith("perf/")}
-            for row in csv.DictReader(file)
-        }
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def explanation(line: str) -> tuple[int, int, int, str]:
-    row = json.loads(line)
-    return row["step"], row["row"], row["completion"], row["explanation"]
-
-
-def wait_for(condition: Any, process: Running, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stderr
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
@@ -385,17 +342,6 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "no such accelerator": (["--trainer.accelerator=gpu"], "gpu"),
     "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
 }
-
-
-def assert_one_clear_line(result: subprocess.CompletedProcess[str], expected: str) -> None:
-    lines = [
-        line for line in result.stderr.strip().splitlines() if not line.startswith(("loading ", "waiting "))
-    ]
-    assert result.returncode != 0
-    assert "Traceback" not in result.stderr
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("rlt: error: ")
-    assert expected in lines[0]
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
-from test_docs import check_rlt
+from parsed import check_rlt
 from tiny import CONFIGS, OVERLAYS, TINY, generates, launch_words, name_of, tiny_run, uses_workers
 
 from rlt_lightning.cli.configs import copy_config

@@ -12,10 +12,10 @@ import pytest
 import torch
 import yaml
 from commands import ROOT, rlt
+from gpqa import gpqa_like
+from metric_names import names_of
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
-from test_docs_metrics import names_of
-from test_evaluation import gpqa_like
 from wandb_run import runs_in
 
 from rlt_lightning import __version__

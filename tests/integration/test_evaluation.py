@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 from cases import full
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
+from gpqa import SECRETS, Row, gpqa_like, write
 
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
@@ -34,8 +34,6 @@ from rlt_lightning.metrics.answers import (
 )
 from rlt_lightning.tasks.arithmetic import arithmetic_rows
 from rlt_lightning.types import InputError
-
-Row = dict[str, Any]
 
 
 def evaluate(model: str | Path, folder: Path, *options: str) -> CompletedProcess[str]:
@@ -64,11 +62,6 @@ def evaluated(model: str | Path, folder: Path, *options: str) -> Row:
 
 def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.open()]
-
-
-def write(path: Path, rows: list[Row]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 # Counting
@@ -368,24 +361,6 @@ def test_the_workers_of_an_overlay_are_pushed_the_model(tiny_model: str, tmp_pat
 
 
 # GPQA's authors ask that its rows stay out of plain text
-
-
-SECRETS = ("zebrafinch", "quokka", "axolotl", "pangolin", "narwhal", "capybara")
-
-
-def gpqa_like(path: Path, num_rows: int = 3) -> Path:
-    question, right, *wrong, extra = SECRETS
-    rows = [
-        {
-            "Record ID": f"rec{i}",
-            "Question": f"What is {question} {i}?",
-            "Correct Answer": f"{right} {i}",
-            **{f"Incorrect Answer {j}": f"{text} {i}" for j, text in enumerate(wrong, 1)},
-            "Explanation": extra,
-        }
-        for i in range(num_rows)
-    ]
-    return write(path, rows)
 
 
 def everything_in(folder: Path) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from async_runs import Witness, assert_same, fit
 from commands import ROOT, rlt
 from fake_worker import worker_of
 from jsonargparse import ArgumentParser
@@ -26,7 +27,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from misfits import HalfServed, Terms
 from sampling import sample_groups
-from test_async_rollouts import Witness, assert_same, fit
 from wheel import OFFLINE, PIP, build_wheel
 
 import rlt_lightning.types

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from cases import full
 from commands import ROOT, python, rlt
+from damage import build_checkpoint
+from fits import metrics, small_fit
+from grpo import data, module, rollout_callback
 from lightning.pytorch import Callback
-from test_cli import metrics, small_fit
-from test_digests import build_checkpoint
-from test_rlt_module import data, module, rollout_callback
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import ModelExporter, ReferenceSync

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-from commands import Running, rlt, start
+from commands import rlt, start
 from lightning.pytorch import Callback, Trainer
+from rows_of import read, wait_until
 from sampling import numbered
 from trainers import bare_trainer
 
@@ -50,10 +50,6 @@ def command(model: str, folder: Path, *options: str) -> list[str]:
         f"--output_dir={folder}",
         *options,
     ]
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.open()]
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +137,6 @@ def test_two_kills_lose_and_repeat_no_row(generated: Path, tiny_model: str, tmp_
     assert f"batch 1/{(PROBLEMS - left // TRACES + 1) // 2}" in result.stderr  # the rest alone was made
     assert read(traces) == read(generated / "traces.jsonl")
     assert read(folder / "distillation.jsonl") == read(generated / "distillation.jsonl")
-
-
-def wait_until(holds: Callable[[], bool], run: Running) -> None:
-    while not holds():
-        assert run.poll() is None, "the run ended by itself"
-        time.sleep(0.02)
 
 
 @pytest.mark.full

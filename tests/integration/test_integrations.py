@@ -19,8 +19,8 @@ import torch
 import verl_reward
 from cases import full
 from commands import ROOT, python, rlt
+from grpo import Witness
 from sampling import numbered
-from test_rlt_module import Witness
 from trainers import bare_trainer
 from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from cases import full
 from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
-from test_cli import explanation, metrics, small_fit, weights
-from test_rank_failures import TORCHRUN
+from fits import explanation, metrics, small_fit, weights
+from launchers import TORCHRUN
 
 SHORT = ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=4"]
 TWO = ["--trainer.devices=2"]

@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from statistics import median
 
-import psutil
 import pytest
 from cases import slow
-from commands import RANK_1, Running, start
-from test_cli import explanation, metrics, weights
-from test_strategies import largest_difference
+from commands import Running, start
+from compared import largest_difference
+from fits import explanation, metrics, weights
+from kills import kill, wait_for
 
 PHASES = ("generate", "push", "score", "train")
 OPTIONS = {
     "single": ["--trainer.devices=1"],
     "zero3": ["--trainer.devices=2", "--config=configs/overlays/zero3.yaml"],
 }
-ENDS_WITHIN_S = 15.0  # all processes, after one was killed; a loaded machine is slow to see them off
 
 
 def fit(model: str, folder: Path, strategy: str, num_steps: int, *options: str) -> Running:
@@ -40,48 +37,6 @@ def fit(model: str, folder: Path, strategy: str, num_steps: int, *options: str) 
     command += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy]]
     command += [f"--output_dir={folder}", "--ckpt_path=last", "--overwrite=true", *options]
     return start(*command, log=folder.with_suffix(".log"))
-
-
-def processes(run: Running) -> list[psutil.Process]:
-    """All that live of a run, rank 0 first."""
-    own = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == run.pid and process.status() != psutil.STATUS_ZOMBIE:
-                own.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return sorted(own, key=lambda process: process.pid)
-
-
-def kill(run: Running, victim: str) -> float:
-    """Kill all ranks, or one; returns the seconds until nothing was left."""
-    killed_at = time.monotonic()
-    if victim == "all":
-        os.killpg(run.pid, signal.SIGKILL)
-    else:
-        ranks = {"rank 0": run.pid}
-        for process in processes(run):
-            if process.name() == RANK_1:
-                ranks[RANK_1] = process.pid
-        os.kill(ranks.get(victim, run.pid), signal.SIGKILL)  # before rank 1 is there: rank 0
-    while left := processes(run):
-        run.poll()
-        if time.monotonic() > killed_at + ENDS_WITHIN_S:
-            os.killpg(run.pid, signal.SIGKILL)
-            pytest.fail(f"{left} outlived {victim}")
-        time.sleep(0.05)
-    run.wait()
-    return time.monotonic() - killed_at
-
-
-def wait_for(condition: Callable[[], bool], run: Running, log: Path) -> None:
-    deadline = time.monotonic() + 600
-    while not condition():
-        if run.poll() is not None or time.monotonic() > deadline:
-            os.killpg(run.pid, signal.SIGKILL)
-            pytest.fail(f"status {run.returncode}: {log.read_text()[-3000:]}")
-        time.sleep(0.001)
 
 
 def step_seconds(run: Path) -> float:

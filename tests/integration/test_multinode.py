@@ -13,20 +13,11 @@ from pathlib import Path
 import commands
 import pytest
 from commands import ROOT, rlt
+from compared import largest_difference
+from nodes import options, two_nodes
 from safetensors.torch import load_file
-from test_strategies import largest_difference
 
 from rlt_lightning.engines.launch import find_free_port
-
-OVERLAYS = ROOT / "configs" / "overlays"
-
-
-def options(model: str, *overlays: str) -> list[str]:
-    return [
-        *("--config=tests/rlt.yaml", *(f"--config={OVERLAYS / name}.yaml" for name in overlays)),
-        *(f"--model.teacher={model}", f"--model.student={model}", "--data.num_embedded_rows=8"),
-        *("--rollouts.sampling.max_completion_length=16", "--trainer.devices=1"),
-    ]
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -51,12 +42,6 @@ def begin(command: list[str], **environment: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def two_nodes() -> list[str]:
-    """What torchrun gets on each of two nodes of one process, as docs/scaling.md has it."""
-    options = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
-    return [*options, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--rdzv-id=job"]
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from commands import ROOT, rlt, start
+from fits import assert_one_clear_line
 from lightning.pytorch import Trainer
+from rows_of import read, wait_until
 from sampling import numbered
-from test_cli import assert_one_clear_line
-from test_generate import read, wait_until
-from test_text_reward import SeededReward
+from seeded import SeededReward
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
 from rlt_lightning.callbacks.predictions import is_usable

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
+from grpo import data, module, rollout_callback
 from lightning.pytorch import Callback
+from plans import SETUP
 from ranks import run
 from safetensors.torch import load_file
-from test_planner import SETUP
-from test_rlt_module import data, module, rollout_callback
-from test_strategies import full
 from torch import Tensor
 from trainers import bare_trainer
 from transformers import AutoModelForCausalLM

@@ -14,18 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from cases import slow
+from cases import full, slow
 from commands import ROOT, path_of_tests, start, wait_until
-from test_kills import processes
-from test_strategies import full
+from kills import processes
+from launchers import STRATEGIES, TORCHRUN
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
-TORCHRUN += ("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0")  # any free port
-STRATEGIES = {
-    "ddp": ["--trainer.strategy=ddp"],
-    "fsdp2": ["--config=configs/overlays/fsdp2.yaml"],
-    "zero3": ["--config=configs/overlays/zero3.yaml"],
-}
 ENDS_WITHIN_S = 12.0
 MADE = re.compile(r"--- made at ([\d.]+)")  # what a fault prints when it happens
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from commands import path_of_tests, rlt
-from test_cli import assert_one_clear_line
+from fits import assert_one_clear_line
 from tiny import QUICKSTART
 
 from rlt_lightning.engines import EngineError, ReplayEngine, SampleRequest, Sampling, sample_all

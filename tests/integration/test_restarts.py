@@ -19,11 +19,11 @@ import psutil
 import pytest
 from cases import full, slow
 from commands import ROOT, path_of_tests, rlt
+from fits import explanation, metrics
 from jsonargparse import Namespace
+from launchers import STRATEGIES
+from nodes import two_nodes
 from safetensors.torch import load_file
-from test_cli import explanation, metrics
-from test_multinode import two_nodes
-from test_rank_failures import STRATEGIES
 
 from rlt_lightning.cli.restarts import require_restartable
 from rlt_lightning.cli.stages import SaveConfig

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from commands import rlt
+from fits import small_fit
 from safetensors.torch import load_file, save_file
-from test_cli import small_fit
 
 
 def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ import httpx2
 import pytest
 import torch
 import yaml
+from bespoke import bespoke, student, trained_prompts  # noqa: F401
 from cases import slow
 from commands import ROOT, rlt, start, wait_until
 from sampling import sample_groups
-from test_model_format import bespoke, student, trained_prompts  # noqa: F401
 from tiny import CHAINS
 
 from rlt_lightning.engines import (
@@ -500,7 +500,7 @@ def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_
 
 
 @pytest.fixture(scope="module")
-def exported(student: tuple[Path, str]) -> str:  # noqa: F811
+def exported(student: tuple[Path, str]) -> str:
     """An ordinary model folder: that of a student after stage 4."""
     return str(student[0] / "model")
 
@@ -529,7 +529,7 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def test_a_servers_chat_route_asks_as_stage_4_trained(
     plain_server: str,
     exported: str,
-    bespoke: str,  # noqa: F811
+    bespoke: str,
     tiny_model: str,
 ) -> None:
     for question, expected in trained_prompts(bespoke, tiny_model).items():

@@ -11,20 +11,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import async_runs
 import pytest
-import test_async_rollouts
 import torch
+from cases import full, slow
 from commands import path_of_tests, rlt, start
+from compared import largest_difference
+from compared import weights as weights_of_ranks
 from fake_worker import worker_of
+from fits import assert_one_clear_line, explanation, metrics, weights
 from lightning.pytorch import Callback, Trainer
+from outside import Outside
 from parity import Parity
 from ranks import run
-from test_cli import assert_one_clear_line, explanation, metrics, weights
-from test_overlap import Outside
-from test_strategies import full, largest_difference, slow
-from test_strategies import weights as weights_of_ranks
-from test_turns import turns
 from torch import Tensor
+from turns import turns
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
@@ -398,19 +399,19 @@ def test_asynchronous_runs_resume_exactly(tiny_model: str, tmp_path: Path) -> No
     def train(folder: Path, **options: Any) -> Any:
         settings = {"dynamic_sampling": DynamicSampling(2), "reward": Parity(), **options}
         with worker_of(tiny_model) as worker:
-            return test_async_rollouts.fit(tiny_model, tmp_path / folder, worker, **settings)
+            return async_runs.fit(tiny_model, tmp_path / folder, worker, **settings)
 
     def stop() -> None:
         raise KeyError("killed")
 
     uninterrupted = train(Path("whole"))
-    killed = test_async_rollouts.Witness({3: stop})
+    killed = async_runs.Witness({3: stop})
     with pytest.raises(KeyError):
         train(Path("killed"), witness=killed)
     checkpoint = tmp_path / "killed" / "checkpoints" / "step=000002.ckpt"
     resumed = train(Path("killed"), resume=checkpoint)
     killed.steps = killed.steps[:2]
-    test_async_rollouts.assert_same(killed, resumed, whole=uninterrupted)
+    async_runs.assert_same(killed, resumed, whole=uninterrupted)
     assert [staleness for staleness, _ in uninterrupted.steps] == [0, 1, 1, 1, 1]
     odd = [all(row % 2 for row, _ in completions) for _, completions in uninterrupted.steps]
     assert sum(odd) >= 3

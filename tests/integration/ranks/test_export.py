@@ -9,8 +9,8 @@ import pytest
 import torch
 from cases import full
 from commands import rlt
+from compared import largest_difference
 from safetensors.torch import load_file
-from test_strategies import largest_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning.checkpoints.export import export_checkpoint

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from cases import full
+from compared import largest_difference
 from fake_worker import FakeWorker
+from grpo import data
 from peft import PeftModel
 from ranks import call, run
 from safetensors.torch import load_file
-from test_rlt_module import data
-from test_sharded_push import VERSION, require_strategy, sharded_model
-from test_strategies import largest_difference
+from sharded import VERSION, require_strategy, sharded_model
 from torch import Tensor, nn
 from trainers import bare_trainer
 from transformers import AutoConfig, AutoModelForCausalLM

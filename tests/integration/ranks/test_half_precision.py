@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import slow
+from cases import full, slow
 from commands import rlt
+from compared import STOP, largest_difference, weights
 from ranks import STEPS, run
 from safetensors.torch import load_file
-from test_strategies import STOP, full, largest_difference, weights
 
 HALF = [full("fsdp2_bf16"), slow("zero1_bf16"), full("zero3_bf16")]
 CHECKPOINT = f"checkpoints/step={STEPS:06d}.ckpt/weights/model.safetensors"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import rlt
 from families import build
+from grpo import data, module, rollout_callback
 from lightning.pytorch import Callback
 from peft import PeftModel
 from ranks import Runs, run
 from safetensors.torch import load_file
-from test_rlt_module import data, module, rollout_callback
-from test_strategies import full
 from torch import Tensor, nn
 from trainers import bare_trainer
 from transformers import AutoModelForCausalLM

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full, slow
 from commands import rlt
+from compared import largest_difference, weights
+from distillation import HINT, Witness, data, fit, module, teacher  # noqa: F401
 from fake_worker import worker_of
 from miniatures import PIECES
 from ranks import run
-from test_opd import HINT, Witness, data, fit, module, teacher  # noqa: F401
-from test_strategies import full, largest_difference, slow, weights
 from torch import Tensor
 from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
@@ -81,7 +82,7 @@ def test_two_processes_divide_uneven_answers_and_train_as_one(
 
 
 @pytest.mark.full
-def test_every_layout_gives_the_same_step(miniature: str, teacher: str, tmp_path: Path) -> None:  # noqa: F811
+def test_every_layout_gives_the_same_step(miniature: str, teacher: str, tmp_path: Path) -> None:
     found = {}
     for layout in ("single", "packed", "shared_prefix", "auto"):
         found[layout] = Witness()
@@ -97,7 +98,7 @@ def test_every_layout_gives_the_same_step(miniature: str, teacher: str, tmp_path
 
 
 @pytest.mark.full
-def test_an_offloaded_teacher_is_the_same(miniature: str, teacher: str, tmp_path: Path) -> None:  # noqa: F811
+def test_an_offloaded_teacher_is_the_same(miniature: str, teacher: str, tmp_path: Path) -> None:
     found = []
     for offload in (False, True):
         witness = Witness()
@@ -195,7 +196,7 @@ def test_an_engine_outside_the_process(
 @pytest.mark.full
 def test_a_compiled_head_is_checked_for_the_divergence(
     miniature: str,
-    teacher: str,  # noqa: F811
+    teacher: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Event, Lock
@@ -19,6 +18,7 @@ import vllm_sender
 from cases import full
 from fake_worker import FakeWorker, join_gloo, receive_gloo
 from safetensors.torch import load_file
+from sharded import VERSION, require_strategy, sharded_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.engines import DiskPush, EngineError, GlooPush, NCCLPush, nccl
@@ -28,27 +28,7 @@ from rlt_lightning.engines.push import WeightPush
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.weights import Deferred, full_shape, gather_in_groups, whole_tensors
 
-VERSION = "0123abcd-000007"
 DIES_AT = "model.layers.1.self_attn.q_proj.weight"
-
-
-def sharded_model(strategy: str, name: str) -> Any:
-    """The model as FSDP2 or DeepSpeed ZeRO-3 leaves it on this rank."""
-    model = load_model(name)
-    if strategy == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
-    deepspeed.init_distributed("gloo")
-    deepspeed.zero.Init(module=model, dtype=torch.float32)
-    return model
 
 
 def shard(rank: int, world_size: int, strategy: str, name: str) -> list[tuple[str, Any]]:
@@ -75,11 +55,6 @@ def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> Non
             pass
     assert sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors) <= held * 2  # let go again
     torch.distributed.barrier()
-
-
-def require_strategy(strategy: str) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])

@@ -17,6 +17,7 @@ import ranks
 import torch
 from cases import full, slow
 from commands import rlt
+from compared import STOP, largest_difference, weights
 from miniatures import PIECES
 from ranks import STEPS, run
 from safetensors.torch import load_file
@@ -28,17 +29,7 @@ from rlt_lightning.strategies.sharding import DeepSpeedZeRO
 from rlt_lightning.strategies.zero import DeepSpeed
 
 SHARDED = ["ddp", "fsdp2", full("zero1"), full("zero2"), "zero3"]
-STOP = 3
 MEASURED = ("reward/mean", "reward/val_mean", "student/kl_mean", "policy/entropy", "policy/grad_norm")
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder.with_suffix(".safetensors"))
-
-
-def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
 
 
 @pytest.mark.parametrize("strategy", SHARDED)

@@ -17,11 +17,11 @@ import datasets
 import pytest
 import ranks
 from commands import ROOT, Running, python, wait_until
+from damage import count_unnoticed
+from imported import imports, module_name
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from strategy_run import STRATEGIES
-from test_digests import count_unnoticed
-from test_layout import imports, module_name
 
 from rlt_lightning.datamodules import StratosDataModule, token_cache
 from rlt_lightning.datamodules.filters import Filters

@@ -12,8 +12,8 @@ from threading import Event
 
 import pytest
 from commands import wait_until
+from grpo import data, module, rollout_callback
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
-from test_rlt_module import data, module, rollout_callback
 
 import rlt_lightning
 from rlt_lightning.callbacks.progress import IterationLines, choose_progress_bar

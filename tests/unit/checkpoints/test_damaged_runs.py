@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_digests import build_checkpoint
+from damage import build_checkpoint
 
 from rlt_lightning.checkpoints.folder import (
     ONE_PROCESS,

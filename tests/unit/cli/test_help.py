@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cases import full
 from commands import ROOT, rlt
-from test_docs import parser_of
+from parsed import parser_of
 
 from rlt_lightning.cli.help import VERBS, print_main_help, print_verb_help, suggest_option, suggest_verb
 from rlt_lightning.cli.parser import list_options

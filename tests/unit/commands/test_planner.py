@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import full
 from commands import ROOT, rlt
+from plans import GPU, MODEL, SETUP, SHAPE, STEP
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,14 +29,10 @@ from rlt_lightning.models import memory
 from rlt_lightning.models.load import meta_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.memory import (
-    Activations,
-    Device,
-    LanguageModel,
     LiveBytes,
     PlannedWorkers,
     Setup,
     Shape,
-    Step,
     trace_activations,
 )
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
@@ -43,21 +40,6 @@ from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.types import InputError
 
-# 100 weights: embedding and head of 20 each, 6 blocks of 10. Tied to nothing real, so that sums are easy.
-SHAPE = Shape(
-    weights=100, trained=100, block=10, num_blocks=6, outside=40, largest=20, largest_trained=20,
-    hidden_size=2, num_words=10, head_trained=20, kv_per_token=12,
-)  # fmt: skip
-MODEL = LanguageModel("model", SHAPE, Activations(1000, 0, 70, 30), weight_bytes=4, product_bytes=4)
-STEP = Step(
-    num_processes=1, prompts=4, group_size=2, prompt_length=8, completion_length=10, mean_prompt_length=4,
-    mean_completion_length=5, micro_batch_tokens=40, layout="auto",
-)  # fmt: skip
-GPU = Device("H100", memory=10_000, reserved=50)
-SETUP = Setup(
-    device=GPU, sharding="whole", processes_per_machine=1, policy=MODEL, step=STEP, master_bytes=4,
-    grad_bytes=4, logits_bytes=16, bucket_numel=30, hf_sequences=8, students=(MODEL,), with_reference=True,
-)  # fmt: skip
 WORKER = PlannedWorkers(
     num_gpus=4, tensor_parallel_size=2, weight_bytes=2, gpu_memory_utilization=0.9, push_bytes=4,
     only_adapter=False, bucket_bytes=64, colocated=False, sleeps=False,

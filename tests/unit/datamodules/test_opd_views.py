@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distillation import answered, data
 from miniatures import PIECES
-from test_opd import answered, data
 from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules import token_cache

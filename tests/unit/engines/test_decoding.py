@@ -14,6 +14,7 @@ import torch
 from commands import ROOT
 from plain_engine import PlainEngine, draw_plainly
 from sampling import sample_groups
+from samplings import SAMPLINGS, assert_same, started
 
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw, invert_exactly
@@ -22,28 +23,14 @@ from rlt_lightning.models.attention import register_segment_attention
 from rlt_lightning.models.kernels import build_packed_forward, packed_weights
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.types import Completion, InputError
+from rlt_lightning.types import InputError
 
 WORDS = 512
-
-
-def started(kind: type[HFEngine], model: Any, tokenizer: Any, max_sequences: int = 64) -> HFEngine:
-    engine = kind(max_sequences)
-    engine.start(model, tokenizer, Path())
-    return engine
 
 
 def checked(engine: HFEngine) -> None:
     """Let the engine check its cache, as it does when it samples for the first time."""
     sample_groups(engine, random_prompts([3], 300), Sampling(max_completion_length=1), 1, "", [0])
-
-
-def assert_same(ours: list[list[Completion]], theirs: list[list[Completion]]) -> None:
-    for group, other in zip(ours, theirs, strict=True):
-        for a, b in zip(group, other, strict=True):
-            assert (a.token_ids, a.finish_reason, a.seed) == (b.token_ids, b.finish_reason, b.seed)
-            difference = torch.tensor(a.log_probs) - torch.tensor(b.log_probs)
-            assert difference.abs().max() < 1e-5 * max(1, len(a.log_probs) ** 0.5)
 
 
 class Calls:
@@ -57,16 +44,6 @@ class Calls:
 def random_prompts(lengths: list[int], num_words: int = WORDS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, num_words, (n,), generator=generator).tolist() for n in lengths]
-
-
-SAMPLINGS = {
-    "plain": Sampling(temperature=0.7),
-    "temperature 1": Sampling(temperature=1.0),
-    "top_p": Sampling(temperature=1.0, top_p=0.8),
-    "top_k and min_p": Sampling(temperature=0.9, top_k=20, min_p=0.02),
-    "penalty": Sampling(temperature=0.8, repetition_penalty=1.3),
-    "greedy": Sampling(temperature=0, repetition_penalty=1.1),
-}
 
 
 @pytest.mark.parametrize("name", list(SAMPLINGS))

@@ -15,8 +15,8 @@ import pytest
 from cases import full
 from commands import rlt
 from fake_worker import END, EOS, TAG, FakeTokenizer, FakeWorker, worker_of
-from test_cli import small_fit
-from test_vllm_engine import WEIGHTS
+from fits import small_fit
+from fleets import WEIGHTS
 
 from rlt_lightning.engines import DiskPush, EngineError, NoPush, Sampling, VLLMEngine, build_requests
 from rlt_lightning.modules.step_metrics import require_agreement

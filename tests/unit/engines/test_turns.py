@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from commands import rlt
 from fake_worker import FakeWorker, worker_of
-from test_vllm_engine import WEIGHTS, generate, launched, servers_of, start, start_engine, undisturbed
-from test_vllm_engine import token_ids as ids
+from fleets import WEIGHTS, generate, launched, servers_of, start, start_engine, undisturbed
+from fleets import token_ids as ids
+from turns import turns
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import AdapterPush, EngineError, VLLMEngine
@@ -22,12 +23,6 @@ from rlt_lightning.engines.fleet import State
 from rlt_lightning.types import InputError
 
 __all__ = ["start"]  # a fixture
-
-
-def turns(calls: list[str]) -> str:
-    """What a worker was asked to do, in short: s(leep), w(ake up), p(ush), c(omplete or score)."""
-    letters = {"/sleep": "s", "/wake_up": "w", "/update_weights": "p", "/v1/completions": "c"}
-    return "".join(letters.get(call.split()[1], "") for call in calls)
 
 
 def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from cases import full
 from commands import rlt
+from compared import largest_difference, weights
+from grpo import Witness, module, rollout_callback, slow_log_probs
 from ranks import run
-from test_rlt_module import Witness, module, rollout_callback, slow_log_probs
-from test_strategies import largest_difference, weights
 from tiny import CHAINS
 from trainers import bare_trainer
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from cases import full, slow
 from commands import rlt
+from compared import largest_difference, weights
+from grpo import Witness, slow_log_probs
 from jsonargparse import Namespace
+from outside import Outside, Waiting, scored
 from ranks import run
-from test_overlap import Outside, Waiting, scored
-from test_rlt_module import Witness, slow_log_probs
-from test_strategies import largest_difference, weights
 from torch import Tensor
 from trainers import bare_trainer
 from trl_reward import LikelihoodRewardFunction, RLTRewardFunction

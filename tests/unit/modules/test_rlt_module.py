@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from cases import full
+from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
 from trainers import bare_trainer
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
@@ -30,58 +29,7 @@ from rlt_lightning.numerics.losses import BNPOLoss, GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
 from rlt_lightning.strategies.sharding import Unsharded
-from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts, Scores
-
-TEMPERATURE = 0.7
-
-
-def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
-    return StratosDataModule(
-        source="arithmetic",
-        num_embedded_rows=8,
-        tokenizer=model,
-        student_tokenizer=model,
-        prompts_per_step=2,
-        output_dir=str(folder),
-        **options,
-    )
-
-
-def rollout_callback(length: int = 12, **options: Any) -> RolloutCallback:
-    sampling = Sampling(temperature=TEMPERATURE, max_completion_length=length)
-    return RolloutCallback(sampling=sampling, **options)
-
-
-def module(model: str, **options: Any) -> RLTModule:
-    options = {"group_size": 4, "optimizer": OptimizerConfig(lr=1e-3, max_grad_norm=0)} | options
-    return RLTModule(teacher=model, student=model, **options)
-
-
-class Witness(Callback):
-    """Keeps what a step saw: the batch, the gradients before clipping, the weights before and after."""
-
-    def __init__(self) -> None:
-        self.batches: list[PromptBatch] = []
-        self.gradients: dict[str, Tensor] = {}
-        self.weights_before: dict[str, Tensor] = {}
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.weights_before = {n: p.detach().clone() for n, p in pl_module.policy.named_parameters()}
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        self.gradients = {n: p.grad.clone() for n, p in pl_module.policy.named_parameters()}
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.batches.append(batch)
-
-
-def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature: float) -> Tensor:
-    """One sequence, full logits, nothing packed: log-probs of `scored` after `prompt`."""
-    logits = model(input_ids=torch.tensor([prompt + scored])).logits[0] / temperature
-    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    return rows.gather(1, torch.tensor(scored)[:, None]).squeeze(1)
+from rlt_lightning.types import Completion, InputError, Rollout, Rollouts, Scores
 
 
 def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:

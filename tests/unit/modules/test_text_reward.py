@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,19 @@ import pytest
 import torch
 import yaml
 from commands import ROOT, rlt, start
+from fits import assert_one_clear_line, metrics, wait_for
+from grpo import TEMPERATURE, Witness, rollout_callback, slow_log_probs
 from lightning.pytorch import Callback
-from test_cli import assert_one_clear_line, metrics, wait_for
-from test_rlt_module import TEMPERATURE, Witness, rollout_callback, slow_log_probs
-from torch import Tensor
+from seeded import SeededReward
 from trainers import bare_trainer
 
 from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.modules import CorrectnessReward, RLTModule, TextReward
+from rlt_lightning.modules import CorrectnessReward, RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.text_reward import CorrectnessTerms, judge_texts
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.tags import R1, TagStyle
-from rlt_lightning.types import Completion, InputError, Problem, RewardTerms, Rollout
+from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 # One-letter tags, which a model with random weights writes now and then.
 LETTERS = TagStyle("e", "t", "a", "o", "{", "}", separator="\n")
@@ -272,16 +271,6 @@ def test_two_processes_judge_their_own(tiny_model: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for name in ("reward/mean", "reward/formatted", "reward/correct"):
         assert metrics(two)[1][name] == pytest.approx(metrics(one)[1][name]), name
-
-
-@dataclass(frozen=True)
-class Seeded(RewardTerms):
-    seed: Tensor
-
-
-class SeededReward(TextReward):
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
-        return Seeded(torch.zeros(len(rollouts)), torch.zeros(len(rollouts)))
 
 
 def test_a_term_may_have_no_name_of_a_column() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from test_log_probs import slow_logits
+from slow_logits import slow_logits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 from cases import full
-from torch import Tensor, nn
+from slow_logits import slow_logits
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.numerics import (
@@ -33,12 +34,6 @@ def example(
     weight = torch.randn(VOCABULARY, 5).to(dtype).requires_grad_()
     bias = torch.randn(VOCABULARY).to(dtype).requires_grad_()
     return hidden, weight, bias, torch.randint(0, VOCABULARY, (num_tokens,))
-
-
-def slow_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:
-    """All logits before the temperature, as the model's own code computes them."""
-    logits = nn.functional.linear(hidden, weight, bias) * scale.scale
-    return logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
 
 
 def test_log_probs_of_a_three_word_vocabulary():

@@ -13,10 +13,8 @@ import pytest
 import torch
 from cases import full
 from commands import wait_until
-from fake_worker import FakeWorker
-from test_rlt_module import Witness, data, module
-from test_vllm_engine import (
-    END,
+from fake_worker import END, FakeWorker
+from fleets import (
     PROMPTS,
     SAMPLING,
     SEEDS,
@@ -25,7 +23,9 @@ from test_vllm_engine import (
     start,
     undisturbed,
 )
-from test_vllm_engine import token_ids as ids
+from fleets import token_ids as ids
+from grpo import Witness, data, module
+from outside import Outside, Waiting, scored  # noqa: F401
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import RolloutCallback
@@ -48,36 +48,6 @@ __all__ = ["start"]  # a fixture
 TEN = Sampling(temperature=0.7, max_completion_length=10)
 
 
-class Outside(HFEngine):
-    """Samples as workers do: for all ranks, in a thread. It tells of no completion before the last."""
-
-    in_process = False
-    unverified = False
-    reports_log_probs = False
-
-
-class Waiting(Outside):
-    """Finishes the last group only when `go` is set, which is what the test waits for."""
-
-    def __init__(self, patience_s: float) -> None:
-        super().__init__()
-        self.patience_s = patience_s
-        self.go = Event()
-        self.gave_up = False
-
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
-        completions = list(super().sample(requests, sampling, stop))
-        self.go.clear()  # what an earlier step has scored does not count
-        last = requests[-1].num_completions
-        yield from completions[:-last]
-        self.gave_up = not self.go.wait(self.patience_s)
-        if self.gave_up:
-            raise EngineError("Nothing was scored before the last group was sampled.")
-        yield from completions[-last:]
-
-
 @pytest.fixture
 def fit(tiny_model: str, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
     """Trains two steps with an engine; returns the module and what each step saw."""
@@ -92,22 +62,6 @@ def fit(tiny_model: str, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
         return rlt, witness
 
     return train
-
-
-@pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Waiting], None]:
-    """Lets an engine continue when a chunk has been scored."""
-
-    def watch(engine: Waiting) -> None:
-        keep = ScoredCompletions.add
-
-        def add(self: ScoredCompletions, *arguments: Any) -> None:
-            keep(self, *arguments)
-            engine.go.set()
-
-        monkeypatch.setattr(ScoredCompletions, "add", add)
-
-    return watch
 
 
 def rewards(witness: Witness) -> torch.Tensor:
