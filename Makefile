@@ -65,7 +65,7 @@ test: setup
 # Commands, figures and links of the pages, reports, dashboards, model cards, every benchmark at tiny size, a pretended
 # GPU, the package's layout, set-up scripts, the wheel.
 test-docs: setup
-	$(PYTEST) -m docs
+	$(PYTEST) -m "docs or (gpu and not full and not slow)"
 
 # What failed in the last run, one by one: does a test fail, or only beside others?
 test-failed: setup

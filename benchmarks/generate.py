@@ -7,7 +7,7 @@ many threads. Sides run in turns, so that disturbances meet all of them; figures
 second, and of CPU milliseconds per token of all the side's processes, which other work disturbs less.
 
     ours                 HFEngine
-    plain                tests/plain_engine.py: what HFEngine did before it had a cache of its own
+    plain                tests/support/plain_engine.py: what HFEngine did before it had a cache of its own
     transformers         `generate`, which repeats the prompt for every completion
     continuous batching  transformers' `generate_batch` with a paged cache
     vLLM                 a worker of `vllm serve`; left out where it is not installed

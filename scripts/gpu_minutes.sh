@@ -178,7 +178,7 @@ case $call in
     fit zero3 120 "${quickstart[@]}" "${few[@]}" --config configs/overlays/zero3.yaml &
     check pinned 100 "$py" $minutes/pinned.py &
     if [[ $accelerator == gpu && -n $has_smollm2 ]]; then
-        check tests 150 "$py" -m pytest -p no:cacheprovider -q -m gpu tests/test_rlt_module.py &
+        check tests 150 "$py" -m pytest -p no:cacheprovider -q -k cuda tests/unit/modules/test_rlt_module.py &
     fi
     smollm2_warmup &
     wait

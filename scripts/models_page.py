@@ -1,6 +1,6 @@
 """Write docs/models.md: `python scripts/models_page.py`.
 
-It builds the small random models of tests/families.py and runs the checks that a run makes at its start.
+It builds the small random models of tests/support/families.py and checks them as a run does at its start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every block of README.md, CONTRIBUTING.md, docs/ and research/ is run or parsed; CHECKED has the others.
 
-docs/extending.md is run as it stands, in a folder of its own, by tests/test_extending.py, and the scripts of
-docs/python.md, one after another, by tests/test_python.py.
+docs/extending.md is run as it stands, in a folder of its own, by test_extending.py, and the scripts of
+docs/python.md, one after another, by test_python.py.
 
 A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
 Each call is then checked by what its program is. A program without a check is not found, and fails the test.
@@ -188,11 +188,11 @@ Check = Callable[[list[str], Path], None]
 CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that is all, if it is
     "rlt": (check_rlt, "read by the real parser; a command of every verb is run, see RUN"),
     "make": (check_make, "a dry run: the targets take minutes, and pytest runs under one of them"),
-    "vllm": (check_vllm, "needs vLLM, and mostly a GPU; tests/test_vllm_worker.py starts one"),
+    "vllm": (check_vllm, "needs vLLM, and mostly a GPU; tests/integration/test_vllm_worker.py starts one"),
     "pip": (check_pip, "installs gigabytes"),
     "python": (check_python, "benchmarks take minutes and all of the machine"),
-    "torchrun": (check_torchrun, "needs GPUs; tests/test_restarts.py and test_multinode.py run it on CPUs"),
-    "sbatch": (check_sbatch, "needs a SLURM cluster; tests/test_multinode.py has stand-ins"),
+    "torchrun": (check_torchrun, "needs GPUs; test_restarts.py and test_multinode.py run it on CPUs"),
+    "sbatch": (check_sbatch, "needs a SLURM cluster; tests/integration/test_multinode.py has stand-ins"),
     "docker": (check_docker, "needs a Docker engine; docs/gpu.md says how it was built"),
     "kubectl": (check_recipe_file, "needs a cluster; the recipes are checked below"),
     "sky": (check_recipe_file, "needs a cluster; the recipes are checked below"),
@@ -205,7 +205,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "wandb": (nothing, "needs an account"),
     "hf": (nothing, "needs an account"),
     "transformers": (nothing, "a server that does not end, and its client"),
-    "mkdocs": (nothing, "a server that does not end; tests/test_site.py builds"),
+    "mkdocs": (nothing, "a server that does not end; tests/docs/test_site.py builds"),
     "playwright": (nothing, "downloads a browser"),
     "ruff": (nothing, "run by make check"),
 }

@@ -121,7 +121,6 @@ def test_an_unknown_call_is_refused() -> None:
     assert "must be kit, 0, 1, 2, all, rates, engine, profile or report, but is 3." in done.stderr
 
 
-@pytest.mark.full
 def test_both_calls_pass_at_tiny_size(tmp_path: Path) -> None:
     out = tmp_path / "out"
     # Twenty starts of Python would be more than half of the work.

@@ -1,4 +1,4 @@
-"""Runs on pretended GPUs (tests/pretended_gpu/README.md), and the faults that these find."""
+"""Runs on pretended GPUs (tests/support/pretended_gpu/README.md), and the faults that these find."""
 
 from __future__ import annotations
 

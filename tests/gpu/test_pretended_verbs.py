@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("pretended_gpus")]
 GPU = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed", "--model.head.compiled=false"]
 ONE_OF_EACH_KIND = ("teacher_sft", "student_sft", "student_opd", "student_grpo", "generate", "rejection")
 ONE_OF_EACH_KIND += ("rank", "score", "evaluate")
-# Overlays that say nothing about GPUs, that tests/test_pretended_gpu.py runs, or that cannot run here.
+# Overlays that say nothing about GPUs, that tests/gpu/test_pretended_gpu.py runs, or that cannot run here.
 ELSEWHERE = {
-    **dict.fromkeys(("fsdp2", "zero3", "lora", "evaluate_every"), "tests/test_pretended_gpu.py"),
+    **dict.fromkeys(("fsdp2", "zero3", "lora", "evaluate_every"), "tests/gpu/test_pretended_gpu.py"),
     **dict.fromkeys(("tensorboard", "wandb"), "where metrics are logged"),
     "evaluate_8gpu": "its trainer is on a CPU, and loads no model",
     "multinode": "two nodes",

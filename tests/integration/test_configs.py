@@ -156,7 +156,7 @@ def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
 
 
 # One of each verb, module, task and kind of engine; the run that tests share is the quickstart's, and
-# tests/test_vllm_worker.py has the overlay that launches.
+# tests/integration/test_vllm_worker.py has the overlay that launches.
 EACH_KIND = ("student_grpo", "teacher_sft", "student_sft", "generate", "rank", "evaluate")
 EACH_KIND += ("vllm_async", "generate_8gpu", "lora")
 TO_RUN = [

@@ -1,6 +1,6 @@
 """SIGKILL at any moment and resuming by the same command equals not stopping.
 
-The long version, 10 kills each: python -m pytest -m slow tests/test_kills.py -s
+The long version, 10 kills each: python -m pytest -m slow tests/integration/test_kills.py -s
 """
 
 from __future__ import annotations

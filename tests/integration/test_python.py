@@ -89,7 +89,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         done = python(path.read_text(), folders["script"])
         if name == "stage5.py":
             assert "of the questions are answered right" in done.stdout, done.stderr
-            # Started as a file, its judges would import it: tests/test_judge.py has a small script for that.
+            # Started as a file, its judges would import it: test_judge.py has a small script for that.
             assert 'if __name__ == "__main__":\n' in SCRIPTS[name]
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"  # what the code of others returned
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def full(*values: Any) -> Any:

@@ -1,6 +1,6 @@
 """Small random models of the families that transformers has, and how each is run.
 
-tests/test_families.py checks the table, scripts/models_page.py makes docs/models.md from it.
+tests/unit/models/test_families.py checks the table, scripts/models_page.py makes docs/models.md from it.
 """
 
 from __future__ import annotations

@@ -33,12 +33,12 @@ def parser_of(verb: str) -> ArgumentParser:
 def check_rlt(arguments: list[str], files: Path) -> None:
     """Let the real parser read a command line."""
     verb, *options = arguments
-    if verb == "configs":  # run by tests/test_install.py
+    if verb == "configs":  # run by tests/docs/test_install.py
         find_config(STANDS_FOR.get(options[0], options[0]) if options else "quickstart")
         return
     if verb == "report":  # names folders that must exist: run by the test of the first page
         return
-    if verb == "demo":  # run by tests/test_install.py
+    if verb == "demo":  # run by tests/docs/test_install.py
         build_demo_parser().parse_args(options)
         return
     options = [str(files / option) if (files / option).is_file() else option for option in options]

@@ -1,8 +1,7 @@
 """Sampling in the slow and obvious way, which HFEngine must equal token by token.
 
 One batch after the other, transformers' own cache, a prompt's keys and values repeated for each completion,
-and float64 probabilities of the whole vocabulary. tests/test_decoding.py compares, benchmarks/generate.py
-measures.
+and float64 probabilities of the whole vocabulary. test_decoding.py compares, benchmarks/generate.py measures.
 """
 
 from __future__ import annotations

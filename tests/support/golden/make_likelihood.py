@@ -2,7 +2,7 @@
 
     git clone https://github.com/OpenBMB/RLPR, and check out 8490fca; likewise
     sail-sg/VeriFree 718b363 and thinkwee/NOVER cb1a4ef
-    python tests/golden/make_likelihood.py RLPR VeriFree NOVER     # the three folders
+    python tests/support/golden/make_likelihood.py RLPR VeriFree NOVER     # the three folders
 
 Their files are imported as they are, in place of what they need there are stubs; no line of them is copied:
 

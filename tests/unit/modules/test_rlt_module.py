@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import full
+from cases import full, needs_gpu
 from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -289,7 +289,7 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Sc
             assert reward == pytest.approx(slow_reward(rlt.policy, student, row), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_frozen_models_are_on_the_device_only_while_they_are_used(name: str, tiny_model: str) -> None:
     entry = module(tiny_model).load(tiny_model, "float32")
     device, whole = torch.device(name), Unsharded(None)
