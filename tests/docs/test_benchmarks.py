@@ -131,12 +131,6 @@ def test_the_goals_of_generate_are_at_16_sequences() -> None:
     assert generate.figures_of(results) == {"to_plain": 8, "to_vLLM": 24}
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_uses_the_shared_options(name: str) -> None:
-    source = (FOLDER / f"{name}.py").read_text()
-    assert "ArgumentParser(" not in source, "benchmark_parser gives all benchmarks the same options"
-
-
 @pytest.mark.full
 def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
@@ -146,7 +140,3 @@ def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyP
         config = parser.parse_args(["fit", *arguments]).fit
         models = {config.model.init_args.get(key) for key in ("teacher", "student", "pretrained")}
         assert models <= {"smollm2-135m", None}, name
-
-
-def test_helpers_exist() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} >= set(HELPERS)

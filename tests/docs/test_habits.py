@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from typing import Any
 
 import pytest
 import yaml
@@ -12,19 +11,6 @@ from commands import ROOT
 
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 COMMANDS = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
-TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))  # config.yml is no form
-
-
-def test_the_workflow_runs_the_targets_that_the_page_names() -> None:
-    assert COMMANDS == [
-        "make check",
-        "make test",
-        "make docs",
-        "make test-docs",
-        "make test-all",
-        "make test-research",
-    ]
-    assert WORKFLOW["permissions"] == {"contents": "read"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -45,14 +31,6 @@ def test_pre_commit_runs_what_make_check_runs() -> None:
     hooks = {hook["entry"].replace(" --force-exclude", "") for hook in local["hooks"]}
     recipe = (ROOT / "Makefile").read_text().split("\ncheck:")[1].split("\n\n")[0]
     assert hooks == {f".venv/bin/{words.removesuffix(' .')}" for words in re.findall(r"/(.+)$", recipe, re.M)}
-
-
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_an_issue_template_is_a_form(template: Any) -> None:
-    form = yaml.safe_load(template.read_text())
-    assert form.keys() >= {"name", "description", "body"}
-    ids = [item["id"] for item in form["body"] if item["type"] != "markdown"]
-    assert len(ids) == len(set(ids)) > 0
 
 
 def test_the_page_on_the_code_names_files_that_exist() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import pytest
 import yaml
-from browser import chromium
 from commands import ROOT
 
 from rlt_lightning import __version__
@@ -69,37 +63,6 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     assert not any('class="mermaid"' in page.read_text() for page in pages)
 
 
-@pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
-    """Address of a server that has the site."""
-    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_the_search_finds_the_right_page_first(address: str) -> None:
-    right = {
-        "demo": "index",
-        "install": "index",
-        "own data": "new_task",
-        "colab": "python",
-        "out of memory": "troubleshooting",
-        "vllm": "rollouts",
-    }
-    found = {}
-    with chromium() as browser:
-        page = browser.new_page()
-        for words in right:
-            page.goto(f"{address}/index.html?q={quote(words)}")
-            first = page.wait_for_selector(".md-search-result__item > a", state="attached")
-            found[words] = Path(first.get_attribute("href").partition("?")[0]).stem
-    assert found == right
-
-
 def test_the_reference_has_every_folder_and_root_module() -> None:
     paths = [path for path in (ROOT / "rlt_lightning").iterdir() if not path.name.startswith("__")]
     names = {path.stem for path in paths if path.is_dir() or path.suffix == ".py"}
@@ -128,20 +91,6 @@ def test_links_work_on_a_git_host(page: Path) -> None:
             assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
-def test_the_citation_is_complete() -> None:
+def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["cff-version"] == "1.2.0"
-    paper = citation["preferred-citation"]
-    for entry, kinds in ((citation, {"software"}), (paper, {"article", "generic", "report"})):
-        assert entry["type"] in kinds
-        assert isinstance(entry["title"], str)
-        assert all(author.keys() & {"name", "family-names"} for author in entry["authors"])
-    assert isinstance(citation["message"], str)
     assert (citation["license"], citation["version"]) == ("Apache-2.0", __version__)
-    assert [author["family-names"] for author in paper["authors"]] == ["Cetin", "Zhao", "Tang"]
-    assert {"type": "other", "value": "arXiv:2506.08388"} in paper["identifiers"]
-
-
-def test_the_licence_is_the_whole_text() -> None:
-    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
-    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"  # of apache.org

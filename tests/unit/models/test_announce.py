@@ -20,9 +20,9 @@ def test_a_model_is_named_with_its_size_before_it_is_loaded(miniature: str, caps
     pretrained.announce_model(miniature, "auto", "the frozen student")
     pretrained.announce_model("nobody/nothing", "float32")
     first, second, third = capsys.readouterr().err.splitlines()
-    assert first == "loading miniature (0.7 MB) as bfloat16"
-    assert second == f"loading {miniature} (0.7 MB): the frozen student"
-    assert third.startswith("loading nobody/nothing (its files are fetched from the Hugging Face hub first)")
+    assert all(word in first for word in ("miniature", "0.7 MB", "bfloat16"))
+    assert all(word in second for word in (miniature, "0.7 MB", "the frozen student"))
+    assert "nobody/nothing" in third
 
 
 def test_sizes_count_whole_weights_as_they_travel() -> None:
@@ -62,12 +62,10 @@ def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Capt
     console.announce_writing(tmp_path / "model", 42 * 10**9)
     packed.announce_check("tiny", torch.nn.Linear(2, 2))
     packed.announce_check("big", torch.nn.Linear(10**5, 10**5, device="meta"))
-    assert capsys.readouterr().err.splitlines() == [
-        f"reading {large} (123.5 MB)",
-        f"reading {checkpoint} (1.2 GB)",
-        f"writing {tmp_path / 'model'} (42.0 GB)",
-        "checking the log-probs of packed rows of big (40.0 GB)",
-    ]
+    named = [(str(large), "123.5 MB"), (str(checkpoint), "1.2 GB"), ("model", "42.0 GB"), ("big", "40.0 GB")]
+    for line, (what, size) in zip(capsys.readouterr().err.splitlines(), named, strict=True):
+        assert what in line
+        assert size in line
 
 
 @pytest.mark.parametrize(
