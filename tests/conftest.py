@@ -10,7 +10,7 @@
 Five sets, each with its own command:
 
     make test           what has no mark: every verb, stage, loss, layout, strategy and failure once
-    make test-docs      docs, and gpu but for further cases
+    make test-docs      docs and gpu
     make test-all       full: further cases, what needs a real vLLM worker (mark vllm)
     make prove          slow: learning, kills at random moments, two nodes
     make test-research  research/tests
@@ -47,7 +47,7 @@ LEFT = pytest.StashKey[Counter[str]]()
 DURATIONS = "rlt/durations"  # in pytest's cache: seconds of each group in the last run that had it
 FIRST = ("integration/ranks", "docs", "gpu", "trajectories", "integration")  # until there are durations
 NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be most of its work
-SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all", "gpu": "make test-docs"}
+SETS = {"slow": "make prove", "full": "make test-all", "docs": "make test-docs", "gpu": "make test-docs"}
 
 
 # What is run, and what is left

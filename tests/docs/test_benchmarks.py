@@ -17,7 +17,6 @@ from typing import Any
 import generate
 import plan
 import pytest
-from cases import full
 from commands import ROOT, Running, make_forked_python
 from jsonargparse import capture_parser
 
@@ -30,7 +29,6 @@ HELPERS = {
     "trl_step": "the other side of optimise.py, which imports nothing of ours",
 }
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
-QUICK = {"memory", "reward"}  # run by `make test`; the others by `make test-all`
 NEEDS = {"quantised": "bitsandbytes", "optimise": "trl"}
 OPTIONS = {"optimise": ["--against", "trl"]}  # which must agree in loss and gradients
 STARTS_PYTHON = {"asynchronous", "data", "plan"}  # several times, by sys.executable
@@ -85,10 +83,7 @@ def checked_result(name: str, run: subprocess.CompletedProcess[str], output: Pat
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full, *MARKS.get(name, [])])
-        for name in BENCHMARKS
-    ],
+    [pytest.param(name, marks=MARKS.get(name, [])) for name in BENCHMARKS],
 )
 def test_a_benchmark_ends_with_its_line(name: str, tmp_path: Path) -> None:
     if name == "push" and not (ROOT / ".venv-vllm").exists():
@@ -99,7 +94,7 @@ def test_a_benchmark_ends_with_its_line(name: str, tmp_path: Path) -> None:
     checked_result(name, run_benchmark(name, output), output)
 
 
-@pytest.mark.parametrize("name", ["memory", full("gpu")])
+@pytest.mark.parametrize("name", ["memory", "gpu"])
 def test_a_benchmark_prints_before_it_draws(name: str, tmp_path: Path) -> None:
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text("")
@@ -131,7 +126,6 @@ def test_the_goals_of_generate_are_at_16_sequences() -> None:
     assert generate.figures_of(results) == {"to_plain": 8, "to_vLLM": 24}
 
 
-@pytest.mark.full
 def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
     monkeypatch.chdir(ROOT)

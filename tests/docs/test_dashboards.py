@@ -142,6 +142,7 @@ def test_tensorboard_shows_every_iteration_once_through_a_resume(resumed: Path) 
     assert first["question"] in str(board["completions/0/text_summary"][1])
 
 
+@pytest.mark.full
 def test_a_failure_sends_an_alert(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ["--trainer.max_steps=4", "--model.optimizer.lr=1e30"]
@@ -155,6 +156,7 @@ def test_a_failure_sends_an_alert(tiny_model: str, tmp_path: Path) -> None:
     assert "NonFiniteError" in str(board_of(folder)["alarms/text_summary"])
 
 
+@pytest.mark.full
 def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ["--data.source=arithmetic", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
@@ -336,6 +338,7 @@ def test_a_form_that_drifts_rings(drifting: tuple[str, float, float], steady: fl
     assert not any(titles(Alarms(patience=2), *({"rollout/closed_frac": v} for v in (1.0, 1.0, 0.2, 0.2))))
 
 
+@pytest.mark.full
 def test_on_policy_student_at_too_high_a_rate_rings(tmp_path: Path) -> None:
     options = ["--model.optimizer.lr=5e-3", "--trainer.max_steps=20", "--checkpoint.every_n_train_steps=20"]
     result = rlt("fit", "--config=configs/miniature_opd.yaml", *options, f"--output_dir={tmp_path}")

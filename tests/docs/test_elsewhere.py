@@ -8,7 +8,6 @@ import sys
 from types import ModuleType
 
 import pytest
-from cases import full
 from commands import ROOT
 
 from rlt_lightning.datamodules.loader import StepLoader
@@ -26,7 +25,6 @@ NOTICED = {
     "flat_reward": (5, "^rlt: alarm: Rewards are all alike. Iteration 5: reward/group_std is below 0.001"),
     "accumulated_batches": (0, "so trainer.accumulate_grad_batches must be 1, but is 4"),
 }
-QUICK = ("stale_weights", "wrong_template", "replayed_data", "accumulated_batches")
 PAGE = (ROOT / "docs" / "elsewhere.md").read_text()
 
 
@@ -40,7 +38,7 @@ def faults() -> ModuleType:
     return faults
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else full(name) for name in NOTICED])
+@pytest.mark.parametrize("name", NOTICED)
 def test_fault_is_noticed_within_its_step(faults: ModuleType, name: str) -> None:
     step, line = NOTICED[name]
     outcome = faults.plant(name)  # of the sound run's lines none is left
@@ -56,7 +54,6 @@ def test_page_shows_every_fault_and_its_line(faults: ModuleType) -> None:
         assert re.search(line, shown[name]), name
 
 
-@pytest.mark.full
 def test_script_prints_the_line() -> None:
     words = [sys.executable, "examples/faults.py", "wrong_template"]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=570)

@@ -66,6 +66,7 @@ def test_a_run_uploads_its_model_at_its_end(hub: FakeHub, tmp_path: Path) -> Non
     assert TOKEN not in printed + "".join(hub.requests)
 
 
+@pytest.mark.full
 def test_two_ranks_upload_once(hub: FakeHub, tmp_path: Path) -> None:
     options = [f"--output_dir={tmp_path}/run", "--export.repo_id=alice/two", "--trainer.devices=2"]
     environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
