@@ -130,7 +130,8 @@ def run_on_gpu(*words: str, text: str = "") -> str:
 
 @pytest.mark.parametrize("cache", ["ours", "transformers'"])
 def test_the_engine_draws_the_same_tokens_as_on_a_cpu(cache: str) -> None:
-    code = f"from test_pretended_verbs import require_same_tokens; require_same_tokens({cache!r})"
+    code = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
+    code += f"from test_pretended_verbs import require_same_tokens; require_same_tokens({cache!r})"
     done = python(code, ROOT, gpus=1)
     assert done.returncode == 0, done.stderr
 

@@ -113,81 +113,47 @@ def check(sampling: Sampling = Sampling(), asynchronous: bool = False, **options
 
 
 URLS = ["http://127.0.0.1:9"]
+IS = TruncatedImportanceSampling()
 # What is refused -> the setting, and the word of its remedy if that is another.
 REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "a group of one": (lambda: make_module(group_size=1), "model.group_size", "at least 2"),
-    "a micro-batch of nothing": (
-        lambda: make_module(micro_batch_tokens=0),
-        "model.micro_batch_tokens",
-        "at least 1",
-    ),
-    "a micro-batch of nothing, SFT": (
-        lambda: SFTModule("miniature", micro_batch_tokens=-1),
-        "model.micro_batch_tokens",
-        "at least 1",
-    ),
-    "a head without memory": (
-        lambda: make_module(head=HeadOptions(logits_mib=0)),
-        "model.head.logits_mib",
-        "at least 1",
-    ),
-    "a second batch size": (
-        lambda: Trainer("unused", accumulate_grad_batches=4),
-        "accumulate_grad_batches",
-        "1",
-    ),
-    "gradients that the trainer clips": (
-        lambda: Trainer("unused", gradient_clip_val=1.0),
-        "optimizer.max_grad_norm",
-    ),
+    "no micro-batch": (lambda: make_module(micro_batch_tokens=0), "model.micro_batch_tokens", "at least 1"),
+    "none, SFT": (lambda: SFTModule("miniature", micro_batch_tokens=-1), "model.micro_batch_tokens"),
+    "a head without memory": (lambda: make_module(head=HeadOptions(logits_mib=0)), "model.head.logits_mib"),
+    "two batch sizes": (lambda: Trainer("x", accumulate_grad_batches=4), "accumulate_grad_batches", "1"),
+    "clipping": (lambda: Trainer("x", gradient_clip_val=1.0), "optimizer.max_grad_norm"),
     "a run without a length": (lambda: count_steps(4, -1, None, None), "trainer.max_time", "max_steps"),
     "a run of no step": (lambda: count_steps(4, 0, None, 1.0), "trainer.max_steps", "at least one"),
     "greedy sampling": (lambda: check(Sampling(temperature=0)), "rollouts.sampling.temperature", "above 0"),
-    "stale completions that are not allowed": (
-        lambda: check(asynchronous=True, max_staleness=0),
-        "model.max_staleness",
-        "1",
-    ),
-    "ratios of a truncated distribution": (
-        lambda: check(Sampling(top_p=0.9), importance_sampling=TruncatedImportanceSampling()),
+    "stale": (lambda: check(asynchronous=True, max_staleness=0), "model.max_staleness", "1"),
+    "truncated": (
+        lambda: check(Sampling(top_p=0.9), importance_sampling=IS),
         "importance_sampling",
         "truncated",
     ),
     "overlap in process": (lambda: RolloutCallback(asynchronous=True), "rollouts.asynchronous", "engine"),
-    "overlap with workers that take turns": (
+    "overlap in turns": (
         lambda: RolloutCallback(VLLMEngine(URLS, sleep=True), asynchronous=True),
         "rollouts.asynchronous",
         "sleep",
     ),
     "no trace": (lambda: RolloutCallback(num_traces=0), "rollouts.num_traces", "at least 1"),
     "greedy traces": (
-        lambda: RolloutCallback(sampling=Sampling(temperature=0), num_traces=2),
+        lambda: RolloutCallback(sampling=Sampling(0), num_traces=2),
         "num_traces",
         "temperature",
     ),
     "a negative temperature": (lambda: Sampling(temperature=-0.5), "temperature >= 0", "sampling"),
-    "two settings of the optimizer": (
-        lambda: OptimizerConfig(lr=-1, max_grad_norm=-2),
-        "lr > 0",
-        "max_grad_norm >= 0",
-    ),
+    "two settings": (lambda: OptimizerConfig(lr=-1, max_grad_norm=-2), "lr > 0", "max_grad_norm >= 0"),
     "an adapter of no rank": (lambda: LoRA(rank=0), "model.lora", "rank >= 1"),
     "an engine without workers": (lambda: VLLMEngine(), "urls", "launch"),
     "an engine with both": (lambda: VLLMEngine(URLS, Launch()), "urls", "launch"),
-    "sleep of servers that are not pushed": (
-        lambda: VLLMEngine(URLS, push=NoPush(), sleep=True),
-        "sleep",
-        "NoPush",
-    ),
+    "sleep without pushes": (lambda: VLLMEngine(URLS, push=NoPush(), sleep=True), "sleep", "NoPush"),
     "no vLLM to launch": (launch, "launch.executable", "/no/such/vllm"),
-    "a checkpoint that is missing": (
-        lambda: choose_run_folder("fit", "runs/x", ckpt_path="/no/such.ckpt"),
-        "/no/such.ckpt",
-        "last, best",
-    ),
+    "no checkpoint": (lambda: choose_run_folder("fit", "x", ckpt_path="/no.ckpt"), "/no.ckpt", "last, best"),
     "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path last"),
     "a model's typo": (lambda: require_model_name("minature"), "Did you mean miniature?"),
-    "no such model folder": (lambda: require_model_name("./model"), "./model", "must exist"),
+    "no model folder": (lambda: require_model_name("./model"), "./model", "must exist"),
     # Mistakes in a script.
     "strategy": (lambda: train(strategy="fsdp"), "strategy"),
     "accumulation": (lambda: train(accumulate_grad_batches=2), "accumulate_grad_batches must be 1"),
