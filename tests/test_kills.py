@@ -26,7 +26,7 @@ from test_strategies import largest_difference
 PHASES = ("generate", "push", "score", "train")
 OPTIONS = {
     "single": ["--trainer.devices=1"],
-    "zero3": ["--trainer.devices=2", "--config=configs/overlays/zero3.yaml"],
+    "zero3": ["--trainer.devices=2", "--config=configs/hardware/zero3.yaml"],
 }
 ENDS_WITHIN_S = 15.0  # all processes, after one was killed; a loaded machine is slow to see them off
 

@@ -19,7 +19,7 @@ from test_strategies import largest_difference
 from rlt_lightning.engines.launch import find_free_port
 
 ROOT = Path(__file__).parents[1]
-OVERLAYS = ROOT / "configs" / "overlays"
+OVERLAYS = ROOT / "configs" / "hardware"
 
 
 def options(model: str, *overlays: str) -> list[str]:

@@ -25,8 +25,8 @@ from test_cli import explanation, metrics
 from test_multinode import two_nodes
 from test_rank_failures import STRATEGIES
 
-from rlt_lightning.cli.restarts import require_restartable
 from rlt_lightning.cli.stages import SaveConfig
+from rlt_lightning.run.ranks import require_restartable
 from rlt_lightning.types import InputError
 
 STEPS = 6
