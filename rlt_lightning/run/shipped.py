@@ -87,6 +87,7 @@ def suggest_names(name: str, names: Iterable[str]) -> str:
     wanted = name.removesuffix(".yaml").removesuffix(".yml")
     near = get_close_matches(wanted, known, cutoff=0.85)
     if not near:
-        ends = get_close_matches(Path(wanted).name, {Path(other).name for other in known})
+        end, ends = Path(wanted).name, {Path(other).name for other in known}
+        ends = {end} if end in ends else {*get_close_matches(end, ends)}
         near = [other for other in known if Path(other).name in ends]
     return f" Did you mean {' or '.join(near)}?" if near else ""
