@@ -45,8 +45,8 @@ FOLDERS = [*(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md")]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*FOLDERS} - {EXTENDING})]
 VERBS = [*stages.TRAINER_VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
 OVERLAY_OF = {
-    "docs/serving.md": ("predict", "generate"),
-}  # else of a fit of the quickstart
+    "docs/serving.md": ("predict", "laptop/generate"),
+}  # else of a fit of laptop/rlt
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
 RUN: dict[str, list[str]] = {
     "rlt fit --config laptop/rlt --output_dir runs/q": [
@@ -56,10 +56,12 @@ RUN: dict[str, list[str]] = {
     "rlt export --ckpt_path": [],
     "rlt validate --config laptop/smollm2_rlt": ["--data.num_embedded_rows=4"],
     "rlt predict --config recipe_7b/rank --data.source FILE": [],
-    "rlt plan --config laptop/rlt": [],
+    "rlt plan --config laptop/smollm2_rlt": [],
     "rlt explain runs/warmup --question": ["--rollouts.sampling.max_completion_length=4"],
 }
 STANDS_FOR = dict.fromkeys(("RUN/config.yaml", "NAME"), "laptop/rlt")
+# Files of the checkout that commands name.
+STANDS_FOR |= {str(path.relative_to(ROOT)): str(path) for path in (ROOT / "research/configs").glob("*.yaml")}
 
 
 @dataclass(frozen=True)

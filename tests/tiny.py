@@ -113,8 +113,9 @@ def tiny_run(config: Path, model: str) -> tuple[str, list[str], dict[str, Any]]:
     options = [f"--config={base}", *([] if base == config else [f"--config={config}"])]
     if config.stem == "vllm_async":
         options.insert(1, f"--config={config.with_name('vllm.yaml')}")
-    changed = yaml.safe_load(config.read_text()).get("model", {}).get("init_args", {})
-    settings["model"].setdefault("init_args", {}).update(changed)  # an overlay may say what teaches
+    overlay = yaml.safe_load(config.read_text())
+    for group in ("model", "data"):  # what teaches, which format
+        settings[group].setdefault("init_args", {}).update(overlay.get(group, {}).get("init_args", {}))
     return verb, [*options, *tiny_options(verb, settings, model)], settings
 
 
