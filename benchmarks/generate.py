@@ -64,7 +64,7 @@ class Sides:
 
     def add_vllm(self, model_name: str, executable: Path, threads: int, folder: Path) -> None:
         """Start a worker that has the same threads."""
-        overlay = yaml.safe_load((ROOT / "configs/overlays/vllm_launch.yaml").read_text())
+        overlay = yaml.safe_load((ROOT / "configs/add/vllm_launch.yaml").read_text())
         settings = overlay["rollouts"]["engine"]["init_args"]["launch"]
         bound = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "OMP_NUM_THREADS": str(threads)}
         settings |= {"executable": str(executable), "model": resolve(model_name)}

@@ -145,7 +145,7 @@ def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
             f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "
             f"column teacher does not name it). The mean of their log-ratios ({reward.kl_estimator}) is no "
             "KL and may be negative, so that nonsense can win. Rank such traces by the exact KL, with "
-            "--config rank; see docs/scoring.md."
+            "--config recipe_7b/rank; see docs/scoring.md."
         )
 
 

@@ -771,7 +771,7 @@ def find_problems(setup: Setup, phases: Sequence[Phase]) -> list[str]:
     return problems
 
 
-SHARD = "--config overlays/fsdp2 on several devices, or overlays/cpu_offload"
+SHARD = "--config hardware/fsdp2 on several devices, or hardware/cpu_offload"
 OFFLOAD = "--model.offload_frozen true or bfloat16 as their type"
 REMEDIES = {
     "activations": "--model.gradient_checkpointing true, a lower --model.micro_batch_tokens, shorter rows",

@@ -118,7 +118,7 @@ class OPDModule(OnPolicyModule):
         if stage == "predict":
             raise InputError(
                 "`rlt predict` scores or writes explanations, but OPDModule trains a student, which does "
-                "neither. To let the trained student answer, use `rlt test --config evaluate`."
+                "neither. To let the trained student answer, use `rlt test --config recipe_7b/evaluate`."
             )
         if self.reference_moves != (self.teacher_weights == "averaged"):
             raise InputError(

@@ -59,7 +59,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
     def __init__(self, stage: int = 3, logging_batch_size_per_gpu: int = 1, **kwargs: Any) -> None:
         if find_spec("deepspeed") is None:
-            instead = "use --config overlays/fsdp2"
+            instead = "use --config hardware/fsdp2"
             raise missing_package("A strategy of DeepSpeed", "deepspeed", "deepspeed", instead)
         if kwargs.get("offload_parameters") and stage != 3:
             raise InputError(

@@ -23,7 +23,7 @@ from rlt_lightning.callbacks import Alarms
 from rlt_lightning.modules.rollout_rows import spread_evenly
 from rlt_lightning.run.redaction import redact
 
-OVERLAYS = [f"--config=configs/overlays/{name}.yaml" for name in ("wandb", "tensorboard")]
+OVERLAYS = [f"--config=configs/add/{name}.yaml" for name in ("wandb", "tensorboard")]
 COMPLETIONS = 3  # shown of each iteration's 8
 
 
@@ -164,7 +164,7 @@ def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
     options += [f"--model.pretrained={tiny_model}", "--trainer.max_steps=1", "--export.enabled=false"]
     result = rlt(
         "fit",
-        "--config=configs/smollm2_student_sft.yaml",
+        "--config=configs/laptop/smollm2_sft.yaml",
         *OVERLAYS,
         *options,
         f"--output_dir={folder}",
@@ -179,7 +179,7 @@ def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
 def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model: str, tmp_path: Path) -> None:
     path = gpqa_like(tmp_path / "rows.jsonl")
     folder = tmp_path / "run"
-    options = ["--config=configs/smollm2_evaluate.yaml", *OVERLAYS, f"--model.pretrained={tiny_model}"]
+    options = ["--config=configs/laptop/smollm2_evaluate.yaml", *OVERLAYS, f"--model.pretrained={tiny_model}"]
     options += [f"--data.sets={{gpqa_diamond: {path}}}", "--rollouts.sampling.max_completion_length=4"]
     result = rlt("test", *options, "--trainer.accelerator=cpu", f"--output_dir={folder}")
     assert result.returncode == 0, result.stderr
@@ -195,7 +195,7 @@ def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model:
 
 
 def test_a_logger_by_its_name_is_lightnings(tmp_path: Path) -> None:
-    words = ["fit", "--config=configs/quickstart.yaml", "--trainer.logger=WandbLogger", "--print_config"]
+    words = ["fit", "--config=configs/laptop/rlt.yaml", "--trainer.logger=WandbLogger", "--print_config"]
     result = rlt(*words)
     assert result.returncode == 0, result.stderr
     assert "class_path: lightning.pytorch.loggers.WandbLogger" in result.stdout
@@ -341,7 +341,7 @@ def test_a_form_that_drifts_rings(drifting: tuple[str, float, float], steady: fl
 @pytest.mark.full
 def test_on_policy_student_at_too_high_a_rate_rings(tmp_path: Path) -> None:
     options = ["--model.optimizer.lr=5e-3", "--trainer.max_steps=20", "--checkpoint.every_n_train_steps=20"]
-    result = rlt("fit", "--config=configs/miniature_opd.yaml", *options, f"--output_dir={tmp_path}")
+    result = rlt("fit", "--config=configs/laptop/opd.yaml", *options, f"--output_dir={tmp_path}")
     assert result.returncode == 0, result.stderr
     assert "rlt: alarm: The form drifts. Iteration" in result.stderr
 

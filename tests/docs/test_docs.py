@@ -40,18 +40,18 @@ EXTENDING = ROOT / "docs" / "extending.md"
 FOLDERS = [*(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md")]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*FOLDERS} - {EXTENDING})]
 OVERLAY_OF = {
-    "docs/serving.md": ("predict", "generate"),
-}  # else of a fit of the quickstart
+    "docs/serving.md": ("predict", "laptop/generate"),
+}  # else of a fit of laptop/rlt
 # Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
 RUN: dict[str, list[str]] = {
-    "rlt fit --config quickstart --output_dir runs/q": [
+    "rlt fit --config laptop/rlt --output_dir runs/q": [
         "--data.num_embedded_rows=10",
         "--checkpoint.every_n_train_steps=1",
     ],
     "rlt export --ckpt_path": [],
-    "rlt validate --config quickstart_smollm2": ["--data.num_embedded_rows=4"],
-    "rlt predict --config rank --data.source FILE": [],
-    "rlt plan --config quickstart": [],
+    "rlt validate --config laptop/smollm2_rlt": ["--data.num_embedded_rows=4"],
+    "rlt predict --config recipe_7b/rank --data.source FILE": [],
+    "rlt plan --config laptop/smollm2_rlt": [],
     "rlt explain runs/warmup --question": ["--rollouts.sampling.max_completion_length=4"],
 }
 
@@ -398,7 +398,7 @@ def test_a_yaml_block_is_an_overlay(block: Block, tmp_path: Path, monkeypatch: p
             f"not what {name} says"
         )
     (tmp_path / "block.yaml").write_text(block.text)
-    verb, config = OVERLAY_OF.get(block.page, ("fit", "quickstart"))
+    verb, config = OVERLAY_OF.get(block.page, ("fit", "laptop/rlt"))
     check_rlt([verb, "--config", config, "--config", "block.yaml"], page_files(block.page, tmp_path))
 
 
@@ -439,7 +439,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     end = 2 * len(configs)  # what follows the configs is the command's own, and counts
     known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
     known |= dict.fromkeys(("runs/RUN/checkpoints/step=000120.ckpt", "runs/teacher"), str(runs / "q"))
-    known |= dict.fromkeys(("runs/student_sft/model", "runs/quickstart_smollm2_warmup/model"), model)
+    known |= dict.fromkeys(("runs/student_sft/model", "runs/smollm2_warmup/model"), model)
     known |= {"runs/warmup": model} if verb == "explain" else {}
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
@@ -478,13 +478,13 @@ def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: 
 NEW_TASK = "docs/new_task.md"
 FEW = ["--data.prompts_per_step=2", "--data.max_rows=4"]
 SMALL = {  # a stage of that page at tiny size, by verb and config
-    "check miniature_warmup": [],
-    "check quickstart": ["--check.rows=8"],
-    "fit miniature_warmup": FEW,
-    "fit quickstart": [*FEW, "--trainer.max_steps=1"],
-    "fit miniature_student_sft": FEW,
-    "predict miniature_generate": FEW,
-    "test miniature_evaluate": ["--data.max_rows=4"],
+    "check laptop/warmup": [],
+    "check laptop/rlt": ["--check.rows=8"],
+    "fit laptop/warmup": FEW,
+    "fit laptop/rlt": [*FEW, "--trainer.max_steps=1"],
+    "fit laptop/sft": FEW,
+    "predict laptop/generate": FEW,
+    "test laptop/evaluate": ["--data.max_rows=4"],
 }
 
 
@@ -500,7 +500,7 @@ def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
                 run = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment)
                 assert run.returncode == 0
                 continue
-            stage = f"{words[0]} {Path(words[words.index('--config') + 1]).stem}"
+            stage = f"{words[0]} {words[words.index('--config') + 1]}"
             result = rlt(*words, *SMALL[stage], cwd=tmp_path)
             if words[0] == "check":  # a teacher of so few rows may fail it
                 assert re.search(r"^\d+ checks: ", result.stdout, re.MULTILINE), result.stderr

@@ -43,7 +43,7 @@ import peft, transformers.optimization, transformers.trainer_utils
 from rlt_lightning.cli.main import run
 
 # A config is read once, for what that caches.
-sys.argv = ["rlt", "fit", "--config=quickstart", "--print_config"]
+sys.argv = ["rlt", "fit", "--config=laptop/rlt", "--print_config"]
 with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
     run()
 gc.freeze()
@@ -154,7 +154,7 @@ def test_a_file_of_the_checkout_would_be_noticed(programs: Path, tmp_path: Path)
 def test_the_first_run_and_all_that_follows_need_nothing_but_the_wheel(rlt: Rlt, tmp_path: Path) -> None:
     commands, _, _ = rlt().stdout.partition("rlt VERB --help")
     first = re.findall(r"^  rlt (.+)$", commands, re.MULTILINE)
-    assert first == ["demo", "fit --config quickstart --output_dir runs/try"]
+    assert first == ["demo", "fit --config laptop/rlt --output_dir runs/try"]
     verbs = follow(rlt, shlex.split(first[1]))
     assert verbs == ["fit", "report", "predict", "fit", "report", "test"]
     for config in (tmp_path / "empty").glob("runs/*/config.yaml"):
@@ -181,7 +181,7 @@ def test_the_wheel_has_no_research(programs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["miniature_warmup", "miniature_grpo"])
+@pytest.mark.parametrize("config", ["laptop/warmup", "laptop/grpo"])
 def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
     done = rlt("fit", "--config", config, *TINY["fit"])
     assert done.returncode == 0, done.stderr
@@ -193,9 +193,9 @@ def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
 def test_configs_are_listed_shown_and_copied(rlt: Rlt, tmp_path: Path) -> None:
     table = rlt("configs", fresh=True).stdout
     assert all(f" {name} " in table for name in list_shipped_configs())
-    assert rlt("configs", "overlays/lora").stdout == list_shipped_configs()["overlays/lora"].read_text()
-    command = shlex.split(rlt("configs", "overlays/lora", "--copy", "mine").stdout.splitlines()[-1])
-    files = ["mine/quickstart.yaml", "mine/overlays/lora.yaml"]
+    assert rlt("configs", "add/lora").stdout == list_shipped_configs()["add/lora"].read_text()
+    command = shlex.split(rlt("configs", "add/lora", "--copy", "mine").stdout.splitlines()[-1])
+    files = ["mine/laptop/rlt.yaml", "mine/add/lora.yaml"]
     assert command == ["Run:", "rlt", "fit", "--config", files[0], "--config", files[1]]
     assert all((tmp_path / "empty" / file).exists() for file in files)
     done = rlt(*command[2:], *TINY["fit"], fresh=True)
@@ -205,11 +205,11 @@ def test_configs_are_listed_shown_and_copied(rlt: Rlt, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (["fit", "--config=quickstart", "--config=overlays/wandb"], "wandb"),
-        (["fit", "--config=quickstart", "--config=overlays/tensorboard"], "tensorboard"),
-        (["fit", "--config=quickstart", "--config=overlays/zero3"], "deepspeed"),
-        (["fit", "--config=quickstart", "--config=overlays/qlora"], "quant"),
-        (["fit", "--config=quickstart", "--model.kernels.liger=true"], "liger"),
+        (["fit", "--config=laptop/rlt", "--config=add/wandb"], "wandb"),
+        (["fit", "--config=laptop/rlt", "--config=add/tensorboard"], "tensorboard"),
+        (["fit", "--config=laptop/rlt", "--config=hardware/zero3"], "deepspeed"),
+        (["fit", "--config=laptop/rlt", "--config=add/qlora"], "quant"),
+        (["fit", "--config=laptop/rlt", "--model.kernels.liger=true"], "liger"),
     ],
 )
 def test_a_missing_extra_is_one_line_with_the_command(words: list[str], extra: str, rlt: Rlt) -> None:

@@ -63,7 +63,7 @@ WAITS = {
     "metrics/figures.py:compute": 1,  # all metrics
 }
 COUNTED_STEP = [
-    *("fit", "--config=configs/quickstart.yaml", "--trainer.accelerator=gpu"),
+    *("fit", "--config=configs/laptop/rlt.yaml", "--trainer.accelerator=gpu"),
     *("--trainer.precision=bf16-mixed", "--trainer.max_steps=3", "--data.prompts_per_step=2"),
     *("--data.num_embedded_rows=8", "--model.head.compiled=false", "--model.micro_batch_tokens=200"),
 ]
@@ -136,15 +136,15 @@ VALIDATED = ["--data.val_rows=2", "--data.val_batch_size=2", "--trainer.val_chec
 SMALL = ["--trainer.max_steps=2", "--data.num_embedded_rows=16", "--data.prompts_per_step=2"]
 RUNS = {
     "sft": [
-        *("--config=configs/miniature_student_sft.yaml", "--config=configs/overlays/evaluate_every.yaml"),
+        *("--config=configs/laptop/sft.yaml", "--config=configs/add/evaluate_every.yaml"),
         *("--data.source=chains:right", "--trainer.callbacks.init_args.every_n_steps=1"),
         "--trainer.callbacks.init_args.max_rows=3",
     ],
     "rlt": [
-        *("--config=configs/quickstart.yaml", "--model.group_size=4", "--model.head.compiled=false"),
+        *("--config=configs/laptop/rlt.yaml", "--model.group_size=4", "--model.head.compiled=false"),
         "--rollouts.dynamic_sampling.max_rounds=1",
     ],
-    "opd": ["--config=configs/miniature_opd.yaml", "--model.group_size=1"],  # an answer for each rank
+    "opd": ["--config=configs/laptop/opd.yaml", "--model.group_size=1"],  # an answer for each rank
 }
 
 
@@ -152,7 +152,7 @@ RUNS = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", RUNS)
 def test_two_ranks_sample_validate_and_evaluate(run: str, strategy: str, tmp_path: Path) -> None:
-    sharding = "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/overlays/{strategy}.yaml"
+    sharding = "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/hardware/{strategy}.yaml"
     done = rlt("fit", *RUNS[run], sharding, *TWO, *SMALL, *VALIDATED, f"--output_dir={tmp_path}", gpus=2)
     assert done.returncode == 0, done.stderr[-4000:]
     with (tmp_path / "metrics.csv").open() as file:

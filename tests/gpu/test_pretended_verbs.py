@@ -14,21 +14,23 @@ from commands import ROOT, python, rlt
 from fake_worker import worker_of
 from sampling import sample_groups
 from samplings import SAMPLINGS, assert_same, started
-from tiny import CONFIGS, OVERLAYS, SHORT, generates, tiny_run, uses_workers
+from tiny import OVERLAYS, SHORT, generates, tiny_run, uses_workers
 
 from rlt_lightning.engines import HFEngine
 from rlt_lightning.models.load import load_model, load_tokenizer
+from rlt_lightning.run.shipped import find_config
 from rlt_lightning.tasks.stepwise import chain_rows
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("pretended_gpus")]
 
 GPU = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed", "--model.head.compiled=false"]
-ONE_OF_EACH_KIND = ("teacher_sft", "student_sft", "student_opd", "student_grpo", "generate", "rejection")
-ONE_OF_EACH_KIND += ("rank", "score", "evaluate")
+ONE_OF_EACH_KIND = ("warmup", "sft", "opd", "grpo", "generate", "rejection", "rank", "score", "evaluate")
 # Overlays that say nothing about GPUs, that tests/gpu/test_pretended_gpu.py runs, or that cannot run here.
 ELSEWHERE = {
     **dict.fromkeys(("fsdp2", "zero3", "lora", "evaluate_every"), "tests/gpu/test_pretended_gpu.py"),
     **dict.fromkeys(("tensorboard", "wandb"), "where metrics are logged"),
+    **dict.fromkeys(("countdown", "traces_1k", "opsd", "sdft"), "other data or settings"),
+    "student_32b": "another model, by zero3",
     "evaluate_8gpu": "its trainer is on a CPU, and loads no model",
     "multinode": "two nodes",
     "qlora": "bitsandbytes has kernels of its own",
@@ -38,8 +40,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_config_of_each_kind_runs_on_one_gpu(name: str, tiny_model: str, tmp_path: Path) -> None:
-    [config] = [config for config in CONFIGS if config.stem == name]
-    verb, options, settings = tiny_run(config, tiny_model)
+    verb, options, settings = tiny_run(find_config(f"recipe_7b/{name}"), tiny_model)
     options += GPU[:1] if verb == "test" else GPU
     run_on_gpu(verb, *options, f"--output_dir={tmp_path / 'run'}")
     written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
@@ -70,7 +71,7 @@ def test_an_overlay_runs_on_as_many_gpus_as_it_needs(overlay: Path, tiny_model: 
 # Verbs besides fit, predict and test
 
 
-RUN = ["--config=configs/quickstart.yaml", *SHORT, "--trainer.max_steps=1", "--data.num_embedded_rows=4"]
+RUN = ["--config=configs/laptop/rlt.yaml", *SHORT, "--trainer.max_steps=1", "--data.num_embedded_rows=4"]
 RUN += ["--data.prompts_per_step=2", "--checkpoint.every_n_train_steps=1", *GPU]
 
 

@@ -49,7 +49,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     run = finished_run
     stdout, stderr = ((run.parent / name).read_text() for name in ("stdout", "stderr"))
     assert f"\n  {run / 'model'}\n" in stdout
-    assert f"rlt predict --config miniature_generate --model.teacher {run / 'model'}" in stdout
+    assert f"rlt predict --config laptop/generate --model.teacher {run / 'model'}" in stdout
     assert "--data.tags" not in stdout  # r1, as that config has it
     roles = {
         "the trained model": "miniature-teacher",
@@ -97,7 +97,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
 
 def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    options = [short_config, "--config=configs/overlays/tensorboard.yaml", "--resume=true"]
+    options = [short_config, "--config=configs/add/tensorboard.yaml", "--resume=true"]
     for steps in (1, 2):  # the second resumes
         result = rlt(*small_fit(tiny_model, first, *options, f"--trainer.max_steps={steps}"))
         assert result.returncode == 0, result.stderr
@@ -256,7 +256,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(
     assert row["reward/val_mean"] == pytest.approx(scores[best], abs=1e-6)
     result = rlt(
         "predict",
-        "--config=configs/score.yaml",
+        "--config=configs/recipe_7b/score.yaml",
         f"--model.teacher={tiny_model}",
         f"--model.student={tiny_model}",
         "--trainer.accelerator=cpu",
@@ -279,7 +279,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(
 def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) -> None:
     arguments = [
         "fit",
-        "--config=configs/teacher_sft.yaml",
+        "--config=configs/recipe_7b/warmup.yaml",
         f"--model.pretrained={tiny_model}",
         "--model.optimizer.lr=3e-3",
         "--data.source=arithmetic",
@@ -370,13 +370,13 @@ def test_bad_rows_are_one_clear_line(
 @pytest.mark.parametrize(
     ("config", "column"),
     [
-        ("quickstart", "question"),
-        full("quickstart", "solution"),
-        full("score", "solution"),
-        ("score", "reasoning_trace"),
-        full("teacher_sft", "solution"),
-        full("student_sft", "solution"),
-        ("student_sft", "reasoning_trace"),
+        ("laptop/rlt", "question"),
+        full("laptop/rlt", "solution"),
+        full("recipe_7b/score", "solution"),
+        ("recipe_7b/score", "reasoning_trace"),
+        full("recipe_7b/warmup", "solution"),
+        full("recipe_7b/sft", "solution"),
+        ("recipe_7b/sft", "reasoning_trace"),
     ],
 )
 def test_rows_longer_than_the_context_are_one_clear_line(
@@ -386,12 +386,12 @@ def test_rows_longer_than_the_context_are_one_clear_line(
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps(row | {column: "Add " + "12 + " * 900}) + "\n")
     options = [f"--data.source={source}", "--data.prompts_per_step=1"]
-    if config == "quickstart":
+    if config == "laptop/rlt":
         command = small_fit(tiny_model, tmp_path / "run", short_config, *options)
         expected = "'s context of 2048 tokens, but row 1 needs"
-    elif config == "score":
+    elif config == "recipe_7b/score":
         models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-        command = ["predict", "--config=configs/score.yaml", *models, *options]
+        command = ["predict", "--config=configs/recipe_7b/score.yaml", *models, *options]
         expected = "'s context of 2048 tokens, but row 1 needs"
     else:
         options += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
@@ -406,7 +406,13 @@ def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: 
     row = {"question": "Twice 2?", "solution": "4", "reasoning_trace": "2 + 2."}
     rows.write_text(json.dumps(row) + "\n")
     models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", f"--data.source={rows}"]
-    score = ["predict", "--config=configs/score.yaml", *models, f"--output_dir={folder}", "--resume=true"]
+    score = [
+        "predict",
+        "--config=configs/recipe_7b/score.yaml",
+        *models,
+        f"--output_dir={folder}",
+        "--resume=true",
+    ]
     folder.mkdir()
     for name in ("config.yaml", "config.tmp", "data_report.json", ".writable"):
         (folder / name).write_text("half: [writt")  # killed before the first row
@@ -435,7 +441,7 @@ def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear
     (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     run = tmp_path / "run"
     models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", f"--output_dir={run}"]
-    predict = ["predict", "--config=configs/score.yaml", *models]
+    predict = ["predict", "--config=configs/recipe_7b/score.yaml", *models]
     command = small_fit(tiny_model, run, short_config) if verb == "fit" else predict
     for name, expected in (
         ("rows.parquet", "must be a whole Parquet file"),
@@ -485,7 +491,7 @@ def test_eight_mistakes_in_one_folder_each_get_their_message(tmp_path: Path) -> 
     run, bad, wrong = tmp_path / "runs" / "run", tmp_path / "bad.jsonl", tmp_path / "wrong.jsonl"
     bad.write_text('{"question": "1 + 1?", "solution": "2"}\nnot json\n')
     wrong.write_text('{"question": 5, "solution": ["2"]}\n')
-    fit = ["fit", "--config=configs/quickstart.yaml", "--trainer.max_steps=1", f"--output_dir={run}"]
+    fit = ["fit", "--config=configs/laptop/rlt.yaml", "--trainer.max_steps=1", f"--output_dir={run}"]
     for options, expected in (
         (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
         (["--model.teacher=nobody/nothing"], "The tokenizer 'nobody/nothing' could not be loaded"),
@@ -514,14 +520,14 @@ def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
 ) -> None:
     run = tmp_path / "runs" / "run"
     if verb == "predict":
-        command = ["predict", "--config=configs/score.yaml", "--data.source=arithmetic"]
+        command = ["predict", "--config=configs/recipe_7b/score.yaml", "--data.source=arithmetic"]
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
         command += ["--data.num_embedded_rows=2", "--trainer.accelerator=cpu"]
         mistake, expected = "--scores.rank_groups=9", "the number of scored rows, 2, but is 9"
     else:
         given = tmp_path / "given.jsonl"
         given.write_text("".join(json.dumps({"id": str(i + 1), "response": "5"}) + "\n" for i in range(2)))
-        command = ["test", "--config=configs/smollm2_evaluate.yaml", f"--data.responses={given}"]
+        command = ["test", "--config=configs/laptop/smollm2_evaluate.yaml", f"--data.responses={given}"]
         command += ["--data.max_rows=2", "--rollouts.num_samples=1"]
         mistake, expected = "--data.max_rows=5", "has none to 3 of 5"
     assert_one_clear_line(rlt(*command, f"--output_dir={run}", mistake), expected)
@@ -532,7 +538,11 @@ def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
 @pytest.mark.full
 @pytest.mark.parametrize("verb", ["fit", *(full(v) for v in ("predict", "test"))])
 def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model: str, tmp_path: Path) -> None:
-    config = {"fit": "tests/rlt.yaml", "predict": "configs/generate.yaml", "test": "configs/evaluate.yaml"}
+    config = {
+        "fit": "tests/rlt.yaml",
+        "predict": "configs/recipe_7b/generate.yaml",
+        "test": "configs/recipe_7b/evaluate.yaml",
+    }
     command = [verb, f"--config={ROOT / config[verb]}", "--trainer.accelerator=cpu", "--output_dir=run"]
     if verb == "test":
         command += [f"--model.pretrained={tiny_model}", "--data.sets={arithmetic: null}", "--data.max_rows=2"]
@@ -570,7 +580,7 @@ def test_wandb_offline_and_tensorboard_write_into_the_run_folder(
         ("tensorboard", "**/events.out.tfevents.*"),
     ):
         run = tmp_path / overlay
-        options = [f"--config=configs/overlays/{overlay}.yaml", "--trainer.max_steps=1"]
+        options = [f"--config=configs/add/{overlay}.yaml", "--trainer.max_steps=1"]
         result = rlt(*small_fit(tiny_model, run, short_config, *options))
         assert result.returncode == 0, result.stderr
         assert list(run.glob(pattern)), sorted(run.rglob("*"))
@@ -646,7 +656,7 @@ def test_a_callback_of_the_trainer_replaces_the_runs_own(tmp_path: Path) -> None
         "trainer:\n  callbacks:\n    - class_path: rlt_lightning.callbacks.RolloutCallback\n"
         "      init_args: {sampling: {temperature: 0.7, max_completion_length: 5}}\n"
     )
-    words = ["fit", "--config=quickstart", f"--config={config}", "--trainer.max_steps=1"]
+    words = ["fit", "--config=laptop/rlt", f"--config={config}", "--trainer.max_steps=1"]
     words += ["--data.num_embedded_rows=4", "--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"]
     done = rlt(*words)
     assert done.returncode == 0, done.stderr

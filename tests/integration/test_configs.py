@@ -25,13 +25,19 @@ from rlt_lightning.engines import Launch
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
 from rlt_lightning.types import InputError
 
+
+def read_config(name: str) -> dict[str, Any]:
+    settings: dict[str, Any] = yaml.safe_load(find_config(name).read_text())
+    return settings
+
+
 EIGHT_GPUS = ("fsdp2_8gpu", "zero1_8gpu", "zero3_8gpu", "zero3_8gpu_async", "zero3_8gpu_colocated")
 PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
 
 
 @pytest.mark.parametrize("name", [*EIGHT_GPUS, *PLAIN_WORKERS])
 def test_eight_gpus_are_shared_out(name: str) -> None:
-    overlay = yaml.safe_load((ROOT / "configs" / "overlays" / f"{name}.yaml").read_text())
+    overlay = read_config(f"hardware/{name}")
     engine = overlay["rollouts"]["engine"]["init_args"]
     workers = Launch(**engine["launch"])  # as many lists of GPUs as workers
     devices = overlay["trainer"].get("devices", 0)  # an evaluation with workers needs none of its own
@@ -60,23 +66,25 @@ def test_where_sampler_and_trainer_differ_tokens_are_weighed() -> None:
 
 def test_every_config_is_found_by_its_name() -> None:
     assert list_shipped_configs() == {name_of(path): path for path in (*CONFIGS, *OVERLAYS)}
-    assert find_config("overlays/vllm") == ROOT / "configs" / "overlays" / "vllm.yaml"
+    assert {*list_shipped_configs().values()} == {*(ROOT / "configs").rglob("*.*")}
+    assert find_config("add/vllm") == ROOT / "configs" / "add" / "vllm.yaml"
 
 
 def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("quickstart").mkdir()
-    assert find_config("quickstart") == ROOT / "configs" / "quickstart.yaml"
-    Path("rank").touch()
-    assert find_config("rank") == Path("rank")
+    Path("laptop/rlt").mkdir(parents=True)
+    assert find_config("laptop/rlt") == ROOT / "configs" / "laptop" / "rlt.yaml"
+    Path("laptop/opd").touch()
+    assert find_config("laptop/opd") == Path("laptop/opd")
 
 
 @pytest.mark.parametrize(
     ("wrong", "near"),
     [
-        ("quikstart", "Did you mean quickstart?"),
-        ("configs/overlays/zero3.yml", "Did you mean overlays/zero3?"),
-        ("vllm", "Did you mean overlays/vllm?"),
+        ("laptop/rtl", "Did you mean laptop/rlt?"),
+        ("rlt", "Did you mean laptop/rlt or recipe_7b/rlt?"),
+        ("overlays/zero3.yml", "Did you mean hardware/zero3?"),
+        ("vllm", "Did you mean add/vllm?"),
         ("something_else", "'something_else' is neither. `rlt configs`"),
     ],
 )
@@ -90,7 +98,7 @@ def test_a_wrong_name_is_told_the_near_ones(
 
 def test_a_copy_brings_what_the_launch_line_names_and_replaces_nothing(tmp_path: Path) -> None:
     for config in (*CONFIGS, *OVERLAYS):
-        folder = tmp_path / config.stem
+        folder = tmp_path / "copies" / name_of(config)
         *_, line = copy_config(name_of(config), folder).splitlines()
         named = [Path(word) for word in shlex.split(line) if word.endswith(".yaml")]
         assert {path: path.read_text() for path in named} == {
@@ -103,7 +111,7 @@ def test_a_copy_brings_what_the_launch_line_names_and_replaces_nothing(tmp_path:
         assert named[-1].read_text() == "changed: true"
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"--copy must name a folder that can be written, but .*/file/in is"):
-        copy_config("quickstart", tmp_path / "file" / "in")
+        copy_config("laptop/rlt", tmp_path / "file" / "in")
 
 
 def test_a_list_of_configs_may_be_read_in_part() -> None:
@@ -116,8 +124,8 @@ def test_a_list_of_configs_may_be_read_in_part() -> None:
 
 
 def test_names_stand_for_files_wherever_a_config_is_an_option() -> None:
-    words = ["fit", "--config=quickstart", "-c", "overlays/lora", "--config", '{"seed": 1}', "--seed", "rank"]
-    files = [str(ROOT / "configs" / name) for name in ("quickstart.yaml", "overlays/lora.yaml")]
+    words = ["fit", "--config=laptop/rlt", "-c", "add/lora", "--config", '{"seed": 1}', "--seed", "rank"]
+    files = [str(ROOT / "configs" / name) for name in ("laptop/rlt.yaml", "add/lora.yaml")]
     assert replace_config_names(words) == ["fit", f"--config={files[0]}", "-c", files[1], *words[4:]]
 
 
@@ -128,7 +136,7 @@ def strings(value: Any) -> Iterator[str]:
         yield from strings(item)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=name_of)
 def test_a_config_says_what_it_is_and_needs_no_file_of_the_checkout(config: Path) -> None:
     text = config.read_text()
     assert re.match(r"# [^\n]+[.:)]\n", text), "`rlt configs` shows its first line, which must be whole"
@@ -150,17 +158,17 @@ def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=name_of)
 def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
     check_rlt(launch_words(config), ROOT)
 
 
-# One of each verb, module, task and kind of engine; the run that tests share is the quickstart's, and
+# One of each verb, module, task and kind of engine; the run that tests share is that of laptop/rlt, and
 # tests/integration/test_vllm_worker.py has the overlay that launches.
-EACH_KIND = ("student_grpo", "teacher_sft", "student_sft", "generate", "rank", "evaluate")
-EACH_KIND += ("vllm_async", "generate_8gpu", "lora")
+EACH_KIND = [f"recipe_7b/{name}" for name in ("grpo", "warmup", "sft", "generate", "rank", "evaluate")]
+EACH_KIND += ["add/vllm_async", "hardware/generate_8gpu", "add/lora"]
 TO_RUN = [
-    pytest.param(path, marks=[] if path.stem in EACH_KIND else pytest.mark.full, id=path.stem)
+    pytest.param(path, marks=[] if name_of(path) in EACH_KIND else pytest.mark.full, id=name_of(path))
     for path in (*CONFIGS, *OVERLAYS)
     if path.stem != "vllm_launch"
 ]
@@ -189,14 +197,14 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
 
 
 def test_the_released_recipes_figures_are_in_the_configs() -> None:
-    rlt = yaml.safe_load((ROOT / "configs" / "teacher_rlt.yaml").read_text())
+    rlt = read_config("recipe_7b/rlt")
     model, data = rlt["model"]["init_args"], rlt["data"]["init_args"]
     sampling = rlt["rollouts"]["sampling"]
     assert (rlt["trainer"]["max_steps"], data["prompts_per_step"], model["group_size"]) == (125, 16, 64)
     assert sampling == {"temperature": 0.7, "max_completion_length": 16384}
     assert model["optimizer"] == {"lr": 1e-6, "scheduler": "constant"}
     assert model["policy_loss"]["init_args"]["kl_coef"] == 0.04
-    sft = yaml.safe_load((ROOT / "configs" / "teacher_sft.yaml").read_text())
+    sft = read_config("recipe_7b/warmup")
     assert (sft["trainer"]["max_epochs"], sft["data"]["init_args"]["prompts_per_step"]) == (10, 16)
     assert sft["model"]["init_args"]["optimizer"] == {
         "lr": 1e-5,
@@ -208,28 +216,23 @@ def test_the_released_recipes_figures_are_in_the_configs() -> None:
 
 
 def test_traditional_rl_has_the_papers_rewards_and_stage_2s_figures() -> None:
-    stage_2, traditional, countdown = (
-        yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
-        for name in ("teacher_rlt", "student_grpo", "countdown_grpo")
-    )
+    stage_2, traditional = read_config("recipe_7b/rlt"), read_config("recipe_7b/grpo")
     reward = traditional["model"]["init_args"]["reward"]
     assert reward["init_args"] == {"right": 1.0, "wrong": -0.5, "unformatted": -1.0}
-    for config in (traditional, countdown):
-        assert config["trainer"] == stage_2["trainer"]
-        for name in ("group_size", "policy_loss", "optimizer", "gradient_checkpointing"):
-            assert config["model"]["init_args"][name] == stage_2["model"]["init_args"][name]
+    assert traditional["trainer"] == stage_2["trainer"]
     assert traditional["rollouts"] == stage_2["rollouts"]
+    for name in ("group_size", "policy_loss", "optimizer", "gradient_checkpointing"):
+        assert traditional["model"]["init_args"][name] == stage_2["model"]["init_args"][name]
 
 
 def test_the_papers_sets_are_evaluated_as_it_was_trained() -> None:
-    settings = yaml.safe_load((ROOT / "configs" / "evaluate.yaml").read_text())
-    recipe = yaml.safe_load((ROOT / "configs" / "teacher_rlt.yaml").read_text())
+    settings, recipe = read_config("recipe_7b/evaluate"), read_config("recipe_7b/rlt")
     assert settings["data"]["init_args"]["sets"] == dict.fromkeys(["aime24", "math500", "gpqa_diamond"])
     assert settings["rollouts"]["sampling"] == recipe["rollouts"]["sampling"]
 
 
 def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> None:
-    command = ["validate", "--config=configs/quickstart.yaml", *TINY]
+    command = ["validate", "--config=configs/laptop/rlt.yaml", *TINY]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
     result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
@@ -250,7 +253,7 @@ def test_scoring_keeps_columns_and_row_order(tiny_model: str, tmp_path: Path) ->
     ]
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["predict", "--config=configs/score.yaml"]
+    command = ["predict", "--config=configs/recipe_7b/score.yaml"]
     command += [f"--data.source={source}", "--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
     result = rlt(*command)
@@ -273,7 +276,7 @@ def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_p
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [
         "predict",
-        "--config=configs/score.yaml",
+        "--config=configs/recipe_7b/score.yaml",
         f"--data.source={source}",
         "--data.prompts_per_step=3",
     ]
@@ -298,7 +301,5 @@ def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_p
 
 def test_the_page_names_every_config_and_no_other() -> None:
     page = (ROOT / "docs" / "configs.md").read_text()
-    experiments, overlays = page.split("## Experiments")[1].split("## Overlays")
-    for section, files in ((experiments, CONFIGS), (overlays, OVERLAYS)):
-        named = re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
-        assert sorted(named) == [file.name for file in files]
+    named = re.findall(r"^\| `(\w+/\w+)` \|", page, re.MULTILINE)
+    assert sorted(named) == sorted(list_shipped_configs())

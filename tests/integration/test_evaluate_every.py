@@ -326,10 +326,10 @@ def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_p
     if strategy == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("needs the deepspeed extra")
     run = tmp_path / "run"
-    command = ["fit", "--config=configs/miniature_student_sft.yaml"]
-    command += ["--config=configs/overlays/evaluate_every.yaml"]
+    command = ["fit", "--config=configs/laptop/sft.yaml"]
+    command += ["--config=configs/add/evaluate_every.yaml"]
     command += [
-        "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/overlays/{strategy}.yaml"
+        "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/hardware/{strategy}.yaml"
     ]
     command += [f"--model.pretrained={miniature}", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.devices=2"]
@@ -349,8 +349,8 @@ def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_p
 
 @pytest.mark.full
 def test_ranks_of_fine_tuning_share_the_workers_of_an_overlay(tiny_model: str, tmp_path: Path) -> None:
-    command = ["fit", "--config=configs/miniature_student_sft.yaml", f"--model.pretrained={tiny_model}"]
-    command += ["--config=configs/overlays/evaluate_every.yaml", "--config=configs/overlays/vllm.yaml"]
+    command = ["fit", "--config=configs/laptop/sft.yaml", f"--model.pretrained={tiny_model}"]
+    command += ["--config=configs/add/evaluate_every.yaml", "--config=configs/add/vllm.yaml"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.callbacks.init_args.max_rows=5"]
     command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush", "--trainer.devices=2"]
     command += ["--trainer.strategy=ddp", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
@@ -365,8 +365,8 @@ def test_ranks_of_fine_tuning_share_the_workers_of_an_overlay(tiny_model: str, t
 @pytest.mark.full
 def test_the_commands_of_the_page_find_the_same(miniature: str, tmp_path: Path) -> None:
     run, model, test = (tmp_path / name for name in ("run", "model", "test"))
-    command = ["fit", "--config=configs/miniature_student_sft.yaml", f"--model.pretrained={miniature}"]
-    command += ["--config=configs/overlays/evaluate_every.yaml", "--data.num_embedded_rows=64"]
+    command = ["fit", "--config=configs/laptop/sft.yaml", f"--model.pretrained={miniature}"]
+    command += ["--config=configs/add/evaluate_every.yaml", "--data.num_embedded_rows=64"]
     command += ["--trainer.callbacks.init_args.every_n_steps=3", "--trainer.max_steps=7"]
     command += ["--trainer.callbacks.init_args.seed=4", "--checkpoint.every_n_train_steps=3"]
     command += ["--checkpoint.monitor=eval/chains/pass_at_1", f"--output_dir={run}"]
@@ -375,7 +375,7 @@ def test_the_commands_of_the_page_find_the_same(miniature: str, tmp_path: Path) 
     best = json.loads((run / "checkpoints" / "best.json").read_text())
     checkpoint = run / "checkpoints" / best["checkpoint"]
     assert rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={model}").returncode == 0
-    command = ["test", "--config=configs/miniature_evaluate.yaml", f"--model.pretrained={model}"]
+    command = ["test", "--config=configs/laptop/evaluate.yaml", f"--model.pretrained={model}"]
     result = rlt(*command, "--data.max_rows=64", "--seed=4", f"--output_dir={test}")
     assert result.returncode == 0, result.stderr[-3000:]
     figures = json.loads((test / "evaluation.json").read_text())["sets"]["chains"]
@@ -472,7 +472,7 @@ def test_the_report_shows_the_accuracies(finished: tuple[Path, Losses], tmp_path
 
 @pytest.mark.full
 def test_a_plan_says_that_evaluations_are_left_out(miniature: str) -> None:
-    command = ["plan", "--config=configs/miniature_student_sft.yaml"]
-    result = rlt(*command, "--config=configs/overlays/evaluate_every.yaml", f"--model.pretrained={miniature}")
+    command = ["plan", "--config=configs/laptop/sft.yaml"]
+    result = rlt(*command, "--config=configs/add/evaluate_every.yaml", f"--model.pretrained={miniature}")
     assert result.returncode == 0, result.stderr
     assert "evaluations while training are left out" in result.stdout

@@ -40,7 +40,7 @@ def evaluate(model: str | Path, folder: Path, *options: str) -> CompletedProcess
     """`rlt test` of the shipped config at tiny size."""
     return rlt(
         "test",
-        "--config=configs/evaluate.yaml",
+        "--config=configs/recipe_7b/evaluate.yaml",
         f"--model.pretrained={model}",
         "--data.sets={arithmetic: null}",
         "--data.max_rows=4",
@@ -352,7 +352,7 @@ def test_a_worker_that_serves_the_model_spares_loading_it(tiny_model: str, tmp_p
 
 def test_the_workers_of_an_overlay_are_pushed_the_model(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model) as worker:
-        options = ["--config=configs/overlays/vllm.yaml"]
+        options = ["--config=configs/add/vllm.yaml"]
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
         evaluated(tiny_model, tmp_path / "run", *options)
@@ -480,7 +480,7 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
             "vLLM workers answer one process, but trainer.devices makes 2",
         ),
         (
-            ["--config=configs/overlays/fsdp2.yaml"],
+            ["--config=configs/hardware/fsdp2.yaml"],
             "must have the model whole, .* use a vLLM worker",
         ),
         (

@@ -32,7 +32,7 @@ PROBLEMS, TRACES = 12, 3
 def command(model: str, folder: Path, *options: str) -> list[str]:
     return [
         "predict",
-        "--config=configs/generate.yaml",
+        "--config=configs/recipe_7b/generate.yaml",
         f"--model.teacher={model}",
         f"--model.student={model}",
         "--model.dtype=float32",

@@ -45,7 +45,7 @@ def predict(folder: Path, rows: list[dict[str, Any]], *options: str) -> list[dic
     """Score rows with the command that users run."""
     source = folder / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["predict", "--config", "configs/score.yaml"]
+    command = ["predict", "--config", "configs/recipe_7b/score.yaml"]
     command += [f"--data.source={source}", "--model.teacher=smollm2-135m", "--model.student=smollm2-135m"]
     command += [f"--output_dir={folder / 'run'}", f"--data.teacher_system_prompt={TEACHER_SYSTEM_PROMPT}"]
     command += [f"--data.student_system_prompt={STUDENT_SYSTEM_PROMPT}", "--scores.per_token=true", *options]

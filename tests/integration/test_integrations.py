@@ -55,7 +55,7 @@ def predicted(source: Path, teacher: str, folder: Path, estimator: str = "k1") -
     options += ["--model.reward.score_given=false", f"--model.reward.kl_estimator={estimator}"]
     options += ["--data.tags=r1", f"--output_dir={folder}"]
     options += ["--data.teacher_system_prompt=", "--data.student_system_prompt=", "--trainer.accelerator=cpu"]
-    done = rlt("predict", "--config=configs/score.yaml", *options)
+    done = rlt("predict", "--config=configs/recipe_7b/score.yaml", *options)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
     return [row["reward"] for row in rows]

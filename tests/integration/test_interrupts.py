@@ -21,7 +21,7 @@ from launchers import TORCHRUN
 SHORT = ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=4"]
 TWO = ["--trainer.devices=2"]
 RANKS = {"one process": [], "two ranks": [*TWO, "--trainer.strategy=ddp"]}
-RANKS["FSDP2"] = [*TWO, "--config=configs/overlays/fsdp2.yaml"]
+RANKS["FSDP2"] = [*TWO, "--config=configs/hardware/fsdp2.yaml"]
 VALIDATED = ["--data.val_rows=2", "--trainer.val_check_interval=2", "--trainer.check_val_every_n_epoch=null"]
 
 

@@ -24,7 +24,7 @@ from kills import kill, wait_for
 PHASES = ("generate", "push", "score", "train")
 OPTIONS = {
     "single": ["--trainer.devices=1"],
-    "zero3": ["--trainer.devices=2", "--config=configs/overlays/zero3.yaml"],
+    "zero3": ["--trainer.devices=2", "--config=configs/hardware/zero3.yaml"],
 }
 
 

@@ -81,7 +81,7 @@ def test_later_stages_ask_in_the_format_of_stage_4(
             message = [{"role": "user", "content": asked}]
             text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
             assert encode(tokenizer, text) == expected[asked]
-    words = ["test", "--config=evaluate", f"--model.pretrained={run / 'model'}"]
+    words = ["test", "--config=recipe_7b/evaluate", f"--model.pretrained={run / 'model'}"]
     sets = f"--data.sets={json.dumps({'own': questions})}"
     settings = [
         "--data.max_rows=1",
@@ -99,7 +99,7 @@ def test_later_stages_ask_in_the_format_of_stage_4(
 def test_traditional_rl_keeps_the_format_of_its_student(
     student: tuple[Path, str], bespoke: str, tiny_model: str, tmp_path: Path
 ) -> None:
-    name = "configs/student_grpo.yaml"
+    name = "configs/recipe_7b/grpo.yaml"
     words = tiny_options("fit", yaml.safe_load((ROOT / name).read_text()), str(student[0] / "model"))
     words += [f"--data.source={bespoke}", "--trainer.callbacks=null", f"--output_dir={tmp_path / 'run'}"]
     result = rlt("fit", f"--config={name}", *words)
@@ -108,7 +108,7 @@ def test_traditional_rl_keeps_the_format_of_its_student(
     assert evaluated_prompts(questions_of(bespoke, tmp_path), str(tmp_path / "run/model")) == expected
     sets = json.dumps({"own": questions_of(bespoke, tmp_path)})
     settings = [f"--data.sets={sets}", "--data.max_rows=1", f"--output_dir={tmp_path / 'test'}"]
-    words = ["test", "--config=evaluate", f"--model.pretrained={tmp_path / 'run/model'}"]
+    words = ["test", "--config=recipe_7b/evaluate", f"--model.pretrained={tmp_path / 'run/model'}"]
     result = rlt(*words, *settings, "--rollouts.sampling.max_completion_length=4")
     assert result.returncode == 0, result.stderr
     prompt = json.loads((tmp_path / "test/evaluation.json").read_text())["sets"]["own"]["prompt"]
@@ -142,7 +142,7 @@ LORA = "--model.lora={rank: 2, alpha: 4.0}"
 @pytest.mark.full
 def test_adapters_carry_the_format_too(bespoke: str, tiny_model: str, tmp_path: Path) -> None:
     options = [f"--data.source={bespoke}", LORA, "--export.adapter=separate"]
-    stage_4("configs/student_sft.yaml", tiny_model, tmp_path / "run", *options)
+    stage_4("configs/recipe_7b/sft.yaml", tiny_model, tmp_path / "run", *options)
     for adapter in ("merged", "separate"):
         rlt(
             "export",
@@ -158,12 +158,9 @@ def test_adapters_carry_the_format_too(bespoke: str, tiny_model: str, tmp_path: 
 
 # Each shipped stage 4, and options without which its rows do not fit the tiny model.
 STAGES_4 = (
-    "configs/miniature_student_sft.yaml",
-    "configs/smollm2_student_sft.yaml",
-    "configs/student_sft_1k.yaml",
-    "configs/student_sft_32b.yaml",
-    "configs/countdown_student_sft.yaml",
-    "configs/learning_correctness_warmup.yaml",
+    "configs/laptop/sft.yaml",
+    "configs/laptop/smollm2_sft.yaml",
+    "research/configs/correctness_warmup.yaml",
 )
 
 
@@ -361,13 +358,13 @@ def test_an_unknown_model_warns_once(tiny_model: str, bespoke: str, tmp_path: Pa
 OTHER = "--data.student_system_prompt=Other."
 TAGS = "--data.tags=stratos"
 CONTRADICTIONS = {
-    "fit": ["fit", "--config=configs/quickstart.yaml", "--data.teacher_system_prompt=Other."],
-    "fit student_rl": ["fit", "--config=configs/learning_correctness.yaml", OTHER],
-    "fit student_sft": ["fit", "--config=configs/miniature_student_sft.yaml", OTHER],
-    "validate": ["validate", "--config=configs/quickstart.yaml", TAGS, "--data.val_rows=2"],
-    "predict": ["predict", "--config=configs/miniature_generate.yaml", TAGS],
-    "test": ["test", "--config=configs/miniature_evaluate.yaml", TAGS],
-    "explain": ["explain", "--config=configs/rank.yaml", "--data.source=chains", OTHER],
+    "fit": ["fit", "--config=configs/laptop/rlt.yaml", "--data.teacher_system_prompt=Other."],
+    "fit student_rl": ["fit", "--config=research/configs/correctness.yaml", OTHER],
+    "fit student_sft": ["fit", "--config=configs/laptop/sft.yaml", OTHER],
+    "validate": ["validate", "--config=configs/laptop/rlt.yaml", TAGS, "--data.val_rows=2"],
+    "predict": ["predict", "--config=configs/laptop/generate.yaml", TAGS],
+    "test": ["test", "--config=configs/laptop/evaluate.yaml", TAGS],
+    "explain": ["explain", "--config=configs/recipe_7b/rank.yaml", "--data.source=chains", OTHER],
 }
 
 

@@ -37,7 +37,7 @@ COUNTS = ("kept", "unformatted", "wrong", "right, but open or too long", "right,
 def rejection(folder: Path, *options: str) -> list[str]:
     """`rlt predict` of the miniature's own answers to last-digit chains: a few seconds."""
     return [
-        *("predict", "--config=configs/miniature_rejection.yaml", f"--data.num_embedded_rows={PROBLEMS}"),
+        *("predict", "--config=configs/laptop/rejection.yaml", f"--data.num_embedded_rows={PROBLEMS}"),
         *("--data.prompts_per_step=2", f"--rollouts.num_traces={ANSWERS}", "--distillation.select=all"),
         *(f"--output_dir={folder}", *options),
     ]
@@ -49,7 +49,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = rlt(*rejection(folder))
     assert result.returncode == 0, result.stderr
     assert "Next: rlt fit --config" in result.stdout
-    assert "--config miniature_student_sft " in result.stdout
+    assert "--config laptop/sft " in result.stdout
     assert "--model.pretrained" not in result.stdout  # the miniature, as that config has it
     return folder
 

@@ -94,7 +94,7 @@ def test_a_published_student_is_evaluated_as_it_was_trained(
 ) -> None:
     question = {"question": QUESTION, "answer": "7"}
     (tmp_path / "set.jsonl").write_text(json.dumps(question))
-    words = config("evaluate.yaml", "test", published, f"--data.format_from={rows}")
+    words = config("recipe_7b/evaluate.yaml", "test", published, f"--data.format_from={rows}")
     sets = json.dumps({"own": str(tmp_path / "set.jsonl")})
     run(*words, f"--data.sets={sets}", f"--output_dir={tmp_path / 'run'}")
     prompt = json.loads((tmp_path / "run/evaluation.json").read_text())["sets"]["own"]["prompt"]
@@ -106,13 +106,13 @@ def test_a_published_student_is_evaluated_as_it_was_trained(
 
 @pytest.mark.full
 def test_a_published_student_scores_traces(published: str, rows: str, tmp_path: Path) -> None:
-    run(*config("rank.yaml", "predict", published), f"--data.source={rows}", f"--data.format_from={rows}",
-        "--data.teacher_system_prompt=", f"--output_dir={tmp_path / 'run'}")  # fmt: skip
+    options = [f"--data.source={rows}", f"--data.format_from={rows}", "--data.teacher_system_prompt="]
+    run(*config("recipe_7b/rank.yaml", "predict", published), *options, f"--output_dir={tmp_path / 'run'}")
     assert len((tmp_path / "run/scores.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["student_sft.yaml", "student_grpo.yaml"])
+@pytest.mark.parametrize("name", ["recipe_7b/sft.yaml", "recipe_7b/grpo.yaml"])
 def test_training_continues_from_a_published_student(
     name: str, published: str, rows: str, tmp_path: Path
 ) -> None:
@@ -129,6 +129,6 @@ def test_stage_2_continues_from_a_released_teacher(published: str, rows: str, tm
     (tmp_path / "teacher.txt").write_text(TEACHER_PROMPT)
     options = [f"--data.teacher_system_prompt=@{tmp_path / 'teacher.txt'}", f"--data.format_from={rows}"]
     options += [f"--data.source={rows}", f"--output_dir={tmp_path / 'run'}"]
-    run(*config("teacher_rlt.yaml", "fit", published), *options)
+    run(*config("recipe_7b/rlt.yaml", "fit", published), *options)
     record = json.loads((tmp_path / "run/model/rlt_format.json").read_text())
     assert (record["role"], record["system_prompt"]) == ("teacher", TEACHER_PROMPT.strip())

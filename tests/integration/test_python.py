@@ -46,26 +46,26 @@ SMALLER = {
 EVERY = "--checkpoint.every_n_train_steps=1"
 MODEL = "--model.teacher=runs/teacher/model"
 COMMANDS = {  # a stage's script -> its run folder, and the command with the same settings
-    "stage1.py": ("warmup", ["fit", "miniature_warmup", "--data.num_embedded_rows=64", EVERY]),
+    "stage1.py": ("warmup", ["fit", "laptop/warmup", "--data.num_embedded_rows=64", EVERY]),
     "stage2.py": (
         "teacher",
         [
-            *("fit", "quickstart", "--model.teacher=runs/warmup/model", "--data.num_embedded_rows=24"),
+            *("fit", "laptop/rlt", "--model.teacher=runs/warmup/model", "--data.num_embedded_rows=24"),
             *("--trainer.max_steps=3", EVERY),
         ],
     ),
     "stage3.py": (
         "traces",
-        ["predict", "miniature_generate", MODEL, "--data.num_embedded_rows=24", "--data.prompts_per_step=8"],
+        ["predict", "laptop/generate", MODEL, "--data.num_embedded_rows=24", "--data.prompts_per_step=8"],
     ),
     "stage4.py": (
         "student",
-        ["fit", "miniature_student_sft", "--data.source=runs/traces/distillation.jsonl", EVERY],
+        ["fit", "laptop/sft", "--data.source=runs/traces/distillation.jsonl", EVERY],
     ),
     "stage5.py": (
         "evaluation",
         [
-            *("test", "miniature_evaluate", "--model.pretrained=runs/student/model"),
+            *("test", "laptop/evaluate", "--model.pretrained=runs/student/model"),
             *("--data.max_rows=16", "--data.batch_size=8"),
         ],
     ),
@@ -218,7 +218,7 @@ def test_a_source_of_another_type_is_refused(source: Any) -> None:
 def test_rows_may_stand_in_a_config(tmp_path: Path) -> None:
     rows = json.dumps(own_rows()[:4])
     done = rlt(
-        *("fit", "--config", "configs/quickstart.yaml", f"--data.source={rows}", "--trainer.max_steps=1"),
+        *("fit", "--config", "configs/laptop/rlt.yaml", f"--data.source={rows}", "--trainer.max_steps=1"),
         *("--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"),
     )
     assert done.returncode == 0, done.stderr
@@ -351,7 +351,7 @@ def test_score_equals_predict(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"--data.source={path}", f"--model.teacher={SEED1}", "--model.student=miniature"]
     words += ["--scores.rank_groups=null", "--scores.per_token=true", "--trainer.accelerator=cpu"]
-    done = rlt("predict", "--config=configs/rank.yaml", *words, f"--output_dir={tmp_path / 'run'}")
+    done = rlt("predict", "--config=configs/recipe_7b/rank.yaml", *words, f"--output_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     recorded = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
     found = score(rows, SEED1, "miniature")

@@ -242,7 +242,7 @@ def test_what_cannot_work_is_refused(
 
 def test_a_strategy_that_shards_is_refused(tmp_path: Path) -> None:
     # In a process of its own, since a strategy leaves its port in the environment.
-    configs = ("--config=configs/miniature_warmup.yaml", "--config=configs/overlays/fsdp2.yaml")
+    configs = ("--config=configs/laptop/warmup.yaml", "--config=configs/hardware/fsdp2.yaml")
     options = ("--trainer.devices=1", "--model.optimizer.states=8bit", f"--output_dir={tmp_path / 'run'}")
     result = rlt("fit", *configs, *options)
     assert result.returncode == 2

@@ -25,8 +25,8 @@ from launchers import STRATEGIES
 from nodes import two_nodes
 from safetensors.torch import load_file
 
-from rlt_lightning.cli.restarts import require_restartable
 from rlt_lightning.cli.stages import SaveConfig
+from rlt_lightning.run.ranks import require_restartable
 from rlt_lightning.types import InputError
 
 STEPS = 6

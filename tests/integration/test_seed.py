@@ -59,7 +59,11 @@ def test_the_same_command_with_a_seed_resumes(tiny_model: str, tmp_path: Path) -
 
 @pytest.mark.full
 def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
-    scoring = ["--config=configs/score.yaml", "--data.source=arithmetic", "--data.num_embedded_rows=2"]
+    scoring = [
+        "--config=configs/recipe_7b/score.yaml",
+        "--data.source=arithmetic",
+        "--data.num_embedded_rows=2",
+    ]
     scoring += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--seed=7", "--resume=true"]
     config = run("predict", tmp_path / "scores", *scoring)
     assert config["data"]["init_args"]["seed"] == config["model"]["init_args"]["seed"] == 7
@@ -69,7 +73,10 @@ def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
 
     given = [{"id": str(i + 1), "response": "5"} for i in range(2)]
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
-    evaluation = ["--config=configs/smollm2_evaluate.yaml", f"--data.responses={tmp_path / 'given.jsonl'}"]
+    evaluation = [
+        "--config=configs/laptop/smollm2_evaluate.yaml",
+        f"--data.responses={tmp_path / 'given.jsonl'}",
+    ]
     evaluation += ["--data.max_rows=2", "--rollouts.num_samples=1", "--seed=7"]
     config = run("test", tmp_path / "evaluation", *evaluation)
     assert config["data"]["init_args"]["seed"] == config["rollouts"]["seed"] == 7

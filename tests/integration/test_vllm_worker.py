@@ -286,7 +286,7 @@ def run_config(
     folder: Path, model: str, push: type[WeightPush], executable: str = "", **rollouts: Any
 ) -> list[str]:
     """`rlt fit` with a launched worker, 4 iterations, validated greedily after each."""
-    overlay = yaml.safe_load((ROOT / "configs" / "overlays" / "vllm_launch.yaml").read_text())
+    overlay = yaml.safe_load((ROOT / "configs" / "add" / "vllm_launch.yaml").read_text())
     engine = overlay["rollouts"]["engine"]["init_args"]
     engine["launch"] |= {"executable": executable or forked_vllm(folder), "max_model_len": 512}
     engine["push"] = {"class_path": f"rlt_lightning.engines.{push.__name__}"}
@@ -361,7 +361,7 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
 def test_thoughts_of_a_worker_are_scored_by_the_policy(tmp_path: Path) -> None:
     _, _, overlay, *_ = run_config(tmp_path, "miniature", GlooPush, str(EXECUTABLE))
     options = ["--trainer.max_steps=3", "--data.val_rows=1", f"--output_dir={tmp_path / 'run'}"]
-    result = rlt("fit", "--config=miniature_likelihood", overlay, *options)
+    result = rlt("fit", "--config=laptop/likelihood", overlay, *options)
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", 3)
 
@@ -371,7 +371,7 @@ def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
     strategy: str, sleep: bool, tiny_model: str, tmp_path: Path
 ) -> None:
     command = run_config(tmp_path, tiny_model, GlooPush, engine={"sleep": sleep})
-    command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
+    command += [f"--config=configs/hardware/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
     result = rlt(*command)
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", 4)  # the weights were compared with every push, too

@@ -44,10 +44,10 @@ def stage_4(config: str, model: str, folder: Path, *options: str) -> Any:
 
 @pytest.fixture(scope="module")
 def student(bespoke: str, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of configs/student_sft.yaml on these rows, and what it printed."""
+    """A run of configs/recipe_7b/sft.yaml on these rows, and what it printed."""
     folder = tmp_path_factory.mktemp("student") / "run"
     options = [f"--data.source={bespoke}", "--model.optimizer.lr=1e-2", "--model.optimizer.warmup_frac=0"]
-    return folder, stage_4("configs/student_sft.yaml", tiny_model, folder, *options).stdout
+    return folder, stage_4("configs/recipe_7b/sft.yaml", tiny_model, folder, *options).stdout
 
 
 def trained_prompts(source: str, model: str, **options: Any) -> dict[str, list[int]]:

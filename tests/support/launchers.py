@@ -6,6 +6,6 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")
 TORCHRUN += ("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0")  # any free port
 STRATEGIES = {
     "ddp": ["--trainer.strategy=ddp"],
-    "fsdp2": ["--config=configs/overlays/fsdp2.yaml"],
-    "zero3": ["--config=configs/overlays/zero3.yaml"],
+    "fsdp2": ["--config=configs/hardware/fsdp2.yaml"],
+    "zero3": ["--config=configs/hardware/zero3.yaml"],
 }

@@ -6,7 +6,7 @@ from commands import ROOT
 
 from rlt_lightning.engines.launch import find_free_port
 
-OVERLAYS = ROOT / "configs" / "overlays"
+OVERLAYS = ROOT / "configs" / "hardware"
 
 
 def options(model: str, *overlays: str) -> list[str]:

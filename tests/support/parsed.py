@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 from jsonargparse import ArgumentParser, capture_parser
 
 from rlt_lightning.cli import main as cli
@@ -18,7 +19,9 @@ from rlt_lightning.run.shipped import find_config
 VERBS = [*stages.TRAINER_VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
 
 
-STANDS_FOR = dict.fromkeys(("RUN/config.yaml", "NAME"), "quickstart")
+STANDS_FOR = dict.fromkeys(("RUN/config.yaml", "NAME"), "laptop/rlt")
+# Files of the checkout that commands name.
+STANDS_FOR |= {str(path.relative_to(ROOT)): str(path) for path in (ROOT / "research/configs").glob("*.yaml")}
 
 
 @cache
@@ -34,7 +37,7 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     """Let the real parser read a command line."""
     verb, *options = arguments
     if verb == "configs":  # run by tests/docs/test_install.py
-        find_config(STANDS_FOR.get(options[0], options[0]) if options else "quickstart")
+        find_config(STANDS_FOR.get(options[0], options[0]) if options else "laptop/rlt")
         return
     if verb == "report":  # names folders that must exist: run by the test of the first page
         return
@@ -46,7 +49,7 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     options = [STANDS_FOR.get(option, option) for option in options]
     if verb == "explain":  # a folder's settings come first; here those of a config
         _, named = split_words(options)
-        options = ["--config", "quickstart", *(word for option in named for word in option)]
+        options = ["--config", "laptop/rlt", *(word for option in named for word in option)]
     command_line = cli.COMMAND_LINES.get(verb)
     words = (
         options if verb in cli.COMMANDS else [command_line.settings_verb if command_line else verb, *options]

@@ -14,8 +14,8 @@ from rlt_lightning.cli.configs import read_launch_line
 from rlt_lightning.run.shipped import find_config
 from rlt_lightning.strategies.sharding import ModelEntry
 
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-OVERLAYS = sorted((ROOT / "configs" / "overlays").glob("*.yaml"))
+CONFIGS = [path for name in ("laptop", "recipe_7b") for path in sorted((ROOT / "configs" / name).glob("*"))]
+OVERLAYS = [path for name in ("hardware", "add") for path in sorted((ROOT / "configs" / name).glob("*"))]
 
 TINY = [
     "--data.source=arithmetic",
@@ -33,7 +33,7 @@ TINY = [
 CHAINS = ["--data.source=chains", "--data.teacher_system_prompt=", "--data.student_system_prompt="]
 SHORT = ["--model.group_size=2", "--rollouts.sampling.max_completion_length=4"]
 QUICKSTART = [
-    *("fit", "--config=configs/quickstart.yaml", "--trainer.max_steps=2", "--data.num_embedded_rows=8"),
+    *("fit", "--config=configs/laptop/rlt.yaml", "--trainer.max_steps=2", "--data.num_embedded_rows=8"),
     *("--data.prompts_per_step=2", "--model.group_size=2", "--rollouts.sampling.max_completion_length=8"),
 ]
 TINY_EVALUATION = [
@@ -105,15 +105,17 @@ def launch_words(config: Path) -> list[str]:
 def tiny_run(config: Path, model: str) -> tuple[str, list[str], dict[str, Any]]:
     """Return verb and options that run a config or an overlay at tiny size, and the settings of the config.
 
-    An overlay is put on what its launch line has first, but one of a teacher on the quickstart.
+    An overlay is put on what its launch line has first, but one of a 7B teacher on the miniature's.
     """
     verb, _, first, *_ = launch_words(config)
-    of_teacher = config in OVERLAYS and verb == "fit" and config.stem != "evaluate_every"
-    base = find_config("quickstart" if of_teacher else first)
+    base = find_config("laptop/rlt" if config in OVERLAYS and first == "recipe_7b/rlt" else first)
     settings = yaml.safe_load(base.read_text())
     options = [f"--config={base}", *([] if base == config else [f"--config={config}"])]
     if config.stem == "vllm_async":
         options.insert(1, f"--config={config.with_name('vllm.yaml')}")
+    overlay = yaml.safe_load(config.read_text())
+    for group in ("model", "data"):  # what teaches, which format
+        settings[group].setdefault("init_args", {}).update(overlay.get(group, {}).get("init_args", {}))
     return verb, [*options, *tiny_options(verb, settings, model)], settings
 
 

@@ -421,7 +421,7 @@ def test_asynchronous_runs_resume_exactly(tiny_model: str, tmp_path: Path) -> No
 def test_workers_that_take_turns_wake_for_every_round(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model) as worker:
         result = rlt(
-            *("fit", "--config=tests/rlt.yaml", "--config=configs/overlays/vllm.yaml"),
+            *("fit", "--config=tests/rlt.yaml", "--config=configs/add/vllm.yaml"),
             *(f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=1"),
             f"--rollouts.engine.init_args.urls=[{worker.url}]",
             "--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush",

@@ -86,7 +86,7 @@ def test_what_is_exported_are_the_fp32_weights(strategy: str, tiny_model: str, t
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
     command = ["fit", "--config=tests/rlt.yaml"]
-    command += [f"--config=configs/overlays/{strategy}.yaml", "--trainer.devices=2"]
+    command += [f"--config=configs/hardware/{strategy}.yaml", "--trainer.devices=2"]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
     command += ["--trainer.precision=bf16-mixed", "--model.student_dtype=bfloat16"]
     command += ["--rollouts.sampling.max_completion_length=8", "--data.num_embedded_rows=8"]

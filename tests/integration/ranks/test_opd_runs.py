@@ -236,7 +236,7 @@ def test_another_task_is_refused(miniature: str, tmp_path: Path) -> None:
 
 
 def test_prediction_is_refused(tmp_path: Path) -> None:
-    result = rlt("predict", "--config=miniature_opd", f"--output_dir={tmp_path}")
+    result = rlt("predict", "--config=laptop/opd", f"--output_dir={tmp_path}")
     assert result.returncode == 2
     assert "`rlt predict` scores or writes explanations" in result.stderr
 
@@ -249,7 +249,7 @@ def test_a_run_validates_evaluates_exports_and_is_tested_as_it_was_trained(tmp_p
     asked = {"sets": {"chains": None}, "max_rows": 6, "every_n_steps": 2, "seed": 3}
     asked["sampling"] = {"temperature": 0.7, "max_completion_length": 72}
     evaluate = {"class_path": "rlt_lightning.callbacks.EvaluateEvery", "init_args": asked}
-    command = ["fit", "--config=miniature_opd", *small, "--trainer.max_steps=2", f"--output_dir={tmp_path}"]
+    command = ["fit", "--config=laptop/opd", *small, "--trainer.max_steps=2", f"--output_dir={tmp_path}"]
     command += ["--trainer.val_check_interval=1", f"--trainer.callbacks+={json.dumps(evaluate)}"]
     result = rlt(*command)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -266,7 +266,7 @@ def test_a_run_validates_evaluates_exports_and_is_tested_as_it_was_trained(tmp_p
     # The model's own record decides how it is asked.
     test = [
         "test",
-        "--config=evaluate",
+        "--config=recipe_7b/evaluate",
         f"--model.pretrained={tmp_path / 'model'}",
         "--data.sets={chains: null}",
     ]
@@ -289,7 +289,7 @@ def test_a_run_validates_evaluates_exports_and_is_tested_as_it_was_trained(tmp_p
     # A trained student may be its own teacher.
     again = [
         "fit",
-        "--config=miniature_opd",
+        "--config=laptop/opd",
         *small,
         "--trainer.max_steps=1",
         f"--output_dir={tmp_path / 'b'}",

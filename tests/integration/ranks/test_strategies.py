@@ -160,7 +160,7 @@ def test_several_processes_sample_validate_and_export_like_one(
         pytest.skip("needs the deepspeed extra")
     found, metrics = {}, {}
     overlay = (
-        ["--trainer.strategy=ddp"] if strategy == "ddp" else [f"--config=configs/overlays/{strategy}.yaml"]
+        ["--trainer.strategy=ddp"] if strategy == "ddp" else [f"--config=configs/hardware/{strategy}.yaml"]
     )
     for folder, options in (
         ("whole", ["--trainer.devices=1"]),

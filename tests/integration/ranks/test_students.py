@@ -397,7 +397,13 @@ def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
 
 def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
     least = [*BOTH, f"--model.students=[miniature, {SEED1}]", "--model.student_reduction=min"]
-    rank = ["--config=rank", *least, "--data.max_rows=6", "--scores.rank_groups=2", "--scores.per_token=true"]
+    rank = [
+        "--config=recipe_7b/rank",
+        *least,
+        "--data.max_rows=6",
+        "--scores.rank_groups=2",
+        "--scores.per_token=true",
+    ]
     verb("predict", *rank, f"--output_dir={tmp_path / 'run'}")
     rows = rows_in(tmp_path / "run/scores.jsonl")
     assert len(rows) == 6
@@ -406,7 +412,7 @@ def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
     groups = json.loads((tmp_path / "run/groups.json").read_text())
     assert groups[0]["reward"] >= groups[1]["reward"]
     assert {"reward/miniature", "reward/miniature_seed1"} <= groups[0].keys()
-    text = verb("explain", "--config=rank", *least, "--row=2")
+    text = verb("explain", "--config=recipe_7b/rank", *least, "--row=2")
     assert "the smallest of 2 students" in text
     for label in ("miniature", "miniature_seed1"):
         [value] = re.findall(rf"^  {label} +([-+][\d.]+)", text, flags=re.MULTILINE)
@@ -474,7 +480,7 @@ def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:
         assert own.reward == pytest.approx(by_itself.reward, abs=1e-5)
 
     several = [*BOTH, f"--model.students=[{', '.join(names)}]", "--model.reward.baseline=empty"]
-    text = verb("explain", "--config=rank", *several, "--row=2")
+    text = verb("explain", "--config=recipe_7b/rank", *several, "--row=2")
     number = r"(-?[\d.]+)"
     line = rf"1 x \(mean {number} \+ 0.01 x min {number} - \({number} of an empty explanation\)\)"
     line += r".*? ([+-][\d.]+) against"

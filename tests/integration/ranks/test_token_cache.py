@@ -395,7 +395,7 @@ def test_metrics_of_a_run_do_not_depend_on_the_cache(tmp_path: Path) -> None:
     metrics = []
     for number, cache in enumerate(("false", tmp_path / "tokens", tmp_path / "tokens")):
         folder = tmp_path / str(number)
-        arguments = ["--config=configs/miniature_warmup.yaml", "--trainer.max_steps=3"]
+        arguments = ["--config=configs/laptop/warmup.yaml", "--trainer.max_steps=3"]
         arguments += [f"--output_dir={folder}", f"--data.token_cache={cache}", "--data.num_embedded_rows=256"]
         run = python(FIT.format(arguments=arguments), ROOT)
         assert run.returncode == 0, run.stderr

@@ -1,6 +1,6 @@
 """Run `rlt` on pretended GPUs, and tell what the host waited for.
 
-PRETENDED_GPUS=1 PYTHONPATH=.:tests/support python -m pretended_gpu.run [--waits] fit --config quickstart …
+PRETENDED_GPUS=1 PYTHONPATH=.:tests/support python -m pretended_gpu.run [--waits] fit --config laptop/rlt …
 """
 
 from __future__ import annotations

@@ -39,14 +39,14 @@ CONFIGS = {
     "type.yaml": "model:\n  group_size: four\n",
     "class.yaml": "model:\n  class_path: rlt_lightning.modules.RTLModule\n",
 }
-FIT = "fit --config quickstart"
+FIT = "fit --config laptop/rlt"
 # What is typed -> the setting that the line names, and the word of its remedy.
 MISTAKES = {
-    "fitt --config quickstart": ("fitt", "Did you mean rlt fit?"),
+    "fitt --config laptop/rlt": ("fitt", "Did you mean rlt fit?"),
     "train": ("train", "Did you mean rlt fit?"),
     "help": ("help", "rlt --help"),
     "fit": ("required", "data"),
-    "fit --config quikstart": ("quikstart", "Did you mean quickstart?"),
+    "fit --config laptop/rtl": ("laptop/rtl", "Did you mean laptop/rlt?"),
     f"{FIT} --model.group_sise 4": ("group_sise", "Did you mean group_size?"),
     f"{FIT} --modle.group_size 4": ("modle.group_size", "Did you mean model.group_size?"),
     f"{FIT} --group_size 4": ("group_size", "Did you mean model.group_size?"),
@@ -63,7 +63,7 @@ MISTAKES = {
     f"{FIT} --model.reward RLTRewrd": ("reward", "import path"),
     f"{FIT} --model.dtype fp16": ("dtype", "float16"),
     f"{FIT} --seed -1": ("seed", "v>=0"),
-    "test --config quickstart": ("RLTModule", "EvaluationModule"),
+    "test --config laptop/rlt": ("RLTModule", "EvaluationModule"),
     "report": ("run_dir", "required"),
     "export --ckpt_path x": ("output_dir", "required"),
 }

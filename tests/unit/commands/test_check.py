@@ -48,7 +48,7 @@ def read_checks(result: subprocess.CompletedProcess[str]) -> dict[str, tuple[str
 def test_150_warmup_rows_of_ones_own_are_too_few(tmp_path: Path) -> None:
     # Five stages ran without an alarm, and the student was worse than the base.
     source = write_rows(tmp_path / "warmup.jsonl", chain_rows(150, seed=1))
-    found = read_checks(rlt("check", "--config=miniature_warmup", source))
+    found = read_checks(rlt("check", "--config=laptop/warmup", source))
     status, text = found["steps"]
     assert status == "fail"
     assert text.startswith(
@@ -65,7 +65,7 @@ def test_a_stage_with_a_reward_gets_all_checks(tmp_path: Path) -> None:
         row["bad_trace"] = f"clearly it must be {row['answer']}."
     source = write_rows(tmp_path / "pairs.jsonl", rows)
     columns = "--data.trace_columns=[reasoning_trace, bad_trace]"
-    found = read_checks(rlt("check", "--config=quickstart", source, columns, *FEW))
+    found = read_checks(rlt("check", "--config=laptop/rlt", source, columns, *FEW))
     assert [*found] == ["rows", "lengths", "steps", "traces", "closed", "right", "spread", "ranking"]
     assert found["traces"] == (
         "pass",
@@ -91,13 +91,13 @@ def test_rows_that_limits_leave_out_are_counted(tmp_path: Path) -> None:
     for row in rows[:16]:
         row["question"] = "start 1, " + "add 1, " * 200 + "add 1?"
     source = write_rows(tmp_path / "long.jsonl", rows)
-    found = read_checks(rlt("check", "--config=miniature_warmup", source))
+    found = read_checks(rlt("check", "--config=laptop/warmup", source))
     assert found["lengths"][0] == "fail"
     assert found["lengths"][1].startswith("16 of 64 rows are too long and left out, 0 are cut")
     assert found["steps"][1].startswith("3 optimizer steps, 3 in an epoch of 48 items")
 
 
-@pytest.mark.parametrize("config", ["miniature_likelihood", full("miniature_opd"), full("miniature_grpo")])
+@pytest.mark.parametrize("config", ["laptop/likelihood", full("laptop/opd"), full("laptop/grpo")])
 def test_answers_of_a_student_are_judged(config: str) -> None:
     found = read_checks(rlt("check", f"--config={config}", *FEW))
     assert "of 8 completions end with the right answer" in found["right"][1]
@@ -107,7 +107,7 @@ def test_answers_of_a_student_are_judged(config: str) -> None:
 
 def test_without_traces_it_says_what_cannot_be_checked(tmp_path: Path) -> None:
     rows = [{name: row[name] for name in ("question", "solution")} for row in chain_rows(512, seed=1)]
-    found = read_checks(rlt("check", "--config=quickstart", write_rows(tmp_path / "bare.jsonl", rows), *FEW))
+    found = read_checks(rlt("check", "--config=laptop/rlt", write_rows(tmp_path / "bare.jsonl", rows), *FEW))
     assert found["traces"] == ("cannot", "the 32 rows that were read have no reasoning_trace")
     assert found["ranking"][0] == "cannot"
     assert found["right"][0] != "cannot"
@@ -189,13 +189,13 @@ def test_the_variant_that_wins_most_often_decides() -> None:
 @pytest.mark.full
 def test_a_teacher_of_nine_steps_fails_the_ranking(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "warmup.jsonl", chain_rows(150, seed=1))
-    done = rlt("fit", "--config=miniature_warmup", source, f"--output_dir={tmp_path / 'warmup'}")
+    done = rlt("fit", "--config=laptop/warmup", source, f"--output_dir={tmp_path / 'warmup'}")
     assert done.returncode == 0, done.stderr
     teacher = f"--model.teacher={tmp_path / 'warmup/model'}"
-    few = read_checks(rlt("check", "--config=quickstart", teacher))
+    few = read_checks(rlt("check", "--config=laptop/rlt", teacher))
     assert {name for name, (status, _) in few.items() if status != "pass"} == {"ranking"}
     assert few["ranking"][0] == "fail"
-    shipped = read_checks(rlt("check", "--config=quickstart"))
+    shipped = read_checks(rlt("check", "--config=laptop/rlt"))
     assert {status for status, _ in shipped.values()} == {"pass"}
 
 
@@ -208,10 +208,10 @@ def test_a_student_fails_until_it_learned_some_traces(tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(one.make_traces("warmup").read_text().splitlines(keepends=True)[:64]))
     options = {"data__source": few, "model__optimizer__lr": 5e-4, "trainer__max_epochs": 9}
-    student = stages("student", "fit", "miniature_student_sft", **options) / "model"
+    student = stages("student", "fit", "laptop/sft", **options) / "model"
     both = f"--model.teacher={one.train_teacher('warmup')}", f"--data.source={one.data_file('rlt')}"
     for name, status in (("miniature", "fail"), (str(student), "pass")):
-        checks = read_checks(rlt("check", "--config=quickstart", *both, f"--model.student={name}"))
+        checks = read_checks(rlt("check", "--config=laptop/rlt", *both, f"--model.student={name}"))
         assert checks["ranking"][0] == status, checks["ranking"]
 
 

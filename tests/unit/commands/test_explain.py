@@ -73,7 +73,11 @@ def explanation_in(text: str) -> str:
 def test_terms_and_tokens_are_those_of_predict(score_given: str, tiny_model: str, tmp_path: Path) -> None:
     reward = f"--model.reward.score_given={score_given}"
     prompts = ["--data.teacher_system_prompt=T", "--data.student_system_prompt=S"]
-    scoring = ["--config=configs/score.yaml", "--data.source=arithmetic", "--data.num_embedded_rows=3"]
+    scoring = [
+        "--config=configs/recipe_7b/score.yaml",
+        "--data.source=arithmetic",
+        "--data.num_embedded_rows=3",
+    ]
     scoring += ["--data.tags=r1", *prompts, "--scores.per_token=true", "--trainer.accelerator=cpu"]
     scoring += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
     result = rlt("predict", *scoring, reward, f"--output_dir={tmp_path / 'run'}")
@@ -163,7 +167,7 @@ def run(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     row = {name: PROBLEM[name] for name in ("question", "solution")}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    options = ["--config=configs/miniature_generate.yaml", f"--data.source={folder / 'rows.jsonl'}"]
+    options = ["--config=configs/laptop/generate.yaml", f"--data.source={folder / 'rows.jsonl'}"]
     options += [f"--model.teacher={miniature}", f"--seed={SEED}", f"--output_dir={folder / 'run'}"]
     result = rlt("predict", *options)
     assert result.returncode == 0, result.stderr
@@ -223,15 +227,15 @@ def test_a_trained_run_brings_its_settings(tmp_path: Path) -> None:
     """Of stage 1 and of stage 2, as `rlt fit` leaves them."""
     warmed, trained = tmp_path / "warm", tmp_path / "trained"
     few = ["--trainer.max_steps=1", "--data.num_embedded_rows=64", "--data.prompts_per_step=2"]
-    result = rlt("fit", "--config=configs/miniature_warmup.yaml", *few, f"--output_dir={warmed}")
+    result = rlt("fit", "--config=configs/laptop/warmup.yaml", *few, f"--output_dir={warmed}")
     assert result.returncode == 0, result.stderr
-    config = ["--config=configs/quickstart.yaml", f"--model.teacher={warmed / 'model'}"]
+    config = ["--config=configs/laptop/rlt.yaml", f"--model.teacher={warmed / 'model'}"]
     result = rlt("fit", *config, *few, "--rollouts.seed=4", f"--output_dir={trained}")
     assert result.returncode == 0, result.stderr
     for folder, seed in ((warmed, 0), (trained, 4)):
         source = ["--data.source=chains", "--data.num_embedded_rows=64", "--data.seed=1"]
         options = [f"--model.teacher={folder / 'model'}", "--model.student=miniature", *source]
-        config = ["--config=configs/miniature_generate.yaml", f"--rollouts.seed={seed}", *options]
+        config = ["--config=configs/laptop/generate.yaml", f"--rollouts.seed={seed}", *options]
         result = rlt("predict", *config, f"--output_dir={folder / 'predicted'}", "--data.max_rows=2")
         assert result.returncode == 0, result.stderr
         expected = json.loads((folder / "predicted" / "traces.jsonl").read_text().splitlines()[1])
@@ -363,7 +367,7 @@ def test_mistakes_of_the_command_line_are_one_line(run: Path, tmp_path: Path) ->
         ([str(run), "Why?"], "takes one teacher, but got"),
         ([str(run), f"--data.source={tmp_path / 'rows.jsonl'}"], "leave room for an explanation"),
         ([str(run), *own, f"--html={run / 'config.yaml'}"], "config.yaml exists and is no page"),
-        (["--config=configs/student_sft.yaml", *own, "--explanation=So."], "must be an RLTReward"),
+        (["--config=configs/recipe_7b/sft.yaml", *own, "--explanation=So."], "must be an RLTReward"),
     ):
         result = rlt("explain", *options)
         assert result.returncode == 2, (options, result.stderr)

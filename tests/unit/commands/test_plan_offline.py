@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cases import full
 from commands import ROOT, python
+from tiny import CONFIGS, OVERLAYS, name_of
 
 from rlt_lightning.commands.plan import find_folder
 from rlt_lightning.models.load import meta_model
@@ -84,13 +85,13 @@ def launch_line(config: Path) -> list[str]:
 def launches() -> dict[str, tuple[str, list[str]]]:
     """Return verb and options of every config's launch line, without folders of earlier stages."""
     found = {}
-    for path in sorted((ROOT / "configs").rglob("*.yaml")):
+    for path in (*CONFIGS, *OVERLAYS):
         verb, *words = launch_line(path)
         pairs = list(zip(words[::2], words[1::2], strict=True))
         kept = [pair for pair in pairs if pair[0] in ("--config", "--trainer.devices")]
         # The model of an earlier stage is not here.
         earlier = ["--model.teacher", "miniature"] * ("teacher: runs/" in path.read_text())
-        found[path.stem] = verb, [*(word for pair in kept for word in pair), *earlier]
+        found[name_of(path)] = verb, [*(word for pair in kept for word in pair), *earlier]
     return found
 
 
@@ -109,8 +110,8 @@ def check(plan: dict, verb: str = "fit") -> None:  # type: ignore[type-arg]
 @pytest.mark.full
 def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
     lines = launches()
-    unknown = ["--config=configs/quickstart.yaml", "--model.teacher=somebody/something"]
-    plan, refused = planned([lines["zero3_8gpu"][1], unknown], tmp_path)
+    unknown = ["--config=configs/laptop/rlt.yaml", "--model.teacher=somebody/something"]
+    plan, refused = planned([lines["hardware/zero3_8gpu"][1], unknown], tmp_path)
     check(plan)
     recipe = " ".join(plan["page"].split())
     assert "limits, for bespokelabs/Bespoke-Stratos-17k" in recipe
@@ -123,10 +124,10 @@ def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "verb", "phases"),
     [
-        ("miniature_generate", "predict", ["start", "generate", "score"]),
-        full("miniature_rejection", "predict", ["start", "generate"]),
-        full("score", "predict", ["start", "score"]),
-        ("evaluate", "test", ["start", "generate"]),
+        ("laptop/generate", "predict", ["start", "generate", "score"]),
+        full("laptop/rejection", "predict", ["start", "generate"]),
+        full("recipe_7b/score", "predict", ["start", "score"]),
+        ("recipe_7b/evaluate", "test", ["start", "generate"]),
     ],
 )
 def test_run_without_training_has_no_train_phase(
@@ -181,7 +182,7 @@ def test_start_of_the_released_recipe_by_hand(tmp_path: Path) -> None:
     }
     commands = []
     for name in by_hand:
-        words = ["--config", "configs/teacher_rlt.yaml", "--config", f"configs/overlays/{name}.yaml"]
+        words = ["--config", "recipe_7b/rlt", "--config", f"{'add' if name == 'lora' else 'hardware'}/{name}"]
         devices = 1 if name == "lora" else 8
         commands.append([*words, f"--trainer.devices={devices}", f"--plan.json={tmp_path / name}.json"])
     planned(commands, tmp_path)
@@ -195,11 +196,11 @@ def test_start_of_the_released_recipe_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_every_config_and_overlay_is_planned_without_a_network(part: int, tmp_path: Path) -> None:
     verbs, commands = map(list, zip(*launches().values(), strict=True))
-    base = ["--config", "configs/student_grpo.yaml", "--config"]
-    # Overlays that start workers themselves exclude vllm.yaml, which names workers that run.
-    commands.append([*base, "configs/overlays/zero3_8gpu_colocated.yaml"])
-    for overlay in ("fsdp2", "cpu_offload", "lora", "vllm_async"):
-        words = ["configs/overlays/vllm.yaml", "--config", f"configs/overlays/{overlay}.yaml"]
+    base = ["--config", "recipe_7b/grpo", "--config"]
+    # Overlays that start workers themselves exclude add/vllm, which names workers that run.
+    commands.append([*base, "hardware/zero3_8gpu_colocated"])
+    for overlay in ("hardware/fsdp2", "hardware/cpu_offload", "add/lora", "add/vllm_async"):
+        words = ["add/vllm", "--config", overlay]
         commands.append([*base, *words, "--trainer.devices=8"])
     verbs += ["fit"] * (len(commands) - len(verbs))
     verbs, commands = verbs[part::4], commands[part::4]

@@ -333,14 +333,14 @@ def read_prompts(page: str) -> tuple[int, int]:
         full(["--model.teacher=miniature"], "teacher miniature"),
         (["--model.teacher=null"], "teacher miniature"),  # a copy of the student
         full(["--model.teacher=null", "--model.teacher_weights=live"], None),
-        (["--model.teacher=null", "--config=overlays/lora", "--model.estimator=sampled"], None),
+        (["--model.teacher=null", "--config=add/lora", "--model.estimator=sampled"], None),
     ],
 )
 def test_on_policy_distillation_is_planned_with_its_teacher(
     options: list[str], role: str | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    found = rlt("plan", "--config=miniature_opd", *options, f"--plan.json={file}")
+    found = rlt("plan", "--config=laptop/opd", *options, f"--plan.json={file}")
     assert found.returncode == 0, found.stderr
     plan = json.loads(file.read_text())
     assert list(plan["phases"]) == ["start", "generate", "train", "step", "checkpoint"]
@@ -365,7 +365,7 @@ def test_likelihood_rewards_are_planned_with_their_scorer(
 ) -> None:
     file = tmp_path / "plan.json"
     options = [f"--model.scorer={scorer}", "--data.force_format=true", f"--plan.json={file}"]
-    found = rlt("plan", "--config=miniature_likelihood", *options)
+    found = rlt("plan", "--config=laptop/likelihood", *options)
     assert found.returncode == 0, found.stderr
     plan = json.loads(file.read_text())
     assert {"generate", "score", "train"} <= set(plan["phases"])
@@ -394,7 +394,7 @@ def test_solutions_that_are_trained_on_lengthen_the_rows(tmp_path: Path) -> None
     for weight in (0, 1):
         file = tmp_path / f"{weight}.json"
         short = ["--model.micro_batch_tokens=1", "--plan.completion_length=8", f"--plan.json={file}"]
-        plan = rlt("plan", "--config=miniature_likelihood", f"--model.answer_weight={weight}", *short)
+        plan = rlt("plan", "--config=laptop/likelihood", f"--model.answer_weight={weight}", *short)
         assert plan.returncode == 0, plan.stderr
         phases = json.loads(file.read_text())["phases"]
         found[weight] = [phases[name]["device"]["activations"] for name in ("score", "train")]
@@ -411,7 +411,7 @@ def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     assert problem.startswith("does not fit: ")
     assert "Largest: activations" in problem or "Largest: optimizer" in problem
     assert "--model.gradient_checkpointing true" in problem
-    assert "--config overlays/fsdp2" in problem
+    assert "--config hardware/fsdp2" in problem
     assert not problems(replace(SETUP, device=replace(GPU, memory=20_000)))
 
 
@@ -516,7 +516,7 @@ def test_an_8_gpu_config_is_planned_anywhere_and_leaves_nothing(llama: str, tmp_
     file = tmp_path / "plan.json"
     runs = set((ROOT / "runs").glob("*"))
     models = [f"--model.teacher={llama}", f"--model.student={llama}"]
-    command = ["plan", "--config=configs/teacher_rlt.yaml", "--config=configs/overlays/zero3.yaml", *models]
+    command = ["plan", "--config=configs/recipe_7b/rlt.yaml", "--config=configs/hardware/zero3.yaml", *models]
     found = rlt(*command, "--trainer.devices=8", f"--plan.json={file}")
     assert found.returncode == 0, found.stderr
     assert "8 x H100" in found.stdout
@@ -538,7 +538,7 @@ def test_mistakes_are_told_in_one_line(llama: str) -> None:
         "--trainer.strategy=fsdp",
         "--model.groupsize=3",
     ):
-        found = rlt("plan", "--config=configs/quickstart.yaml", option)
+        found = rlt("plan", "--config=configs/laptop/rlt.yaml", option)
         assert found.returncode == 2, option
         assert len(found.stderr.strip().splitlines()) == 1, found.stderr
         assert found.stderr.startswith("rlt: error: ")
@@ -546,7 +546,7 @@ def test_mistakes_are_told_in_one_line(llama: str) -> None:
 
 @pytest.mark.slow
 def test_a_real_run_peaks_where_the_plan_says(smollm2: str, tmp_path: Path) -> None:
-    arguments = ["--config=configs/learning_correctness_warmup.yaml"]  # 500 tokens
+    arguments = ["--config=research/configs/correctness_warmup.yaml"]  # 500 tokens
     # Blocks that are freed go back at once: resident memory is then what is in use.
     exact = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     assert rlt("plan", *arguments, f"--plan.json={tmp_path / 'plan.json'}").returncode == 0

@@ -81,7 +81,7 @@ ROWS = [
 def command(config: str, model: str, source: Path, folder: Path, *options: str) -> list[str]:
     models = [f"--model.teacher={model}", f"--model.student={model}"]
     where = [f"--data.source={source}", f"--output_dir={folder}"]
-    return ["predict", f"--config=configs/{config}.yaml", *models, *where, *options]
+    return ["predict", f"--config=recipe_7b/{config}", *models, *where, *options]
 
 
 @pytest.fixture

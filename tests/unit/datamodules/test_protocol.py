@@ -1,6 +1,6 @@
 """The paper's protocol: its prompts, its limits, its table, and who gets a place in it; sets of one's own.
 
-The expected user turns are those of SkyThought at 4bb8f3e, whose tasks `evaluate_paper.yaml` repeats.
+The expected user turns are those of SkyThought at 4bb8f3e, whose tasks `recipe_7b/evaluate_paper` repeats.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
-PAPER = ROOT / "configs" / "evaluate_paper.yaml"
+PAPER = ROOT / "configs" / "recipe_7b" / "evaluate_paper.yaml"
 BOXED = "Return your final response within \\boxed{}. "
 LETTERED = (
     "Return your final response within \\boxed{} and only include the letter choice (A, B, C, or D) as your "
@@ -245,7 +245,7 @@ def test_a_response_ends_where_the_context_does(budget: str, tiny_model: str, tm
     rows = [{"question": question, "answer": 1}, {"question": "one", "answer": 1}]
     result = rlt(
         "test",
-        "--config=configs/evaluate.yaml",
+        "--config=configs/recipe_7b/evaluate.yaml",
         f"--model.pretrained={tiny_model}",
         f"--data.sets={{mine: {write(tmp_path / 'rows.jsonl', rows)}}}",
         "--data.student_system_prompt=",
@@ -274,7 +274,7 @@ def test_a_set_of_ones_own_is_asked_as_its_mapping_says(miniature: str, tmp_path
     own = "{source: chains, judge: math, template: 'In \\boxed{}: {question}', title: My chains}"
     result = rlt(
         "test",
-        "--config=configs/miniature_evaluate.yaml",
+        "--config=configs/laptop/evaluate.yaml",
         f"--model.pretrained={miniature}",
         f"--data.sets={{chains: null, same: {{source: chains, title: My chains}}, mine: {own}}}",
         "--data.max_rows=32",

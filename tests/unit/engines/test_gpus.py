@@ -109,7 +109,12 @@ def test_devices_that_a_share_contradicts_are_refused(devices: Any) -> None:
 
 @pytest.mark.full
 def test_a_plan_follows_the_share_and_refuses_other_devices(tiny_model: str) -> None:
-    command = ["plan", "--config=configs/small_2gpu.yaml", "--config=configs/overlays/small_2gpu_vllm.yaml"]
+    command = [
+        "plan",
+        "--config=recipe_7b/rlt",
+        "--config=hardware/small_2gpu",
+        "--config=hardware/small_2gpu_vllm",
+    ]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
     command += ["--data.source=arithmetic", "--plan.device=H100"]
     planned = rlt(*command, "--trainer.devices=auto")

@@ -142,7 +142,7 @@ def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path)
 def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model) as worker:
         command = ["fit", "--config=tests/rlt.yaml"]
-        command += ["--config=configs/overlays/vllm.yaml", "--trainer.max_steps=2"]
+        command += ["--config=configs/add/vllm.yaml", "--trainer.max_steps=2"]
         command += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
         command += ["--rollouts.engine.init_args.sleep=true", "--trainer.val_check_interval=1"]

@@ -985,7 +985,7 @@ def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_validation_takes_plain_servers_and_training_does_not(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model, dev_mode=False) as worker:
-        options = ["--config=tests/rlt.yaml", "--config=configs/overlays/vllm.yaml"]
+        options = ["--config=tests/rlt.yaml", "--config=configs/add/vllm.yaml"]
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.NoPush"]
         options += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]

@@ -261,7 +261,7 @@ def test_a_script_without_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_run_of_a_script_without_guard_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "given.jsonl").write_text('{"id": "1", "response": "5"}\n{"id": "2", "response": "5"}\n')
-    words = ["rlt", "test", "--config=configs/smollm2_evaluate.yaml", "--rollouts.num_samples=1"]
+    words = ["rlt", "test", "--config=configs/laptop/smollm2_evaluate.yaml", "--rollouts.num_samples=1"]
     words += [f"--data.responses={tmp_path / 'given.jsonl'}", "--data.max_rows=2"]
     words += [f"--output_dir={tmp_path / 'run'}"]
     script = f"import sys\nfrom rlt_lightning.cli.main import run\nsys.argv = {words}\nsys.exit(run())\n"

@@ -237,7 +237,7 @@ def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> Non
 
 
 def test_rlt_explain_prints_the_gain_as_the_term() -> None:
-    options = ["--config=configs/rank.yaml", *CHAINS, "--row=1", "--trainer.accelerator=cpu"]
+    options = ["--config=configs/recipe_7b/rank.yaml", *CHAINS, "--row=1", "--trainer.accelerator=cpu"]
     options += ["--model.teacher=miniature", "--model.student=miniature", "--data.tags=r1"]
     plain, gaining = (rlt("explain", *options, *more) for more in ([], ["--model.reward.baseline=empty"]))
     assert plain.returncode == gaining.returncode == 0, plain.stderr + gaining.stderr

@@ -448,7 +448,7 @@ def verb(name: str, tiny_model: str, *options: str) -> str:
 
 def test_scores_and_tokens_are_written_in_both_vocabularies(tiny_model: str, tmp_path: Path) -> None:
     options = [
-        "--config=score",
+        "--config=recipe_7b/score",
         "--scores.per_token=true",
         "--data.max_rows=3",
         f"--output_dir={tmp_path / 'run'}",
@@ -465,7 +465,7 @@ def test_scores_and_tokens_are_written_in_both_vocabularies(tiny_model: str, tmp
 
 def test_exact_kl_is_refused_before_a_model_is_loaded(tiny_model: str, tmp_path: Path) -> None:
     models = [f"--model.teacher={tiny_model}", "--model.student=miniature", *CHAINS]
-    result = rlt("predict", "--config=rank", *models, f"--output_dir={tmp_path / 'run'}")
+    result = rlt("predict", "--config=recipe_7b/rank", *models, f"--output_dir={tmp_path / 'run'}")
     assert result.returncode != 0
     assert "Set it to k1 or k3, which compare the models on spans of text" in result.stderr
     assert "loading" not in result.stderr
@@ -474,10 +474,10 @@ def test_exact_kl_is_refused_before_a_model_is_loaded(tiny_model: str, tmp_path:
 @pytest.mark.full
 def test_other_verbs_take_such_a_student(tiny_model: str, tmp_path: Path) -> None:
     k1 = "--model.reward.kl_estimator=k1"
-    verb("predict", tiny_model, "--config=rank", k1, "--data.max_rows=4", "--scores.rank_groups=2",
+    verb("predict", tiny_model, "--config=recipe_7b/rank", k1, "--data.max_rows=4", "--scores.rank_groups=2",
          f"--output_dir={tmp_path / 'rank'}")  # fmt: skip
     assert len((tmp_path / "rank/scores.jsonl").read_text().splitlines()) == 4
-    assert "KL of teacher from student (k1)" in verb("explain", tiny_model, "--config=rank", k1)
+    assert "KL of teacher from student (k1)" in verb("explain", tiny_model, "--config=recipe_7b/rank", k1)
     fit = ["--config=tests/rlt.yaml", *SHORT, "--data.prompts_per_step=2", "--trainer.max_steps=1"]
     verb("fit", tiny_model, *fit, f"--output_dir={tmp_path / 'run'}")
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").open()]

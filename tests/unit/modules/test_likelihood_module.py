@@ -455,7 +455,7 @@ def test_a_run_of_the_config_has_its_files_and_resumes_exactly(tmp_path: Path) -
     small = ["--data.num_embedded_rows=8", "--data.prompts_per_step=2", "--model.group_size=4"]
     small += ["--rollouts.sampling.max_completion_length=16", "--checkpoint.every_n_train_steps=1"]
     small += ["--checkpoint.save_top_k=-1"]
-    command = ["fit", "--config", "configs/miniature_likelihood.yaml", *small]
+    command = ["fit", "--config", "configs/laptop/likelihood.yaml", *small]
     whole, first = tmp_path / "whole", tmp_path / "first"
     result = rlt(*command, "--trainer.max_steps=3", f"--output_dir={whole}")
     assert result.returncode == 0, result.stderr

@@ -289,7 +289,7 @@ def test_another_tokenizer_trains_by_spans(miniature: str, tiny_model: str, tmp_
 
 
 def command(folder: Path, teacher: str, *options: str) -> Running:
-    words = ["fit", "--config=configs/miniature_opd.yaml", f"--model.teacher={teacher}"]
+    words = ["fit", "--config=configs/laptop/opd.yaml", f"--model.teacher={teacher}"]
     words += ["--data.num_embedded_rows=16", "--data.prompts_per_step=4", "--data.token_cache=false"]
     words += ["--rollouts.sampling.max_completion_length=24", "--ckpt_path=last", "--overwrite=true"]
     return start(*words, *options, f"--output_dir={folder}", log=folder.with_suffix(".log"))
@@ -301,7 +301,7 @@ def test_two_processes_equal_one(strategy: str, teacher: str, tmp_path: Path) ->
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
     chosen = {"ddp": "--trainer.strategy=ddp"}
-    two = chosen.get(strategy, f"--config=configs/overlays/{strategy}.yaml")
+    two = chosen.get(strategy, f"--config=configs/hardware/{strategy}.yaml")
     found = {}
     for name, options in (("one", []), (strategy, [two, "--trainer.devices=2"])):
         steps = ["--trainer.max_steps=2", "--checkpoint.every_n_train_steps=2"]

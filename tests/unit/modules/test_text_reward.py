@@ -48,7 +48,7 @@ def student_fit(model: str, folder: Path, *options: str) -> list[str]:
     """`rlt fit` of traditional RL at tiny size: a few seconds."""
     return [
         "fit",
-        "--config=configs/learning_correctness.yaml",
+        "--config=research/configs/correctness.yaml",
         f"--model.teacher={model}",
         "--model.group_size=2",
         "--model.optimizer.lr=1e-3",
@@ -241,7 +241,7 @@ def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path
     result = rlt(*student_fit(tiny_model, run, "--checkpoint.every_n_train_steps=1", *options))
     assert result.returncode == 0, result.stderr
     assert f"{run / 'model'}: the trained model" in result.stdout
-    evaluate = f"rlt test --config smollm2_evaluate --model.pretrained {run / 'model'}"
+    evaluate = f"rlt test --config laptop/smollm2_evaluate --model.pretrained {run / 'model'}"
     assert evaluate in result.stdout
     assert "--data.tags" not in result.stdout  # r1, as that config has it
     found = metrics(run)[2]
@@ -356,7 +356,7 @@ def test_settings_of_the_rlt_reward_are_still_named_directly(tiny_model: str, tm
 
 
 def test_traditional_rl_is_planned_without_a_student(tiny_model: str) -> None:
-    command = ["plan", "--config=configs/student_grpo.yaml", f"--model.teacher={tiny_model}"]
+    command = ["plan", "--config=configs/recipe_7b/grpo.yaml", f"--model.teacher={tiny_model}"]
     found = rlt(*command, "--data.source=arithmetic:addition", "--trainer.devices=8")
     assert found.returncode == 0, found.stderr
     assert f"policy {tiny_model}" in found.stdout

@@ -126,7 +126,7 @@ def test_the_embedded_weights_are_those_that_were_made() -> None:
 @pytest.mark.full
 def test_the_warmed_up_teacher_is_made_by_one_command(tmp_path: Path) -> None:
     readme = (MINIATURES["miniature"].parent / "README.md").read_text()
-    [command] = re.findall(r"`rlt (fit --config miniature_warmup [^`]*)`", readme)
+    [command] = re.findall(r"`rlt (fit --config laptop/warmup [^`]*)`", readme)
     assert rlt(*shlex.split(command), f"--output_dir={tmp_path}").returncode == 0
     made, shipped = (
         load_file(folder / "model.safetensors")
