@@ -185,7 +185,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session")
 def pretended_gpus() -> None:
-    """The library of tests/support/pretended_gpu, built before the first test that needs it, or a reason to skip."""
+    """The library of support/pretended_gpu, built before the first that needs it, or a reason to skip."""
     from pretended_gpu.build import CannotBuild, library
 
     try:
