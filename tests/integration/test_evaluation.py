@@ -512,4 +512,4 @@ def test_every_set_has_a_source_and_the_papers_are_the_default() -> None:
     assert {"aime24", "aime25", "math500", "gpqa_diamond", "gsm8k", "amc23", "countdown"} < SETS.keys()
     assert [name for name, spec in SETS.items() if spec.private] == ["gpqa_diamond"]
     assert reference_answer({"answer": 27.0}) == "27"
-    assert (ROOT / "configs" / "evaluate.yaml").read_text().count("null") >= 3
+    assert (ROOT / "configs" / "recipe_7b" / "evaluate.yaml").read_text().count("null") >= 3
