@@ -23,8 +23,8 @@ from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge, Verdict
+from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import (
-    compute_figures,
     compute_set_figures,
     list_reported_k,
     majority_accuracy,
@@ -76,7 +76,8 @@ def write(path: Path, rows: list[Row]) -> Path:
 
 def records_of(problem: int, answers: list[int | None], correct: list[bool]) -> list[Row]:
     """The records of one problem's responses: which answers are equivalent, and which are right."""
-    same = {"id": f"own/{problem}", "set": "own", "num_tokens": None, "formatted": True, "timed_out": False}
+    same = {"id": f"own/{problem}", "set": "own", "formatted": True, "timed_out": False}
+    same |= {"num_tokens": None, "finish_reason": None}
     rows = zip(answers, correct, strict=True)
     return [{**same, "same_answer": answer, "correct": is_right} for answer, is_right in rows]
 
@@ -117,7 +118,12 @@ def test_figures_are_means_over_problems_and_then_over_sets() -> None:
     records = records_of(1, [0, 0, 2, 2], [True, True, False, False])  # p = 1/2, pass@4 1, maj 1/2
     records += records_of(2, [None, 1, 1, 1], [False] * 4)  # p = 0, pass@4 0, maj 0
     other = [{**record, "id": f"other/{i}", "set": "other"} for i, record in enumerate(records[:2])]
-    found = compute_figures([*records, *other], ["own", "other"])
+    sets = {record["id"]: record["set"] for record in [*records, *other]}
+    answers = AnswerFigures(sets)
+    for part in (records[:3], other, records[3:]):  # in any order of the problems
+        answers.update(part)
+    found, pass_at = answers.compute()
+    assert pass_at == {"own": {1: 1 / 4, 2: 5 / 12, 4: 1 / 2}, "other": {1: 1}}
     assert found["own"]["pass_at_1"] == found["own"]["maj_at_k"] == 1 / 4
     assert found["own"]["pass_at_k"] == 1 / 2
     assert found["own"]["standard_error"] == 1 / 4  # sqrt((1/16 + 1/16) / (2 * 1))

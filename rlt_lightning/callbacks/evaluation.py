@@ -39,7 +39,8 @@ from rlt_lightning.models.load import context_length
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.responses import require_responses_fit, sample_responses
-from rlt_lightning.run.jsonl import append_rows, keep_rows, rewrite
+from rlt_lightning.run.jsonl import keep_rows, rewrite
+from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError
 
 RESPONSES = "responses.jsonl"
@@ -234,8 +235,8 @@ class EvaluationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if isinstance(batch, EvaluationBatch) and trainer.is_global_zero:
-            append_rows(Path(trainer.default_root_dir) / RESPONSES, batch.records)
+        if isinstance(batch, EvaluationBatch):
+            append_from_ranks(trainer, Path(trainer.default_root_dir) / RESPONSES, batch.records)
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -262,7 +263,7 @@ def summarise(
         data: The problems.
         sampling: How responses were sampled, unless they are given.
     """
-    figures = module.figures()
+    figures = module.figures
     sets: dict[str, Any] = {}
     for name, spec in data.specs.items():
         first = next(problem for problem in data.problems if problem.set_name == name)
@@ -275,7 +276,7 @@ def summarise(
             "known_by_number": is_known_by_number(name),
             "num_samples": data.num_samples,
             **figures[name],
-            "pass_at": module.results[name][1],
+            "pass_at": module.pass_at[name],
             # As the model sees it.
             "prompt": (
                 data.chat_format.tokenizer.decode(first.prompt, skip_special_tokens=False)

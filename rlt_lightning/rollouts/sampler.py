@@ -209,16 +209,18 @@ class Sampler:
         data, rollouts = get_stratos_data(self.trainer), found.rollouts
         for attempt in range(1, self.settings.max_resamples + 1):
             misfits = [i for i, rollout in enumerate(rollouts) if not data.fits_student(rollout)]
-            if not misfits:
+            if not self.module.on_any_rank(bool(misfits)):
                 break
-            again = [rollouts[i].problem for i in misfits]
+            # Ranks may meet in a request, so one without misfits has its first trace sampled for nothing.
+            asked = misfits or [0]
+            again = [rollouts[i].problem for i in asked]
             request = self._build_own(again, PREDICTION, self.settings.sampling, 1)
-            traces = [i % self.settings.num_traces for i in misfits]
+            traces = [i % self.settings.num_traces for i in asked]
             request.seeds = [
                 mix_seed(seed, attempt, trace) for seed, trace in zip(request.seeds, traces, strict=True)
             ]
             resampled = self._finish(request).rollouts
-            for i, rollout in zip(misfits, resampled, strict=True):
+            for i, rollout in zip(misfits, resampled, strict=False):
                 rollouts[i] = rollout
         return found
 
@@ -249,12 +251,18 @@ class Sampler:
     def _build_own(
         self, problems: list[Problem], step: int, sampling: Sampling, num_completions: int
     ) -> RolloutRequest:
-        """Return a request outside of training; in process ranks do not meet, since their numbers differ."""
-        if self.dispatcher.engine.in_process:
-            request = self._build(problems, step, sampling, num_completions, len(problems))
-            request.own = range(len(problems))
-            return request
-        return self._build(self._gather(problems), step, sampling, num_completions, len(problems))
+        """Return a request outside of training, to which ranks may bring different numbers of problems.
+
+        In process each rank has a request of its own.
+        """
+        all_problems, first = problems, 0
+        if not self.dispatcher.engine.in_process:
+            all_problems = self._gather(problems)
+            counts = gather_from_ranks(self.trainer, len(problems), "the number of each rank's problems")
+            first = sum(counts[: self.trainer.global_rank])
+        request = self._build(all_problems, step, sampling, num_completions, 0)
+        request.own = range(first, first + len(problems))
+        return request
 
     def _build(
         self, problems: list[Problem], step: int, sampling: Sampling, num_completions: int, num_own: int
