@@ -300,13 +300,17 @@ def test_a_killed_run_goes_on_and_samples_nothing_twice(
     assert "rollouts.seed was 0 and is 1" in changed.stderr
 
 
-@pytest.mark.parametrize("devices", [2, full(3)])
+@pytest.mark.parametrize(
+    ("devices", "overlay"), [(2, ""), (2, "fsdp2"), full(3, ""), full(3, "fsdp2"), full(2, "zero3")]
+)
 def test_several_processes_leave_the_files_of_one(
-    devices: int, finished: Path, tiny_model: str, tmp_path: Path
+    devices: int, overlay: str, finished: Path, tiny_model: str, tmp_path: Path
 ) -> None:
     # Of batches of 3 and 1 problems, the last process has parts of one and of none.
     files = ("responses.jsonl", "evaluation.json", "evaluation.md")
-    evaluated(tiny_model, tmp_path / "run", f"--trainer.devices={devices}")
+    ranks = [f"--trainer.devices={devices}"]
+    ranks += [f"--config=configs/overlays/{overlay}.yaml"] if overlay else []
+    evaluated(tiny_model, tmp_path / "run", *ranks)
     assert all((tmp_path / "run" / name).read_text() == (finished / name).read_text() for name in files)
 
     resumed = tmp_path / "resumed"
@@ -314,8 +318,26 @@ def test_several_processes_leave_the_files_of_one(
     (resumed / "evaluation.json").unlink()
     whole = (finished / "responses.jsonl").read_text()
     (resumed / "responses.jsonl").write_text(whole[: len(whole) // 2])
-    evaluated(tiny_model, resumed, "--resume=true", f"--trainer.devices={devices}")
+    evaluated(tiny_model, resumed, "--resume=true", *ranks)
     assert all((resumed / name).read_text() == (finished / name).read_text() for name in files)
+
+
+@pytest.mark.full
+def test_processes_with_shards_force_budgets_together(tmp_path: Path) -> None:
+    # Thoughts have different numbers of parts: those that are too short go on after `Wait`.
+    options = ["--rollouts.budget={min_thinking_tokens: 6, max_thinking_tokens: 12, min_answer_tokens: 4}"]
+    options += [
+        "--rollouts.sampling.max_completion_length=48",
+        "--data.sets={chains: null}",
+        "--data.tags=r1",
+    ]
+    options += ["--data.student_system_prompt="]
+    evaluated("miniature", tmp_path / "one", *options)
+    shards = ["--trainer.devices=2", "--config=configs/overlays/fsdp2.yaml"]
+    evaluated("miniature", tmp_path / "two", *options, *shards)
+    one, two = (tmp_path / name / "responses.jsonl" for name in ("one", "two"))
+    assert one.read_text() == two.read_text()
+    assert len({record["num_thinking_tokens"] for record in read(one)}) > 1
 
 
 def test_rows_of_another_judge_are_not_resumed(finished: Path, tiny_model: str, tmp_path: Path) -> None:
@@ -509,10 +531,6 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
         (
             ["--trainer.devices=2", "--rollouts.engine=VLLMEngine", "--rollouts.engine.urls=[http://x]"],
             "vLLM workers answer one process, but trainer.devices makes 2",
-        ),
-        (
-            ["--config=configs/overlays/fsdp2.yaml"],
-            "must have the model whole, .* use a vLLM worker",
         ),
         (
             ["--trainer.callbacks+=rlt_lightning.callbacks.ResponseCallback"] * 2,

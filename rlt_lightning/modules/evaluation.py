@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import Figures, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import announce_slow_bfloat16
-from rlt_lightning.models.load import Dtype, load_model
+from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.modules.responses import Sample, evaluate
 from rlt_lightning.run.ranks import EndTogether
-from rlt_lightning.strategies.sharding import get_sharding
+from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
 
@@ -50,7 +51,9 @@ class EvaluationModule(LightningModule):
         # ResponseCallback sets both, the second if it samples with the model.
         self.sample: Sample | None = None
         self.needs_model = False
-        self.policy: Any = None
+        # configure_model sets both: the way into the model, and how its weights are stored.
+        self.entry: ModelEntry | None = None
+        self.sharding = Unsharded(None)
         self.judge: Judge | None = None
         self.answers: AnswerFigures | None = None
         # Once all are judged what they come to, by set: figures and pass@k.
@@ -61,21 +64,39 @@ class EvaluationModule(LightningModule):
         """Let all ranks end with the first that fails."""
         return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
 
-    def setup(self, stage: str) -> None:
-        """Check that the model is whole."""
-        if get_sharding(self.trainer.strategy).sharded:
-            raise InputError(
-                "`rlt test` must have the model whole, but trainer.strategy shards it. Leave the strategy "
-                "out; for a model that fits no GPU use a vLLM worker (docs/evaluation.md)."
-            )
+    @property
+    def policy(self) -> Any:
+        """Return the model; None if it is not needed here, or before `configure_model`."""
+        return self.entry and self.entry.model
 
     def configure_model(self) -> None:
-        """Load the weights if they are needed, after the data have been checked."""
-        if self.needs_model and self.policy is None:
-            types = {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
-            announce_slow_bfloat16(self.trainer.strategy.root_device, types)
-            options = (self.dtype_name, self.attn_implementation, self.trust_remote_code)
-            self.policy = load_model(self.pretrained, *options).requires_grad_(False)
+        """Load the weights if they are needed, once the data are checked, as the strategy stores them."""
+        if not self.needs_model or self.entry is not None:
+            return
+        types = {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
+        announce_slow_bfloat16(self.trainer.strategy.root_device, types)
+        options = (self.pretrained, self.dtype_name, self.attn_implementation, self.trust_remote_code)
+        self.sharding = get_sharding(self.trainer.strategy)
+        if isinstance(self.sharding, Sharded):
+            announce_model(self.pretrained, self.dtype_name)
+            self.entry = self.sharding.fill(*empty_model(*options))
+        else:
+            self.entry = ModelEntry(load_model(*options))
+        self.entry.requires_grad_(False)
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `function(policy, *arguments)`; the strategy wraps this forward."""
+        assert self.entry is not None
+        return self.entry(function, *arguments)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `function(policy, *arguments)`, called through the strategy's wrapper."""
+        return self.trainer.strategy.model(function, *arguments)  # type: ignore[misc]
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        found = torch.tensor(float(flag), device=self.device)
+        return bool(self.trainer.strategy.reduce(found, reduce_op="max"))
 
     def on_test_start(self) -> None:
         """Begin with the records of an earlier part of the run."""
@@ -88,7 +109,7 @@ class EvaluationModule(LightningModule):
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         """Ask the problems of a batch, unless their responses are given, and judge the responses.
 
-        Each rank asks its part of the batch; a callback writes the records of all ranks.
+        Each rank asks its part of the batch, which may be empty; a callback writes the records of all ranks.
         """
         given = batch.responses
         sample = self.sample if given is None else lambda problems: given
@@ -99,7 +120,7 @@ class EvaluationModule(LightningModule):
             )
         assert self.judge is not None
         assert self.answers is not None
-        batch.records = evaluate(sample, batch.problems, self.judge) if batch.problems else []
+        batch.records = evaluate(sample, batch.problems, self.judge)
         self.answers.update(batch.records)
 
     def on_test_epoch_end(self) -> None:
