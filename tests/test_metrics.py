@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import call
+from torch.distributed import distributed_c10d
 from torchmetrics import Metric
 
 from rlt_lightning.metrics import AnswerFigures, HeldOutFigures, StepMeans, WeightedMean
@@ -81,8 +83,10 @@ def compare_with_one_rank(rank: int) -> None:
     if rank == 0:  # nothing of the other one could be compared
         held_out.add({}, 1, {"mismatch": 4.0})
     ranks: Any = Ranks(rank, 2)
-    # (2 * 3 + 3 * 1) / 4
-    assert held_out.compute(ranks) == {"loss": 2.25, "largest": 7.0, "mismatch": 4.0}
+    with patch.object(distributed_c10d, "all_gather", wraps=distributed_c10d.all_gather) as gather:
+        # (2 * 3 + 3 * 1) / 4
+        assert held_out.compute(ranks) == {"loss": 2.25, "largest": 7.0, "mismatch": 4.0}
+    assert gather.call_count == 2  # of lengths and of all states
 
     answers = AnswerFigures({"own/0": "own", "own/1": "own", "own/2": "own", "more/0": "more"})
     own = [[record("own/0", True), record("own/2", False), record("more/0", True)], [record("own/1", True)]]
