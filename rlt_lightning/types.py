@@ -338,6 +338,7 @@ class PromptBatch:
         scores: The scores of the completions.
         counts: What dynamic sampling has cost, by the names of its metrics; empty without it.
         dropped: The completions of all ranks that it replaced: problem, number in the group, completion.
+        spare: Whether it only lets this rank take part in what all ranks do together: nobody keeps its rows.
     """
 
     problems: list[Problem]
@@ -345,6 +346,7 @@ class PromptBatch:
     scores: Scores | None = None
     counts: dict[str, float] = field(default_factory=dict)
     dropped: list[tuple[Problem, int, Completion]] = field(default_factory=list)
+    spare: bool = False
 
 
 @dataclass(frozen=True)

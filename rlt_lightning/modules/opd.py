@@ -389,10 +389,10 @@ class OPDModule(OnPolicyModule):
             "rollout/val_length_mean": lengths["rollout/length_mean"],
             "rollout/val_closed_frac": lengths["rollout/closed_frac"],
         }
-        self.held_out.add(figures, len(rows), {}, self.device)
+        self.held_out.add(figures, len(rows), {})
         judged = torch.cat(found).tolist()
         divergence = sum(judged) / max(1, len(judged))  # 0 if nothing is judged, as in training
-        self.held_out.add({"distill/val_divergence": divergence}, len(judged), {}, self.device)
+        self.held_out.add({"distill/val_divergence": divergence}, len(judged), {})
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ from rlt_lightning.modules.step_metrics import held_out_metrics, require_agreeme
 from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
+from rlt_lightning.numerics.likelihood import find_kl_reward
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import to_padded
 from rlt_lightning.numerics.rewards import Reward, RLTReward
@@ -368,24 +369,34 @@ class RLTModule(OnPolicyModule):
             rows, mismatch = self.scorer.recompute_log_probs(rollouts.rollouts, rollouts.temperature)
             scores = self.score(replace(rollouts, rollouts=rows))
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        self.held_out.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest, self.device)
+        self.held_out.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Row]:
-        """Score completions, which may come with the data, and return a row of each; callbacks write them."""
+        """Score completions, which may come with the data, and return a row of each; callbacks write them.
+
+        A rank that has no batch left scores a spare one, of which it returns no row.
+        """
         if batch.rollouts is None:
             batch.rollouts = self.require_sampler().sample_traces(batch.problems)
             self.check_engine(batch.rollouts)
         self.require_fresh(batch.rollouts.policy_version)
         with self.phase("score"):
             batch.scores = self.score(batch.rollouts)
+        if batch.spare:
+            return []
         return list(predicted_rows(batch, get_stratos_data(self.trainer), str(self.pretrained)))
 
     def check_engine(self, rollouts: Rollouts) -> None:
-        """Compare the engine's log-probs of one completion with the teacher's: they enter the reward.
+        """Compare an engine's log-probs of one completion with the teacher's, if they enter the reward.
+
+        An engine in process samples with the teacher itself.
 
         Raises:
             EngineError: If they differ too much.
         """
+        in_process = self.require_sampler().dispatcher.engine.in_process
+        if in_process or find_kl_reward(self.reward, rollouts.temperature) is None:
+            return
         _, mismatch = self.scorer.recompute_log_probs(rollouts.rollouts[:1], rollouts.temperature)
         require_agreement(mismatch, self.mismatch_limit, self.global_step)
 

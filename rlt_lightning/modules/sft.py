@@ -99,7 +99,7 @@ class SFTModule(PolicyModule):
                 ].sum()
                 for micro_batch, weight in self.plan_forward(lengths)
             ]
-        self.held_out.add({"policy/val_loss": -sum(sums) / num_tokens}, num_tokens, {}, self.device)
+        self.held_out.add({"policy/val_loss": -sum(sums) / num_tokens}, num_tokens, {})
 
 
 def build_example_sequence(example: SFTExample) -> ScoredSequence:

@@ -24,6 +24,8 @@ import sys
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
 from subprocess import Popen
 from typing import Any, NoReturn, TypeVar
 
@@ -40,6 +42,7 @@ from typing_extensions import override
 from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
 from rlt_lightning.run.folder import remove_empty_folders
+from rlt_lightning.run.jsonl import Row, append_rows
 from rlt_lightning.types import InputError
 
 T = TypeVar("T")
@@ -247,6 +250,16 @@ def gather_from_ranks(trainer: Trainer, value: T, what: str, group: Any = None) 
     with waiting_for_ranks(trainer, what):
         distributed.all_gather_object(parts, value, group=group)
     return parts
+
+
+def append_from_ranks(trainer: Trainer, path: Path, rows: list[Row]) -> None:
+    """Append the rows of all ranks to a JSONL file, in rank order; rank 0 alone gets them, and writes."""
+    parts: list[Any] = [rows] * trainer.world_size
+    if trainer.world_size > 1:
+        with waiting_for_ranks(trainer, "the rows of all ranks"):
+            distributed.gather_object(rows, parts if trainer.is_global_zero else None)
+    if trainer.is_global_zero:
+        append_rows(path, chain.from_iterable(parts))
 
 
 def waiting_for_ranks(

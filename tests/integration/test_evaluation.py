@@ -23,8 +23,8 @@ from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge, Verdict
+from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import (
-    compute_figures,
     compute_set_figures,
     list_reported_k,
     majority_accuracy,
@@ -69,7 +69,8 @@ def read(path: Path) -> list[Row]:
 
 def records_of(problem: int, answers: list[int | None], correct: list[bool]) -> list[Row]:
     """The records of one problem's responses: which answers are equivalent, and which are right."""
-    same = {"id": f"own/{problem}", "set": "own", "num_tokens": None, "formatted": True, "timed_out": False}
+    same = {"id": f"own/{problem}", "set": "own", "formatted": True, "timed_out": False}
+    same |= {"num_tokens": None, "finish_reason": None}
     rows = zip(answers, correct, strict=True)
     return [{**same, "same_answer": answer, "correct": is_right} for answer, is_right in rows]
 
@@ -110,7 +111,12 @@ def test_figures_are_means_over_problems_and_then_over_sets() -> None:
     records = records_of(1, [0, 0, 2, 2], [True, True, False, False])  # p = 1/2, pass@4 1, maj 1/2
     records += records_of(2, [None, 1, 1, 1], [False] * 4)  # p = 0, pass@4 0, maj 0
     other = [{**record, "id": f"other/{i}", "set": "other"} for i, record in enumerate(records[:2])]
-    found = compute_figures([*records, *other], ["own", "other"])
+    sets = {record["id"]: record["set"] for record in [*records, *other]}
+    answers = AnswerFigures(sets)
+    for part in (records[:3], other, records[3:]):  # in any order of the problems
+        answers.update(part)
+    found, pass_at = answers.compute()
+    assert pass_at == {"own": {1: 1 / 4, 2: 5 / 12, 4: 1 / 2}, "other": {1: 1}}
     assert found["own"]["pass_at_1"] == found["own"]["maj_at_k"] == 1 / 4
     assert found["own"]["pass_at_k"] == 1 / 2
     assert found["own"]["standard_error"] == 1 / 4  # sqrt((1/16 + 1/16) / (2 * 1))
@@ -287,13 +293,17 @@ def test_a_killed_run_goes_on_and_samples_nothing_twice(
     assert "rollouts.seed was 0 and is 1" in changed.stderr
 
 
-@pytest.mark.parametrize("devices", [2, full(3)])
+@pytest.mark.parametrize(
+    ("devices", "overlay"), [(2, ""), (2, "fsdp2"), full(3, ""), full(3, "fsdp2"), full(2, "zero3")]
+)
 def test_several_processes_leave_the_files_of_one(
-    devices: int, finished: Path, tiny_model: str, tmp_path: Path
+    devices: int, overlay: str, finished: Path, tiny_model: str, tmp_path: Path
 ) -> None:
     # Of batches of 3 and 1 problems, the last process has parts of one and of none.
     files = ("responses.jsonl", "evaluation.json", "evaluation.md")
-    evaluated(tiny_model, tmp_path / "run", f"--trainer.devices={devices}")
+    ranks = [f"--trainer.devices={devices}"]
+    ranks += [f"--config=configs/overlays/{overlay}.yaml"] if overlay else []
+    evaluated(tiny_model, tmp_path / "run", *ranks)
     assert all((tmp_path / "run" / name).read_text() == (finished / name).read_text() for name in files)
 
     resumed = tmp_path / "resumed"
@@ -301,8 +311,26 @@ def test_several_processes_leave_the_files_of_one(
     (resumed / "evaluation.json").unlink()
     whole = (finished / "responses.jsonl").read_text()
     (resumed / "responses.jsonl").write_text(whole[: len(whole) // 2])
-    evaluated(tiny_model, resumed, "--resume=true", f"--trainer.devices={devices}")
+    evaluated(tiny_model, resumed, "--resume=true", *ranks)
     assert all((resumed / name).read_text() == (finished / name).read_text() for name in files)
+
+
+@pytest.mark.full
+def test_processes_with_shards_force_budgets_together(tmp_path: Path) -> None:
+    # Thoughts have different numbers of parts: those that are too short go on after `Wait`.
+    options = ["--rollouts.budget={min_thinking_tokens: 6, max_thinking_tokens: 12, min_answer_tokens: 4}"]
+    options += [
+        "--rollouts.sampling.max_completion_length=48",
+        "--data.sets={chains: null}",
+        "--data.tags=r1",
+    ]
+    options += ["--data.student_system_prompt="]
+    evaluated("miniature", tmp_path / "one", *options)
+    shards = ["--trainer.devices=2", "--config=configs/overlays/fsdp2.yaml"]
+    evaluated("miniature", tmp_path / "two", *options, *shards)
+    one, two = (tmp_path / name / "responses.jsonl" for name in ("one", "two"))
+    assert one.read_text() == two.read_text()
+    assert len({record["num_thinking_tokens"] for record in read(one)}) > 1
 
 
 def test_rows_of_another_judge_are_not_resumed(finished: Path, tiny_model: str, tmp_path: Path) -> None:
@@ -478,10 +506,6 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
         (
             ["--trainer.devices=2", "--rollouts.engine=VLLMEngine", "--rollouts.engine.urls=[http://x]"],
             "vLLM workers answer one process, but trainer.devices makes 2",
-        ),
-        (
-            ["--config=configs/hardware/fsdp2.yaml"],
-            "must have the model whole, .* use a vLLM worker",
         ),
         (
             ["--trainer.callbacks+=rlt_lightning.callbacks.ResponseCallback"] * 2,

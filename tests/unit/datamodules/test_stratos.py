@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.loader import DealtLoader
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.load import load_tokenizer
@@ -577,6 +578,19 @@ def test_held_out_rows_are_not_trained_on(make_data: MakeData):
     # Prediction is of every row.
     predicted = make_data(val_rows=5, stage="predict", prompts_per_step=8).predict_dataloader()
     assert [p.row for batch in predicted for p in batch.problems] == list(range(1, 21))
+
+
+def test_prediction_gives_ranks_whole_batches_in_turn(make_data: MakeData):
+    data = make_data(stage="predict", prompts_per_step=6)  # of 20 rows, the last batch has two
+    given = []
+    for rank in range(3):
+        loader = DealtLoader(data.items, 6, data.collate, rank, 3)
+        assert len(loader) == 2
+        given.append([([p.row for p in batch.problems], batch.spare) for batch in loader])
+    assert given[0] == [([*range(1, 7)], False), ([19, 20], False)]
+    assert given[1] == [([*range(7, 13)], False), ([1], True)]
+    assert given[2] == [([*range(13, 19)], False), ([1], True)]
+    assert [len(DealtLoader(data.items[:0], 6, data.collate, rank, 2)) for rank in range(2)] == [0, 0]
 
 
 def test_a_process_without_a_row_to_score_is_refused(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import call
+from torch.distributed import distributed_c10d
 from torchmetrics import Metric
 
 from rlt_lightning.metrics import AnswerFigures, HeldOutFigures, StepMeans, WeightedMean
-
-CPU = torch.device("cpu")
 
 
 class Ranks:
@@ -24,9 +24,9 @@ class Ranks:
         self.is_global_zero = rank == 0
 
 
-def record(correct: bool, answer: int | None = 0, length: int = 5) -> dict[str, Any]:
+def record(problem: str, correct: bool, answer: int | None = 0, length: int = 5) -> dict[str, Any]:
     return {
-        "correct": correct, "formatted": True, "timed_out": False, "same_answer": answer,
+        "id": problem, "correct": correct, "formatted": True, "timed_out": False, "same_answer": answer,
         "num_tokens": length, "finish_reason": "length",
     }  # fmt: skip
 
@@ -39,9 +39,10 @@ def test_means_weigh_tokens_and_rows_by_themselves() -> None:
     # (4 * 2 + 2 * 2) / 4 and (1 * 6 + 5 * 2) / 8.
     held_out = HeldOutFigures()
     for means, count in (({"length": 4.0}, 2), ({"kl.a": 1.0}, 6), ({"length": 2.0}, 2), ({"kl.a": 5.0}, 2)):
-        held_out.add(means, count, {}, CPU)
-    found = held_out.collect(Ranks(0, 1), CPU)  # type: ignore[arg-type]
-    assert {name: float(metric.compute()) for name, metric in found.items()} == {"length": 3.0, "kl.a": 2.0}
+        held_out.add(means, count, {})
+    one: Any = Ranks(0, 1)
+    assert held_out.compute(one) == {"length": 3.0, "kl.a": 2.0}
+    assert held_out.compute(one) == {}  # it has begun again
 
 
 def test_a_mean_over_nothing_is_zero() -> None:
@@ -58,10 +59,10 @@ def test_a_steps_figures_are_what_was_given() -> None:
 
 def test_pass_at_1_is_a_mean_over_problems() -> None:
     # Problem 0: 1 of 2 right, problem 1: 2 of 2. Mean 3/4; error sqrt((1/16 + 1/16) / 2) = 1/4.
-    answers = AnswerFigures()
-    for number, correct, answer in ((1, True, 0), (0, False, None), (0, True, 1), (1, True, 0)):
-        answers.update(number, record(correct, answer))
-    figures, pass_at = answers.compute()
+    answers = AnswerFigures({"own/0": "own", "own/1": "own"})
+    answers.update([record("own/1", True, 0), record("own/0", False, None)])
+    answers.update([record("own/0", True, 1), record("own/1", True, 0)])
+    [figures], [pass_at] = (part.values() for part in answers.compute())
     assert figures["pass_at_1"] == 0.75
     assert figures["standard_error"] == pytest.approx(0.25)
     assert figures["maj_at_k"] == 1.0
@@ -78,16 +79,25 @@ def compare_with_one_rank(rank: int) -> None:
     assert {name: float(value) for name, value in step.compute().items()} == {"a": 1.5, "b": 5.0}
 
     held_out = HeldOutFigures()
-    if rank == 0:  # the other one has no held-out row
-        held_out.add({"loss": 2.0}, 3, {"largest": 7.0}, CPU)
-    found = held_out.collect(Ranks(rank, 2), CPU)  # type: ignore[arg-type]
-    assert {name: float(metric.compute()) for name, metric in found.items()} == {"loss": 2.0, "largest": 7.0}
+    held_out.add({"loss": 2.0 + rank}, 3 - 2 * rank, {"largest": 7.0 - rank})
+    if rank == 0:  # nothing of the other one could be compared
+        held_out.add({}, 1, {"mismatch": 4.0})
+    ranks: Any = Ranks(rank, 2)
+    with patch.object(distributed_c10d, "all_gather", wraps=distributed_c10d.all_gather) as gather:
+        # (2 * 3 + 3 * 1) / 4
+        assert held_out.compute(ranks) == {"loss": 2.25, "largest": 7.0, "mismatch": 4.0}
+    assert gather.call_count == 2  # of lengths and of all states
 
-    answers = AnswerFigures()
-    for number in range(rank, 3, 2):  # two problems and one
-        answers.update(number, record(number != 2))
+    answers = AnswerFigures({"own/0": "own", "own/1": "own", "own/2": "own", "more/0": "more"})
+    own = [[record("own/0", True), record("own/2", False), record("more/0", True)], [record("own/1", True)]]
+    answers.update(own[rank])
     figures, _ = answers.compute()
-    assert (figures["num_problems"], figures["pass_at_1"]) == (3, pytest.approx(2 / 3))
+    assert (figures["own"]["num_problems"], figures["own"]["pass_at_1"]) == (3, pytest.approx(2 / 3))
+    assert figures["overall"]["pass_at_1"] == pytest.approx(5 / 6)
+
+    answers = AnswerFigures({"own/0": "own"})
+    answers.update([record("own/0", True)] if rank == 0 else [])  # of one of them all
+    assert answers.compute()[0]["own"]["pass_at_1"] == 1
 
 
 def test_two_ranks_have_the_figures_of_both(tmp_path: Path) -> None:
