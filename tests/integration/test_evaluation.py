@@ -302,7 +302,7 @@ def test_several_processes_leave_the_files_of_one(
     # Of batches of 3 and 1 problems, the last process has parts of one and of none.
     files = ("responses.jsonl", "evaluation.json", "evaluation.md")
     ranks = [f"--trainer.devices={devices}"]
-    ranks += [f"--config=configs/overlays/{overlay}.yaml"] if overlay else []
+    ranks += [f"--config=configs/hardware/{overlay}.yaml"] if overlay else []
     evaluated(tiny_model, tmp_path / "run", *ranks)
     assert all((tmp_path / "run" / name).read_text() == (finished / name).read_text() for name in files)
 
@@ -326,7 +326,7 @@ def test_processes_with_shards_force_budgets_together(tmp_path: Path) -> None:
     ]
     options += ["--data.student_system_prompt="]
     evaluated("miniature", tmp_path / "one", *options)
-    shards = ["--trainer.devices=2", "--config=configs/overlays/fsdp2.yaml"]
+    shards = ["--trainer.devices=2", "--config=configs/hardware/fsdp2.yaml"]
     evaluated("miniature", tmp_path / "two", *options, *shards)
     one, two = (tmp_path / name / "responses.jsonl" for name in ("one", "two"))
     assert one.read_text() == two.read_text()

@@ -30,9 +30,9 @@ ANSWERS = [
 RANKS = {
     "ddp": ["--trainer.devices=2"],
     "ddp_3": ["--trainer.devices=3"],
-    "fsdp2": ["--trainer.devices=2", "--config=configs/overlays/fsdp2.yaml"],
-    "fsdp2_3": ["--trainer.devices=3", "--config=configs/overlays/fsdp2.yaml"],
-    "zero3": ["--trainer.devices=2", "--config=configs/overlays/zero3.yaml"],
+    "fsdp2": ["--trainer.devices=2", "--config=configs/hardware/fsdp2.yaml"],
+    "fsdp2_3": ["--trainer.devices=3", "--config=configs/hardware/fsdp2.yaml"],
+    "zero3": ["--trainer.devices=2", "--config=configs/hardware/zero3.yaml"],
 }
 
 
