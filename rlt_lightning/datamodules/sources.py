@@ -168,10 +168,8 @@ def _is_table(value: Any) -> bool:
 
 
 def is_dataset(value: Any) -> bool:
-    """Return whether a value is a data set of `datasets`, which only a program can bring that imported it."""
-    library = sys.modules.get("datasets")
-    names = ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict")
-    return library is not None and isinstance(value, tuple(getattr(library, name) for name in names))
+    """Return whether a value is a data set of `datasets`: with splits or without, streamed or not."""
+    return type(value).__module__.partition(".")[0] == "datasets"
 
 
 @dataclass(frozen=True)
@@ -246,15 +244,20 @@ class SourceReader:
 
     def _open_files(self, source: str) -> TextRows | DatasetRows:
         """Return what reads a file, a folder or a data set of the hub."""
-        hub_name, path = parse_hub_name(source), Path(source).expanduser()
-        if hub_name is not None:
-            return DatasetRows(source, *hub_name, self.split, self.streaming)
-        if path.is_dir() and is_saved(path):
-            return DatasetRows(source, str(path), "", self.split)
-        files = list_files(source, self.split)
-        if files[0].suffix in TABLES:
-            return DatasetRows(source, TABLES[files[0].suffix], "", self.split, files=files)
-        return TextRows(files)
+        path, (name, _, configuration) = Path(source).expanduser(), source.partition(":")
+        folder = Path(name).expanduser()
+        if path.is_dir() and (is_saved(path) or is_hub_folder(path)):
+            return DatasetRows(source, str(path), "", self.split, self.streaming)
+        if path.exists():
+            files = list_files(source, self.split)
+            if files[0].suffix in TABLES:
+                return DatasetRows(source, TABLES[files[0].suffix], "", self.split, files=files)
+            return TextRows(files)
+        if name and folder.is_dir():
+            return DatasetRows(source, str(folder), configuration, self.split, self.streaming)
+        if path.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
+            raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
+        return DatasetRows(source, name, configuration, self.split, self.streaming)
 
 
 def complete_row(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
@@ -276,19 +279,6 @@ def read_rows(
 ) -> list[NumberedRow]:
     """Return the rows of a source as a list; see `SourceReader`."""
     return list(SourceReader(split, num_embedded_rows, seed, max_rows).read(source))
-
-
-def parse_hub_name(source: str) -> tuple[str, str] | None:
-    """Return hub id, or folder of a copy, and configuration of a data set in the hub's form; else None."""
-    name, _, configuration = source.partition(":")
-    path = Path(source).expanduser()
-    if path.is_dir() or path.is_file() or source in EMBEDDED:
-        return (str(path), "") if path.is_dir() and not is_saved(path) and is_hub_folder(path) else None
-    if name and Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser()), configuration
-    if path.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
-        raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
-    return name, configuration
 
 
 @dataclass(frozen=True)
@@ -700,12 +690,11 @@ def choose_split(rows: Any, split: str) -> Any:
     """
     import datasets
 
-    has_splits = isinstance(rows, dict)
-    if not (has_splits or is_part(split)):
+    if isinstance(rows, dict) and split in rows:
+        return rows[split]
+    if not (isinstance(rows, dict) or is_part(split)):
         return rows
-    splits = rows if has_splits else {read_split_name(split): rows}
-    if not is_part(split) and split in splits:
-        return splits[split]
+    splits = rows if isinstance(rows, dict) else {read_split_name(split): rows}
     sizes = {name: len(part) for name, part in splits.items()}
     parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     return datasets.concatenate_datasets(

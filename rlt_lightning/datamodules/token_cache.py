@@ -323,18 +323,26 @@ class StoredSource:
             {"row": row, "rejected": str(reason), "detail": detail}
             for row, reason, detail in (*bad, *self.report.filtered)
         ]
-        numbers = {"num_rows": self.report.num_rows, "last_row": self.report.last_row}
-        metadata = {**numbers, "prompts": list(self.prompts)}
-        return pa.RecordBatch.from_pylist(rows, schema), {n: json.dumps(v) for n, v in metadata.items()}
+        totals = [self.report.num_rows, self.report.last_row, list(self.prompts)]
+        return pa.RecordBatch.from_pylist(rows, schema), {"totals": json.dumps(totals)}
 
     @staticmethod
     def read(path: Path, source: str) -> StoredSource:
-        """Map the items of an entry into memory, which token ids enter when they are needed."""
+        """Check an entry and map it into memory, which token ids enter when they are needed.
+
+        Raises:
+            InputError: If it is not as it was written.
+        """
+        if compute_digest(path) != path.stem.rpartition("-")[2]:
+            raise InputError(
+                f"The file {path} must be as it was written, but has another digest. Delete it: the run then "
+                "makes it again."
+            )
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         *batches, last = map(reader.get_batch, range(reader.num_record_batches))
-        written = reader.get_batch_with_custom_metadata(len(batches)).custom_metadata
-        metadata = {name.decode(): json.loads(value) for name, value in written.items()}
-        report = BadRowReport(source, metadata["num_rows"], last_row=metadata["last_row"])
+        metadata = reader.get_batch_with_custom_metadata(len(batches)).custom_metadata
+        num_rows, last_row, prompts = json.loads(metadata[b"totals"])
+        report = BadRowReport(source, num_rows, last_row=last_row)
         for row in last.select(["row", "rejected", "detail"]).to_pylist():
             number, reason, detail = row.values()
             if reason in list(BadRowReason):
@@ -346,7 +354,7 @@ class StoredSource:
             report.truncated = np.unique(
                 read_column(table, "row")[read_column(table, "num_cut") > 0]
             ).tolist()
-        return StoredSource(report, table, {prompt: n for n, prompt in enumerate(metadata["prompts"])})
+        return StoredSource(report, table, {prompt: number for number, prompt in enumerate(prompts)})
 
 
 class TokenCache:
@@ -374,7 +382,6 @@ class TokenCache:
             return None
         with contextlib.suppress(OSError):  # a cache of another user, which this one only reads
             os.utime(entry)
-        require_digest(entry)
         return StoredSource.read(entry, source)
 
     def _find(self, key: str) -> Path | None:
@@ -441,19 +448,6 @@ def write_entry(path: Path, made: StoredSource, batches: Iterator[Any]) -> Path:
     if (size := entry.stat().st_size) > 10**8:
         announce(f"tokenised {made.report.source} into {entry} ({size / 1e9:.1f} GB), for later starts too")
     return entry
-
-
-def require_digest(entry: Path) -> None:
-    """Check that an entry is as it was written.
-
-    Raises:
-        InputError: If it is not.
-    """
-    if compute_digest(entry) != entry.stem.rpartition("-")[2]:
-        raise InputError(
-            f"The file {entry} must be as it was written, but has another digest. Delete it: the run then "
-            "makes it again."
-        )
 
 
 @contextlib.contextmanager
