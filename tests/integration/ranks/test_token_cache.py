@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.compute
 import pytest
 import ranks
 from commands import ROOT, Running, python, wait_until
@@ -107,7 +109,30 @@ def test_mapped_items_equal_those_just_made(
         [12] if "sft" in task else [],
     )
     assert entries(tmp_path) == {entry}
-    assert (tmp_path / "tokens" / entry / "items.arrow").is_file()
+    assert (tmp_path / "tokens" / entry).is_file()
+
+
+def test_one_file_holds_items_and_the_reasons_of_rejected_rows(
+    make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[Any] = [row_of(number) for number in range(30)]
+    rows[3]["solution"], rows[5]["question"], rows[9]["reasoning_trace"] = "", rows[4]["question"], "a " * 900
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    Path(source).write_text(Path(source).read_text() + '{"question"\n\n')  # a bad line, and a blank one
+    options: dict[str, Any] = {"task": "student_sft", "max_length": 400, "long_traces": "truncate"}
+    options["filters"] = Filters(duplicates="question", max_trace_chars=1000)
+    first = make_data(source, **options)
+    [entry] = entries(tmp_path)
+    table = pyarrow.ipc.open_file(str(tmp_path / "tokens" / entry)).read_all()
+    rejected = table.filter(pyarrow.compute.is_valid(table["rejected"]))
+    reasons = dict(zip(rejected["row"].to_pylist(), rejected["rejected"].to_pylist(), strict=True))
+    assert reasons == {4: "empty_solution", 6: "duplicate", 10: "long_trace", 31: "broken_json"}
+    assert table.num_rows - rejected.num_rows == len(first.items) == 27
+    monkeypatch.setattr(StudentSFTTask, "build_items", no_items)
+    [report] = make_data(source, **options).reports
+    assert report.as_dict() == first.reports[0].as_dict()
+    assert (report.last_row, report.num_rows) == (31, 31)
+    assert "Expecting" in dict((row, error.detail) for row, error in report.bad)[31]
 
 
 def test_without_a_cache_items_are_the_same(make_data: MakeData, source: str, tmp_path: Path) -> None:
@@ -126,9 +151,9 @@ def test_a_small_source_stays_in_memory(
 
 def test_items_cost_their_token_ids(make_data: MakeData, source: str) -> None:
     items = make_data(source, task="student_sft", max_length=10**6).items
-    num_bytes = sum(batch.nbytes for table in items.tables for batch in table.batches)
+    num_bytes = items.table.nbytes
     num_tokens = int(items.sum_columns("token_ids").sum())
-    beside = 48 * len(items)  # numbers of each item
+    beside = 60 * len(items)  # numbers of each item
     assert 4 * num_tokens <= num_bytes <= 4 * num_tokens + beside
 
 
@@ -237,10 +262,12 @@ def test_an_edited_template_or_evaluation_set_is_noticed(
 BESIDE_THE_KEY = {
     "console": "lines for people, and how often the hub is asked",
     "digests": "whether a file is as it was written",
+    "metrics.answers": "names of figures",
+    "metrics.catalogue": "names of figures",
+    "run.jsonl": "rows that a run writes",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
-    "pretrained": "which tokenizer a name stands for; what it holds is in the key",
+    "models.load": "which tokenizer a name stands for; what it holds is in the key",
     "numerics.spans": "pairs of tokens, found for each completion when it is there",
-    "run.metrics": "names of metrics",
     "version": "the number of the release, which results name",
 }
 
@@ -427,7 +454,7 @@ def test_a_kill_while_writing_leaves_nothing_broken(tiny_model: str, tmp_path: P
 
         def writes(size: int = size, process: Running = process) -> bool:
             assert process.poll() is None, process.stderr
-            return any(path.stat().st_size >= size for path in tokens.glob("*.tmp/items.arrow"))
+            return any(path.stat().st_size >= size for path in tokens.glob("*.tmp"))
 
         wait_until(writes)
         process.killpg()
@@ -437,7 +464,7 @@ def test_a_kill_while_writing_leaves_nothing_broken(tiny_model: str, tmp_path: P
     again = python(code, ROOT)
     assert (again.returncode, again.stdout) == (0, whole.stdout), again.stderr
     [entry] = entries(tmp_path)
-    assert entry == left.removesuffix(".tmp")
+    assert entry.startswith(left.removesuffix(".tmp") + "-")
 
 
 def test_two_processes_at_once_make_one_entry(tiny_model: str, source: str, tmp_path: Path) -> None:
@@ -463,19 +490,18 @@ def test_a_failed_source_leaves_no_entry(make_data: MakeData, tmp_path: Path) ->
 def test_a_damaged_entry_is_named(make_data: MakeData, source: str, tmp_path: Path) -> None:
     make_data(source)
     [name] = entries(tmp_path)
-    file = tmp_path / "tokens" / name / "items.arrow"
+    file = tmp_path / "tokens" / name
     file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(
-        InputError, match=rf"tokens/{name} must be as it was written, but .*Delete this folder"
-    ):
+    with pytest.raises(InputError, match=rf"tokens/{name} must be as it was written, but .*Delete it"):
         make_data(source)
 
 
 def test_every_flipped_bit_of_an_entry_is_noticed(make_data: MakeData, source: str, tmp_path: Path) -> None:
     make_data(source)
     [name] = entries(tmp_path)
-    folder = tmp_path / "tokens" / name
-    assert count_unnoticed(folder, lambda: TokenCache(tmp_path / "tokens").load(name, source)) == []
+    folder, key = tmp_path / "tokens", name.partition("-")[0]
+    (folder / f"{key}.lock").unlink()
+    assert count_unnoticed(folder, lambda: TokenCache(folder).load(key, source)) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(make_data: MakeData, source: str, tmp_path: Path) -> None:
@@ -494,7 +520,7 @@ def test_the_cache_lies_where_the_setting_says(monkeypatch: pytest.MonkeyPatch, 
 def test_what_is_long_unused_is_deleted(make_data: MakeData, source: str, tmp_path: Path) -> None:
     make_data(source)
     [old] = entries(tmp_path)
-    (tmp_path / f"tokens/{'0' * 32}.tmp").mkdir()
+    (tmp_path / f"tokens/{'0' * 32}.tmp").touch()
     long_ago = time.time() - 61 * 24 * 3600
     for path in (tmp_path / "tokens").iterdir():
         os.utime(path, (long_ago, long_ago))
@@ -515,9 +541,9 @@ def test_problems_are_built_when_they_are_asked_for(make_data: MakeData, source:
 
 
 def test_only_old_entries_of_the_cache_are_deleted(tmp_path: Path) -> None:
-    names = ("thesis", "0" * 32, f"{'1' * 32}.tmp", f"{'a' * 32}b")
+    names = ("thesis", f"{'0' * 32}-{'0' * 32}.arrow", f"{'1' * 32}.tmp", f"{'a' * 32}b")
     for name in names:
-        (tmp_path / name).mkdir()
+        (tmp_path / name).touch()
         os.utime(tmp_path / name, (0, 0))
     delete_unused(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"thesis", f"{'a' * 32}b"}

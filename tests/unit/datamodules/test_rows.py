@@ -207,7 +207,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, header: str) -> Non
         pyarrow.Table.from_arrays([pyarrow.array(["a"])] * len(names), names=names), tmp_path / "rows.parquet"
     )
     for suffix in ("csv", "parquet"):
-        with pytest.raises(InputError, match=r"different names.*solution") as raised:
+        with pytest.raises(InputError, match="solution") as raised:
             read_rows(str(tmp_path / f"rows.{suffix}"))
         assert "\n" not in str(raised.value)
 
