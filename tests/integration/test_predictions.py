@@ -14,7 +14,7 @@ from fake_worker import worker_of
 # Explanations of the pretrained teacher, of which some are too long for the student and sampled again. Of
 # batches of 2, 2, 2 and 1 problems two processes have two each, and the third of three has one and a spare.
 GENERATE = [
-    *("predict", "--config=configs/miniature_generate.yaml", "--model.teacher=miniature-teacher"),
+    *("predict", "--config=configs/laptop/generate.yaml", "--model.teacher=miniature-teacher"),
     *("--data.num_embedded_rows=7", "--data.prompts_per_step=2", "--data.student_context=60"),
     *(
         "--rollouts.num_traces=2",
@@ -24,7 +24,7 @@ GENERATE = [
     *("--distillation.select=all", "--trainer.accelerator=cpu"),
 ]
 ANSWERS = [
-    *("predict", "--config=configs/miniature_rejection.yaml", "--data.num_embedded_rows=7"),
+    *("predict", "--config=configs/laptop/rejection.yaml", "--data.num_embedded_rows=7"),
     *("--data.prompts_per_step=2", "--rollouts.num_traces=4", "--trainer.accelerator=cpu"),
 ]
 RANKS = {
