@@ -33,7 +33,7 @@ LAYERS = [
     {"rollouts"},
     {"modules"},
     {"callbacks"},
-    {"trainer", "environment"},
+    {"trainer"},
     {"commands"},
     {"teacher"},
     {"cli"},

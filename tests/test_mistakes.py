@@ -112,8 +112,7 @@ def make_data(source: Any = ROWS, **options: Any) -> StratosDataModule:
 
 # A mistake in a script -> the setting and the remedy.
 SCRIPTS: dict[str, tuple[Callable[[], object], str]] = {
-    "strategy": (lambda: train(strategy="fsdp"), "strategy"),
-    "accumulation": (lambda: train(accumulate_grad_batches=2), "accumulate_grad_batches must be 1"),
+    "strategy": (lambda: train(strategy="ddp_spawn"), "strategy must be one of auto, ddp"),
     "two samplers": (lambda: train(callbacks=[RolloutCallback(), RolloutCallback()]), "RolloutCallback"),
     "a teacher": (lambda: train(make_module(teacher="minature")), "Did you mean miniature?"),
     "a folder": (lambda: train(make_module(student="./none")), "model folder './none' must exist"),

@@ -40,7 +40,6 @@ from rlt_lightning.cli.restarts import announce_restart, require_restartable
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
-from rlt_lightning.environment import TRAINER_DEFAULTS
 from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
@@ -56,7 +55,8 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.trainer import TESTING, TRAINING, Trainer
+from rlt_lightning.run.result import read_fit_result
+from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
 
@@ -341,7 +341,7 @@ class RLTCommandLine(LightningCLI):
     def after_fit(self) -> None:
         """Say where everything is and what to do next."""
         if self.trainer.is_global_zero:
-            result = self.trainer.fit_result  # type: ignore[attr-defined]
+            result = read_fit_result(self.choice.folder)
             print(f"\nDone: {result.steps} steps.")
             if line := result.line():
                 print(f"First and last figures: {line}.")

@@ -12,14 +12,14 @@ from typing import Any, Self, TypedDict, TypeVar, cast
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.saving import _load_state
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from rlt_lightning.checkpoints.folder import find_checkpoint
-from rlt_lightning.checkpoints.io import name_parameters, read_checkpoint
+from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters, read_checkpoint
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import get_stratos_data
@@ -58,6 +58,7 @@ from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.run.ranks import EndTogether
 from rlt_lightning.run.redaction import redact
+from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError, as_list
 
@@ -196,7 +197,8 @@ class PolicyModule(LightningModule):
         return 3 if self.lora is None else 2
 
     def configure_callbacks(self) -> list[Callback]:
-        """Let all ranks end with the first that fails."""
+        """Refuse strategies that do not work, and let all ranks end with the first that fails."""
+        require_strategy(self.trainer.strategy)
         return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
 
     def setup(self, stage: str) -> None:
@@ -636,6 +638,21 @@ def count_steps(
             f"{max_epochs} and limit_train_batches {limit}. Raise the one that is 0."
         )
     return steps
+
+
+def require_strategy(strategy: Any) -> None:
+    """Check that steps of several micro-batches, checkpoints and our ranks work under a strategy.
+
+    Raises:
+        InputError: If they do not: the numbers would be wrong.
+    """
+    known = isinstance(strategy, (NamedCheckpoints, DDPStrategy, SingleDeviceStrategy))
+    if not known or getattr(strategy, "_start_method", "popen") != "popen":
+        raise InputError(
+            f"strategy must be one of auto, ddp, {', '.join(NAMED)}, but is {type(strategy).__name__} of "
+            "Lightning, in a form that does not work here. For weights in shards use fsdp2 or "
+            "deepspeed_stage_3 (docs/scaling.md)."
+        )
 
 
 def require_precision(precision: str) -> None:
