@@ -31,6 +31,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
@@ -134,7 +135,7 @@ class Run:
                     **dict(self.options),
                 )
                 trainer.fit(module, data)
-            except (EngineError, InputError) as found:
+            except (EngineError, InputError, MisconfigurationException) as found:
                 error = found
         logging.getLogger("rlt_lightning").removeHandler(logged)
         lines = [line for line in printed.getvalue().splitlines() if line.startswith(("rlt: alarm", "Lost"))]

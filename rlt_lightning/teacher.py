@@ -21,17 +21,13 @@ from rlt_lightning.commands.scoring import NoReward, score_problems
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
-from rlt_lightning.environment import (
-    TRAINER_DEFAULTS,
-    quiet_third_parties,
-    require_models,
-)
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.scorer import StudentNames, split_student_setting
 from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.tags import TagStyle, decode_each
+from rlt_lightning.trainer import TRAINER_DEFAULTS, quiet_third_parties
 from rlt_lightning.types import FinishReason, InputError, ModelView, Rollout, Scores
 
 # For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
@@ -252,7 +248,6 @@ class Teacher:
         )
         rollouts = RolloutCallback(sampling=self.sampling, seed=seed)
         settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
-        require_models(self.module)
         batches = score_problems(self.module, data, rollouts, **settings)
         if task == "score":
             warn_of_foreign_traces(data.items, self.module)

@@ -58,8 +58,7 @@ class ScoreWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in the source's order."""
-        data = get_stratos_data(trainer)
-        if stage != "predict" or data.task != "score":
+        if stage != "predict" or (data := get_stratos_data(trainer)).task != "score":
             return
         if not hasattr(pl_module, "reward"):
             raise InputError(
@@ -100,8 +99,10 @@ class ScoreWriter(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Rank and compare. Lightning does not call this after a failure."""
+        if stage != "predict" or not trainer.is_global_zero:
+            return
         data = get_stratos_data(trainer)
-        if stage != "predict" or data.task != "score" or not trainer.is_global_zero:
+        if data.task != "score":
             return
         rows, folder = list(read_json_rows(self._path(trainer))), self._path(trainer).parent
         terms = list_columns(pl_module)
@@ -173,8 +174,7 @@ class DistillationWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
-        data = get_stratos_data(trainer)
-        if stage != "predict" or data.task not in ("rlt", "student_rl"):
+        if stage != "predict" or (data := get_stratos_data(trainer)).task not in ("rlt", "student_rl"):
             return
         is_answers = data.task == "student_rl"
         if is_answers and isinstance(pl_module, RLTModule):
@@ -201,8 +201,10 @@ class DistillationWriter(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the set. Lightning does not call this after a failure."""
+        if stage != "predict" or not trainer.is_global_zero:
+            return
         data = get_stratos_data(trainer)
-        if stage != "predict" or data.task not in ("rlt", "student_rl") or not trainer.is_global_zero:
+        if data.task not in ("rlt", "student_rl"):
             return
         folder, is_answers = self._folder(trainer), data.task == "student_rl"
         rows = list(read_json_rows(folder / TRACES))

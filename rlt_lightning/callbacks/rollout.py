@@ -178,9 +178,9 @@ class RolloutCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
-        data = get_stratos_data(trainer)
         if not isinstance(pl_module, OnPolicyModule):
             return
+        data = get_stratos_data(trainer)
         if data.items.is_examples:
             raise InputError(
                 f"{type(pl_module).__name__} needs problems to sample, but data.task is {data.task}, which "

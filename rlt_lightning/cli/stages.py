@@ -25,16 +25,22 @@ import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+    instantiate_class,
+)
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from torch.optim.lr_scheduler import LRScheduler
 
 from rlt_lightning.cli.help import VERBS
 from rlt_lightning.cli.parser import OneLineParser
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
-from rlt_lightning.environment import TRAINER_DEFAULTS
 from rlt_lightning.metrics.catalogue import write_entries
+from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.likelihood import POLICY, REFERENCE
@@ -48,8 +54,9 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.ranks import announce_restart, find_global_rank, require_restartable
 from rlt_lightning.run.redaction import redact
+from rlt_lightning.run.result import read_fit_result
 from rlt_lightning.run.shipped import read_next_command
-from rlt_lightning.trainer import TESTING, TRAINING, Trainer
+from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
 
@@ -204,6 +211,9 @@ class RLTCommandLine(LightningCLI):
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         for name, kind in (TESTING if self.verb == "test" else TRAINING).items():
             parser.add_lightning_class_args(kind, name)
+        if self.verb != "test":
+            parser.add_optimizer_args()
+            parser.add_lr_scheduler_args((LRScheduler,))
         if self.verb == "test":
             parser.link_arguments("rollouts.num_samples", "data.init_args.num_samples")
             return
@@ -284,6 +294,26 @@ class RLTCommandLine(LightningCLI):
         name = Path(str(configs[0])).stem if configs else str(self.subcommand)
         return os.environ.setdefault(RUN_FOLDER, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
+    def after_instantiate_classes(self) -> None:
+        """Let --optimizer and --lr_scheduler replace those of model.optimizer.
+
+        LightningCLI would make them here, before there are weights.
+        """
+        config = self.config_init[self.subcommand]
+        if config.get("optimizer") or config.get("lr_scheduler"):
+            self.model.configure_optimizers = self.build_optimizers
+
+    def build_optimizers(self) -> dict[str, Any]:
+        """Return what --optimizer and --lr_scheduler name; a step of the schedule is an optimizer step."""
+        config, model = self.config_init[self.subcommand], self.model
+        weights = [*trained_parameters(model.policy)]
+        named = config.optimizer
+        optimizer = instantiate_class(weights, named) if named else model.build_optimizer()
+        if not config.lr_scheduler:
+            return {"optimizer": optimizer}
+        schedule = {"scheduler": instantiate_class(optimizer, config.lr_scheduler), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
     def instantiate_trainer(self, **kwargs: Any) -> lightning.pytorch.Trainer:
         """Build the Trainer of scripts, which adds what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
@@ -309,7 +339,7 @@ class RLTCommandLine(LightningCLI):
     def after_fit(self) -> None:
         """Say where everything is and what to do next."""
         if self.trainer.is_global_zero:
-            result = self.trainer.fit_result  # type: ignore[attr-defined]
+            result = read_fit_result(self.choice.folder)
             print(f"\nDone: {result.steps} steps.")
             if line := result.line():
                 print(f"First and last figures: {line}.")

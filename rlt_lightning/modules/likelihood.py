@@ -51,6 +51,10 @@ from rlt_lightning.types import InputError, Rollout
 POLICY, REFERENCE = "policy", "reference"
 
 
+# Arguments of RLTModule that this module gives it.
+RENAMED = ("teacher", "student", "students", "student_reduction", "student_dtype", "teacher_log_probs")
+
+
 class LikelihoodModule(RLTModule):
     """Train a student to think so that the reference solution becomes probable (arXiv:2602.03979).
 
@@ -115,6 +119,7 @@ class LikelihoodModule(RLTModule):
             student_reduction="mean",
             **options,
         )
+        self.save_hyperparameters(logger=False, ignore=RENAMED)
         self.scored_by = scored_by or self.students.describe()
         self.answer_weight = choose_answer_weight(answer_weight, self.scored_by, reward)
 

@@ -104,9 +104,8 @@ class OnPolicyModule(PolicyModule):
         """Return the frozen models that read completions, with their names."""
         raise NotImplementedError
 
-    def configure_model(self) -> None:
-        """Load the trained model, and refuse to move shards of frozen ones."""
-        super().configure_model()
+    def load_frozen_models(self) -> None:
+        """Refuse to move shards of frozen models."""
         if self.offload_frozen and self.sharding.sharded:
             raise InputError(
                 "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "

@@ -97,6 +97,7 @@ class OPDModule(OnPolicyModule):
         # The full divergence is no mean over samples of the engine that could be weighed.
         weights = importance_sampling if estimator == "sampled" else None
         super().__init__(pretrained=pretrained, group_size=group_size, importance_sampling=weights, **options)
+        self.save_hyperparameters(logger=False)
         weighted = importance_sampling not in (None, "auto")
         require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted, temperature)
         self.teacher_name = teacher
@@ -146,11 +147,9 @@ class OPDModule(OnPolicyModule):
         """See `OnPolicyModule.list_scoring_models`."""
         return [] if self.teacher is None else [(str(self.teacher_name), self.teacher)]
 
-    def configure_model(self) -> None:
-        """Load the student, and the teacher or a copy of the initial student."""
-        if self.entry is not None:
-            return
-        super().configure_model()
+    def load_frozen_models(self) -> None:
+        """Load the teacher, or a copy of the initial student."""
+        super().load_frozen_models()
         if self.teacher_name is not None:
             self.teacher = self.load_frozen(self.teacher_name, self.teacher_dtype, "the teacher")
         elif self.copies_student:

@@ -115,6 +115,7 @@ class RLTModule(OnPolicyModule):
         super().__init__(
             pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
         )
+        self.save_hyperparameters(logger=False)
         require_group(group_size)
         self.students = Students.of(student, students, student_reduction).ready_for(reward)
         self.reward = reward
@@ -137,11 +138,9 @@ class RLTModule(OnPolicyModule):
             self.reward.check(data.problems)
         require_scorable(self.reward, data.student_views.formats, self.students.names)
 
-    def configure_model(self) -> None:
-        """Load teacher, student and, where the loss has a KL penalty, the reference."""
-        if self.entry is not None:
-            return
-        super().configure_model()
+    def load_frozen_models(self) -> None:
+        """Load the student and, where the loss has a KL penalty, the reference."""
+        super().load_frozen_models()
         for name in self.frozen_names:
             self.student_models.append(self.load_frozen(name, self.student_dtype, "the frozen student"))
         # The policy without its adapter is the initial teacher.

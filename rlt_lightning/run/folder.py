@@ -207,14 +207,15 @@ def tell_changes(folder: Path, config: dict[str, Any]) -> None:
 
 
 def list_changes(folder: Path, config: dict[str, Any]) -> list[str]:
-    """Return which settings of model, data and rollouts differ from a run's config.yaml.
+    """Return which settings of model, optimizer, data and rollouts differ from a run's config.yaml.
 
     FREE_SETTINGS and the trainer's may change.
     """
     before = read_settings(folder)
 
     def select_fixed(settings: dict[str, Any]) -> dict[str, Any]:
-        found = flatten({name: settings.get(name) for name in ("model", "data", "rollouts")})
+        groups = ("model", "optimizer", "lr_scheduler", "data", "rollouts")
+        found = flatten({name: settings.get(name) for name in groups})
         found |= flatten((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
         return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
 

@@ -31,7 +31,7 @@ LAYERS = [
     {"rollouts"},
     {"modules"},
     {"callbacks"},
-    {"trainer", "environment"},
+    {"trainer"},
     {"commands"},
     {"teacher"},
     {"cli"},
