@@ -12,9 +12,8 @@ import pytest
 from cases import full
 from commands import ROOT, python
 
-from rlt_lightning.commands.plan import find_folder
+from rlt_lightning.commands.plan import Shape, find_folder
 from rlt_lightning.models.load import meta_model
-from rlt_lightning.models.memory import Shape
 from rlt_lightning.types import InputError
 
 # Plans every list of arguments; notes each attempt to reach another machine or to call pip, and stops it.
@@ -86,6 +85,8 @@ def launches() -> dict[str, tuple[str, list[str]]]:
     found = {}
     for path in sorted((ROOT / "configs").rglob("*.yaml")):
         verb, *words = launch_line(path)
+        if verb == "test":  # an evaluation is not planned
+            continue
         pairs = list(zip(words[::2], words[1::2], strict=True))
         kept = [pair for pair in pairs if pair[0] in ("--config", "--trainer.devices")]
         # The model of an earlier stage is not here.
@@ -103,7 +104,6 @@ def check(plan: dict, verb: str = "fit") -> None:  # type: ignore[type-arg]
     assert [part in plan["page"] for part in parts[:3]] == [verb == "fit"] * 3, plan
     assert verb == "fit" or not any(part in plan["page"] for part in parts), plan
     assert plan["attempts"] == [], plan
-    assert max(map(len, plan["page"].splitlines())) <= 110, plan["page"]
 
 
 @pytest.mark.full
@@ -126,7 +126,6 @@ def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
         ("miniature_generate", "predict", ["start", "generate", "score"]),
         full("miniature_rejection", "predict", ["start", "generate"]),
         full("score", "predict", ["start", "score"]),
-        ("evaluate", "test", ["start", "generate"]),
     ],
 )
 def test_run_without_training_has_no_train_phase(

@@ -5,8 +5,8 @@
 The largest phase is the prediction: only parts that exist at the same time add up, so each phase has its own
 sum. The formulas follow what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes.
 Activations are not guessed: the model's own forward and backward run on fake tensors, which have shapes but
-no memory. Nothing is downloaded: a model's configuration comes from this machine, and rows that are not here are
-as long as the settings allow.
+no memory. Nothing is downloaded: a model's configuration comes from this machine, and rows that are not
+here are as long as the settings allow.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ Verb = Literal["fit", "predict"]
 Scorer = Literal["frozen", "policy", "reference"]
 Sizes = dict[str, float]  # part -> bytes on one device
 
-# Stated: a sleeping vLLM worker; vLLM's activations and graphs.
-ASLEEP, WORKER_OVERHEAD = 1.5 * GIB, 3 * GIB
+ASLEEP = 1.5 * GIB  # stated: a sleeping vLLM worker
 # Tiles of logits, and of what is computed from them, that a head holds at a time: in a forward pass, traced
 # are 3.3; in a backward pass, 2.8; in that of a divergence, where two halves are a tile, 3.5 to 5.5.
 HEAD_TILES, BACKWARD_TILES, PAIR_TILES = 4, 3, 6
@@ -223,7 +222,6 @@ class PlannedWorkers:
     colocated: bool  # whether they share GPUs with the trainer
     sleeps: bool  # whether they sleep while the trainer trains
     pushed: bool = True  # whether they get the trainer's weights
-    launched: bool = True  # whether the run starts them, rather than names them by URL
 
 
 @dataclass(frozen=True)
@@ -909,14 +907,6 @@ def count_pushed_bytes(setup: Setup, worker: PlannedWorkers) -> float:
     return (shape.trained if worker.only_adapter else shape.weights) * worker.push_bytes
 
 
-def count_kv_tokens(setup: Setup, worker: PlannedWorkers) -> float:
-    """Return how many tokens' keys and values fit beside the weights of one copy, over its GPUs."""
-    gpus = worker.tensor_parallel_size
-    room = gpus * (worker.gpu_memory_utilization * setup.device.memory - WORKER_OVERHEAD)
-    room -= setup.policy.shape.weights * worker.weight_bytes
-    return max(0.0, room / (setup.policy.shape.kv_per_token * worker.weight_bytes))
-
-
 def print_plan(
     trainer: Any,
     module: PolicyModule,
@@ -941,26 +931,23 @@ def print_plan(
     """
     setup, notes = read_setup(trainer, module, data, rollouts, options)
     phases = list(list_phases(setup))
-    problems = find_problems(setup, phases)
+    problem = find_problem(setup, phases)
     peak = find_peak(phases)
-    lines = [
-        f"rlt {setup.verb} on {setup.num_processes} x {setup.device.name}: {LAYOUTS[setup.sharding]}",
-        "",
-    ]
+    lines = [f"rlt {setup.verb} on {setup.num_processes} x {setup.device.name}: {setup.sharding}", ""]
     lines += [*format_memory(phases), "", "Assumed:", *(f"  {note}" for note in notes), ""]
     verdict = f"fits: {peak.total / GIB:.1f} GiB of {setup.device.memory / GIB:.1f}, in {peak.name}."
-    print("\n".join([*lines, *(problems or [verdict])]))
+    print("\n".join([*lines, problem or verdict]))
     if options.json:
         content = {
-            "fits": not problems,
-            "problems": problems,
+            "fits": problem is None,
+            "problem": problem,
             "device_bytes": setup.device.memory,
             "peak_phase": peak.name,
             "peak_bytes": peak.total,
             "phases": {p.name: {"device": p.device, "host": p.host, "total": p.total} for p in phases},
         }
         Path(options.json).write_text(json.dumps(content, indent=1))
-    return int(bool(problems))
+    return int(problem is not None)
 
 
 # Settings of the run -> Setup
@@ -1076,8 +1063,6 @@ def read_setup(
     if setup.worker:
         shared = ", shared with the trainer" * setup.worker.colocated
         notes.append(f"vLLM on {setup.worker.num_gpus} GPUs{shared}")
-    if "EvaluateEvery" in callbacks:
-        notes.append("evaluations while training are left out: in process, their answers need memory too")
     return setup, notes
 
 
@@ -1215,7 +1200,6 @@ def read_worker(engine: Engine, policy: LanguageModel, devices: Any) -> PlannedW
         push_bytes=policy.weight_bytes if settings.push_dtype is None else settings.push_dtype.itemsize,
         only_adapter=engine.takes_adapters,
         bucket_bytes=settings.push_bytes,
-        launched=launch is not None,
         colocated=colocated,
         sleeps=engine.takes_turns,
         pushed=settings.push_backend is not None,
@@ -1455,14 +1439,6 @@ REMEDIES = {
     "kv cache": "a lower max_sequences of the engine, or vLLM workers",
     "vLLM worker": "workers on other GPUs, or a lower --gpu-memory-utilization",
 }
-LAYOUTS = {
-    "whole": "all weights on one",
-    "ddp": "all weights on each (DDP)",
-    "fsdp2": "everything in shards (FSDP2)",
-    "zero1": "optimizer states in shards (ZeRO-1)",
-    "zero2": "optimizer states and gradients in shards (ZeRO-2)",
-    "zero3": "everything in shards (ZeRO-3)",
-}
 
 
 def find_peak(phases: Sequence[Phase]) -> Phase:
@@ -1470,26 +1446,18 @@ def find_peak(phases: Sequence[Phase]) -> Phase:
     return max(phases, key=lambda phase: phase.total)
 
 
-def find_problems(setup: Setup, phases: Sequence[Phase]) -> list[str]:
-    """Return a line for each thing that does not fit, with what to set."""
-    problems, peak, memory = [], find_peak(phases), setup.device.memory
-    if peak.total > memory:
-        parts = sorted(peak.device.items(), key=lambda item: -item[1])[:3]
-        largest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
-        advice = dict.fromkeys(REMEDIES[name] for name, _ in parts if name in REMEDIES)
-        problems.append(
-            f"does not fit: {peak.total / GIB:.1f} GiB of {memory / GIB:.1f} in {peak.name}. "
-            f"Largest: {largest}. Try {'; '.join(advice) or 'more or larger devices'}."
-        )
-    worker, longest = setup.worker, setup.step.prompt_length + setup.step.completion_length
-    is_planned = worker is not None and worker.launched and not setup.device.is_cpu
-    if worker and is_planned and count_kv_tokens(setup, worker) < longest:
-        problems.append(
-            f"does not fit: a vLLM worker has no room for {longest} tokens beside its weights. Try a "
-            f"tensor_parallel_size above {worker.tensor_parallel_size}, or a lower "
-            "--rollouts.sampling.max_completion_length."
-        )
-    return problems
+def find_problem(setup: Setup, phases: Sequence[Phase]) -> str | None:
+    """Return a line that says what does not fit, and what to set; None if all phases fit."""
+    peak, memory = find_peak(phases), setup.device.memory
+    if peak.total <= memory:
+        return None
+    parts = sorted(peak.device.items(), key=lambda item: -item[1])[:3]
+    largest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+    advice = dict.fromkeys(REMEDIES[name] for name, _ in parts if name in REMEDIES)
+    return (
+        f"does not fit: {peak.total / GIB:.1f} GiB of {memory / GIB:.1f} in {peak.name}. "
+        f"Largest: {largest}. Try {'; '.join(advice) or 'more or larger devices'}."
+    )
 
 
 def format_memory(phases: Sequence[Phase]) -> list[str]:
@@ -1499,11 +1467,11 @@ def format_memory(phases: Sequence[Phase]) -> list[str]:
     # The parts in the order in which the phases have them.
     order = dict.fromkeys(name for _, parts in columns for name in parts)
     names = [name for name in order if any(parts.get(name) for _, parts in columns)]
-    lines = ["GiB of one process   " + "".join(f"{name:>12}" for name, _ in columns)]
+    lines = ["GiB of one process   " + "".join(f"{name:>11}" for name, _ in columns)]
     for name in names:
         sizes = [parts.get(name, 0.0) / GIB for _, parts in columns]
         cells = [f"{size:.2f}" if size >= 0.005 else "." for size in sizes]
-        lines.append(f"{name:<21}" + "".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"{name:<21}" + "".join(f"{cell:>11}" for cell in cells))
     totals = [f"{sum(parts.values()) / GIB:.2f}" for _, parts in columns]
     totals[list(phases).index(find_peak(phases))] += "*"
-    return [*lines, f"{'total (* the peak)':<21}" + "".join(f"{total:>12}" for total in totals)]
+    return [*lines, f"{'total (* the peak)':<21}" + "".join(f"{total:>11}" for total in totals)]
