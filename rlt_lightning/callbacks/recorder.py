@@ -1,4 +1,4 @@
-"""Callbacks that record the completions of training: in `rollouts.jsonl`, in W&B and in TensorBoard.
+"""Callbacks that record the completions of training: in `rollouts.jsonl`, and in W&B.
 
 A resumed run makes the iterations after its checkpoint again, and the file continues.
 """
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
@@ -24,9 +24,8 @@ from rlt_lightning.rollouts.collectives import waiting_for_ranks
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
 
-TABLE = "completions"  # name of the table in W&B and of the texts in TensorBoard
+TABLE = "completions"  # name of the table in W&B
 DROPPED = "dropped.jsonl"  # the completions that dynamic sampling replaced
-TEXTS = ("question", "solution", "explanation")
 NOT_SHOWN = ("policy_version", "seed", "worker")
 # The table in W&B is sent again when it has grown by this factor, so that all uploads together stay small.
 GROWTH = 1.1
@@ -99,11 +98,9 @@ class RolloutRecorder(Callback):
 
 
 class CompletionsTable(Callback):
-    """Show some training completions of each iteration in W&B, as one table, and in TensorBoard, as texts.
+    """Show some training completions of each iteration in W&B, as one table; without W&B do nothing.
 
     W&B keeps whole tables, so each upload has all rows of this session and no iteration replaces another.
-    TensorBoard also gets histograms of the rewards, their terms and the lengths of all completions. Without
-    these loggers nothing happens.
 
     Args:
         every_n_steps: Show completions of every n-th iteration; 0 shows none.
@@ -118,7 +115,7 @@ class CompletionsTable(Callback):
             )
         self.every_n_steps = every_n_steps
         self.num_completions = num_completions
-        self.rows: list[Row] = []  # of the table in W&B
+        self.rows: list[Row] = []  # of the table
         self.num_new = 0  # rows since the last upload
 
     @override
@@ -128,20 +125,16 @@ class CompletionsTable(Callback):
         step = trainer.global_step
         if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
             return
-        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if not boards and not self._wandb(trainer):
+        if not self._wandb(trainer):
             return
         rows = gather_rows([{"iteration": step, **row} for row in build_table_rows(batch)], trainer)
         if not trainer.is_global_zero:
             return
         shown = spread_evenly(rows, self.num_completions)
-        for board in boards:
-            show_in_tensorboard(board.experiment, step, rows, shown)
-        if self._wandb(trainer):
-            self.rows = [*self.rows, *shown][-MOST_ROWS:]
-            self.num_new += len(shown)
-            if self.num_new >= (GROWTH - 1) * (len(self.rows) - self.num_new):
-                self._send(trainer)
+        self.rows = [*self.rows, *shown][-MOST_ROWS:]
+        self.num_new += len(shown)
+        if self.num_new >= (GROWTH - 1) * (len(self.rows) - self.num_new):
+            self._send(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -189,26 +182,6 @@ def build_table_rows(batch: PromptBatch) -> list[Row]:
         }
         rows.append({"problem": shown.pop("row"), **shown, **lengths})
     return rows
-
-
-def show_in_tensorboard(writer: Any, step: int, rows: list[Row], shown: list[Row]) -> None:
-    """Write histograms of all completions, and the texts of some."""
-    numbers = [n for n, v in rows[0].items() if isinstance(v, float) or n == "num_tokens"]
-    for name in numbers:
-        writer.add_histogram(f"{TABLE}/{name}", torch.tensor([float(row[name]) for row in rows]), step)
-    for number, row in enumerate(shown):
-        writer.add_text(f"{TABLE}/{number}", format_markdown(row), step)
-
-
-def format_markdown(row: Row) -> str:
-    """Return a row for TensorBoard: figures, then texts, indented so that they are not read as markup."""
-    numbers = {name: value for name, value in row.items() if name not in TEXTS}
-    figures = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in numbers.items()
-    )
-    texts = ["".join(f"    {line}\n" for line in str(row[name]).splitlines()) for name in TEXTS]
-    return figures + "".join(f"\n\n{name}\n\n{text}" for name, text in zip(TEXTS, texts, strict=True))
 
 
 def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:

@@ -142,8 +142,6 @@ and all options of rlt fit.
   --question, --solution TEXT         in place of a row
   --explanation TEXT                  an explanation of your own
   --row 1                             number of the row in data.source
-  --recorded FILE                     take the explanation of the row from a run's rollouts.jsonl
-  --step N, --completion 1            which one; else the first of the last iteration
   --top 20                            number of tokens in the table, largest KL first
   --html FILE                         also write a page with the tokens' colours
 

@@ -154,11 +154,10 @@ class ExplainCommandLine(SharedSettingsCommandLine):
         config = self.config["predict"]
         model, data = config.model.init_args, config.data.init_args
         self.options = options = ExplainOptions(**{f.name: config[f.name] for f in fields(ExplainOptions)})
-        sample = self.names_teacher and not (options.explanation or options.recorded)
+        sample = self.names_teacher and not options.explanation
         students = as_list(frozen_student(config.model))
         chosen = choose_formats(FormatOptions.from_settings(data.as_dict()), model.get("teacher"), students)
-        score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
-        self.row = find_row(options, data.as_dict(), chosen[0].tags, sample, score_given)
+        self.row = find_row(options, data.as_dict(), chosen[0].tags, sample)
         task = "rlt" if sample else "score"
         data.update(Namespace(task=task, source=[self.row], trace_columns=[TRACE_COLUMN], max_rows=None))
         data.update(Namespace(val_batch_size=1, max_bad_frac=0.0, output_dir=None))
