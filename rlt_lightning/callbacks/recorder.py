@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.engines.replay import build_replay_columns
 from rlt_lightning.modules.rollout_rows import (
     build_token_columns,
     rollout_rows,
@@ -22,10 +21,9 @@ from rlt_lightning.modules.rollout_rows import (
 )
 from rlt_lightning.rollouts.collectives import waiting_for_ranks
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
-from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
+from rlt_lightning.types import InputError, PromptBatch
 
 TABLE = "completions"  # name of the table in W&B
-DROPPED = "dropped.jsonl"  # the completions that dynamic sampling replaced
 NOT_SHOWN = ("policy_version", "seed", "worker")
 # The table in W&B is sent again when it has grown by this factor, so that all uploads together stay small.
 GROWTH = 1.1
@@ -39,26 +37,21 @@ class RolloutRecorder(Callback):
         every_n_steps: Record the completions of every n-th iteration; 0 is off.
         tokens: Completions whose tokens are recorded with the student's value of each: every problem's best
             and worst, all, or none.
-        token_ids: Record the ids and log-probs of every completion, about 15 bytes a token, so that
-            ReplayEngine can return them. What dynamic sampling replaced goes to `dropped.jsonl`.
     """
 
     def __init__(
         self,
         every_n_steps: int = 1,
         tokens: Literal["extremes", "all", "none"] = "extremes",
-        token_ids: bool = False,
     ) -> None:
         self.every_n_steps = every_n_steps
         self.tokens = tokens
-        self.token_ids = token_ids
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop the iterations that a killed run recorded after the checkpoint: they are made again."""
         if trainer.is_global_zero:
-            for path in (self._path(trainer), self._path(trainer).with_name(DROPPED)):
-                keep_rows(path, lambda row: row["step"] <= trainer.global_step)
+            keep_rows(self._path(trainer), lambda row: row["step"] <= trainer.global_step)
 
     @override
     def on_train_batch_end(
@@ -74,17 +67,9 @@ class RolloutRecorder(Callback):
             formats = get_stratos_data(trainer).student_views.formats
             for i in self._choose_with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
                 rows[i] |= build_token_columns(batch.rollouts.rollouts[i], batch.scores, i, formats)
-        if self.token_ids:
-            for row, rollout in zip(rows, batch.rollouts.rollouts, strict=True):
-                row |= build_replay_columns(
-                    rollout.problem.teacher_prompt, rollout.completion, batch.rollouts.temperature
-                )
         rows = gather_rows(rows, trainer)
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
-            if self.token_ids and batch.dropped:
-                dropped = build_dropped_rows(step, batch.dropped, batch.rollouts.temperature)
-                append_rows(self._path(trainer).with_name(DROPPED), dropped)
 
     def _choose_with_tokens(self, rewards: list[float], group_size: int) -> list[int]:
         """Return the positions of the completions whose tokens are recorded."""
@@ -156,17 +141,6 @@ class CompletionsTable(Callback):
 
     def _wandb(self, trainer: Trainer) -> list[WandbLogger]:
         return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-
-
-def build_dropped_rows(
-    step: int, dropped: list[tuple[Problem, int, Completion]], temperature: float
-) -> list[Row]:
-    """Build one row per completion that dynamic sampling replaced, with what ReplayEngine reads of it."""
-    return [
-        {"step": step, "row": problem.row, "completion": number}
-        | build_replay_columns(problem.teacher_prompt, completion, temperature)
-        for problem, number, completion in dropped
-    ]
 
 
 def build_table_rows(batch: PromptBatch) -> list[Row]:

@@ -11,19 +11,15 @@ from rlt_lightning.engines.base import (
     build_requests,
     sample_all,
 )
-from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, sample_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
 from rlt_lightning.engines.push import AdapterPush, DiskPush, GlooPush, NoPush, WeightPush
-from rlt_lightning.engines.replay import ReplayEngine
 from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.engines.vllm import VLLMEngine
 
 __all__ = [
     "AdapterPush",
-    "BudgetForcing",
-    "BudgetedCompletion",
     "DiskPush",
     "Engine",
     "EngineDescription",
@@ -33,7 +29,6 @@ __all__ = [
     "Launch",
     "NCCLPush",
     "NoPush",
-    "ReplayEngine",
     "SampleRequest",
     "Sampling",
     "ServedEngine",
@@ -43,5 +38,4 @@ __all__ = [
     "WorkersLost",
     "build_requests",
     "sample_all",
-    "sample_with_budget",
 ]

@@ -43,7 +43,7 @@ RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # 
 # What a run may leave in its folder, and all that --overwrite may delete.
 RUN_FILES = {
     *("config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json", "report.html"),
-    *("catalogue.json", "dropped.jsonl", "template_date.txt"),
+    *("catalogue.json", "template_date.txt"),
     *("traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"),
     *("groups.json", "groups.svg", "comparison.jsonl", "comparison.md"),
     *("responses.jsonl", "evaluation.json", "evaluation.md"),
