@@ -52,7 +52,6 @@ from rlt_lightning.environment import (
     require_own_clipping,
 )
 from rlt_lightning.metrics.catalogue import write_entries
-from rlt_lightning.models import template
 from rlt_lightning.run.folder import (
     RunFolder,
     choose_run_folder,
@@ -230,7 +229,6 @@ class Trainer(lightning.pytorch.Trainer):
         if self._opened is None:
             require_models(module)
         path = self._open(verb, None if ckpt_path is None else str(ckpt_path))
-        template.run_folder = Path(self.default_root_dir)
         own = self._testing if verb == "test" else self._training
         others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
         self.callbacks = sorted([*others, *own], key=place_in_order)
@@ -245,7 +243,6 @@ class Trainer(lightning.pytorch.Trainer):
             remove_empty_folders()
             raise
         finally:
-            template.run_folder = None
             if lends:
                 data.output_dir = None
 

@@ -29,12 +29,7 @@ from rlt_lightning.modules import (
     RLTModule,
     SFTModule,
 )
-from rlt_lightning.numerics import (
-    LogProbReward,
-    NOVERReward,
-    RLTReward,
-    TruncatedImportanceSampling,
-)
+from rlt_lightning.numerics import LogProbReward, NOVERReward, RLTReward, TruncatedImportanceSampling
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 

@@ -50,7 +50,7 @@ from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.scorer import Scorer, Students
-from rlt_lightning.numerics import NonFiniteError
+from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
