@@ -15,7 +15,6 @@ from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
 from rlt_lightning.engines.push import AdapterPush, DiskPush, GlooPush, NoPush, WeightPush
-from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.engines.vllm import VLLMEngine
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "NoPush",
     "SampleRequest",
     "Sampling",
-    "ServedEngine",
     "VLLMEngine",
     "WeightPush",
     "WorkerSettings",
