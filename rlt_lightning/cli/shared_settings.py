@@ -57,7 +57,6 @@ class SharedSettingsCommandLine(RLTCommandLine):
         self.config = parser.parse_args([self.settings_verb, *self.build_words(self.words)])
         self.take_rollouts()
         self.spread_seed()
-        self.share_gpus()
 
     def build_words(self, given: list[str]) -> list[str]:
         """Return what the parser reads for the words of the command line."""
