@@ -54,7 +54,7 @@ def test_a_gpu_that_is_not_visible_is_refused(
 def test_a_launched_worker_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"5,{UUID},7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    launch = Launch(executable=fake_vllm(tmp_path), share="2+1")
+    launch = Launch(executable=fake_vllm(tmp_path), num_workers=2, gpus=[[1], [2]])
     engine = VLLMEngine(launch=launch)
     servers = [
         build_server(worker, i, launch, "model", engine.push, tmp_path)
