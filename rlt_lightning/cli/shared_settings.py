@@ -106,13 +106,13 @@ class CheckCommandLine(SharedSettingsCommandLine):
         made = self.made
         lengths = {name: made.trainer[name] for name in ("max_steps", "max_epochs", "limit_train_batches")}
         machine = {name: made.trainer[name] for name in ("accelerator", "precision")}
-        found = []
+        statuses = []
         for check in check_run(made.model, made.data, made.rollouts, made.check, lengths, **machine):
             print(check.line(), flush=True)
-            found.append(check.status)
-        self.status = int("fail" in found)
-        counts = ", ".join(f"{found.count(status)} {status}" for status in dict.fromkeys(found))
-        print(f"{len(found)} checks: {counts}")
+            statuses.append(check.status)
+        self.status = int("fail" in statuses)
+        counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        print(f"{len(statuses)} checks: {counts}")
 
 
 class ExplainCommandLine(SharedSettingsCommandLine):

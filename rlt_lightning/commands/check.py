@@ -219,10 +219,10 @@ def can_be_judged(reference: dict[str, Any]) -> bool:
 def draw_rows(data: StratosDataModule, number: int) -> list[DrawnRow]:
     """Return usable rows, drawn by the seed of the data."""
     names = list_bad_traces(data)
-    found = [
+    usable = [
         DrawnRow.of(columns, texts, names) for columns, texts in islice(data.read_usable_rows(), READ_ROWS)
     ]
-    return Random(data.seed).sample(found, min(number, len(found)))
+    return Random(data.seed).sample(usable, min(number, len(usable)))
 
 
 def list_bad_traces(data: StratosDataModule) -> list[str]:
@@ -234,10 +234,10 @@ def judge_traces(judge: Judge, rows: Sequence[DrawnRow]) -> list[bool | None]:
     """Return whether each row's trace ends with the right answer; None without a trace or an answer."""
     known = [i for i, row in enumerate(rows) if row.trace and can_be_judged(row.reference)]
     verdicts = judge.judge_all((rows[i].trace, rows[i].reference) for i in known)
-    found: list[bool | None] = [None] * len(rows)
+    right: list[bool | None] = [None] * len(rows)
     for i, verdict in zip(known, verdicts, strict=True):
-        found[i] = verdict.correct
-    return found
+        right[i] = verdict.correct
+    return right
 
 
 def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool | None]) -> Check:
@@ -290,18 +290,18 @@ def check_completions(
     if is_answer and not all(can_be_judged(row.reference) for row in rows):
         yield Check("closed", "cannot", "rows without an answer: answers to them cannot be judged")
         return
-    own = [
+    texts = [
         {"question": row.texts.question, "solution": row.texts.solution.strip(), **row.columns}
         for row in rows
     ]
-    asked = data.replace_rows(own, "student_rl" if is_answer else "rlt", [TRACE_COLUMN])
+    asked = data.replace_rows(texts, "student_rl" if is_answer else "rlt", [TRACE_COLUMN])
     asked.student_names = tuple(module.students.names)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     scored = score_problems(module, asked, rollouts, **trainer)
-    found = [rollout for batch in scored for rollout in batch.rollouts.rollouts]
-    number = len(found)
-    closed = fmean(r.closed for r in found)
-    cut = fmean(r.completion.finish_reason == "length" for r in found)
+    sampled = [rollout for batch in scored for rollout in batch.rollouts.rollouts]
+    number = len(sampled)
+    closed = fmean(r.closed for r in sampled)
+    cut = fmean(r.completion.finish_reason == "length" for r in sampled)
     yield Check(
         "closed",
         grade(closed, CLOSED),
@@ -310,7 +310,7 @@ def check_completions(
         f"at least {100 * CLOSED[1]:g} %",
         "Warm up longer, or raise rollouts.sampling.max_completion_length",
     )
-    yield check_sampled(found, judge)
+    yield check_sampled(sampled, judge)
     yield check_spread(scored, options.completions)
 
 
@@ -440,10 +440,10 @@ def split_sentences(trace: str) -> list[str]:
 def read_leap(sentence: str, reference: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what stands around the answer in a sentence that names no other number; None if it does."""
     answer = reference_answer(reference)
-    found = [*re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", sentence)] if answer else []
-    if not found:
+    matches = [*re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", sentence)] if answer else []
+    if not matches:
         return None
-    before, after = sentence[: found[-1].start()], sentence[found[-1].end() :]
+    before, after = sentence[: matches[-1].start()], sentence[matches[-1].end() :]
     return None if re.search(r"\d", before + after) else (before, after)
 
 
@@ -489,11 +489,11 @@ class Ranking:
     @classmethod
     def of(cls, rewards: Iterable[tuple[Rollout, float]], kinds: dict[str, str]) -> Ranking:
         """Return the ranking of scored rollouts; problems of which limits left a variant out do not count."""
-        found: dict[str, dict[str, float]] = {}
+        by_question: dict[str, dict[str, float]] = {}
         for rollout, reward in rewards:
             columns = rollout.problem.columns
-            found.setdefault(columns["question"], {})[columns["trace_column"]] = reward
-        return cls([row for row in found.values() if len(row) == 1 + len(kinds)], kinds)
+            by_question.setdefault(columns["question"], {})[columns["trace_column"]] = reward
+        return cls([row for row in by_question.values() if len(row) == 1 + len(kinds)], kinds)
 
     def measure_mean(self, column: str) -> float:
         """Return the mean reward of a column."""

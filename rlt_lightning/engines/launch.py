@@ -224,18 +224,18 @@ def read_visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
     """
     if VARIABLE not in environment:
         return None
-    found: list[str] = []
+    names: list[str] = []
     for word in environment[VARIABLE].split(","):
         name = word.strip()
         if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", name):
             break
-        if name in found:
+        if name in names:
             raise InputError(
                 f"{VARIABLE} must name each GPU once, but names {name} twice: "
                 f"'{environment[VARIABLE]}'. Correct it."
             )
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str], number: int | None = None) -> str:
