@@ -50,7 +50,7 @@ STEP = Step(
 )  # fmt: skip
 GPU = Device("H100", memory=10_000, reserved=50)
 SETUP = Setup(
-    device=GPU, sharding="whole", processes_per_machine=1, policy=MODEL, step=STEP, master_bytes=4,
+    device=GPU, sharding="whole", policy=MODEL, step=STEP, master_bytes=4,
     grad_bytes=4, logits_bytes=16, bucket_numel=30, hf_sequences=8, students=(MODEL,), with_reference=True,
 )  # fmt: skip
 WORKER = PlannedWorkers(

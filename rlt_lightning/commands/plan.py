@@ -291,7 +291,6 @@ class Setup:
 
     device: Device
     sharding: Sharding
-    processes_per_machine: int
     policy: LanguageModel
     step: Step
     master_bytes: int  # per number of the optimizer's weights and moments
@@ -958,8 +957,6 @@ class PlanOptions:
     """What a plan needs to know beyond the settings of the run.
 
     Args:
-        verb: What is planned: fit or predict; None: predict where settings say so that only `rlt predict`
-            reads.
         device: H100, H200, A100, B200 or cpu; auto: cpu where trainer.accelerator says so, else H100.
         device_gib: Memory of one device, GiB; None: the device's, or this machine's shared by processes.
         prompt_length: Longest prompt, tokens; None: that of the rows, else data.max_prompt_length.
@@ -968,7 +965,6 @@ class PlanOptions:
         json: File that the plan is also written to.
     """
 
-    verb: Literal["fit", "predict"] | None = None
     device: str = "auto"
     device_gib: float | None = None
     prompt_length: int | None = None
@@ -994,9 +990,10 @@ def read_setup(
     options: PlanOptions,
 ) -> tuple[Setup, list[str]]:
     """Return the inputs of a plan, and what they assume; see `print_plan`."""
-    only_predict = data.task == "score" or data.student_context is not None
-    only_predict |= rollouts.num_traces > 1 or rollouts.max_resamples > 0
-    verb: Verb = options.verb or ("predict" if only_predict else "fit")
+    # Settings that only `rlt predict` reads.
+    predicts = data.task == "score" or data.student_context is not None
+    predicts |= rollouts.num_traces > 1 or rollouts.max_resamples > 0
+    verb: Verb = "predict" if predicts else "fit"
     precision = str(trainer.precision or "32-true")
     precision = {"bf16": "bf16-mixed", "32": "32-true"}.get(precision, precision)
     require_precision(precision)
@@ -1019,7 +1016,6 @@ def read_setup(
         setup = Setup(
             device=device,
             sharding=sharding,
-            processes_per_machine=per_machine,
             policy=policy,
             step=step,
             master_bytes=4 if use_deepspeed else trained_bytes,
