@@ -47,7 +47,7 @@ LONGEST += ("test_killed_and_restarted_by_torchrun_equals_not_stopping",)
 LONGEST += ("test_pretended_verbs", "test_pretended_gpu")
 LONGEST += ("test_vllm_engine", "test_cli", "test_rank_failures", "test_hub", "test_async_rollouts")
 LONGEST += ("test_cross_tokenizer", "test_configs", "test_evaluation", "test_dashboards", "test_python")
-LONGEST += ("test_plan_offline", "test_ways", "test_explain", "test_model_format")
+LONGEST += ("test_plan_offline", "test_budget", "test_ways", "test_explain", "test_model_format")
 NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be most of its work
 SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all"}
 # Files about what people read, and about the project itself: their tests get the mark docs.

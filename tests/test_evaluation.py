@@ -333,6 +333,17 @@ def test_the_same_seed_gives_the_same_responses_whatever_the_batch(
     assert read(tmp_path / "run" / "responses.jsonl") == read(finished / "responses.jsonl")[:4]
 
 
+def test_a_budget_cuts_thoughts_and_counts_their_tokens(tiny_model: str, tmp_path: Path) -> None:
+    budget = "--rollouts.budget={max_thinking_tokens: 4, min_answer_tokens: 8}"
+    options = [budget, "--rollouts.sampling.max_completion_length=48", "--data.max_rows=2"]
+    summary = evaluated(tiny_model, tmp_path / "run", *options)
+    assert summary["rollouts"]["budget"]["max_thinking_tokens"] == 4
+    for record in read(tmp_path / "run" / "responses.jsonl"):
+        assert record["num_thinking_tokens"] == 4
+        assert record["response"].startswith("<|begin_of_thought|>\n\n")
+        assert "<|end_of_thought|>\n\n<|begin_of_solution|>" in record["response"]
+
+
 def test_a_worker_that_serves_the_model_spares_loading_it(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -488,6 +499,7 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
             ["--rollouts.sampling.max_completion_length=2048"],
             r"context of 2048 tokens, but arithmetic/\d needs",
         ),
+        (["--rollouts.budget={max_thinking_tokens: 9}"], "must hold a thought of 9 tokens"),
         (
             ["--trainer.devices=2", "--rollouts.engine=VLLMEngine", "--rollouts.engine.urls=[http://x]"],
             "vLLM workers answer one process, but trainer.devices makes 2",

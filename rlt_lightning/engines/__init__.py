@@ -11,6 +11,7 @@ from rlt_lightning.engines.base import (
     build_requests,
     sample_all,
 )
+from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, sample_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
@@ -19,6 +20,8 @@ from rlt_lightning.engines.vllm import VLLMEngine
 
 __all__ = [
     "AdapterPush",
+    "BudgetForcing",
+    "BudgetedCompletion",
     "DiskPush",
     "Engine",
     "EngineDescription",
@@ -36,4 +39,5 @@ __all__ = [
     "WorkersLost",
     "build_requests",
     "sample_all",
+    "sample_with_budget",
 ]
