@@ -47,7 +47,6 @@ from rlt_lightning.callbacks.progress import IterationLines, has_terminal
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.metrics.catalogue import write_entries
-from rlt_lightning.models import template
 from rlt_lightning.modules.base import require_strategy
 from rlt_lightning.run.folder import (
     RunFolder,
@@ -197,7 +196,6 @@ class Trainer(lightning.pytorch.Trainer):
         path = None if ckpt_path is None else str(ckpt_path)
         if self._opened is None:
             path = self._open(verb, path)
-        template.run_folder = Path(self.default_root_dir)
         if isinstance(data, EvaluationDataModule) and data.responses is None:
             data.num_samples = next(p.num_samples for p in self.callbacks if isinstance(p, ResponseCallback))  # type: ignore[attr-defined]
         lends = getattr(data, "output_dir", "") is None
@@ -214,7 +212,6 @@ class Trainer(lightning.pytorch.Trainer):
             remove_empty_folders()
             raise
         finally:
-            template.run_folder = None
             if lends:
                 data.output_dir = None
 

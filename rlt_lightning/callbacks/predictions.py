@@ -47,8 +47,8 @@ class ScoreWriter(Callback):
 
     Args:
         per_token: Also write every token with its log-prob or KL, see `build_token_columns`.
-        rank_groups: Divide the scored rows by reward into so many groups of equal size, each in a file, and
-            plot them. Not for several data.trace_columns: then the traces of one problem are compared.
+        rank_groups: Divide the scored rows by reward into so many groups of equal size, each in a file. Not
+            for several data.trace_columns: then the traces of one problem are compared.
     """
 
     def __init__(self, per_token: bool = False, rank_groups: int | None = None) -> None:

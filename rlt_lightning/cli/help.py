@@ -122,7 +122,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
   --plan.completion_length N          longest completion, tokens; else the limit
   --plan.json FILE                    also write the plan there
 
-and all options of rlt fit, or of rlt test where the config is one of its.
+and all options of rlt fit.
 """,
     ),
     "check": (
@@ -142,8 +142,6 @@ and all options of rlt fit.
   --question, --solution TEXT         in place of a row
   --explanation TEXT                  an explanation of your own
   --row 1                             number of the row in data.source
-  --recorded FILE                     take the explanation of the row from a run's rollouts.jsonl
-  --step N, --completion 1            which one; else the first of the last iteration
   --top 20                            number of tokens in the table, largest KL first
   --html FILE                         also write a page with the tokens' colours
 

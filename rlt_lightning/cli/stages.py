@@ -1,6 +1,6 @@
 """The life of `rlt fit|validate|predict|test`, in Lightning's command line.
 
-parse_arguments               read the configs and options; --seed sets the seeds, launch.share the devices
+parse_arguments               read the configs and options; --seed sets the seeds
 before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (trainer.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
@@ -38,7 +38,6 @@ from rlt_lightning.cli.help import VERBS
 from rlt_lightning.cli.parser import OneLineParser
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.engines.launch import choose_trainer_devices
 from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
@@ -225,7 +224,6 @@ class RLTCommandLine(LightningCLI):
         super().parse_arguments(parser, args)
         self.take_rollouts()
         self.spread_seed()
-        self.share_gpus()
 
     def take_rollouts(self) -> None:
         """Read the settings of a RolloutCallback in trainer.callbacks as those of `rollouts`."""
@@ -250,13 +248,6 @@ class RLTCommandLine(LightningCLI):
                 config[name] = int(config.seed)
         # A run repeated from config.yaml would let it override a seed that was an option.
         config.seed = None
-
-    def share_gpus(self) -> None:
-        """Let as many GPUs train as the share of the workers says."""
-        config = self.config[self.config.subcommand]
-        share = config.rollouts.get("engine.init_args.launch.share")
-        if share is not None:
-            config.trainer.devices = choose_trainer_devices(share, config.trainer.devices)
 
     def before_instantiate_classes(self) -> None:
         """Choose and make the run folder before anything is built."""

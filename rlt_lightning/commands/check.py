@@ -2,7 +2,18 @@
 
     rows    ─▶ lengths, steps                               nothing is loaded
     model   ─▶ closed, right, spread   of a few completions that it samples
-    student ─▶ ranking                 of right traces above leaps and filler (ranking.py)
+    student ─▶ ranking                 of right traces above leaps and filler
+
+A ranking says whether the frozen students can reward right traces, or would rather have a teacher write
+something else:
+
+    a row's right trace ─┬▶ leap     straight to the answer
+                         └▶ filler   as many sentences that say nothing
+    teacher, students ───▶ the reward of each, under the exact KL ─▶ Ranking
+
+RLT teaches what earns most. A student that does not know a step finds it unlikely even when it reads it, and
+pays more for leaps and filler (research/rounds.md). Both are made of the rows' own sentences, as a teacher
+that is warmed up on them does.
 
 The figures come from what a run uses: the datamodule's reports, `score_problems`, the judge of evaluations.
 """
@@ -10,29 +21,23 @@ The figures come from what a run uses: the datamodule's reports, `score_problems
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from rlt_lightning.callbacks.alarms import GROUP_STD_BELOW
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.commands.ranking import (
-    ADVICE,
-    JUDGED,
-    VARIANTS,
-    DrawnRow,
-    Phrases,
-    Ranking,
-    build_variants,
-    choose_good_rows,
-    choose_reward,
-)
 from rlt_lightning.commands.scoring import ScoredBatch, score_problems
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, require_judgeable
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.datamodules.student_views import StudentViews
+from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.likelihood import LikelihoodModule
@@ -54,6 +59,17 @@ LEFT_OUT = (0.01, 0.1)
 # Optimizer steps below which a run hardly changes a model: the shortest shipped run that is meant to has 24.
 MIN_STEPS = 20
 MORE_STEPS = "Add rows, raise trainer.max_epochs or max_steps, or lower data.prompts_per_step"
+REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
+SENTENCE = re.compile(r"(?<=[.,;!?\n])\s+")
+MARKS = " .,;:!?"  # what may follow a sentence
+WORD = re.compile(r"[^\W\d_]+")
+ADVICE = (
+    "RLT teaches what earns most: let the student learn some traces first (examples/rounds.sh), or warm the "
+    "teacher up longer."
+)
+VARIANTS = {"leap": "a leap to the answer", "filler": "filler"}  # of a right trace, and how they are called
+JUDGED = 8  # rows that are judged, for each that is ranked
+NUM_PHRASES = 16  # the most sentences of filler, and words
 
 
 @dataclass(frozen=True)
@@ -203,10 +219,10 @@ def can_be_judged(reference: dict[str, Any]) -> bool:
 def draw_rows(data: StratosDataModule, number: int) -> list[DrawnRow]:
     """Return usable rows, drawn by the seed of the data."""
     names = list_bad_traces(data)
-    found = [
+    usable = [
         DrawnRow.of(columns, texts, names) for columns, texts in islice(data.read_usable_rows(), READ_ROWS)
     ]
-    return Random(data.seed).sample(found, min(number, len(found)))
+    return Random(data.seed).sample(usable, min(number, len(usable)))
 
 
 def list_bad_traces(data: StratosDataModule) -> list[str]:
@@ -218,10 +234,10 @@ def judge_traces(judge: Judge, rows: Sequence[DrawnRow]) -> list[bool | None]:
     """Return whether each row's trace ends with the right answer; None without a trace or an answer."""
     known = [i for i, row in enumerate(rows) if row.trace and can_be_judged(row.reference)]
     verdicts = judge.judge_all((rows[i].trace, rows[i].reference) for i in known)
-    found: list[bool | None] = [None] * len(rows)
+    right: list[bool | None] = [None] * len(rows)
     for i, verdict in zip(known, verdicts, strict=True):
-        found[i] = verdict.correct
-    return found
+        right[i] = verdict.correct
+    return right
 
 
 def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool | None]) -> Check:
@@ -274,18 +290,18 @@ def check_completions(
     if is_answer and not all(can_be_judged(row.reference) for row in rows):
         yield Check("closed", "cannot", "rows without an answer: answers to them cannot be judged")
         return
-    own = [
+    texts = [
         {"question": row.texts.question, "solution": row.texts.solution.strip(), **row.columns}
         for row in rows
     ]
-    asked = data.replace_rows(own, "student_rl" if is_answer else "rlt", [TRACE_COLUMN])
+    asked = data.replace_rows(texts, "student_rl" if is_answer else "rlt", [TRACE_COLUMN])
     asked.student_names = tuple(module.students.names)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     scored = score_problems(module, asked, rollouts, **trainer)
-    found = [rollout for batch in scored for rollout in batch.rollouts.rollouts]
-    number = len(found)
-    closed = fmean(r.closed for r in found)
-    cut = fmean(r.completion.finish_reason == "length" for r in found)
+    sampled = [rollout for batch in scored for rollout in batch.rollouts.rollouts]
+    number = len(sampled)
+    closed = fmean(r.closed for r in sampled)
+    cut = fmean(r.completion.finish_reason == "length" for r in sampled)
     yield Check(
         "closed",
         grade(closed, CLOSED),
@@ -294,7 +310,7 @@ def check_completions(
         f"at least {100 * CLOSED[1]:g} %",
         "Warm up longer, or raise rollouts.sampling.max_completion_length",
     )
-    yield check_sampled(found, judge)
+    yield check_sampled(sampled, judge)
     yield check_spread(scored, options.completions)
 
 
@@ -326,6 +342,178 @@ def check_spread(scored: Sequence[ScoredBatch], size: int) -> Check:
         f"at least {100 * SPREAD[1]:g} %",
         "Raise rollouts.sampling.temperature or model.group_size, or take other problems",
     )
+
+
+# Right traces, leaps and filler
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """A row with its texts, and the columns by which an answer to it is judged."""
+
+    texts: ParsedRow
+    columns: dict[str, Any]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any], texts: ParsedRow, names: Sequence[str] = ()) -> DrawnRow:
+        """Return a row with these texts; it keeps further columns of these names."""
+        kept = {name: columns[name] for name in (*REFERENCE, *names) if columns.get(name) is not None}
+        return cls(texts, kept)
+
+    @property
+    def trace(self) -> str:
+        """Return the row's reasoning trace; '' without one."""
+        return self.texts.traces.get(TRACE_COLUMN, "").strip()
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Return what an answer is judged by."""
+        return {"question": self.texts.question, "solution": self.texts.solution} | self.columns
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """What traces of a task say whatever the problem.
+
+    Example: of last-digit chains `Phrases(("one looks at the numbers", …), ("clearly it must be ", ""), …)`.
+
+    Attributes:
+        filler: Sentences without a number that stand in several traces.
+        leap: What stands before and after the answer in the most frequent last sentence that has no other
+            number; None if there is none in several traces.
+        words: The most frequent words.
+    """
+
+    filler: tuple[str, ...]
+    leap: tuple[str, str] | None
+    words: tuple[str, ...]
+
+    @classmethod
+    def find(cls, rows: Iterable[DrawnRow]) -> Phrases:
+        """Return the phrases of some rows' traces."""
+        filler, leaps, words = Counter[str](), Counter[tuple[str, str]](), Counter[str]()
+        for row in rows:
+            sentences = split_sentences(row.trace)
+            filler.update({text for text in sentences if WORD.search(text) and not re.search(r"\d", text)})
+            words.update(WORD.findall(row.trace))
+            if sentences and (leap := read_leap(sentences[-1], row.reference)):
+                leaps[leap] += 1
+        frequent = tuple(text for text, number in filler.most_common(NUM_PHRASES) if number > 1)
+        several = [leap for leap, number in leaps.most_common(1) if number > 1]
+        most = tuple(word for word, _ in words.most_common(NUM_PHRASES))
+        return cls(frequent, several[0] if several else None, most)
+
+    def measure_share(self, row: DrawnRow) -> float:
+        """Return the part of a trace's sentences that are phrases."""
+        sentences = split_sentences(row.trace)
+        leaps = self.leap is not None and read_leap(sentences[-1], row.reference) is not None
+        return (sum(text in self.filler for text in sentences) + leaps) / len(sentences)
+
+    def build_leap(self, row: DrawnRow) -> str:
+        """Return a row's trace without its steps: a leap to the answer, else its last sentence."""
+        last = SENTENCE.split(row.trace)[-1]
+        answer = reference_answer(row.reference)
+        if self.leap is None or answer is None:
+            return last
+        end = last[len(last.rstrip(MARKS)) :]
+        return answer.join(self.leap) + end
+
+    def build_filler(self, row: DrawnRow, rng: Random) -> str:
+        """Return filler in place of each sentence of a row's trace, with the trace's marks between them.
+
+        Where traces have no filler, each sentence becomes as many of their frequent words.
+        """
+        pieces = re.split(f"({SENTENCE.pattern})", row.trace)  # sentences, and what is between them
+        filler = cycle(rng.sample(self.filler, len(self.filler)))
+        for place in range(0, len(pieces), 2):
+            sentence = pieces[place].rstrip(MARKS)
+            words = rng.choices(self.words or ("so",), k=len(sentence.split()))
+            pieces[place] = next(filler, " ".join(words)) + pieces[place][len(sentence) :]
+        return "".join(pieces)
+
+
+def split_sentences(trace: str) -> list[str]:
+    """Return the sentences of a trace, without the marks behind them."""
+    return [text.rstrip(MARKS) for text in SENTENCE.split(trace) if text.rstrip(MARKS)]
+
+
+def read_leap(sentence: str, reference: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what stands around the answer in a sentence that names no other number; None if it does."""
+    answer = reference_answer(reference)
+    matches = [*re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", sentence)] if answer else []
+    if not matches:
+        return None
+    before, after = sentence[: matches[-1].start()], sentence[matches[-1].end() :]
+    return None if re.search(r"\d", before + after) else (before, after)
+
+
+def choose_good_rows(
+    rows: Sequence[DrawnRow], right: Sequence[bool | None], phrases: Phrases
+) -> list[DrawnRow]:
+    """Return the rows whose trace has several sentences and is right, as far as that can be judged.
+
+    Those with the fewest phrases come first: a trace of right steps that leaps in the end is right too.
+    """
+    judged = any(value is not None for value in right)
+    good = [row for row, value in zip(rows, right, strict=True) if value or not judged]
+    return sorted((row for row in good if len(split_sentences(row.trace)) > 1), key=phrases.measure_share)
+
+
+def build_variants(rows: Sequence[DrawnRow], phrases: Phrases) -> Iterator[dict[str, Any]]:
+    """Yield each row with its trace and the worse variants of it, in columns of their names."""
+    for number, row in enumerate(rows):
+        yield {
+            "question": row.texts.question,
+            "solution": row.texts.solution.strip(),
+            TRACE_COLUMN: row.trace,
+            "leap": phrases.build_leap(row),
+            "filler": phrases.build_filler(row, Random(number)),
+            **row.columns,
+        }
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The rewards of right traces and of what is worse, by problem.
+
+    Example: `Ranking([{"reasoning_trace": -0.2, "leap": -0.9, "filler": -0.8}], VARIANTS)`.
+
+    Attributes:
+        rewards: Of each problem the rewards, nats, by column.
+        kinds: What the worse ones are, by column.
+    """
+
+    rewards: list[dict[str, float]]
+    kinds: dict[str, str]
+
+    @classmethod
+    def of(cls, rewards: Iterable[tuple[Rollout, float]], kinds: dict[str, str]) -> Ranking:
+        """Return the ranking of scored rollouts; problems of which limits left a variant out do not count."""
+        by_question: dict[str, dict[str, float]] = {}
+        for rollout, reward in rewards:
+            columns = rollout.problem.columns
+            by_question.setdefault(columns["question"], {})[columns["trace_column"]] = reward
+        return cls([row for row in by_question.values() if len(row) == 1 + len(kinds)], kinds)
+
+    def measure_mean(self, column: str) -> float:
+        """Return the mean reward of a column."""
+        return fmean(row[column] for row in self.rewards)
+
+    def measure_won(self, column: str) -> float:
+        """Return the part of problems whose right trace earns more than this variant."""
+        return fmean(row[TRACE_COLUMN] > row[column] for row in self.rewards)
+
+    def describe(self) -> str:
+        """Return what right traces and their variants earn, as a clause."""
+        variants = (f"{text} {self.measure_mean(kind):.2f}" for kind, text in self.kinds.items())
+        right = f"{len(self.rewards)} right traces earn {self.measure_mean(TRACE_COLUMN):.2f} nats"
+        return f"{right} on average, {' and '.join(variants)}"
+
+
+def choose_reward(reward: RLTReward, views: StudentViews) -> RLTReward:
+    """Return the reward by which given texts are scored: sampled estimators hold for samples only."""
+    crosses = any(isinstance(form, CrossTokenizerFormat) for form in views.formats)
+    return reward if crosses else replace(reward, kl_estimator="exact")
 
 
 # Ranking

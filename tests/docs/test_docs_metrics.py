@@ -30,12 +30,7 @@ from rlt_lightning.modules import (
     RLTModule,
     SFTModule,
 )
-from rlt_lightning.numerics import (
-    LogProbReward,
-    NOVERReward,
-    RLTReward,
-    TruncatedImportanceSampling,
-)
+from rlt_lightning.numerics import LogProbReward, NOVERReward, RLTReward, TruncatedImportanceSampling
 
 
 def data(model: str, **options: object) -> StratosDataModule:

@@ -183,7 +183,7 @@ class WithPlateau(RLTModule):
 def fit_command(folder: Path, *options: str) -> None:
     words = ["--data.num_embedded_rows=16", "--data.prompts_per_step=4", "--model.group_size=2"]
     words += ["--checkpoint.every_n_train_steps=1", "--rollouts.sampling.max_completion_length=16"]
-    done = rlt("fit", "--config=quickstart", *words, *options, f"--output_dir={folder}")
+    done = rlt("fit", "--config=laptop/rlt", *words, *options, f"--output_dir={folder}")
     assert done.returncode == 0, done.stderr
 
 

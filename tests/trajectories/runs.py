@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from parity import Parity
+from replay import COLUMNS, Recorder, ReplayEngine
 from trainers import bare_trainer
 
-from rlt_lightning.callbacks import DynamicSampling, ReferenceSync, RolloutCallback, RolloutRecorder
+from rlt_lightning.callbacks import DynamicSampling, ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.datamodules.teacher_views import ViewOptions
-from rlt_lightning.engines import HFEngine, ReplayEngine, Sampling
-from rlt_lightning.engines.replay import COLUMNS
+from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import CorrectnessReward, LikelihoodModule, OPDModule, RLTModule, SFTModule
@@ -360,7 +360,7 @@ def run(kind: str, strategy: str = "", folder: Path | None = None, record: bool 
         engine = (Sampled if setup.in_process else SampledOutside)() if record else None
         engine = engine or ReplayEngine(str(recording), setup.in_process)
         callbacks.insert(0, RolloutCallback(engine=engine, **setup.rollouts))
-        callbacks += [RolloutRecorder(token_ids=True)] if record else []
+        callbacks += [Recorder()] if record else []
     setup.data.output_dir = str(folder)
     options = STRATEGIES[strategy]() if strategy else {"devices": 1}
     trainer = bare_trainer(folder, *callbacks, steps=STEPS, use_distributed_sampler=False, **options)

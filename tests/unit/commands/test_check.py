@@ -13,14 +13,16 @@ from cases import full
 from commands import rlt
 from stages import Stages
 
-from rlt_lightning.commands.check import CheckOptions, describe_ranking, grade
-from rlt_lightning.commands.ranking import (
+from rlt_lightning.commands.check import (
     VARIANTS,
+    CheckOptions,
     DrawnRow,
     Phrases,
     Ranking,
     build_variants,
     choose_good_rows,
+    describe_ranking,
+    grade,
     read_leap,
 )
 from rlt_lightning.datamodules.rows import ParsedRow

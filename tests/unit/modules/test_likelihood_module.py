@@ -39,9 +39,9 @@ from rlt_lightning.numerics import (
     NOVERReward,
     RLPRReward,
     ShuffledAdvantages,
-    SolutionScores,
     VeriFreeReward,
 )
+from rlt_lightning.numerics.likelihood import SolutionScores
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 

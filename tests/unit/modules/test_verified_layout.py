@@ -16,8 +16,7 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import Differences, verify_layout
 from rlt_lightning.modules import SFTModule, base
-from rlt_lightning.numerics import Segments
-from rlt_lightning.numerics.attention import looped_attention
+from rlt_lightning.numerics.attention import Segments, looped_attention
 from rlt_lightning.types import InputError
 
 

@@ -22,9 +22,9 @@ from rlt_lightning.numerics import (
     NOVERReward,
     RLPRReward,
     RLTReward,
-    SolutionScores,
     VeriFreeReward,
 )
+from rlt_lightning.numerics.likelihood import SolutionScores
 from rlt_lightning.numerics.rewards import reduce_tokens
 from rlt_lightning.types import InputError
 
