@@ -20,6 +20,7 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning import __main__ as program
+from rlt_lightning.datamodules import StudentSFTData, TeacherRLData
 from rlt_lightning.models.load import require_model_name
 from rlt_lightning.run.folder import choose_run_folder
 from rlt_lightning.types import InputError
@@ -107,7 +108,7 @@ def make_module(**options: Any) -> RLTModule:
 
 
 def make_data(source: Any = ROWS, **options: Any) -> StratosDataModule:
-    return StratosDataModule(source, prompts_per_step=2, tags="r1", **options)
+    return TeacherRLData(source, prompts_per_step=2, tags="r1", **options)
 
 
 # A mistake in a script -> the setting and the remedy.
@@ -117,11 +118,11 @@ SCRIPTS: dict[str, tuple[Callable[[], object], str]] = {
     "two samplers": (lambda: train(callbacks=[RolloutCallback(), RolloutCallback()]), "RolloutCallback"),
     "a teacher": (lambda: train(make_module(teacher="minature")), "Did you mean miniature?"),
     "a folder": (lambda: train(make_module(student="./none")), "model folder './none' must exist"),
-    "a task of SFT": (lambda: train(data=make_data(task="student_sft")), "student_sft"),
+    "data of SFT": (lambda: train(data=StudentSFTData(ROWS)), "must be TeacherRLData"),
     "a file": (lambda: train(data=make_data("rows.jsonl")), "file or folder 'rows.jsonl' must exist"),
     "a column": (lambda: train(data=make_data([{"question": "1?", "answer": "2"}])), "lacks solution"),
     "few rows": (lambda: train(data=make_data(ROWS[:1])), "prompts_per_step=2"),
-    "tags": (lambda: train(data=StratosDataModule(ROWS, tags="qwen")), "stratos or r1"),
+    "tags": (lambda: train(data=TeacherRLData(ROWS, tags="qwen")), "stratos or r1"),
     "a checkpoint": (
         lambda: Trainer("run").fit(make_module(), make_data(), ckpt_path="no.ckpt"),
         "ckpt_path",

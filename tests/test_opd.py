@@ -18,7 +18,7 @@ from trainers import bare_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, StudentOPDData
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions, swap_solutions
@@ -50,8 +50,8 @@ def teacher(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 def data(folder: Path, view: ViewOptions = EXPLANATION, **options: Any) -> StratosDataModule:
     prompts = {"teacher_system_prompt": "", "student_system_prompt": ""}
     settings = dict(source="chains", num_embedded_rows=8, prompts_per_step=4, tags="r1", token_cache=False)
-    settings |= prompts | {"task": "student_opd", "view": view, "output_dir": str(folder)} | options
-    return StratosDataModule(**settings)
+    settings |= prompts | {"view": view, "output_dir": str(folder)} | options
+    return StudentOPDData(**settings)
 
 
 def fit(

@@ -15,7 +15,7 @@ import torch
 from rlt_lightning import Trainer
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_trainable
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions
@@ -141,7 +141,7 @@ def test_rows_that_cannot_be_trained_on_are_refused(
 ) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(f"{row}\n" * 3)
-    data = StratosDataModule(str(source), tokenizer="miniature", **{"prompts_per_step": 1} | options)
+    data = TeacherRLData(str(source), tokenizer="miniature", **{"prompts_per_step": 1} | options)
     with pytest.raises(InputError) as raised:
         data.setup("fit")
     assert reason in str(raised.value)

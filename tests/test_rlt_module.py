@@ -18,7 +18,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
@@ -36,7 +36,7 @@ TEMPERATURE = 0.7
 
 
 def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
-    return StratosDataModule(
+    return TeacherRLData(
         source="arithmetic",
         num_embedded_rows=8,
         tokenizer=model,

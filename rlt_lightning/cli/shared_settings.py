@@ -8,23 +8,21 @@ rlt explain    those of `rlt predict`; commands/explain.py does the work
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import fields
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from rlt_lightning.cli.parser import replace_config_names, split_words
-from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student
+from rlt_lightning.cli.parser import split_words
+from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, find_class, frozen_student, propose_data
 from rlt_lightning.commands.check import CheckOptions, check_run
-from rlt_lightning.commands.explain import ExplainOptions, explain, find_row, find_settings
+from rlt_lightning.commands.explain import ExplainOptions, change_stage, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
+from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.types import InputError, as_list
 
@@ -57,7 +55,9 @@ class SharedSettingsCommandLine(RLTCommandLine):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
         self.shared_parser.prog = f"rlt {self.typed_verb}"
-        self.config = parser.parse_args([self.settings_verb, *self.build_words(self.words)])
+        words = self.build_words(self.words)
+        words = words if self.verb == "test" else propose_data(words)
+        self.config = parser.parse_args([self.settings_verb, *words])
         self.take_rollouts()
         self.spread_seed()
         self.share_gpus()
@@ -77,7 +77,8 @@ class PlanCommandLine(SharedSettingsCommandLine):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return `rlt test` for an evaluation, else `rlt fit`."""
-        self.settings_verb = "test" if names_evaluation(self.words) else "fit"
+        named = str(find_class(self.words, "model"))
+        self.settings_verb = "test" if named.endswith("EvaluationModule") else "fit"
         return super().subcommands()
 
     def before_instantiate_classes(self) -> None:
@@ -127,14 +128,6 @@ class CheckCommandLine(SharedSettingsCommandLine):
         print(f"{len(found)} checks: {counts}")
 
 
-def names_evaluation(words: list[str]) -> bool:
-    """Tell whether options, or configs that they name, choose the module of `rlt test`."""
-    words = [part for word in replace_config_names(words) for part in word.split("=", 1)]
-    named = [Path(value) for option, value in pairwise(words) if option == "--config"]
-    texts = [*words, *(path.read_text() for path in named if path.is_file())]
-    return any(re.search(r"^[^#\n]*\bEvaluationModule\b", text, re.MULTILINE) for text in texts)
-
-
 class ExplainCommandLine(SharedSettingsCommandLine):
     """`rlt explain`: what an explanation is worth, given or written by a teacher. It makes no run folder.
 
@@ -178,9 +171,12 @@ class ExplainCommandLine(SharedSettingsCommandLine):
         chosen = choose_formats(FormatOptions.from_settings(data.as_dict()), model.get("teacher"), students)
         score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
         self.row = find_row(options, data.as_dict(), chosen[0].tags, sample, score_given)
-        task = "rlt" if sample else "score"
-        data.update(Namespace(task=task, source=[self.row], trace_columns=[TRACE_COLUMN], max_rows=None))
-        data.update(Namespace(val_batch_size=1, max_bad_frac=0.0, output_dir=None))
+        settings = {"class_path": config.data.class_path, "init_args": vars(data)}
+        settings = change_stage(settings, TeacherRLData if sample else ScoringData)
+        data = Namespace(**settings["init_args"])
+        data.update(Namespace(source=[self.row], max_rows=None, val_batch_size=1, max_bad_frac=0.0))
+        data.update(Namespace(output_dir=None, **({} if sample else {"trace_columns": [TRACE_COLUMN]})))
+        config.data = Namespace(class_path=settings["class_path"], init_args=data)
         config.rollouts.update(Namespace(num_traces=1, val_sampling=None, asynchronous=False))
         # A strategy of the settings may need packages and processes that are not here.
         config.trainer.update(Namespace(logger=None, callbacks=None, strategy="auto"))

@@ -24,7 +24,13 @@ import torch
 
 from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import count_student_tokens
-from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules import (
+    EvaluationDataModule,
+    ScoringData,
+    StratosDataModule,
+    StudentLikelihoodData,
+    StudentOPDData,
+)
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.engines import Engine
 from rlt_lightning.engines.base import Sampling
@@ -229,7 +235,7 @@ def read_setup(
 
 def is_prediction(data: StratosDataModule, rollouts: RolloutCallback) -> bool:
     """Return whether settings are set that only `rlt predict` reads."""
-    scores = data.task == "score" or data.student_context is not None
+    scores = isinstance(data, ScoringData) or data.student_context is not None
     return scores or rollouts.num_traces > 1 or rollouts.max_resamples > 0
 
 
@@ -569,7 +575,7 @@ def read_step(
 
 def has_completions(data: StratosDataModule | EvaluationDataModule) -> bool:
     """Return whether rows bring their completions, which are only scored."""
-    return isinstance(data, StratosDataModule) and data.task == "score"
+    return isinstance(data, ScoringData)
 
 
 def find_missing(data: StratosDataModule | EvaluationDataModule, scratch: Path) -> str | None:
@@ -611,9 +617,9 @@ def read_rows(
         prompts = data.items.sum_columns("num_prompt")
         return measure(prompts), measure(data.items.sum_columns("token_ids") - prompts), ()
     scoring: tuple[int | None, ...]
-    if data.task == "student_opd":
+    if isinstance(data, StudentOPDData):
         scoring = (int(items.sum_columns("teacher_view").max()),)
-    elif data.task == "student_likelihood":
+    elif isinstance(data, StudentLikelihoodData):
         scoring = tuple(int(fixed.max()) for fixed in count_student_tokens(data))
     else:
         scoring = tuple(
@@ -636,10 +642,10 @@ def assume_lengths(
     completion = assume_mean(limit or max(1, data.max_length - longest))
     mean = round(MEAN_PROMPT_FRAC * longest)
     solution = round(SOLUTION_FRAC * mean)
-    if data.task == "student_opd":  # only the teacher reads the solution
+    if isinstance(data, StudentOPDData):  # only the teacher reads the solution
         return (longest, mean - solution), completion, (longest,)
     # Of a likelihood reward only the scorer reads the solution.
-    scorers = max(1, len(data.student_names)) if data.task == "student_likelihood" else 0
+    scorers = max(1, len(data.student_names)) if isinstance(data, StudentLikelihoodData) else 0
     return (longest, mean), completion, (longest + solution,) * scorers
 
 

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from rlt_lightning.datamodules.evaluation import EvaluationBatch, get_evaluation_data
+from rlt_lightning.datamodules.evaluation import (
+    EvaluationBatch,
+    EvaluationDataModule,
+    get_evaluation_data,
+)
 from rlt_lightning.engines import EngineError
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
@@ -67,6 +71,14 @@ class EvaluationModule(LightningModule):
             raise InputError(
                 "`rlt test` must have the model whole, but trainer.strategy shards it. Leave the strategy "
                 "out; for a model that fits no GPU use a vLLM worker (docs/evaluation.md)."
+            )
+
+    def require_data(self, data: Any) -> None:
+        """Refuse data of a training stage, which ask before they read anything."""
+        if not isinstance(data, EvaluationDataModule):
+            raise InputError(
+                f"The data of {type(self).__name__} must be EvaluationDataModule, but are "
+                f"{type(data).__name__}. Choose another class for data, or another module."
             )
 
     def configure_model(self) -> None:
