@@ -41,10 +41,10 @@ from rlt_lightning import (
     RLTModule,
     RolloutCallback,
     Sampling,
-    StratosDataModule,
     Trainer,
 )
 from rlt_lightning.checkpoints.folder import STATE, find_newest_checkpoint
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.digests import SUFFIX, write_digests
 from rlt_lightning.engines import DiskPush, EngineError, HFEngine, SampleRequest, VLLMEngine
 from rlt_lightning.models.embedded import resolve
@@ -107,7 +107,7 @@ class Run:
             optimizer=OptimizerConfig(lr=1e-3),
             micro_batch_tokens=1024,
         )
-        data = StratosDataModule(
+        data = TeacherRLData(
             "chains",
             num_embedded_rows=16,
             prompts_per_step=2,

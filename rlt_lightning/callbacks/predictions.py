@@ -1,9 +1,9 @@
 """Callbacks that write what `rlt predict` makes, batch by batch; a resumed run makes only what is missing.
 
-data.task    rows                                      file            at the end
-score        the source's, with their scores           scores.jsonl    groups by reward, or a comparison
-rlt          a teacher's explanations of solutions     traces.jsonl    distillation.jsonl, .parquet, README.md
-student_rl   a model's answers, each with a verdict    traces.jsonl    the same, of right answers only
+data           rows                                    file          at the end
+ScoringData    the source's, with their scores         scores.jsonl  groups by reward, or a comparison
+TeacherRLData  a teacher's explanations of solutions   traces.jsonl  distillation.jsonl, .parquet, README.md
+StudentRLData  a model's answers, each with a verdict  traces.jsonl  the same, of right answers only
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing_extensions import override
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.rollout_rows import (
@@ -37,6 +38,7 @@ from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
+WRITTEN = (TeacherRLData, StudentRLData)  # the data whose completions make a distillation set
 TRACES, SELECTED, CARD = "traces.jsonl", "distillation.jsonl", "README.md"
 
 
@@ -58,7 +60,7 @@ class ScoreWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in the source's order."""
-        if stage != "predict" or (data := get_stratos_data(trainer)).task != "score":
+        if stage != "predict" or not isinstance(data := get_stratos_data(trainer), ScoringData):
             return
         if not hasattr(pl_module, "reward"):
             raise InputError(
@@ -88,7 +90,7 @@ class ScoreWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if get_stratos_data(trainer).task != "score":
+        if not isinstance(get_stratos_data(trainer), ScoringData):
             return
         if self.per_token:
             formats = get_stratos_data(trainer).student_views.formats
@@ -102,7 +104,7 @@ class ScoreWriter(Callback):
         if stage != "predict" or not trainer.is_global_zero:
             return
         data = get_stratos_data(trainer)
-        if data.task != "score":
+        if not isinstance(data, ScoringData):
             return
         rows, folder = list(read_json_rows(self._path(trainer))), self._path(trainer).parent
         terms = list_columns(pl_module)
@@ -174,9 +176,9 @@ class DistillationWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
-        if stage != "predict" or (data := get_stratos_data(trainer)).task not in ("rlt", "student_rl"):
+        if stage != "predict" or not isinstance(data := get_stratos_data(trainer), WRITTEN):
             return
-        is_answers = data.task == "student_rl"
+        is_answers = isinstance(data, StudentRLData)
         if is_answers and isinstance(pl_module, RLTModule):
             require_verdicts(pl_module)
         num_traces = RolloutCallback.of(trainer).num_traces
@@ -195,7 +197,7 @@ class DistillationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if get_stratos_data(trainer).task in ("rlt", "student_rl"):
+        if isinstance(get_stratos_data(trainer), WRITTEN):
             append_from_ranks(trainer, self._folder(trainer) / TRACES, outputs)
 
     @override
@@ -204,9 +206,9 @@ class DistillationWriter(Callback):
         if stage != "predict" or not trainer.is_global_zero:
             return
         data = get_stratos_data(trainer)
-        if data.task not in ("rlt", "student_rl"):
+        if not isinstance(data, WRITTEN):
             return
-        folder, is_answers = self._folder(trainer), data.task == "student_rl"
+        folder, is_answers = self._folder(trainer), isinstance(data, StudentRLData)
         rows = list(read_json_rows(folder / TRACES))
         candidates = [row for row in rows if is_usable(row)] if is_answers else rows
         if not candidates:
@@ -260,7 +262,7 @@ def require_verdicts(module: RLTModule) -> None:
     """Check that the reward says which answers are right."""
     if not isinstance(module.reward, CorrectnessReward):
         raise InputError(
-            "`rlt predict` keeps right answers, so with data.task student_rl model.reward must be "
+            "`rlt predict` keeps right answers, so with StudentRLData model.reward must be "
             f"CorrectnessReward, but is {type(module.reward).__name__}. Set it, and model.student to null."
         )
 

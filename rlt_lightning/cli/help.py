@@ -88,7 +88,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Let a teacher write a distillation set (generate), or score given explanations (score, rank).",
         f"{RUN}\n{MACHINE}\n{MODELS}{REWARD}\n{DATA}"
-        """  --data.trace_columns [NAME]         columns of explanations to score
+        """  --data.trace_columns [NAME]         columns of explanations to score, with ScoringData
   --data.student_context N            most tokens that a student will take
 
 """
@@ -130,6 +130,7 @@ and all options of rlt fit.
         "Check on your rows and models, before a stage, whether its run can teach anything.",
         """  --check.rows 32                     problems to sample completions of
   --check.completions 4               completions of each problem
+  --check.bad_traces [NAME]           columns of traces that the reward must rank below reasoning_trace
 
 and all options of rlt fit.
 """,

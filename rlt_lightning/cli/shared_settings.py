@@ -15,13 +15,14 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.parser import split_words
-from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student
+from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student, propose_data
 from rlt_lightning.commands.check import CheckOptions, check_run
-from rlt_lightning.commands.explain import ExplainOptions, explain, find_row, find_settings
+from rlt_lightning.commands.explain import ExplainOptions, change_stage, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
+from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.types import InputError, as_list
 
@@ -54,7 +55,8 @@ class SharedSettingsCommandLine(RLTCommandLine):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
         self.shared_parser.prog = f"rlt {self.typed_verb}"
-        self.config = parser.parse_args([self.settings_verb, *self.build_words(self.words)])
+        words = propose_data(self.build_words(self.words))
+        self.config = parser.parse_args([self.settings_verb, *words])
         self.take_rollouts()
         self.spread_seed()
 
@@ -157,9 +159,12 @@ class ExplainCommandLine(SharedSettingsCommandLine):
         students = as_list(frozen_student(config.model))
         chosen = choose_formats(FormatOptions.from_settings(data.as_dict()), model.get("teacher"), students)
         self.row = find_row(options, data.as_dict(), chosen[0].tags, sample)
-        task = "rlt" if sample else "score"
-        data.update(Namespace(task=task, source=[self.row], trace_columns=[TRACE_COLUMN], max_rows=None))
-        data.update(Namespace(val_batch_size=1, max_bad_frac=0.0, output_dir=None))
+        settings = {"class_path": config.data.class_path, "init_args": vars(data)}
+        settings = change_stage(settings, TeacherRLData if sample else ScoringData)
+        data = Namespace(**settings["init_args"])
+        data.update(Namespace(source=[self.row], max_rows=None, val_batch_size=1, max_bad_frac=0.0))
+        data.update(Namespace(output_dir=None, **({} if sample else {"trace_columns": [TRACE_COLUMN]})))
+        config.data = Namespace(class_path=settings["class_path"], init_args=data)
         config.rollouts.update(Namespace(num_traces=1, val_sampling=None, asynchronous=False))
         # A strategy of the settings may need packages and processes that are not here.
         config.trainer.update(Namespace(logger=None, callbacks=None, strategy="auto"))

@@ -16,7 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
+from inspect import isabstract
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,14 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlt_lightning.cli.help import VERBS
-from rlt_lightning.cli.parser import OneLineParser
+from rlt_lightning.cli.parser import (
+    NAME,
+    OneLineParser,
+    list_leaves,
+    replace_config_names,
+    split_words,
+)
+from rlt_lightning.commands.explain import load_class
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.metrics.catalogue import write_entries
@@ -216,12 +225,14 @@ class RLTCommandLine(LightningCLI):
         if self.verb == "test":
             parser.link_arguments("rollouts.num_samples", "data.init_args.num_samples")
             return
-        parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
+        for name in ("student_tokenizer", "teacher_tokenizer"):  # of the data that have it
+            parser.link_arguments("model", f"data.init_args.{name}", compute_fn=frozen_student)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line, and let --seed set the other seeds."""
         require_whole_sets(self.words)
-        super().parse_arguments(parser, args)
+        words = self.words if self.verb == "test" else propose_data(self.words)
+        self.config = parser.parse_args([self.typed_verb, *words])
         self.take_rollouts()
         self.spread_seed()
 
@@ -372,6 +383,38 @@ def find_code_version() -> dict[str, Any]:
     if (folder / ".git").exists() and (commit := git("rev-parse", "HEAD")):
         found |= {"commit": commit, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
     return found
+
+
+def propose_data(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line, and before them the data class that the named module proposes.
+
+    What a config or a later option says of the data overrides it.
+    """
+    name = str(find_class(words, "model"))
+    modules = {kind.__name__: kind for kind in list_leaves(PolicyModule)}
+    kind: Any = modules.get(name)
+    if kind is None and "." in name:
+        with suppress(ImportError, AttributeError):  # the parser says it
+            kind = load_class(name)
+    classes = [stage for stage in getattr(kind, "data_classes", ())[:1] if not isabstract(stage)]
+    return [*(f"--data={stage.__module__}.{stage.__name__}" for stage in classes), *words]
+
+
+def find_class(words: Sequence[str], key: str) -> str | None:
+    """Return the class that configs and options name last under a key; None if none does."""
+    named = None
+    for option in split_words(replace_config_names(words))[1]:
+        name, value = option if len(option) == 2 else option[0].partition("=")[::2]
+        settings: Any = None
+        with suppress(yaml.YAMLError, OSError, UnicodeDecodeError):  # the parser says it
+            if name in ("--config", "-c"):
+                text = Path(value).read_text() if NAME.fullmatch(value) else value
+                settings = yaml.safe_load(text)
+                settings = settings.get(key) if isinstance(settings, dict) else None
+            elif name in (f"--{key}", f"--{key}.class_path"):
+                settings = yaml.safe_load(value)
+        named = (settings.get("class_path") if isinstance(settings, dict) else settings) or named
+    return named
 
 
 def trained_model(model: Any) -> str | None:

@@ -35,6 +35,7 @@ from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.scoring import ScoredBatch, score_problems
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, require_judgeable
+from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.judging.answers import reference_answer
@@ -79,10 +80,12 @@ class CheckOptions:
     Args:
         rows: Problems that completions are sampled of, and traces that are ranked.
         completions: Completions of each problem.
+        bad_traces: Columns of traces that the reward must rank below reasoning_trace.
     """
 
     rows: int = 32
     completions: int = 4
+    bad_traces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rows < 2 or self.completions < 2:
@@ -151,14 +154,14 @@ def check_run(
     yield check_rows(data, limit)
     yield check_lengths(data)
     yield check_steps(data, length)
-    rows = draw_rows(data, JUDGED * options.rows)
+    rows = draw_rows(data, JUDGED * options.rows, options.bad_traces)
     with Judge(data.format.student_tags) as judge:
         right = judge_traces(judge, rows)
-        yield check_given_traces(data.task, rows, right)
+        yield check_given_traces(rows, right, isinstance(data, StudentSFTData))
         sampling = build_sampling_module(module)
         if sampling is None:
             reason = "before the warm-up the model does not know the format: check stage 2 with its model/"
-            if data.task == "student_sft":
+            if isinstance(data, StudentSFTData):
                 reason = "before the fine-tuning the student does not know the format: see `rlt test`"
             yield Check("closed", "cannot", reason)
         else:
@@ -166,7 +169,7 @@ def check_run(
             yield from check_completions(sampling, data, rollouts, options, asked, judge, trainer)
     phrases = Phrases.find(row for row in rows if row.trace)
     good = choose_good_rows(rows, right, phrases)[: options.rows]
-    yield check_ranking(module, data, rollouts, good, phrases, trainer)
+    yield check_ranking(module, data, rollouts, good, phrases, options.bad_traces, trainer)
 
 
 # The rows
@@ -216,18 +219,13 @@ def can_be_judged(reference: dict[str, Any]) -> bool:
     return True
 
 
-def draw_rows(data: StratosDataModule, number: int) -> list[DrawnRow]:
+def draw_rows(data: StratosDataModule, number: int, bad_traces: Sequence[str]) -> list[DrawnRow]:
     """Return usable rows, drawn by the seed of the data."""
-    names = list_bad_traces(data)
     usable = [
-        DrawnRow.of(columns, texts, names) for columns, texts in islice(data.read_usable_rows(), READ_ROWS)
+        DrawnRow.of(columns, texts, bad_traces)
+        for columns, texts in islice(data.read_usable_rows(), READ_ROWS)
     ]
     return Random(data.seed).sample(usable, min(number, len(usable)))
-
-
-def list_bad_traces(data: StratosDataModule) -> list[str]:
-    """Return the columns whose traces the reward must rank below reasoning_trace."""
-    return [name for name in data.trace_columns if name != TRACE_COLUMN]
 
 
 def judge_traces(judge: Judge, rows: Sequence[DrawnRow]) -> list[bool | None]:
@@ -240,7 +238,9 @@ def judge_traces(judge: Judge, rows: Sequence[DrawnRow]) -> list[bool | None]:
     return right
 
 
-def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool | None]) -> Check:
+def check_given_traces(
+    rows: Sequence[DrawnRow], right: Sequence[bool | None], student_learns: bool = False
+) -> Check:
     """Check that enough of the rows' own traces end with the right answer."""
     known = [float(value) for value in right if value is not None]
     if not known:
@@ -248,7 +248,7 @@ def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool
         return Check("traces", "cannot", f"the {len(rows)} rows that were read {missing}")
     part = fmean(known)
     # A student learns what it is shown; a warm-up may show traces of uneven quality.
-    limits = (0.1, 0.5) if task == "student_sft" else RIGHT
+    limits = (0.1, 0.5) if student_learns else RIGHT
     return Check(
         "traces",
         grade(part, limits),
@@ -294,7 +294,7 @@ def check_completions(
         {"question": row.texts.question, "solution": row.texts.solution.strip(), **row.columns}
         for row in rows
     ]
-    asked = data.replace_rows(texts, "student_rl" if is_answer else "rlt", [TRACE_COLUMN])
+    asked = data.copy_settings(StudentRLData if is_answer else TeacherRLData, texts)
     asked.student_names = tuple(module.students.names)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     scored = score_problems(module, asked, rollouts, **trainer)
@@ -525,6 +525,7 @@ def check_ranking(
     rollouts: RolloutCallback,
     good: Sequence[DrawnRow],
     phrases: Phrases,
+    bad_traces: Sequence[str],
     trainer: dict[str, Any],
 ) -> Check:
     """Check that the reward ranks right traces above leaps and filler, and above the user's bad ones."""
@@ -533,8 +534,9 @@ def check_ranking(
     if len(good) < 2:
         reason = f"it needs rows with a right reasoning_trace of several sentences, and found {len(good)}"
         return Check("ranking", "cannot", reason)
-    kinds = VARIANTS | {name: name for name in list_bad_traces(data)}
-    asked = data.replace_rows([*build_variants(good, phrases)], "score", [TRACE_COLUMN, *kinds])
+    kinds = VARIANTS | {name: name for name in bad_traces}
+    variants = [*build_variants(good, phrases)]
+    asked = data.copy_settings(ScoringData, variants, trace_columns=[TRACE_COLUMN, *kinds])
     module.reward = choose_reward(module.reward, data.student_views)
     scored = score_problems(module, asked, rollouts, **trainer)
     rewards = (

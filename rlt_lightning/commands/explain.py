@@ -12,10 +12,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.report import KEY, render_completion, require_replaceable, write_page
@@ -23,8 +25,8 @@ from rlt_lightning.commands.scoring import score_problems
 from rlt_lightning.console import make_printable
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import parse_sources, read_rows
+from rlt_lightning.datamodules.stages import TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.metrics.catalogue import find_metric
 from rlt_lightning.models.load import is_model_folder, load_format
 from rlt_lightning.modules.rlt import RLTModule
@@ -35,7 +37,7 @@ from rlt_lightning.tags import TagStyle
 from rlt_lightning.tasks.stepwise import describe_question
 from rlt_lightning.types import BadRowError, InputError
 
-RLT_MODULE, DATA_MODULE = "rlt_lightning.modules.RLTModule", "rlt_lightning.datamodules.StratosDataModule"
+RLT_MODULE, DATA_MODULE = "rlt_lightning.modules.RLTModule", "rlt_lightning.datamodules.TeacherRLData"
 # Arguments that SFTModule and RLTModule share and that are not about training.
 OF_BOTH_STAGES = (
     *("micro_batch_tokens", "layout", "head", "dtype", "attn_implementation", "trust_remote_code", "seed"),
@@ -50,7 +52,7 @@ class ExplainOptions:
         question: The question, in place of a row of the data. An empty text counts as none.
         solution: Its solution, which the teacher sees.
         explanation: The explanation. Without one a teacher that is named writes it; else it is the row's
-            trace, data.trace_columns.
+            trace, of the first of data.trace_columns if the data are ScoringData.
         row: Number of the row in data.source, from 1.
         top: Number of the explanation's tokens in the table, largest KL first; 0 for all.
         html: Also write a page to this file, with the tokens' colours.
@@ -108,15 +110,15 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text())
         model, data, trainer = settings["model"], settings["data"], settings["trainer"]
-        arguments, task = model["init_args"], data["init_args"]["task"]
-        is_student = TASKS[task].role == "student"
+        arguments, stage = model["init_args"], load_class(data["class_path"])
+        is_student = stage.role == "student"
         rollouts = {name: settings["rollouts"][name] for name in ("sampling", "seed", "max_resamples")}
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise InputError(
             f"{path} must be the config.yaml of a run of rlt fit, but is not. Name a model folder instead."
         ) from error
     if is_student:
-        raise InputError(f"{folder} has trained a student (data.task {task}), which explains nothing.")
+        raise InputError(f"{folder} has trained a student ({stage.__name__}), which explains nothing.")
     if not (folder / "model").is_dir():
         raise InputError(
             f"{folder} must have a model/, but has none. Make it from a checkpoint: rlt export --ckpt_path "
@@ -127,9 +129,26 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
         student = {"student": arguments["pretrained"], "student_dtype": arguments["dtype"]}
         model = {"class_path": RLT_MODULE, "init_args": kept | student}
     model["init_args"] |= {"teacher": str(folder / "model"), "lora": None}
-    data["init_args"]["task"] = "rlt"
+    data = change_stage(data, TeacherRLData)
     trainer = {name: trainer[name] for name in ("accelerator", "precision")}
     return {"model": model, "data": data, "rollouts": rollouts, "trainer": trainer}
+
+
+def change_stage(data: dict[str, Any], stage: type[StratosDataModule]) -> dict[str, Any]:
+    """Return class_path and init_args of data as another stage's: the settings that it has too."""
+    if issubclass(load_class(data["class_path"]), stage):
+        return data
+    parser = ArgumentParser()
+    parser.add_class_arguments(stage, fail_untyped=False)
+    known = vars(parser.get_defaults())
+    settings = {name: value for name, value in data["init_args"].items() if name in known}
+    return {"class_path": f"{stage.__module__}.{stage.__name__}", "init_args": settings}
+
+
+def load_class(path: str) -> Any:
+    """Import the class that a class_path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 # The row
@@ -140,7 +159,7 @@ def find_row(options: ExplainOptions, data: dict[str, Any], tags: TagStyle, samp
 
     Args:
         options: What to explain.
-        data: Settings of the StratosDataModule.
+        data: Settings of the data.
         tags: The teacher's tags.
         sample: Whether the teacher writes the explanation.
 
@@ -154,7 +173,7 @@ def find_row(options: ExplainOptions, data: dict[str, Any], tags: TagStyle, samp
         return columns
     text = options.explanation.strip()
     if not text:
-        name = TRACE_COLUMN if options.question else data["trace_columns"][0]
+        name = TRACE_COLUMN if options.question else data.get("trace_columns", [TRACE_COLUMN])[0]
         text = require_usable(columns, tags, [name]).traces[name].strip()
     row = {**columns, "completion": text + tags.separator + tags.explanation_close}
     require_usable(row, tags, [TRACE_COLUMN], allows_completion=True)
@@ -227,7 +246,7 @@ def explain(
     models = (
         f"teacher {module.pretrained}, student{'s' * bool(by_student)} {', '.join(module.students.names)}"
     )
-    caveats = list_caveats(reward, sampled=data.task == "rlt")
+    caveats = list_caveats(reward, sampled=isinstance(data, TeacherRLData))
     problem = [f"Question: {show(row['question'])}", f"Solution: {show(row['solution'])}"]
     if about := describe_question(row["question"]):
         problem.insert(1, f"  {about}")

@@ -31,7 +31,12 @@ from torch.utils._pytree import tree_leaves
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import count_student_tokens
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import (
+    ScoringData,
+    StratosDataModule,
+    StudentLikelihoodData,
+    StudentOPDData,
+)
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.engines import Engine
 from rlt_lightning.engines.slots import find_architecture_fault
@@ -991,7 +996,7 @@ def read_setup(
 ) -> tuple[Setup, list[str]]:
     """Return the inputs of a plan, and what they assume; see `print_plan`."""
     # Settings that only `rlt predict` reads.
-    predicts = data.task == "score" or data.student_context is not None
+    predicts = isinstance(data, ScoringData) or data.student_context is not None
     predicts |= rollouts.num_traces > 1 or rollouts.max_resamples > 0
     verb: Verb = "predict" if predicts else "fit"
     precision = str(trainer.precision or "32-true")
@@ -1092,7 +1097,7 @@ def add_students(
             students=(reader,),
             scorer="policy" if module.scored_by == "policy" else "reference",
         )
-    if data.task == "score":
+    if isinstance(data, ScoringData):
         # Nobody has told the log-probs of given completions, so the teacher runs where these count.
         runs = setup.teacher_runs or isinstance(module.reward, RLTReward)
         setup = replace(setup, worker=None, hf_sequences=0, teacher_runs=runs)
@@ -1218,7 +1223,7 @@ def read_step(
     scratch: Path,
 ) -> tuple[Step, str]:
     """Return the sequences of one step or batch, and a line on where their lengths come from."""
-    given = data.task == "score"  # rows bring their completions
+    given = isinstance(data, ScoringData)  # rows bring their completions
     samples = isinstance(module, OnPolicyModule) and not given
     limit = rollouts.sampling.max_completion_length if samples else None
     missing = find_missing(data, scratch)
@@ -1283,9 +1288,9 @@ def read_rows(verb: Verb, data: StratosDataModule, scratch: Path, limit: int | N
         prompts = data.items.sum_columns("num_prompt")
         return measure(prompts), measure(data.items.sum_columns("token_ids") - prompts), ()
     scoring: tuple[int | None, ...]
-    if data.task == "student_opd":
+    if isinstance(data, StudentOPDData):
         scoring = (int(items.sum_columns("teacher_view").max()),)
-    elif data.task == "student_likelihood":
+    elif isinstance(data, StudentLikelihoodData):
         scoring = tuple(int(fixed.max()) for fixed in count_student_tokens(data))
     else:
         scoring = tuple(
@@ -1302,10 +1307,10 @@ def assume_lengths(data: StratosDataModule, options: PlanOptions, limit: int | N
     completion = assume_mean(limit or max(1, data.max_length - longest))
     mean = round(MEAN_PROMPT_FRAC * longest)
     solution = round(SOLUTION_FRAC * mean)
-    if data.task == "student_opd":  # only the teacher reads the solution
+    if isinstance(data, StudentOPDData):  # only the teacher reads the solution
         return (longest, mean - solution), completion, (longest,)
     # Of a likelihood reward only the scorer reads the solution.
-    scorers = max(1, len(data.student_names)) if data.task == "student_likelihood" else 0
+    scorers = max(1, len(data.student_names)) if isinstance(data, StudentLikelihoodData) else 0
     return (longest, mean), completion, (longest + solution,) * scorers
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from inspect import isroutine, signature
 from pathlib import Path
-from typing import Any, Self, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, Self, TypedDict, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -22,7 +22,7 @@ from rlt_lightning.checkpoints.folder import find_checkpoint
 from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters, read_checkpoint
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
-from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.digests import fingerprint_weights
 from rlt_lightning.engines import EngineError
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
@@ -130,7 +130,12 @@ class PolicyModule(LightningModule):
         seed: Seed of everything random inside a step.
         lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
         kernels: Which fused kernels compute the same numbers faster.
+
+    Attributes:
+        data_classes: The datamodules that the module takes; `rlt` proposes the first.
     """
+
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (StratosDataModule,)
 
     def __init__(
         self,
@@ -202,7 +207,8 @@ class PolicyModule(LightningModule):
         return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
 
     def setup(self, stage: str) -> None:
-        """Refuse number types in which training does not work, before anything is loaded."""
+        """Refuse data of another stage, and number types in which training does not work."""
+        self.require_data(getattr(self.trainer, "datamodule", None))
         precision = self.trainer.precision
         require_precision(str(precision))
         if stage == "fit" and self.dtype_name == "float16":
@@ -217,6 +223,19 @@ class PolicyModule(LightningModule):
             raise InputError(
                 "Under DeepSpeed model.dtype must be float32 with precision 32-true, but is "
                 f"{self.dtype_name}. Set trainer.precision to bf16-mixed: models then run in bfloat16."
+            )
+
+    def require_data(self, data: Any) -> None:
+        """Check that data are of this module's stage; they ask before they read anything.
+
+        Raises:
+            InputError: If they are not; it names the classes that are.
+        """
+        if not isinstance(data, self.data_classes):
+            named = " or ".join(kind.__name__ for kind in self.data_classes)
+            raise InputError(
+                f"The data of {type(self).__name__} must be {named}, but are {type(data).__name__}. Choose "
+                "another class for data, or another module."
             )
 
     def configure_model(self) -> None:

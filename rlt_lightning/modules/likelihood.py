@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from rlt_lightning.datamodules.stages import StudentLikelihoodData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
@@ -79,6 +80,7 @@ class LikelihoodModule(RLTModule):
         InputError: If settings contradict each other.
     """
 
+    data_classes = (StudentLikelihoodData,)
     reference_role = "the reference"
 
     @follow_options

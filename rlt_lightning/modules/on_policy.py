@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRLData
+from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.models.kernels import fuse_blocks
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.base import PolicyModule, PolicyOptions, UpdateBatch, check_model
@@ -73,6 +75,8 @@ class OnPolicyModule(PolicyModule):
         offload_frozen: Keep frozen models in pinned host memory while they are not used.
         options: Those of `PolicyModule`.
     """
+
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (ReadData, StudentRLData, StudentOPDData)
 
     def __init__(
         self,

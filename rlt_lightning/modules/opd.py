@@ -22,6 +22,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from rlt_lightning.datamodules.stages import StudentOPDData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.datamodules.teacher_views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
@@ -79,6 +80,8 @@ class OPDModule(OnPolicyModule):
         InputError: If settings contradict each other.
     """
 
+    data_classes = (StudentOPDData,)
+
     @follow_options
     def __init__(
         self,
@@ -111,11 +114,6 @@ class OPDModule(OnPolicyModule):
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that data and settings fit."""
         super().setup(stage)
-        data = get_stratos_data(self.trainer)
-        if data.task != "student_opd":
-            raise InputError(
-                f"OPDModule needs data.task student_opd, but it is {data.task}. Set it, or another module."
-            )
         if stage == "predict":
             raise InputError(
                 "`rlt predict` scores or writes explanations, but OPDModule trains a student, which does "
@@ -126,7 +124,7 @@ class OPDModule(OnPolicyModule):
                 "model.teacher_weights averaged and the callback ReferenceSync need each other, but "
                 f"teacher_weights is {self.teacher_weights}. Set both or none."
             )
-        if data.views is not None and data.views.byte_tokenizers is not None and self.estimator == "full":
+        if self.views.byte_tokenizers is not None and self.estimator == "full":
             raise InputError(
                 f"The divergence sums over words that both models share, but the tokenizer of the teacher "
                 f"{self.teacher_name} is not the student's. Set model.estimator to sampled, which compares "
@@ -335,9 +333,9 @@ class OPDModule(OnPolicyModule):
     @property
     def views(self) -> TeacherViews:
         """Return what the teacher sees."""
-        views = get_stratos_data(self.trainer).views
-        assert views is not None, "`setup` requires the task student_opd, which has them"
-        return views
+        data = get_stratos_data(self.trainer)
+        assert isinstance(data, StudentOPDData), "as `require_data` has checked"
+        return data.views
 
     @property
     def copies_student(self) -> bool:

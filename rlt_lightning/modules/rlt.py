@@ -2,7 +2,7 @@
 
 The life of a step, on every rank; the steps marked * wait for the other ranks:
 
-    StratosDataModule         batch.problems: this rank's part of the step (`collate` in stratos.py)
+    TeacherRLData             batch.problems: this rank's part of the step (`collate` in stratos.py)
     training_step
       ├ sampler.request*      the problems of all ranks (rollouts/sampler.py, from RolloutCallback)
       ├ sample_and_score      for each chunk of completions, alike on every rank:
@@ -27,12 +27,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
@@ -93,6 +94,7 @@ class RLTModule(OnPolicyModule):
         InputError: If group_size is below 2, since a group of one has no baseline.
     """
 
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (TeacherRLData, ScoringData, StudentRLData)
     reference_role = "the reference of the KL penalty"
 
     @follow_options
@@ -129,14 +131,19 @@ class RLTModule(OnPolicyModule):
         """Check, before any model is loaded, that the reward can judge completions for this data."""
         super().setup(stage)
         data = get_stratos_data(self.trainer)
-        if data.task not in self.reward.tasks:
-            raise InputError(
-                f"data.task must be {' or '.join(self.reward.tasks)} for {type(self.reward).__name__}, but "
-                f"is {data.task}. Set it, or another model.reward."
-            )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
         require_scorable(self.reward, data.student_views.formats, self.students.names)
+
+    def require_data(self, data: Any) -> None:
+        """See `PolicyModule.require_data`; the reward must judge what is sampled."""
+        super().require_data(data)
+        if data.samples not in self.reward.judges:
+            raise InputError(
+                f"{type(self.reward).__name__} judges {' or '.join(self.reward.judges)}, but the completions "
+                f"of {type(data).__name__} are {data.samples}. Choose another class for data, or another "
+                "model.reward."
+            )
 
     def load_frozen_models(self) -> None:
         """Load the student and, where the loss has a KL penalty, the reference."""

@@ -119,7 +119,7 @@ class LikelihoodReward(Reward, ABC):
         kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
     """
 
-    tasks = ("student_likelihood",)
+    judges = ("thoughts",)
     # Whether the solution is also read after an empty thought.
     baseline: ClassVar[Literal["none", "empty"]] = "none"
     # Whether `score` is an objective that the policy may ascend itself, where it is the scorer.

@@ -150,8 +150,8 @@ class RLTRewardTerms(RewardTerms):
 class Reward:
     """What a completion is worth: an RLTReward, a LikelihoodReward (both by models) or a TextReward."""
 
-    # The values of data.task for which the reward is made.
-    tasks: ClassVar[tuple[str, ...]] = ("rlt", "score", "student_rl")
+    # What the reward judges: `samples` of the data that it fits.
+    judges: ClassVar[tuple[str, ...]] = ("explanations", "answers")
 
     def columns(self) -> tuple[str, ...]:
         """Return the columns of scored rows that pages show: the reward and the terms that add up to it."""
@@ -194,7 +194,7 @@ class RLTReward(Reward):
         ValueError: If an option is out of range.
     """
 
-    tasks = ("rlt", "score")
+    judges = ("explanations",)
     # The names of the terms that a subclass adds, in lower case.
     extra_names: ClassVar[tuple[str, ...]] = ()
 

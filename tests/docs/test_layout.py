@@ -55,6 +55,7 @@ PUBLIC = (
     "rlt_lightning.strategies.DeepSpeed",
     "rlt_lightning.strategies.FSDP2",
     "rlt_lightning.StratosDataModule",
+    "rlt_lightning.TeacherRLData",
     "rlt_lightning.Trainer",
     "rlt_lightning.score",
     "rlt_lightning.types.Rollout",

@@ -30,6 +30,7 @@ import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.commands.report import write_report
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import (
     Engine,
     EngineDescription,
@@ -322,8 +323,7 @@ def test_an_engine_that_loses_completions_is_named() -> None:
 
 
 def test_sharded_weights_need_an_engine_that_gathers() -> None:
-    data = SimpleNamespace(problems=[], items=SimpleNamespace(is_examples=False))
-    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=data)
+    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=TeacherRLData())
     module = RLTModule()
     with pytest.raises(InputError, match="FourMethods does not write gather_weights"):
         RolloutCallback(FourMethods()).setup(sharded, module, "validate")  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.commands import plan
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, TeacherSFTData
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, merge_weights, without_adapter
 from rlt_lightning.models.quantised import quantise, quantised_layers, require_settings
@@ -122,12 +122,11 @@ class Losses(Callback):
 
 
 def chains(model: str, folder: Path) -> StratosDataModule:
-    return StratosDataModule(
+    return TeacherSFTData(
         source="chains",
         num_embedded_rows=16,
         prompts_per_step=4,
         tokenizer=model,
-        task="teacher_sft",
         output_dir=str(folder),
     )
 

@@ -27,7 +27,7 @@ from trainers import bare_trainer
 from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.commands.scoring import ExplanationScorer
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import Sampling
 from rlt_lightning.metrics import catalogue
 from rlt_lightning.models.format import ModelFormat, write_format
@@ -127,9 +127,7 @@ class Keeper(Callback):
 def fit(folder: Path, module: RLTModule, steps: int = 1, length: int = 24, **data: Any) -> Keeper:
     keeper = Keeper()
     rollouts = RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=length))
-    bare_trainer(folder, keeper, rollouts, steps=steps).fit(
-        module, datamodule=StratosDataModule(**CHAINS | data)
-    )
+    bare_trainer(folder, keeper, rollouts, steps=steps).fit(module, datamodule=TeacherRLData(**CHAINS | data))
     return keeper
 
 

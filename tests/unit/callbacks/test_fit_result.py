@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlt_lightning import Trainer
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.judging.answers import ends_with_answer
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.run.result import Change, read_fit_result
@@ -82,7 +82,7 @@ def test_a_fit_ends_with_what_it_learned(finished_run: Path) -> None:
 
 
 def test_python_gets_what_a_fit_has_learned(tiny_model: str, tmp_path: Path) -> None:
-    data = StratosDataModule(task="teacher_sft", source=chain_rows(8), prompts_per_step=4, max_length=2048)
+    data = TeacherSFTData(source=chain_rows(8), prompts_per_step=4, max_length=2048)
     trainer = Trainer(tmp_path / "run", max_epochs=1, accelerator="cpu", enable_progress_bar=False)
     trainer.fit(SFTModule(tiny_model), data)
     result = read_fit_result(tmp_path / "run")

@@ -18,6 +18,8 @@ from rlt_lightning import (
     RLTModule,
     RolloutCallback,
     StratosDataModule,
+    StudentSFTData,
+    TeacherRLData,
     Trainer,
 )
 from rlt_lightning import __main__ as program
@@ -100,7 +102,7 @@ def make_module(**options: Any) -> RLTModule:
 
 
 def make_data(source: Any = ROWS, **options: Any) -> StratosDataModule:
-    return StratosDataModule(source, prompts_per_step=2, tags="r1", **options)
+    return TeacherRLData(source, prompts_per_step=2, tags="r1", **options)
 
 
 def launch(**options: Any) -> Any:
@@ -156,11 +158,11 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "two samplers": (lambda: train(callbacks=[RolloutCallback(), RolloutCallback()]), "RolloutCallback"),
     "a teacher": (lambda: train(make_module(teacher="minature")), "Did you mean miniature?"),
     "a folder": (lambda: train(make_module(student="./none")), "model folder './none' must exist"),
-    "a task of SFT": (lambda: train(data=make_data(task="student_sft")), "student_sft"),
+    "data of SFT": (lambda: train(data=StudentSFTData(ROWS)), "must be TeacherRLData"),
     "a file": (lambda: train(data=make_data("rows.jsonl")), "file or folder 'rows.jsonl' must exist"),
     "a column": (lambda: train(data=make_data([{"question": "1?", "answer": "2"}])), "lacks solution"),
     "few rows": (lambda: train(data=make_data(ROWS[:1])), "prompts_per_step=2"),
-    "tags": (lambda: train(data=StratosDataModule(ROWS, tags="qwen")), "stratos or r1"),
+    "tags": (lambda: train(data=TeacherRLData(ROWS, tags="qwen")), "stratos or r1"),
     "a checkpoint": (
         lambda: Trainer("run").fit(make_module(), make_data(), ckpt_path="no.ckpt"),
         "ckpt_path",
@@ -205,7 +207,7 @@ def test_rows_that_cannot_be_trained_on_are_refused(
 ) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(f"{row}\n" * 3)
-    data = StratosDataModule(str(source), tokenizer="miniature", **{"prompts_per_step": 1} | options)
+    data = TeacherRLData(str(source), tokenizer="miniature", **{"prompts_per_step": 1} | options)
     with pytest.raises(InputError) as raised:
         data.setup("fit")
     assert reason in str(raised.value)

@@ -28,6 +28,7 @@ from rlt_lightning.commands.explain import (
     find_settings,
     list_caveats,
 )
+from rlt_lightning.datamodules import StudentOPDData, StudentRLData
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.numerics.rewards import RLTReward
@@ -248,8 +249,8 @@ def test_a_teacher_that_is_none_is_one_clear_line(run: Path, tmp_path: Path) -> 
     with pytest.raises(InputError, match=r"must be the config.yaml of a run of rlt fit, but is not"):
         find_settings(str(tmp_path))
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    for task in ("student_rl", "student_opd"):
-        settings["data"]["init_args"]["task"] = task
+    for stage in (StudentRLData, StudentOPDData):
+        settings["data"]["class_path"] = f"rlt_lightning.datamodules.{stage.__name__}"
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
         with pytest.raises(InputError, match="has trained a student"):
             find_settings(str(tmp_path))

@@ -12,7 +12,7 @@ import pytest
 from jinja2 import Template
 from transformers import AutoTokenizer, GenerationConfig
 
-from rlt_lightning import OptimizerConfig, SFTModule, StratosDataModule, Trainer
+from rlt_lightning import OptimizerConfig, SFTModule, StratosDataModule, StudentSFTData, Trainer
 from rlt_lightning.callbacks import Checkpoint
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.datamodules import EvaluationDataModule
@@ -300,7 +300,7 @@ def dated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit(model: Path, run: Path, steps: int) -> StratosDataModule:
-    data = StratosDataModule(ROWS, task="student_sft", prompts_per_step=1, token_cache=False)
+    data = StudentSFTData(ROWS, prompts_per_step=1, token_cache=False)
     options: dict[str, Any] = {"callbacks": [Checkpoint(every_n_train_steps=1)], "accelerator": "cpu"}
     trainer = Trainer(run, max_steps=steps, resume=True, enable_progress_bar=False, **options)
     trainer.fit(SFTModule(str(model), OptimizerConfig(1e-3)), data)
