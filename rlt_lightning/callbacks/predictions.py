@@ -65,7 +65,7 @@ class ScoreWriter(Callback):
         if not hasattr(pl_module, "reward"):
             raise InputError(
                 f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
-                "none. Choose RLTModule, as in the config score."
+                "none. Choose RLTModule, as in recipe_7b/score."
             )
         if self.per_token and not isinstance(pl_module.reward, RLTReward):
             raise InputError(

@@ -232,7 +232,7 @@ def explain(
     if not isinstance(reward, RLTReward):
         raise InputError(
             "`rlt explain` shows what a student makes of tokens, so model.reward must be an RLTReward, but "
-            f"is {type(reward).__name__}. Choose a config with one, such as --config rank."
+            f"is {type(reward).__name__}. Choose a config with one, such as --config recipe_7b/rank."
         )
     if options.html:
         require_replaceable(Path(options.html))

@@ -500,7 +500,7 @@ def test_eight_mistakes_in_one_folder_each_get_their_message(tmp_path: Path) -> 
         ([f"--data.source={wrong}"], "wrong_type 1 (row 1)"),
         (["--trainer.strategy=fsdp"], "fsdp"),
         (["--model.attn_implementation=flash_attention_2"], "flash-attn extra"),
-        (["--config=configs/quickstrat.yaml"], "quickstrat.yaml"),
+        (["--config=configs/laptop/rtl.yaml"], "laptop/rtl.yaml"),
     ):
         assert_one_clear_line(rlt(*fit, *options), expected)
         left = {path.name for path in run.rglob("*")}
