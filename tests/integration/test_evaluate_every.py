@@ -123,7 +123,7 @@ def figures_of_test(model: str | Path, folder: Path, **options: Any) -> dict[str
     sampler = ResponseCallback(sampling=SAMPLING, num_samples=asked["num_samples"], seed=asked["seed"])
     module, data = EvaluationModule(str(model)), EvaluationDataModule(tokenizer=str(model), **asked)
     trainer_of(folder, sampler).test(module, data, verbose=False)
-    return {f"eval/{name}/{f}": v for name, own in module.figures().items() for f, v in own.items()}
+    return {f"eval/{name}/{f}": v for name, own in module.figures.items() for f, v in own.items()}
 
 
 @pytest.fixture(scope="module")
