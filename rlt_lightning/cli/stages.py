@@ -389,7 +389,17 @@ def propose_data(words: Sequence[str]) -> list[str]:
     """Return the words of a command line, and before them the data class that the named module proposes.
 
     What a config or a later option says of the data overrides it.
+
+    Raises:
+        InputError: If there are settings of data, but no module and no config.
     """
+    options = {option[0].partition("=")[0] for option in split_words(words)[1]}
+    is_named = any(name in ("-c", "--config") or name.startswith("--model") for name in options)
+    if not is_named and any(name.startswith("--data.") for name in options - {"--data.help"}):
+        raise InputError(
+            "A run needs a module, but neither --model nor a --config names one. Add one, such as "
+            "--model RLTModule, or take a config: `rlt configs` lists them."
+        )
     name = str(find_class(words, "model"))
     modules = {kind.__name__: kind for kind in list_leaves(PolicyModule)}
     kind: Any = modules.get(name)
@@ -408,7 +418,10 @@ def find_class(words: Sequence[str], key: str) -> str | None:
         settings: Any = None
         with suppress(yaml.YAMLError, OSError, UnicodeDecodeError):  # the parser says it
             if name in ("--config", "-c"):
-                text = Path(value).read_text() if NAME.fullmatch(value) else value
+                text = value
+                if NAME.fullmatch(value):
+                    # A pipe of the shell can be read only once, which the parser does.
+                    text = "" if Path(value).is_fifo() else Path(value).read_text()
                 settings = yaml.safe_load(text)
                 settings = settings.get(key) if isinstance(settings, dict) else None
             elif name in (f"--{key}", f"--{key}.class_path"):

@@ -158,7 +158,7 @@ def encode_columns(columns: dict[str, Any]) -> bytes:
     sink = pa.BufferOutputStream()
     try:
         batch = pa.RecordBatch.from_pylist([columns])
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
         raise InputError(
             f"Columns must hold values that Arrow can store, but a row has others ({error}). Remove the "
             f"column from the source; the row has {', '.join(map(str, columns))}."

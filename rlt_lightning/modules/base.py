@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -57,7 +58,7 @@ from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.run.ranks import EndTogether
-from rlt_lightning.run.redaction import redact
+from rlt_lightning.run.redaction import HIDDEN, redact
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError, as_list
@@ -329,10 +330,16 @@ class PolicyModule(LightningModule):
             InputError: If the folder has no checkpoint, or it is damaged.
         """
         if Path(checkpoint_path).is_file():
-            return cast(Self, super().load_from_checkpoint(checkpoint_path, **options))
-        return cast(
-            Self, _load_state(cls, read_checkpoint(find_checkpoint(Path(checkpoint_path))), **options)
-        )
+            module: Any = super().load_from_checkpoint(checkpoint_path, **options)
+        else:
+            module = _load_state(cls, read_checkpoint(find_checkpoint(Path(checkpoint_path))), **options)
+        saved = {name: value for name, value in module.hparams.items() if name not in options}
+        if lost := [*list_lost(saved)]:
+            rank_zero_warn(
+                f"A checkpoint keeps no secrets and no functions without a name, so {', '.join(lost)} cannot "
+                f"be what it was. Give {lost[0].partition('.')[0]} to load_from_checkpoint, made as before."
+            )
+        return cast(Self, module)
 
     def _set_hparams(self, hp: Any) -> None:
         """Keep what `save_hyperparameters` has found as plain values without secrets.
@@ -628,6 +635,19 @@ def to_plain(value: Any) -> Any:
         names = []
     arguments = {name: to_plain(getattr(value, name)) for name in names}
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
+
+
+def list_lost(arguments: Any, path: str = "") -> Iterator[str]:
+    """Yield the names of the plain arguments that `redact` or `to_plain` could not keep."""
+    if isinstance(arguments, dict):
+        for name, value in arguments.items():
+            inner = path if name == "init_args" else f"{path}.{name}".lstrip(".")
+            yield from list_lost(value, inner)
+    elif isinstance(arguments, list):
+        for value in arguments:
+            yield from list_lost(value, path)
+    elif isinstance(arguments, str) and (HIDDEN in arguments or re.search(r"\.<(lambda|locals)>", arguments)):
+        yield path
 
 
 def count_steps(

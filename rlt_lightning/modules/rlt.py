@@ -131,6 +131,11 @@ class RLTModule(OnPolicyModule):
         """Check, before any model is loaded, that the reward can judge completions for this data."""
         super().setup(stage)
         data = get_stratos_data(self.trainer)
+        if stage == "fit" and isinstance(data, ScoringData):
+            raise InputError(
+                f"{type(self).__name__} trains on completions that it samples, but those of ScoringData are "
+                "given. Choose TeacherRLData for data, or score them: `rlt predict`."
+            )
         if isinstance(self.reward, TextReward):
             self.reward.check(data.problems)
         require_scorable(self.reward, data.student_views.formats, self.students.names)

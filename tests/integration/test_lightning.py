@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,28 @@ def test_no_secret_is_saved_and_nothing_is_copied() -> None:
     assert made.hparams["reward"]["init_args"]["api_key"] == "***"
     assert to_plain(Path("a")) == "a"
     assert to_plain(torch.optim.SGD) == "torch.optim.sgd.SGD"
+
+
+def test_what_a_checkpoint_could_not_keep_is_named(tmp_path: Path) -> None:
+    first = trainer(tmp_path, max_steps=1)
+    first.fit(module(reward=ApiReward("hf_abcdefghijklmnop", lambda text: text)), data())
+    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match=r"reward\.api_key, reward\.table .* Give reward"):
+        RLTModule.load_from_checkpoint(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="A checkpoint keeps no secrets")
+        RLTModule.load_from_checkpoint(path, reward=RLTReward())
+
+
+def test_what_a_checkpoint_could_not_keep_is_named(tmp_path: Path) -> None:
+    first = trainer(tmp_path, max_steps=1)
+    first.fit(module(reward=ApiReward("hf_abcdefghijklmnop", lambda text: text)), data())
+    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match=r"reward\.api_key, reward\.table .* Give reward"):
+        RLTModule.load_from_checkpoint(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="A checkpoint keeps no secrets")
+        RLTModule.load_from_checkpoint(path, reward=RLTReward())
 
 
 class WithSGD(RLTModule):

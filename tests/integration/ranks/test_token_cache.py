@@ -201,6 +201,12 @@ def test_columns_that_json_does_not_know_come_back(make_data: MakeData, tmp_path
         assert found == rows
 
 
+def test_a_number_that_nothing_can_hold_is_named(make_data: MakeData) -> None:
+    rows = [row_of(number) | {"day": datetime.date(2025, 1, 2), "number": 10**30} for number in range(20)]
+    with pytest.raises(InputError, match="Columns"):
+        make_data(rows)
+
+
 # What makes another entry
 
 CHANGES: dict[str, dict[str, Any]] = {

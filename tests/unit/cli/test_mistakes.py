@@ -6,6 +6,7 @@ second. `test_cli.py` has one case for each place that refuses, through a comman
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlt_lightning import (
     OptimizerConfig,
     RLTModule,
     RolloutCallback,
+    ScoringData,
     StratosDataModule,
     StudentSFTData,
     TeacherRLData,
@@ -24,6 +26,7 @@ from rlt_lightning import (
 )
 from rlt_lightning import __main__ as program
 from rlt_lightning.callbacks.rollout_checks import require_trainable
+from rlt_lightning.cli.stages import propose_data
 from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
 from rlt_lightning.models.load import require_model_name
 from rlt_lightning.models.lora import LoRA
@@ -47,6 +50,7 @@ MISTAKES = {
     "train": ("train", "Did you mean rlt fit?"),
     "help": ("help", "rlt --help"),
     "fit": ("required", "data"),
+    "fit --data.source rows.jsonl": ("--model RLTModule", "rlt configs"),
     "fit --config laptop/rtl": ("laptop/rtl", "Did you mean laptop/rlt?"),
     f"{FIT} --model.group_sise 4": ("group_sise", "Did you mean group_size?"),
     f"{FIT} --modle.group_size 4": ("modle.group_size", "Did you mean model.group_size?"),
@@ -86,6 +90,15 @@ def test_a_mistake_is_one_line_with_its_remedy(
     assert line.startswith("rlt: error: ")
     assert setting in line
     assert remedy in line
+
+
+def test_a_pipe_is_left_to_the_parser(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    os.write(writer, b"model: SFTModule")
+    assert propose_data(["--config", str(pipe)]) == ["--config", str(pipe)]
+    assert os.read(writer, 99) == b"model: SFTModule"
 
 
 ROWS = [{"question": "1 + 1?", "solution": "2", "reasoning_trace": "1 + 1 is 2."}] * 4
@@ -159,6 +172,16 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "a teacher": (lambda: train(make_module(teacher="minature")), "Did you mean miniature?"),
     "a folder": (lambda: train(make_module(student="./none")), "model folder './none' must exist"),
     "data of SFT": (lambda: train(data=StudentSFTData(ROWS)), "must be TeacherRLData"),
+    "given completions": (
+        lambda: train(data=ScoringData(ROWS, prompts_per_step=2)),
+        "ScoringData",
+        "TeacherRLData",
+    ),
+    "a prediction of SFT": (
+        lambda: Trainer("run", accelerator="cpu").predict(SFTModule("miniature"), StudentSFTData(ROWS)),
+        "SFTModule",
+        "rlt test",
+    ),
     "a file": (lambda: train(data=make_data("rows.jsonl")), "file or folder 'rows.jsonl' must exist"),
     "a column": (lambda: train(data=make_data([{"question": "1?", "answer": "2"}])), "lacks solution"),
     "few rows": (lambda: train(data=make_data(ROWS[:1])), "prompts_per_step=2"),
