@@ -27,7 +27,7 @@ from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import TruncatedImportanceSampling
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import Completion, InputError
 

@@ -21,20 +21,9 @@ from rlt_lightning.callbacks import (
 )
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import (
-    CorrectnessReward,
-    EvaluationModule,
-    LikelihoodModule,
-    OPDModule,
-    RLTModule,
-    SFTModule,
-)
-from rlt_lightning.numerics import (
-    LogProbReward,
-    NOVERReward,
-    RLTReward,
-    TruncatedImportanceSampling,
-)
+from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
+from rlt_lightning.numerics import TruncatedImportanceSampling
+from rlt_lightning.rewards import CorrectnessReward, LogProbReward, NOVERReward, RLTReward
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 

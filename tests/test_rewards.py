@@ -11,7 +11,6 @@ from jsonargparse import ArgumentParser
 from rlt_lightning.numerics import (
     Divergence,
     NonFiniteError,
-    RLTReward,
     divergence,
     log_ratio_kl,
     masked_mean,
@@ -21,6 +20,7 @@ from rlt_lightning.numerics import (
     student_solution_reward,
 )
 from rlt_lightning.numerics.rewards import FiniteChecks
+from rlt_lightning.rewards import RLTReward
 
 LN2 = math.log(2)
 GOLDEN = Path(__file__).parent / "golden" / "rlt_reward.jsonl"

@@ -38,8 +38,7 @@ from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.likelihood import LikelihoodModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.text_reward import CorrectnessReward
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.types import BadRowError, BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]
@@ -270,7 +269,7 @@ def check_completions(
     trainer: dict[str, Any],
 ) -> Iterator[Check]:
     """Sample completions, and check that they are closed, that some are right, and that rewards differ."""
-    is_answer = isinstance(module.reward, CorrectnessReward)
+    is_answer = module.reward.judges_answers
     if is_answer and not all(can_be_judged(row.reference) for row in rows):
         yield Check("closed", "cannot", "rows without an answer: answers to them cannot be judged")
         return
@@ -282,7 +281,7 @@ def check_completions(
     asked.student_names = tuple(module.students.names)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     scored = score_problems(module, asked, rollouts, **trainer)
-    found = [rollout for batch in scored for rollout in batch.rollouts.rollouts]
+    found = [rollout for batch in scored for rollout in batch.rollouts]
     number = len(found)
     closed = fmean(r.closed for r in found)
     cut = fmean(r.completion.finish_reason == "length" for r in found)
@@ -316,7 +315,7 @@ def check_sampled(rollouts: Sequence[Rollout], judge: Judge) -> Check:
 
 def check_spread(scored: Sequence[ScoredBatch], size: int) -> Check:
     """Check that the completions of a problem earn different rewards."""
-    rewards = [float(value) for batch in scored for value in batch.scores.terms.reward]
+    rewards = [float(value) for batch in scored for value in batch.step.rewards]
     groups = [rewards[i : i + size] for i in range(0, len(rewards), size)]
     part = fmean(pstdev(group) > GROUP_STD_BELOW for group in groups)
     return Check(
@@ -340,7 +339,7 @@ def check_ranking(
     trainer: dict[str, Any],
 ) -> Check:
     """Check that the reward ranks right traces above leaps and filler, and above the user's bad ones."""
-    if not isinstance(module, RLTModule) or not isinstance(module.reward, RLTReward):
+    if not isinstance(module, RLTModule) or not module.reward.has_tokens:
         return Check("ranking", "cannot", "this stage has no reward of a student: it is a check of stage 2")
     if len(good) < 2:
         reason = f"it needs rows with a right reasoning_trace of several sentences, and found {len(good)}"
@@ -350,9 +349,7 @@ def check_ranking(
     module.reward = choose_reward(module.reward, data.student_views)
     scored = score_problems(module, asked, rollouts, **trainer)
     rewards = (
-        pair
-        for batch in scored
-        for pair in zip(batch.rollouts.rollouts, batch.scores.terms.reward.tolist(), strict=True)
+        pair for batch in scored for pair in zip(batch.rollouts, batch.step.rewards.tolist(), strict=True)
     )
     return describe_ranking(Ranking.of(rewards, kinds))
 

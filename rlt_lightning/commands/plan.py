@@ -50,20 +50,13 @@ from rlt_lightning.models.memory import (
     trace_activations,
 )
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
-from rlt_lightning.modules import (
-    CorrectnessReward,
-    EvaluationModule,
-    LikelihoodModule,
-    OPDModule,
-    RLTModule,
-)
+from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import resident_bytes
 from rlt_lightning.numerics.head import block_size
-from rlt_lightning.numerics.likelihood import find_kl_reward
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
@@ -382,14 +375,14 @@ def add_students(
         )
     if has_completions(data):
         # Nobody has told the log-probs of given completions, so the teacher runs where these count.
-        passes = setup.teacher_passes or int(isinstance(module.reward, RLTReward))
+        passes = setup.teacher_passes or int(module.reward.has_tokens)
         setup = replace(setup, worker=None, hf_sequences=0, teacher_passes=passes)
     return setup
 
 
 def count_teacher_passes(module: RLTModule, rollouts: RolloutCallback) -> int:
     """Return how often the teacher runs once more for the reward."""
-    reward = find_kl_reward(module.reward, rollouts.sampling.temperature)
+    reward = module.reward.find_kl(rollouts.sampling.temperature)
     if reward is None:
         return 0
     if reward.kl_estimator == "exact":

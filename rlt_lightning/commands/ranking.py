@@ -24,7 +24,6 @@ from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow
 from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.judging.answers import reference_answer
-from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.types import Rollout
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
@@ -209,7 +208,7 @@ class Ranking:
         return f"{right} on average, {' and '.join(variants)}"
 
 
-def choose_reward(reward: RLTReward, views: StudentViews) -> RLTReward:
+def choose_reward(reward: Any, views: StudentViews) -> Any:
     """Return the reward by which given texts are scored: sampled estimators hold for samples only."""
     crosses = any(isinstance(form, CrossTokenizerFormat) for form in views.formats)
     return reward if crosses else replace(reward, kl_estimator="exact")

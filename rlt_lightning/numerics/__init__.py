@@ -22,15 +22,6 @@ from rlt_lightning.numerics.divergence import (
 )
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
-from rlt_lightning.numerics.likelihood import (
-    LikelihoodReward,
-    LikelihoodTerms,
-    LogProbReward,
-    NOVERReward,
-    RLPRReward,
-    SolutionScores,
-    VeriFreeReward,
-)
 from rlt_lightning.numerics.log_probs import linear_log_probs, token_entropy, token_log_probs
 from rlt_lightning.numerics.losses import (
     BNPOLoss,
@@ -52,9 +43,6 @@ from rlt_lightning.numerics.packing import (
 )
 from rlt_lightning.numerics.rewards import (
     NonFiniteError,
-    Reward,
-    RLTReward,
-    RLTRewardTerms,
     masked_mean,
     require_finite,
     student_kl_penalty,
@@ -77,30 +65,20 @@ __all__ = [
     "GroupNormalisedAdvantages",
     "Head",
     "LeaveOneOutAdvantages",
-    "LikelihoodReward",
-    "LikelihoodTerms",
-    "LogProbReward",
     "LogitScale",
     "MicroBatch",
     "Mismatch",
-    "NOVERReward",
     "NonFiniteError",
     "PackedSequences",
     "PolicyLoss",
-    "RLPRReward",
-    "RLTReward",
-    "RLTRewardTerms",
-    "Reward",
     "RewardTerms",
     "ScoredSequence",
     "Segments",
     "SequenceLengths",
     "SharedPrefix",
     "ShuffledAdvantages",
-    "SolutionScores",
     "TorchKernel",
     "TruncatedImportanceSampling",
-    "VeriFreeReward",
     "balance_shards",
     "divergence",
     "exact_kl",
