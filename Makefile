@@ -65,7 +65,7 @@ test: setup
 # Commands, figures and links of the pages, reports, dashboards, model cards, every benchmark at tiny size, a pretended
 # GPU, the package's layout, set-up scripts, the wheel.
 test-docs: setup
-	$(PYTEST) -m docs
+	$(PYTEST) -m "(docs or gpu) and not full and not slow"
 
 # What failed in the last run, one by one: does a test fail, or only beside others?
 test-failed: setup
@@ -78,7 +78,7 @@ trajectories: setup
 
 # Further cases, and a real vLLM worker: before a release, and after a change of strategies, engines or GPU code.
 test-all: setup setup-vllm
-	$(PYTEST) -m "full and not docs"
+	$(PYTEST) -m full
 
 # Slow proofs: runs learn, kills at any moment cost nothing, two nodes train as one.
 prove: setup setup-vllm

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/asynchronous.py [--steps 8]
 
-Three comparisons in one run, with the settings of configs/quickstart_smollm2.yaml:
+Three comparisons in one run, with the settings of configs/laptop/smollm2_rlt.yaml:
 
 * scoring early: synchronous steps with `rollouts.score_early` off and on. The worker is a stand-in that uses
   no compute of this machine. Its completions come one after another, over twice the time that scoring takes
@@ -38,7 +38,7 @@ from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import sequence_log_probs
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from fake_worker import FakeWorker  # noqa: E402  (the stand-in of the tests)
 
 GOAL = 0.77
@@ -157,13 +157,13 @@ def main() -> None:
     parser = benchmark_parser(__doc__, rounds=None)
     parser.add_argument("--steps", type=int, default=8)
     options = read_options(parser, steps=1)
-    setting = Setting("configs/quickstart_smollm2.yaml", "smollm2-135m", options.steps, 32)
+    setting = Setting("configs/laptop/smollm2_rlt.yaml", "smollm2-135m", options.steps, 32)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as models:
         if options.tiny:  # the stand-in sends words that the miniature does not have
             model = make_model(Path(models), 64, 1, 0, str(embedded_model()))
             few_rows = ("--data.prompts_per_step=2", "--data.num_embedded_rows=16")
-            setting = Setting("configs/quickstart.yaml", model, options.steps, 8, further=few_rows)
+            setting = Setting("configs/laptop/rlt.yaml", model, options.steps, 8, further=few_rows)
         compare_all(options, setting, results)
     early = results["scoring early"]["ratio"]
     finish(options.output, results, ratio=results["two machines"]["ratio"], goal=GOAL, early=early)
@@ -188,7 +188,7 @@ def compare_all(options: Any, setting: Setting, results: dict[str, Any]) -> None
             worker.delay_s = alone["step"] - alone["generate"]
         results["two machines"] = compare("two machines", engine, setting)
     if not options.tiny and (ROOT / ".venv-vllm").exists():
-        overlay = yaml.safe_load((ROOT / "configs/overlays/vllm_launch.yaml").read_text())
+        overlay = yaml.safe_load((ROOT / "configs/add/vllm_launch.yaml").read_text())
         engine = overlay["rollouts"]["engine"]["init_args"]
         results["one machine"] = compare("one machine", engine, setting)
 

@@ -4,7 +4,7 @@
 
 A step like the released recipe's (balance.py), with prompts of 800 tokens and solutions of 400. The real
 scorer packs and counts the tokens; the student computes nothing. Read at once, in chunks as completions end,
-without shared prompts, and with one explanation of a problem, as `rlt predict --config rank` has it.
+without shared prompts, and with one explanation of a problem, as in `rlt predict --config recipe_7b/rank`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ many threads. Sides run in turns, so that disturbances meet all of them; figures
 second, and of CPU milliseconds per token of all the side's processes, which other work disturbs less.
 
     ours                 HFEngine
-    plain                tests/plain_engine.py: what HFEngine did before it had a cache of its own
+    plain                tests/support/plain_engine.py: what HFEngine did before it had a cache of its own
     transformers         `generate`, which repeats the prompt for every completion
     continuous batching  transformers' `generate_batch` with a paged cache
     vLLM                 a worker of `vllm serve`; left out where it is not installed
@@ -34,7 +34,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.load import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from plain_engine import PlainEngine  # noqa: E402
 
 GOALS = {"plain": 2.5, "vLLM": 0.9}
@@ -64,7 +64,7 @@ class Sides:
 
     def add_vllm(self, model_name: str, executable: Path, threads: int, folder: Path) -> None:
         """Start a worker that has the same threads."""
-        overlay = yaml.safe_load((ROOT / "configs/overlays/vllm_launch.yaml").read_text())
+        overlay = yaml.safe_load((ROOT / "configs/add/vllm_launch.yaml").read_text())
         settings = overlay["rollouts"]["engine"]["init_args"]["launch"]
         bound = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "OMP_NUM_THREADS": str(threads)}
         settings |= {"executable": str(executable), "model": resolve(model_name)}

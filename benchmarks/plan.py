@@ -32,11 +32,11 @@ from side_by_side import benchmark_parser, finish, read_options
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 EXACT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-SFT = ["--config=configs/learning_correctness_warmup.yaml", "--data.prompts_per_step=32"]
-RLT = ["--config=configs/quickstart_smollm2.yaml", "--model.teacher=smollm2-135m"]
+SFT = ["--config=research/configs/correctness_warmup.yaml", "--data.prompts_per_step=32"]
+RLT = ["--config=configs/laptop/smollm2_rlt.yaml", "--model.teacher=smollm2-135m"]
 RLT += ["--model.student_dtype=float32", "--trainer.precision=32-true"]  # as fast on every CPU
-ZERO3 = ["--config=configs/overlays/zero3.yaml", "--trainer.devices=2", "--model.micro_batch_tokens=1024"]
-FSDP2 = ["--config=configs/overlays/fsdp2.yaml", "--trainer.devices=2"]
+ZERO3 = ["--config=configs/hardware/zero3.yaml", "--trainer.devices=2", "--model.micro_batch_tokens=1024"]
+FSDP2 = ["--config=configs/hardware/fsdp2.yaml", "--trainer.devices=2"]
 SHORT = ["--rollouts.sampling.max_completion_length=8"]  # HFEngine gathers shards anew for every token
 SETUPS: dict[str, list[str]] = {
     "rlt": RLT,
@@ -51,17 +51,17 @@ SETUPS: dict[str, list[str]] = {
     "rlt_zero3": [*RLT, *ZERO3, *SHORT],
 }
 TINY = {
-    "tiny": ["--config=configs/quickstart.yaml", "--model.group_size=2", "--data.prompts_per_step=2", *SHORT]
+    "tiny": ["--config=configs/laptop/rlt.yaml", "--model.group_size=2", "--data.prompts_per_step=2", *SHORT]
 }
-TEACHER = ["--config=configs/teacher_rlt.yaml"]
-STUDENT = ["--config=configs/student_sft_32b.yaml"]
+TEACHER = ["--config=configs/recipe_7b/rlt.yaml"]
+STUDENT = ["--config=recipe_7b/sft", "--config=add/student_32b"]
 PAGES: dict[str, list[str]] = {
-    "7B teacher, 4 train with ZeRO-3, 4 sample": [*TEACHER, "--config=configs/overlays/zero3_8gpu.yaml"],
-    "7B teacher, 4 train with FSDP2, 4 sample": [*TEACHER, "--config=configs/overlays/fsdp2_8gpu.yaml"],
-    "7B teacher, 8 by turns": [*TEACHER, "--config=configs/overlays/zero3_8gpu_colocated.yaml"],
+    "7B teacher, 4 train with ZeRO-3, 4 sample": [*TEACHER, "--config=configs/hardware/zero3_8gpu.yaml"],
+    "7B teacher, 4 train with FSDP2, 4 sample": [*TEACHER, "--config=configs/hardware/fsdp2_8gpu.yaml"],
+    "7B teacher, 8 by turns": [*TEACHER, "--config=configs/hardware/zero3_8gpu_colocated.yaml"],
     "7B teacher, 8 by DDP": [*TEACHER, "--trainer.devices=8"],
     "32B student, 8": STUDENT,
-    "32B student, 8, on the host": [*STUDENT, "--config=configs/overlays/cpu_offload.yaml"],
+    "32B student, 8, on the host": [*STUDENT, "--config=configs/hardware/cpu_offload.yaml"],
     "32B student, 16": [*STUDENT, "--trainer.num_nodes=2"],
 }  # fmt: skip
 OUTSIDE = ("checkpoint",)  # phases of the plan that no metric covers

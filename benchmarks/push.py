@@ -135,7 +135,7 @@ def main() -> None:
     tensors = {name: tensor.detach() for name, tensor in named_tensors}
     bucket_mib = BUCKET_MIB[options.backend]
     push = GlooPush(bucket_mib) if options.backend == "gloo" else DiskPush(bucket_mib)
-    overlay = yaml.safe_load((ROOT / "configs/overlays/vllm_launch.yaml").read_text())
+    overlay = yaml.safe_load((ROOT / "configs/add/vllm_launch.yaml").read_text())
     launch = Launch(**overlay["rollouts"]["engine"]["init_args"]["launch"])
     engine = VLLMEngine(launch=launch, push=push)
     warm_up = 2  # the first rounds touch memory for the first time

@@ -1,6 +1,6 @@
 """Hooks of the site: research/ and files that pages link to become pages too.
 
-So a relative link such as ../configs/quickstart.yaml works on a git host and in the site.
+So a relative link such as ../configs/laptop/rlt.yaml works on a git host and in the site.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ rlt=.venv/bin/rlt
 source examples/stage.sh
 
 # 1 and 2: the teacher learns to explain, then to explain what helps a student.
-stage teacher_sft model/config.json $rlt fit --config configs/quickstart_smollm2_warmup.yaml
-stage teacher_rlt model/config.json $rlt fit --config configs/quickstart_smollm2.yaml \
+stage teacher_sft model/config.json $rlt fit --config laptop/smollm2_warmup
+stage teacher_rlt model/config.json $rlt fit --config laptop/smollm2_rlt \
     --model.teacher "$run/teacher_sft/model"
 # 3 and 4: it writes a distillation set, and a student is trained on it.
-stage generate README.md $rlt predict --config configs/smollm2_generate.yaml --model.teacher "$run/teacher_rlt/model"
-stage student_sft model/config.json $rlt fit --config configs/smollm2_student_sft.yaml \
+stage generate README.md $rlt predict --config laptop/smollm2_generate --model.teacher "$run/teacher_rlt/model"
+stage student_sft model/config.json $rlt fit --config laptop/smollm2_sft \
     --data.source "$run/generate/distillation.jsonl"
 # 5: before and after, on problems that no stage has seen.
-stage evaluate_base evaluation.json $rlt test --config configs/smollm2_evaluate.yaml
-stage evaluate_student evaluation.json $rlt test --config configs/smollm2_evaluate.yaml \
+stage evaluate_base evaluation.json $rlt test --config laptop/smollm2_evaluate
+stage evaluate_student evaluation.json $rlt test --config laptop/smollm2_evaluate \
     --model.pretrained "$run/student_sft/model"
 
 .venv/bin/python examples/picture.py "$run"

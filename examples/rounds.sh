@@ -14,24 +14,24 @@ rlt=.venv/bin/rlt
 source examples/stage.sh
 
 explain() {  # explain ROUND STUDENT: the round's teacher explains the problems, scored by the student of the round before
-    stage "round$1/traces" README.md $rlt predict --config miniature_generate --data.source new_chains \
+    stage "round$1/traces" README.md $rlt predict --config laptop/generate --data.source new_chains \
         --model.teacher "$run/round$1/teacher/model" --model.student "$2" --seed $((10 * $1 + 3))
 }
 learn() {  # learn ROUND TRACES: a student learns from the round's traces, and answers
-    stage "round$1/student" model/config.json $rlt fit --config miniature_student_sft --model.pretrained miniature \
+    stage "round$1/student" model/config.json $rlt fit --config laptop/sft --model.pretrained miniature \
         --model.optimizer.lr 5e-4 --trainer.max_epochs 9 --data.source "$2" --seed $((10 * $1 + 4))
-    stage "round$1/evaluation" evaluation.json $rlt test --config miniature_evaluate \
+    stage "round$1/evaluation" evaluation.json $rlt test --config laptop/evaluate \
         --data.sets '{new_chains: null}' --model.pretrained "$run/round$1/student/model"
 }
 
-stage round0/teacher model/config.json $rlt fit --config miniature_warmup --data.source new_chains --trainer.max_epochs 3 \
+stage round0/teacher model/config.json $rlt fit --config laptop/warmup --data.source new_chains --trainer.max_epochs 3 \
     --seed 1
 explain 0 miniature
 head -n $first_traces "$run/round0/traces/distillation.jsonl" > "$run/round0/first_traces.jsonl"
 learn 0 "$run/round0/first_traces.jsonl"
 for ((n = 1; n <= rounds; n++)); do
     student=$run/round$((n - 1))/student/model
-    stage "round$n/teacher" model/config.json $rlt fit --config quickstart --data.source new_chains \
+    stage "round$n/teacher" model/config.json $rlt fit --config laptop/rlt --data.source new_chains \
         --model.teacher "$run/round0/teacher/model" --model.student "$student" --seed $((10 * n + 2))
     explain "$n" "$student"
     learn "$n" "$run/round$n/traces/distillation.jsonl"

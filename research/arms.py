@@ -156,7 +156,7 @@ class Arms:
         self.stages(
             f"{self.name}/warmup/teacher",
             "fit",
-            "miniature_warmup",
+            "laptop/warmup",
             model__pretrained=self.setting.base,
             data__source=self.data_file("warmup"),
             trainer__max_epochs=self.setting.num_warmup_epochs,
@@ -173,7 +173,7 @@ class Arms:
         folder = self.stages(
             f"{self.name}/{arm}/teacher",
             "fit",
-            "quickstart",
+            "laptop/rlt",
             model__teacher=warm,
             model__student=self.student_base,
             data__source=self.data_file("rlt"),
@@ -196,7 +196,7 @@ class Arms:
         return self.stages(
             f"{self.name}/{arm}/{name}",
             "predict",
-            "miniature_generate",
+            "laptop/generate",
             "README.md",
             model__teacher=self.train_teacher(arm),
             model__student=self.student_base,
@@ -210,7 +210,7 @@ class Arms:
         trained = self.stages(
             f"{self.name}/{arm}/student",
             "fit",
-            "miniature_student_sft",
+            "laptop/sft",
             model__pretrained=self.student_base,
             data__source=traces,
             model__optimizer__lr=self.setting.student_lr,
@@ -236,7 +236,7 @@ class Arms:
         return self.stages(
             f"{self.name}/{name}",
             "test",
-            "miniature_evaluate",
+            "laptop/evaluate",
             model__pretrained=model,
             data__sets=json.dumps({"chains": str(self.data_file(source))}),
             **options,

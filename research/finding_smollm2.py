@@ -39,7 +39,7 @@ TRAINED: dict[str, dict[str, Any]] = {  # the settings of each teacher that RL t
     "solution_only": {"model.reward.kl_weight": 0},
     "shuffled": {"model.advantages": "rlt_lightning.numerics.advantages.ShuffledAdvantages"},
 }
-NUM_TRACES, TRACE_SEED = 256, 2  # problems that students learn from; rows and seed of smollm2_generate.yaml
+NUM_TRACES, TRACE_SEED = 256, 2  # problems that students learn from; rows and seed of laptop/smollm2_generate
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -96,29 +96,33 @@ def write_traces(out: Path) -> dict[str, Path]:
 
 def teacher(stages: Stages, arm: str, seed: int) -> Path:
     """Train the teacher of an arm and return its model folder."""
-    warm = stages.run("warmup", "fit", "quickstart_smollm2_warmup", "model", {})
+    warm = stages.run("warmup", "fit", "laptop/smollm2_warmup", "model", {})
     if arm == "warmup":
         return warm
     seeds = {"model.seed": seed, "rollouts.seed": seed, "data.seed": 10 + seed}
     settings = {"model.teacher": warm, **TRAINED[arm], **seeds}
-    return stages.run(f"{arm}-{seed}", "fit", "quickstart_smollm2", "model", settings)
+    return stages.run(f"{arm}-{seed}", "fit", "laptop/smollm2_rlt", "model", settings)
 
 
 def traces(stages: Stages, arm: str, seed: int) -> Path:
     """Let the teacher of an arm explain the students' problems."""
     model = teacher(stages, arm, seed)
     settings = {"model.teacher": model, "rollouts.seed": 100 + seed}
-    return stages.run(f"{arm}-{seed}-traces", "predict", "smollm2_generate", "distillation.jsonl", settings)
+    return stages.run(
+        f"{arm}-{seed}-traces", "predict", "laptop/smollm2_generate", "distillation.jsonl", settings
+    )
 
 
 def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, float]:
     """Train a student on an arm's explanations, and return its accuracy on unseen problems in percent."""
     settings: dict[str, Any] = {"data.source": source, "data.seed": seed, "model.seed": seed}
-    model = stages.run(f"{arm}-{seed}-student", "fit", "smollm2_student_sft", "model", settings)
+    model = stages.run(f"{arm}-{seed}-student", "fit", "laptop/smollm2_sft", "model", settings)
     figures = {}
     for name, sampling in {"accuracy": {}, "greedy": {"rollouts.sampling.temperature": 0}}.items():
         settings = {"model.pretrained": model, "rollouts.seed": 200 + seed, **sampling}
-        path = stages.run(f"{arm}-{seed}-{name}", "test", "smollm2_evaluate", "evaluation.json", settings)
+        path = stages.run(
+            f"{arm}-{seed}-{name}", "test", "laptop/smollm2_evaluate", "evaluation.json", settings
+        )
         result = json.loads(path.read_text())["sets"]["word_sums"]
         figures[name] = 100 * result["pass_at_1"]
         figures[f"{name}_error"] = 100 * result["standard_error"]

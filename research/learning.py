@@ -1,7 +1,7 @@
 """Does the reward rise? Explanations of the same problems before and after training, with a plot of the runs.
 
 python research/learning.py runs/warmup_traces runs/rlt_traces runs/control_traces \\
-  --runs runs/quickstart_smollm2 runs/control --plot learning.svg
+  --runs runs/smollm2_rlt runs/control --plot learning.svg
 """
 
 from __future__ import annotations

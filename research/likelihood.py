@@ -155,13 +155,13 @@ class Likelihood(Arms):
         name, length = f"{self.name}/{arm}/student", MOST_TOKENS[self.setting.name]
         if method in REWARDS:
             return self.stages(
-                name, "fit", "miniature_likelihood", model__pretrained=start, **grouped, **REWARDS[method]
+                name, "fit", "laptop/likelihood", model__pretrained=start, **grouped, **REWARDS[method]
             )
         if method == "binary":
             return self.stages(
                 name,
                 "fit",
-                "miniature_grpo",
+                "laptop/grpo",
                 model__teacher=start,
                 rollouts__sampling__temperature=1.0,
                 rollouts__sampling__max_completion_length=length,
@@ -172,7 +172,7 @@ class Likelihood(Arms):
             return self.stages(
                 name,
                 "fit",
-                "miniature_opd",
+                "laptop/opd",
                 model__pretrained=start,
                 model__teacher="null",
                 data__prompts_per_step=NUM_PROMPTS * GROUP_SIZE,
@@ -182,7 +182,7 @@ class Likelihood(Arms):
         return self.stages(
             name,
             "fit",
-            "miniature_student_sft",
+            "laptop/sft",
             model__pretrained=start,
             data__source=self.explain(arm, start),
             model__optimizer__lr=self.setting.student_lr,
@@ -196,7 +196,7 @@ class Likelihood(Arms):
         teacher = self.stages(
             f"{self.name}/{arm}/teacher",
             "fit",
-            "quickstart",
+            "laptop/rlt",
             model__teacher=self.train_teacher("warmup"),
             trainer__max_steps=self.setting.num_iterations,
             **problems,
@@ -204,7 +204,7 @@ class Likelihood(Arms):
         folder = self.stages(
             f"{self.name}/{arm}/traces",
             "predict",
-            "miniature_generate",
+            "laptop/generate",
             "README.md",
             model__teacher=teacher / "model",
             **problems,

@@ -60,7 +60,7 @@ class Pipelines(Arms):
         return self.stages(
             f"{self.name}/{arm}/answers",
             "predict",
-            "miniature_rejection",
+            "laptop/rejection",
             "README.md",
             model__teacher=self.setting.base,
             data__source=self.data_file("pool"),

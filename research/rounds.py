@@ -170,7 +170,7 @@ class Rounds(Arms):
         folder = self.stages(
             f"{self.name}/{arm}/teacher",
             "fit",
-            "quickstart",
+            "laptop/rlt",
             model__teacher=self.train_teacher("warmup"),
             model__student=student,
             data__source=self.data_file("wrong" if method == "wrong" else "rlt"),
@@ -183,13 +183,13 @@ class Rounds(Arms):
     def explain(self, arm: str, teacher: Path, student: Path | str, **options: object) -> Path:
         """Let a teacher explain the problems of `raw`, scored by a student; return the file of the traces."""
         return self.read_problems(
-            arm, "miniature_generate", model__teacher=teacher, model__student=student, **options
+            arm, "laptop/generate", model__teacher=teacher, model__student=student, **options
         )
 
     def answers(self, arm: str, student: Path | str, number: int, source: str = "raw") -> Path:
         """Let a student answer the problems of a file, and return the file of its right answers."""
         return self.read_problems(
-            arm, "miniature_rejection", source, model__teacher=student, rollouts__num_traces=number
+            arm, "laptop/rejection", source, model__teacher=student, rollouts__num_traces=number
         )
 
     def read_problems(self, arm: str, config: str, source: str = "raw", **options: object) -> Path:

@@ -56,7 +56,7 @@ class Questions(Rounds):
         name = f"draws_{teacher}_{estimator}"
         distilled = self.read_problems(
             name,
-            "miniature_generate",
+            "laptop/generate",
             model__teacher=self.folder / teacher / "teacher" / "model",
             model__student=self.model(STUDENT),
             data__max_rows=NUM_PROBLEMS,
@@ -73,7 +73,7 @@ class Questions(Rounds):
         )
         traces = self.read_problems(
             f"wrongly_shown_{arm}",
-            "miniature_generate",
+            "laptop/generate",
             "raw_wrong",
             model__teacher=self.folder / arm / "teacher" / "model",
             model__student=self.model(STUDENT),

@@ -97,7 +97,7 @@ class Ways(Arms):
             trained = self.stages(
                 f"{self.name}/{arm}/student",
                 "fit",
-                "miniature_opd",
+                "laptop/opd",
                 model__pretrained=self.student_base,
                 model__optimizer__lr=self.setting.student_lr,
                 data__source=self.data_file("raw"),

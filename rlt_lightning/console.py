@@ -112,14 +112,16 @@ def waiting_for(
 
 @contextmanager
 def without_hub_retries() -> Iterator[None]:
-    """Leave out the hub's own five warnings of retries, which say less than the error that follows."""
-    hub_log = logging.getLogger("huggingface_hub")
-    level = hub_log.level
-    hub_log.setLevel(logging.ERROR)
+    """Leave out what the hub's client and `datasets` log of an error that then follows and says more."""
+    levels = {"huggingface_hub": logging.ERROR, "datasets": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in levels}
     try:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
         yield
     finally:
-        hub_log.setLevel(level)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def make_printable(text: str) -> str:

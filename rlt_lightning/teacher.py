@@ -1,6 +1,6 @@
 """A teacher to ask from Python: what it explains, and what an explanation is worth to a student.
 
-score(rows, teacher, student)       one Score per row; the same as `rlt predict` with configs/rank.yaml
+score(rows, teacher, student)       one Score per row; the same as `rlt predict --config recipe_7b/rank`
 Teacher(teacher, student)           loads the models at its first use and keeps them
   .explain(question, solution)      one Explanation with its Score; the same as `rlt explain TEACHER`
   .score(rows)
@@ -38,7 +38,7 @@ from rlt_lightning.types import FinishReason, InputError, Rollout
 
 # For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
 EXACT = RLTReward(kl_estimator="exact")
-ROWS_AT_ONCE = 8  # as configs/rank.yaml
+ROWS_AT_ONCE = 8  # as configs/recipe_7b/rank.yaml
 
 
 @dataclass(frozen=True)

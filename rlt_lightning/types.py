@@ -316,11 +316,13 @@ class PromptBatch:
         problems: The problems of this rank; dynamic sampling may put others in place.
         rollouts: Their completions; `rlt predict` may read them from the data.
         step: The StepBatch (rollouts/step.py) with their rewards and, in training, those of all ranks.
+        spare: Whether it only lets this rank take part in what all ranks do together: nobody keeps its rows.
     """
 
     problems: list[Problem]
     rollouts: Rollouts | None = None
     step: Any = None
+    spare: bool = False
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ smollm2_warmup() {
         check smollm2 120 "$py" -c 'from rlt_lightning.models.embedded import embedded_model as f; print(f())' || return 1
         model=smollm2-135m
     fi
-    fit smollm2_warmup 120 --config configs/quickstart_smollm2_warmup.yaml --trainer.accelerator $accelerator \
+    fit smollm2_warmup 120 --config configs/laptop/smollm2_warmup.yaml --trainer.accelerator $accelerator \
         --trainer.precision $precision --model.pretrained "$model" && echo "$model" > "$runs/smollm2_warmup/.model"
 }
 
@@ -153,7 +153,7 @@ if [[ -n ${REHEARSE:-} ]]; then
     accelerator=${ACCELERATOR:-cpu} model=miniature
     [[ $accelerator == gpu ]] || precision=32-true
 fi
-quickstart=(--config configs/quickstart.yaml --trainer.accelerator $accelerator --trainer.precision $precision)
+quickstart=(--config configs/laptop/rlt.yaml --trainer.accelerator $accelerator --trainer.precision $precision)
 [[ -z ${REHEARSE:-} ]] || quickstart+=(--model.group_size 4 --rollouts.sampling.max_completion_length 4)
 
 case $call in
@@ -173,12 +173,12 @@ case $call in
     fit fp32_cpu 120 "${quickstart[@]}" "${few[@]}" --trainer.accelerator cpu --trainer.precision 32-true &
     fit fp32 120 "${quickstart[@]}" "${few[@]}" --trainer.precision 32-true --model.head.compiled false &
     fit offloading 120 "${quickstart[@]}" "${few[@]}" --model.gradient_checkpointing true --model.offload_frozen true &
-    fit lora 120 "${quickstart[@]}" --trainer.max_steps 3 --config configs/overlays/lora.yaml --export.adapter merged &
-    fit fsdp2 120 "${quickstart[@]}" "${few[@]}" --config configs/overlays/fsdp2.yaml &
-    fit zero3 120 "${quickstart[@]}" "${few[@]}" --config configs/overlays/zero3.yaml &
+    fit lora 120 "${quickstart[@]}" --trainer.max_steps 3 --config configs/add/lora.yaml --export.adapter merged &
+    fit fsdp2 120 "${quickstart[@]}" "${few[@]}" --config configs/hardware/fsdp2.yaml &
+    fit zero3 120 "${quickstart[@]}" "${few[@]}" --config configs/hardware/zero3.yaml &
     check pinned 100 "$py" $minutes/pinned.py &
     if [[ $accelerator == gpu && -n $has_smollm2 ]]; then
-        check tests 150 "$py" -m pytest -p no:cacheprovider -q -m gpu tests/test_rlt_module.py &
+        check tests 150 "$py" -m pytest -p no:cacheprovider -q -k cuda tests/unit/modules/test_rlt_module.py &
     fi
     smollm2_warmup &
     wait
@@ -191,7 +191,7 @@ case $call in
 2)
     [[ -f $runs/smollm2_warmup/.model ]] || smollm2_warmup
     if [[ -f $runs/smollm2_warmup/.model ]]; then
-        rlt=(--config configs/quickstart_smollm2.yaml --trainer.accelerator $accelerator --trainer.precision $precision
+        rlt=(--config configs/laptop/smollm2_rlt.yaml --trainer.accelerator $accelerator --trainer.precision $precision
             --model.teacher "$runs/smollm2_warmup/model" --model.student "$(< "$runs/smollm2_warmup/.model")"
             --trainer.max_steps "${SMOLLM2_STEPS:-20}" --export.enabled false)
         [[ -z ${REHEARSE:-} ]] || rlt+=(--model.group_size 4 --rollouts.sampling.max_completion_length 4)

@@ -1,4 +1,4 @@
-"""Write the tables of docs/metrics.md: `python scripts/metrics_page.py`.
+"""Write the tables of docs/metrics.md, of our metrics alone: `python scripts/metrics_page.py`.
 
 A table stands between two comments, and the text around it is written by hand:
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from rlt_lightning.metrics.catalogue import (
     COLUMNS,
+    OURS,
     Column,
     Metric,
     build_student_metrics,
-    list_metrics,
     validation_name,
 )
 
@@ -50,7 +50,7 @@ def write_table(name: str) -> str:
         return write_markdown(("column", "meaning"), ((f"`{c.name}`", c.meaning) for c in columns))
     if name == "students":
         return write_student_metrics()
-    found = [metric for metric in list_metrics() if (metric.table or metric.prefix) == name]
+    found = [metric for metric in OURS if (metric.table or metric.prefix) == name]
     if not found:
         raise ValueError(
             f"A table must have metrics, but the catalogue has none for {name!r}. Correct the mark."
@@ -65,7 +65,7 @@ def write_column_table(columns: Iterable[Column]) -> str:
 
 def list_figure_columns() -> list[Column]:
     """Return the columns of completions whose means are metrics."""
-    found = [metric for metric in list_metrics() if metric.column]
+    found = [metric for metric in OURS if metric.column]
     return [Column(metric.column, f"`{metric.name}` of this completion") for metric in found]
 
 

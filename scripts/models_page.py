@@ -1,6 +1,6 @@
 """Write docs/models.md: `python scripts/models_page.py`.
 
-It builds the small random models of tests/families.py and runs the checks that a run makes at its start.
+It builds the small random models of tests/support/families.py and checks them as a run does at its start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from families import FAMILIES, build  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"

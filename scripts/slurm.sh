@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run on several nodes of a SLURM cluster, one process per GPU. It resumes after a requeue.
-# Run: RUN=runs/student_sft_32b sbatch scripts/slurm.sh --config student_sft_32b \
-#        --config overlays/multinode
+# Run: RUN=runs/student_32b sbatch scripts/slurm.sh --config recipe_7b/sft \
+#        --config add/student_32b --config hardware/multinode
 # RUN is the run folder, on a disk that all nodes share. Submit from the checkout; its .venv has rlt.
 #SBATCH --job-name=rlt
 #SBATCH --nodes=2

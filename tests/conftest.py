@@ -1,12 +1,19 @@
-"""Fixtures: the real embedded model, and small real architectures that share its tokenizer.
+"""What all tests share: their marks, their order, and the models and runs that they use.
 
-Four sets of tests, each with its own command; research/tests has a fifth (make test-research):
+    unit/<room>/      one part of the package each
+    integration/      whole runs, kills, several processes, real workers; in ranks/ runs that share two ranks
+    trajectories/     runs on recorded completions, step by step
+    gpu/              a pretended GPU, and the script for a real one: all have the mark gpu
+    docs/             what people read, and the project's own files: all have the mark docs
+    support/          modules that are no tests
 
-    make test       what has no mark: every verb, stage, loss, layout, strategy and failure once
-    make test-docs  docs: commands, figures and links of the pages, reports, dashboards, model cards,
-                    benchmarks, a pretended GPU, layout of the package, set-up
-    make test-all   full: further cases, what needs a real vLLM worker (mark vllm)
-    make prove      slow: learning, kills at random moments, two nodes
+Five sets, each with its own command:
+
+    make test           what has no mark: every verb, stage, loss, layout, strategy and failure once
+    make test-docs      docs and gpu
+    make test-all       full: further cases, what needs a real vLLM worker (mark vllm)
+    make prove          slow: learning, kills at random moments, two nodes
+    make test-research  research/tests
 
 `.ci/run` runs the first two, and of the third what needs vLLM.
 """
@@ -32,46 +39,38 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # dozens of processes would eac
 import pytest
 import torch
 
-SHARED = Path(__file__).parents[2] / "shared"
+TESTS = Path(__file__).parent
+SHARED = TESTS.parents[1] / "shared"
 FIGURE = "figure: "  # begins a printed line that the summary repeats
 LAST_LINES = 25  # of a failure, printed when it happens
 LEFT = pytest.StashKey[Counter[str]]()
-SHARE_RANKS = ("test_strategies", "test_half_precision", "test_lora", "test_export")
-SHARE_RANKS += ("test_sharded_head", "test_sharded_push", "test_opd_runs")
-SHARE_RANKS += ("test_dynamic_sampling", "test_students", "test_token_cache")
-SHARE_NOTHING = ("test_learning", "test_benchmarks", "test_gpu_minutes", "test_restarts")
-LONGEST = ("test_rlt_makes_more_traces_right_and_the_control_does_not", "ranks", "test_vllm_worker")
-LONGEST += ("test_traditional_rl_makes_more_answers_right", "test_finding", "test_docs", "test_install")
-LONGEST += ("test_both_calls_pass_at_tiny_size",)
-LONGEST += ("test_killed_and_restarted_by_torchrun_equals_not_stopping",)
-LONGEST += ("test_pretended_verbs", "test_pretended_gpu")
-LONGEST += ("test_vllm_engine", "test_cli", "test_rank_failures", "test_hub", "test_async_rollouts")
-LONGEST += ("test_cross_tokenizer", "test_configs", "test_evaluation", "test_dashboards", "test_python")
-LONGEST += ("test_plan_offline", "test_budget", "test_ways", "test_explain", "test_model_format")
+DURATIONS = "rlt/durations"  # in pytest's cache: seconds of each group in the last run that had it
+FIRST = ("integration/ranks", "docs", "gpu", "trajectories", "integration")  # until there are durations
 NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be most of its work
-SETS = {"slow": "make prove", "docs": "make test-docs", "full": "make test-all"}
-# Files about what people read, and about the project itself: their tests get the mark docs.
-ABOUT_DOCS = ("test_docs", "test_docs_metrics", "test_figures", "test_habits", "test_install", "test_layout")
-ABOUT_DOCS += ("test_setup_gpu", "test_site", "test_elsewhere", "test_benchmarks", "test_gpu_minutes")
-# They get it, too, but for their further cases.
-ABOUT_DOCS_OR_FULL = ("test_report", "test_dashboards", "test_hub", "test_pretended_gpu")
+SETS = {"slow": "make prove", "full": "make test-all", "docs": "make test-docs", "gpu": "make test-docs"}
 
 
 # What is run, and what is left
 
 
-class Failures:
-    """Print each failure when it happens: a run that is stopped before its summary has told what it found."""
+class Reports:
+    """Print each failure at once, for a run may be stopped before its summary; keep what groups took."""
 
     def __init__(self, terminal: Any) -> None:
         self.terminal = terminal
+        self.durations: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.durations[group_of(report.nodeid)] += report.duration
         if report.failed:
             lines = report.longreprtext.splitlines()
             self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)")
             for line in lines[-LAST_LINES:]:
                 self.terminal.write_line(f"    {line}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if cache := getattr(session.config, "cache", None):
+            cache.set(DURATIONS, cache.get(DURATIONS, {}) | self.durations)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,36 +85,44 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     plugins = session.config.pluginmanager
     if terminal := plugins.get_plugin("terminalreporter"):  # processes of xdist have none
-        plugins.register(Failures(terminal))
+        plugins.register(Reports(terminal))
+
+
+def folder_of(path: Path) -> str:
+    """Return the folder of a test below this one; empty for a test of research/."""
+    return path.parent.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
 
 
 def group_of(nodeid: str) -> str:
-    """Return what keeps a test on the process that other tests of that name run on: mostly its file."""
-    path, _, test = nodeid.partition("::")
-    file = Path(path).stem
-    if file in SHARE_RANKS:
+    """Return what keeps a test on the process that others of its group run on: mostly its file.
+
+    Those of integration/ranks share processes, which take long to start; one of research/ is long by itself.
+    """
+    path = nodeid.partition("::")[0]
+    if "/ranks/" in path:
         return "ranks"
-    return test if file in SHARE_NOTHING else file
+    return nodeid if path.startswith("research/") else path
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests of pages as docs and those with a real vLLM worker as full; begin with the longest groups.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their folder and those with a real vLLM worker as full; begin with the longest groups.
 
     Two processes then end at about the same time.
     """
     for item in items:
-        is_full = item.get_closest_marker("full")
-        if item.path.stem in ABOUT_DOCS or (item.path.stem in ABOUT_DOCS_OR_FULL and not is_full):
-            item.add_marker("docs")
+        folder = folder_of(item.path).partition("/")[0]
+        if folder in ("docs", "gpu"):
+            item.add_marker(folder)
         if item.get_closest_marker("vllm") and not item.get_closest_marker("slow"):
             item.add_marker("full")
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+    cache = getattr(config, "cache", None)
+    durations = cache.get(DURATIONS, {}) if cache else {}
 
-    def place(item: pytest.Item) -> int:
-        group = group_of(item.nodeid).partition("[")[0]
-        return LONGEST.index(group) if group in LONGEST else len(LONGEST)
+    def place(item: pytest.Item) -> tuple[float, int]:
+        folder = folder_of(item.path)
+        order = FIRST.index(folder) if folder in FIRST else len(FIRST)
+        return -durations.get(group_of(item.nodeid), 0.0), order
 
     items.sort(key=place)
 
@@ -178,7 +185,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session")
 def pretended_gpus() -> None:
-    """The library of tests/pretended_gpu, built before the first test that needs it, or a reason to skip."""
+    """The library of the pretended GPU, built before the first test that needs it, or a reason to skip."""
     from pretended_gpu.build import CannotBuild, library
 
     try:

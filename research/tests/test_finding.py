@@ -103,7 +103,7 @@ def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     base = stages(
         "student",
         "fit",
-        "miniature_student_sft",
+        "laptop/sft",
         model__pretrained=unglued(tmp_path / "unglued"),
         data__source="chains",
     )

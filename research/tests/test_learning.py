@@ -31,14 +31,19 @@ def test_rlt_makes_more_traces_right_and_the_control_does_not(tmp_path: Path) ->
     slow = not cpu_has_bfloat16()
     single = ["--trainer.precision=32-true"] if slow else []
     student = ["--model.student_dtype=float32"] if slow else []
-    fit = [*rlt, "fit", "--config=configs/quickstart_smollm2.yaml", *single, *student]
+    fit = [*rlt, "fit", "--config=configs/laptop/smollm2_rlt.yaml", *single, *student]
     fit += ["--trainer.max_steps=12"]
-    predict = [*rlt, "predict", "--config=configs/smollm2_generate.yaml", "--data.num_embedded_rows=64"]
+    predict = [
+        *rlt,
+        "predict",
+        "--config=configs/laptop/smollm2_generate.yaml",
+        "--data.num_embedded_rows=64",
+    ]
     predict += [*student, "--model.dtype=float32"] if slow else []
     warm, shuffled = tmp_path / "warmup" / "model", "rlt_lightning.numerics.advantages.ShuffledAdvantages"
     traces = {}
     for name, command in {
-        "warmup": [*rlt, "fit", "--config=configs/quickstart_smollm2_warmup.yaml", *single],
+        "warmup": [*rlt, "fit", "--config=configs/laptop/smollm2_warmup.yaml", *single],
         "rlt": [*fit, f"--model.teacher={warm}"],
         "control": [*fit, f"--model.teacher={warm}", f"--model.advantages={shuffled}"],
     }.items():
@@ -68,7 +73,7 @@ def test_rlt_makes_more_traces_right_and_the_control_does_not(tmp_path: Path) ->
 
 def held_out_accuracy(folder: Path, model: Path) -> tuple[float, float]:
     """Accuracy on held-out sums, one answer to each, and its variance over problems."""
-    command = ["validate", "--config=configs/learning_correctness.yaml", f"--model.teacher={model}"]
+    command = ["validate", "--config=research/configs/correctness.yaml", f"--model.teacher={model}"]
     command += [f"--output_dir={folder}"]
     subprocess.run([sys.executable, "-m", "rlt_lightning", *command], check=True, cwd=ROOT)
     with open(folder / "metrics.csv", newline="") as file:
@@ -81,8 +86,8 @@ def held_out_accuracy(folder: Path, model: Path) -> tuple[float, float]:
 def test_traditional_rl_makes_more_answers_right(tmp_path: Path) -> None:
     warm, run = tmp_path / "warmup", tmp_path / "run"
     fit = [sys.executable, "-m", "rlt_lightning", "fit"]
-    first = ["--config=configs/learning_correctness_warmup.yaml", f"--output_dir={warm}"]
-    second = ["--config=configs/learning_correctness.yaml", f"--output_dir={run}"]
+    first = ["--config=research/configs/correctness_warmup.yaml", f"--output_dir={warm}"]
+    second = ["--config=research/configs/correctness.yaml", f"--output_dir={run}"]
     for command in (first, [*second, f"--model.teacher={warm / 'model'}"]):
         subprocess.run([*fit, *command], check=True, cwd=ROOT)
     before, before_variance = held_out_accuracy(tmp_path / "before", warm / "model")

@@ -36,10 +36,10 @@ def test_a_stage_that_fails_names_its_log(tmp_path: Path) -> None:
 
 
 def test_a_finished_stage_is_passed_over(tmp_path: Path) -> None:
-    folder = Stages(tmp_path, finish)("a", "fit", "quickstart")
-    assert Stages(tmp_path, fail)("a", "fit", "quickstart") == folder
+    folder = Stages(tmp_path, finish)("a", "fit", "laptop/rlt")
+    assert Stages(tmp_path, fail)("a", "fit", "laptop/rlt") == folder
     with pytest.raises(StageError, match="must have today's settings"):
-        Stages(tmp_path, fail)("a", "fit", "quickstart", data__seed=1)
+        Stages(tmp_path, fail)("a", "fit", "laptop/rlt", data__seed=1)
 
 
 def test_an_interruption_ends_the_stages_that_run(tmp_path: Path) -> None:

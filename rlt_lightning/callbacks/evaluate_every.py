@@ -40,7 +40,8 @@ from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.judge import Judge
-from rlt_lightning.metrics.answers import OVERALL, compute_figures, name_figures
+from rlt_lightning.metrics import AnswerFigures
+from rlt_lightning.metrics.answers import OVERALL, name_figures
 from rlt_lightning.metrics.catalogue import EVALUATION, OVERALL_FIGURES
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.base import PolicyModule
@@ -250,7 +251,10 @@ class EvaluateEvery(Callback):
             self.judge = Judge(self.questions.tags, self.judge_deadline_s)
         problems = self.questions.problems
         given = [responses[number] for number in range(len(problems))]
-        figures = compute_figures(judge_responses(self.judge, problems, given), self.sets)
+        set_of = {problem.id: problem.set_name for problem in problems}
+        answers = AnswerFigures(set_of, sync_on_compute=False)  # rank 0 has all records
+        answers.update(judge_responses(self.judge, problems, given))
+        figures, _ = answers.compute()
         return {name: value for name, value in name_figures(figures).items() if math.isfinite(value)}
 
     def _log(self, trainer: Trainer, figures: dict[str, float]) -> None:

@@ -38,8 +38,9 @@ from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.load import context_length
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.evaluation import EvaluationModule
-from rlt_lightning.modules.responses import require_responses_fit, sample_responses
-from rlt_lightning.run.jsonl import append_rows, keep_rows, rewrite
+from rlt_lightning.modules.responses import CalledTogether, require_responses_fit, sample_responses
+from rlt_lightning.run.jsonl import keep_rows, rewrite
+from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError
 
 RESPONSES = "responses.jsonl"
@@ -121,6 +122,8 @@ class ResponseCallback(Callback):
         if not isinstance(pl_module, EvaluationModule) or data.format is None or not data.left:
             return
         self.engine.start(pl_module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
+        if pl_module.sharding.sharded:
+            self.engine.use_sharded_model(pl_module.run, pl_module.on_any_rank)
         if self.fit_context:
             self._fit_context(trainer, self.engine.max_model_len)
             self._announce_limits(trainer)
@@ -140,23 +143,25 @@ class ResponseCallback(Callback):
     def sample(
         self, trainer: Trainer, module: EvaluationModule, problems: list[EvaluationProblem]
     ) -> list[list[Response]]:
-        """Sample `num_samples` responses to each problem; push again to workers that were lost."""
+        """Sample `num_samples` responses to each problem; push again to workers that were lost.
+
+        Ranks with weights in shards call this together, also one without problems.
+        """
         chat_format, limits = get_evaluation_data(trainer).chat_format, self._limits(trainer, problems)
+        engine: Any = self.engine
+        if module.sharding.sharded:
+            engine = CalledTogether(self.engine, module.on_any_rank)
+        settings = self.sampling, self.num_samples, self.seed, limits, self.budget
         with waiting_for(f"responses to {len(problems)} questions"):
             while True:
                 try:
-                    return sample_responses(
-                        self.engine,
-                        problems,
-                        chat_format,
-                        self.sampling,
-                        self.num_samples,
-                        self.seed,
-                        limits,
-                        self.budget,
-                    )
+                    found = sample_responses(engine, problems, chat_format, *settings)
+                    break
                 except WorkersLost:
                     self._push(trainer, module)
+            if isinstance(engine, CalledTogether):
+                engine.finish(self.sampling)
+        return found
 
     # Helpers
 
@@ -234,8 +239,8 @@ class EvaluationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if isinstance(batch, EvaluationBatch) and trainer.is_global_zero:
-            append_rows(Path(trainer.default_root_dir) / RESPONSES, batch.records)
+        if isinstance(batch, EvaluationBatch):
+            append_from_ranks(trainer, Path(trainer.default_root_dir) / RESPONSES, batch.records)
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -262,7 +267,7 @@ def summarise(
         data: The problems.
         sampling: How responses were sampled, unless they are given.
     """
-    figures = module.figures()
+    figures = module.figures
     sets: dict[str, Any] = {}
     for name, spec in data.specs.items():
         first = next(problem for problem in data.problems if problem.set_name == name)
@@ -275,7 +280,7 @@ def summarise(
             "known_by_number": is_known_by_number(name),
             "num_samples": data.num_samples,
             **figures[name],
-            "pass_at": module.results[name][1],
+            "pass_at": module.pass_at[name],
             # As the model sees it.
             "prompt": (
                 data.chat_format.tokenizer.decode(first.prompt, skip_special_tokens=False)

@@ -29,8 +29,9 @@ from rlt_lightning.modules.rollout_rows import (
     resume_rows,
 )
 from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data_card
-from rlt_lightning.run.jsonl import Row, append_rows, format_line, read_json_rows, rewrite
+from rlt_lightning.run.jsonl import Row, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
+from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
@@ -58,7 +59,6 @@ class ScoreWriter(Callback):
         data = get_stratos_data(trainer)
         if stage != "predict" or data.task != "score":
             return
-        require_one_process(trainer)
         if not hasattr(pl_module, "reward"):
             raise InputError(
                 f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
@@ -72,8 +72,9 @@ class ScoreWriter(Callback):
             )
         if self.rank_groups is not None and len(data.trace_columns) == 1:
             split_into_groups([0.0] * len(data.items), self.rank_groups)
+        problems, writes = data.problems[: len(data.items)], trainer.is_global_zero
         data.num_finished = resume_rows(
-            self._path(trainer), data.problems[: len(data.items)], is_scored_row_of
+            self._path(trainer), problems, is_scored_row_of, 1, data.val_batch_size, writes
         )
         warn_of_foreign_traces(data.items, pl_module)
 
@@ -92,16 +93,16 @@ class ScoreWriter(Callback):
         if self.per_token:
             module: Any = pl_module
             batch.step.bring_to_host(batch.step.shard)
-            for i in batch.step.shard:
+            for i, row in enumerate(outputs):
                 tokens = module.reward.list_tokens(batch.step, i, module.students)
-                outputs[i] |= build_token_columns(tokens, module.students)
-        append_rows(self._path(trainer), outputs)
+                row |= build_token_columns(tokens, module.students)
+        append_from_ranks(trainer, self._path(trainer), outputs)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Rank and compare. Lightning does not call this after a failure."""
         data = get_stratos_data(trainer)
-        if stage != "predict" or data.task != "score":
+        if stage != "predict" or data.task != "score" or not trainer.is_global_zero:
             return
         rows, folder = list(read_json_rows(self._path(trainer))), self._path(trainer).parent
         terms = list_columns(pl_module)
@@ -146,16 +147,7 @@ def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
             f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "
             f"column teacher does not name it). The mean of their log-ratios ({of_kl.kl_estimator}) is no "
             "KL and may be negative, so that nonsense can win. Rank such traces by the exact KL, with "
-            "--config rank; see docs/scoring.md."
-        )
-
-
-def require_one_process(trainer: Trainer) -> None:
-    """Check that there is only one process, so that rows keep their order."""
-    if trainer.world_size > 1:
-        raise InputError(
-            "`rlt predict` must run in one process, so that rows keep their order, but got "
-            f"{trainer.world_size}. Set --trainer.devices 1."
+            "--config recipe_7b/rank; see docs/scoring.md."
         )
 
 
@@ -188,10 +180,11 @@ class DistillationWriter(Callback):
         is_answers = data.task == "student_rl"
         if is_answers and isinstance(pl_module, RLTModule):
             require_verdicts(pl_module)
-        require_one_process(trainer)
         num_traces = RolloutCallback.of(trainer).num_traces
         problems, is_of = data.problems[: len(data.items)], is_answer_to if is_answers else is_trace_of
-        data.num_finished = resume_rows(self._folder(trainer) / TRACES, problems, is_of, num_traces)
+        size, writes = data.val_batch_size, trainer.is_global_zero
+        path = self._folder(trainer) / TRACES
+        data.num_finished = resume_rows(path, problems, is_of, num_traces, size, writes)
 
     @override
     def on_predict_batch_end(
@@ -204,13 +197,13 @@ class DistillationWriter(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if get_stratos_data(trainer).task in ("rlt", "student_rl"):
-            append_rows(self._folder(trainer) / TRACES, outputs)
+            append_from_ranks(trainer, self._folder(trainer) / TRACES, outputs)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the set. Lightning does not call this after a failure."""
         data = get_stratos_data(trainer)
-        if stage != "predict" or data.task not in ("rlt", "student_rl"):
+        if stage != "predict" or data.task not in ("rlt", "student_rl") or not trainer.is_global_zero:
             return
         folder, is_answers = self._folder(trainer), data.task == "student_rl"
         rows = list(read_json_rows(folder / TRACES))

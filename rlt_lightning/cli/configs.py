@@ -6,17 +6,14 @@ This file imports nothing heavy, so the verb answers at once.
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlt_lightning.cli.help import VERBS
-from rlt_lightning.run.shipped import find_config, list_shipped_configs, read_launch_line
+from rlt_lightning.run.shipped import FOLDERS, find_config, list_shipped_configs, read_launch_line
 from rlt_lightning.types import InputError
-
-ON_A_CPU = re.compile(r"^# Needs: .*\bCPU\b", re.MULTILINE)
 
 
 def run_configs(words: Sequence[str]) -> None:
@@ -39,26 +36,21 @@ def run_configs(words: Sequence[str]) -> None:
 def build_configs_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt configs`."""
     parser = argparse.ArgumentParser(prog="rlt configs", description=VERBS["configs"][1])
-    parser.add_argument("name", metavar="NAME", nargs="?", help="such as quickstart or overlays/lora")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="such as laptop/rlt or add/lora")
     parser.add_argument("--copy", metavar="DIR", help="copy it there, with the configs of its launch line")
     return parser
 
 
 def list_configs() -> str:
-    """Return a table of the shipped configs: verb, name, and the first line of each."""
-    titles = {
-        "on a CPU": "Experiments for a CPU: rlt VERB --config NAME",
-        "on GPUs": "Experiments for GPUs, or for models and data of any size",
-        "overlays": "Overlays, on top of an experiment: rlt VERB --config NAME --config OVERLAY",
-    }
-    groups = {group: [title] for group, title in titles.items()}
+    """Return a table of the shipped configs by folder: verb, name, and the first line of each."""
+    tables = {folder: [title] for folder, title in FOLDERS.items()}
     for name, path in list_shipped_configs().items():
         text = path.read_text()
-        group = "overlays" if "/" in name else "on a CPU" if ON_A_CPU.search(text) else "on GPUs"
         first_line = text.partition("\n")[0].removeprefix("# ")
-        groups[group].append(f"  {read_launch_line(text)[1]:8} {name:30} {first_line}")
+        folder = name.partition("/")[0]
+        tables[folder].append(f"  {read_launch_line(text)[1]:8} {name:30} {first_line}")
     end = "rlt configs NAME shows one; rlt configs NAME --copy DIR copies it, to change it."
-    return "\n\n".join([*("\n".join(lines) for lines in groups.values()), end])
+    return "\n\n".join([*("\n".join(lines) for lines in tables.values()), end])
 
 
 def copy_config(name: str, folder: Path) -> str:
@@ -66,7 +58,7 @@ def copy_config(name: str, folder: Path) -> str:
 
     Args:
         name: Name of a config.
-        folder: Where the copies go; overlays into its folder overlays/. It is made.
+        folder: Where the copies go, each into a folder such as laptop/. It is made.
 
     Raises:
         InputError: If there is no config of that name, a file is in the way, or the folder cannot be written.

@@ -167,24 +167,24 @@ and all options of rlt predict.
 
 STAGES = """The stages, in their order (`rlt configs` lists all experiments and overlays):
 
-  rlt fit --config teacher_sft                  stage 1: warm the teacher up on reasoning traces
-  rlt fit --config teacher_rlt                  stage 2: GRPO with the dense reward of a frozen student
-  rlt predict --config generate                 stage 3: the trained teacher writes a distillation set
-  rlt fit --config student_sft                  stage 4: a student learns from the set
-  rlt fit --config student_opd                  stage 4b: it learns on its own answers from a teacher
-  rlt test --config evaluate                    stage 5: accuracy on evaluation sets, next to the paper's
+  rlt fit --config recipe_7b/warmup             stage 1: warm the teacher up on reasoning traces
+  rlt fit --config recipe_7b/rlt                stage 2: GRPO with the dense reward of a frozen student
+  rlt predict --config recipe_7b/generate       stage 3: the trained teacher writes a distillation set
+  rlt fit --config recipe_7b/sft                stage 4: a student learns from the set
+  rlt fit --config recipe_7b/opd                stage 4b: it learns on its own answers from a teacher
+  rlt test --config recipe_7b/evaluate          stage 5: accuracy on evaluation sets, next to the paper's
 
-  rlt fit --config quickstart                   a tiny teacher, a tiny student and GRPO, in half a minute
-  rlt fit --config student_grpo                 traditional RL, by correct answers
-  rlt fit --config student_likelihood           thinking without a checker, by likelihood rewards
-  rlt predict --config rank                     score your own explanations, and group them by reward
+  rlt fit --config laptop/rlt                   a tiny teacher, a tiny student and GRPO, in half a minute
+  rlt fit --config recipe_7b/grpo               traditional RL, by correct answers
+  rlt fit --config recipe_7b/likelihood         thinking without a checker, by likelihood rewards
+  rlt predict --config recipe_7b/rank           score your own explanations, and group them by reward
 """
 
 FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). First see what that does for a
 student, in one to two minutes on two CPU cores; then make a run of your own, half a minute long:
 
   rlt demo
-  rlt fit --config quickstart --output_dir runs/try
+  rlt fit --config laptop/rlt --output_dir runs/try
 
 Their last lines say where everything is and what to run next. `rlt VERB --help` shows what to set:
 

@@ -30,7 +30,6 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 
 from rlt_lightning.cli.help import VERBS
 from rlt_lightning.cli.parser import OneLineParser
-from rlt_lightning.cli.restarts import announce_restart, require_restartable
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.engines.launch import choose_trainer_devices
@@ -47,8 +46,9 @@ from rlt_lightning.run.folder import (
     require_same_run,
     tell_changes,
 )
-from rlt_lightning.run.ranks import find_global_rank
+from rlt_lightning.run.ranks import announce_restart, find_global_rank, require_restartable
 from rlt_lightning.run.redaction import redact
+from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINING, Trainer
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
@@ -73,8 +73,6 @@ OUTCOMES = (
     "groups.json",
     "comparison.md",
 )
-# A line of a config: the command of the next stage, with RUN in place of the run's folder.
-NEXT = "# Next: "
 
 
 class SaveConfig(SaveConfigCallback):
@@ -334,10 +332,8 @@ class RLTCommandLine(LightningCLI):
         if self.subcommand == "fit":
             print(f"See it: rlt report {shlex.quote(str(folder))}")
         configs = [Path(str(path)) for path in self.config[self.subcommand].config or []]
-        lines = [line for path in configs if path.is_file() for line in path.read_text().splitlines()]
-        for line in lines:
-            if line.startswith(NEXT):
-                print(f"Next: {line.removeprefix(NEXT).replace('RUN', shlex.quote(str(folder)))}")
+        if command := read_next_command(configs, folder):
+            print(f"Next: {command}")
 
 
 def find_code_version() -> dict[str, Any]:

@@ -107,7 +107,7 @@ def run_demo(words: Sequence[str]) -> int:
     show_explanations(folder)
     is_shown = show_accuracies(folder)
     print(f"\nDone in {time.perf_counter() - begin:.0f} s. How the teacher learned: {folder / 'report.html'}")
-    print("Next, the RLT stage by itself, half a minute: rlt fit --config quickstart")
+    print("Next, the RLT stage by itself, half a minute: rlt fit --config laptop/rlt")
     return int(not is_shown)
 
 
@@ -156,18 +156,18 @@ def list_stages(folder: Path) -> list[Stage]:
 
     rows = {"data__source": data / "warmup.jsonl"}
     line = "warm-up teacher: learn from uneven explanations"
-    stages = [build(line, "warmup/teacher", "", "fit", "miniature_warmup", **rows)]
+    stages = [build(line, "warmup/teacher", "", "fit", "laptop/warmup", **rows)]
     rows = {"data__source": data / "rlt.jsonl", "model__teacher": folder / "warmup/teacher/model"}
     line = "RLT teacher: RLT, 40 iterations"
-    stages += [build(line, "rlt/teacher", "warmup/teacher", "fit", "quickstart", **rows)]
+    stages += [build(line, "rlt/teacher", "warmup/teacher", "fit", "laptop/rlt", **rows)]
     for arm, name in TEACHERS.items():
         place = folder / arm
         rows = {"data__source": data / "explained.jsonl", "model__teacher": place / "teacher/model"}
         line, needs = f"{name}: explain {NUM_PROBLEMS} problems", f"{arm}/teacher"
-        stages += [build(line, f"{arm}/traces", needs, "predict", "miniature_generate", data__seed=0, **rows)]
+        stages += [build(line, f"{arm}/traces", needs, "predict", "laptop/generate", data__seed=0, **rows)]
         rows = {"data__source": place / "traces/distillation.jsonl"}
         line, needs = f"{name}'s student: learn from these explanations", f"{arm}/traces"
-        stages += [build(line, f"{arm}/student", needs, "fit", "miniature_student_sft", data__seed=0, **rows)]
+        stages += [build(line, f"{arm}/student", needs, "fit", "laptop/sft", data__seed=0, **rows)]
     for arm, name in STUDENTS.items():
         model, needs = (
             ("miniature", "") if arm == "untrained" else (folder / arm / "student/model", f"{arm}/student")
@@ -179,7 +179,7 @@ def list_stages(folder: Path) -> list[Stage]:
             options = {"model__pretrained": model, "rollouts__sampling__temperature": temperature}
             line = f"{name}: {what}"
             stages += [
-                build(line, f"{arm}/{how}", needs, "test", "miniature_evaluate", data__sets=sets, **options)
+                build(line, f"{arm}/{how}", needs, "test", "laptop/evaluate", data__sets=sets, **options)
             ]
     page = folder / "report.html"
     words = ("report", str(folder / "rlt/teacher"), "--output", str(page))

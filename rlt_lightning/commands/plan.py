@@ -542,6 +542,8 @@ def read_step(
         group_size = module.group_size if isinstance(module, OnPolicyModule) else 1
     else:
         prompts, group_size = data.val_batch_size, 1 if has_completions(data) else rollouts.num_traces
+        if verb == "predict":  # each process gets whole batches
+            prompts *= num_processes
     note = f"prompts of up to {prompt[0]} tokens ({source}), completions of up to {completion[0]}"
     if read := [length for length in scoring if length is not None]:
         note += f"; models that score read prompts, with solutions, of up to {max(read)} tokens"
@@ -764,7 +766,7 @@ def find_problems(setup: Setup, phases: Sequence[Phase]) -> list[str]:
     return problems
 
 
-SHARD = "--config overlays/fsdp2 on several devices, or overlays/cpu_offload"
+SHARD = "--config hardware/fsdp2 on several devices, or hardware/cpu_offload"
 OFFLOAD = "--model.offload_frozen true or bfloat16 as their type"
 REMEDIES = {
     "activations": "--model.gradient_checkpointing true, a lower --model.micro_batch_tokens, shorter rows",

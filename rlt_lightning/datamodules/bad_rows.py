@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
@@ -52,9 +52,10 @@ class BadRowReport:
         self.bad.append((row, error))
 
     def sort(self) -> None:
-        """Order the rows by number; those of a number keep their order."""
+        """Order the rows by number; those of a number keep their order, and one that is cut counts once."""
         self.bad.sort(key=lambda entry: entry[0])
         self.filtered.sort(key=lambda entry: entry[0])
+        self.truncated = sorted(set(self.truncated))
 
     @property
     def frac(self) -> float:
@@ -111,14 +112,6 @@ class BadRowReport:
             ],
             "truncated_rows": self.truncated,
         }
-
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Self:
-        """Return the report of which `as_dict` was taken."""
-        bad = [(r["row"], BadRowError(BadRowReason(r["reason"]), r["detail"])) for r in found["bad_rows"]]
-        left_out = [(r["row"], FilterReason(r["filter"]), r["detail"]) for r in found["filtered_rows"]]
-        truncated = found["truncated_rows"]
-        return cls(found["source"], found["num_rows"], found["first_row"], bad, truncated, left_out)
 
     def check(self, max_bad_frac: float, report_path: Path | None) -> None:
         """Stop if more than `max_bad_frac` of the rows, or all of them, cannot be used.

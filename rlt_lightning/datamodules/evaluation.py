@@ -65,7 +65,7 @@ class EvaluationBatch:
     Attributes:
         problems: The problems.
         responses: The responses to each problem, equally many for each.
-        records: One record of each judged response.
+        records: One record of each judged response of this rank.
     """
 
     problems: list[EvaluationProblem]

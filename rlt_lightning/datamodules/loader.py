@@ -197,7 +197,7 @@ class StepLoader(Generic[Item, Batch]):
 
 
 class OrderedLoader(Generic[Item, Batch]):
-    """Serve all items once, in order, for validation and prediction. The last batch may be smaller.
+    """Serve all items once, in order, for validation. The last batch may be smaller.
 
     Each rank gets its part of every batch; the first ranks get the larger parts. A rank whose part of the
     last batch is empty has one batch less.
@@ -231,6 +231,41 @@ class OrderedLoader(Generic[Item, Batch]):
     def __iter__(self) -> Iterator[Batch]:
         for shard in self.shards:
             yield self.collate([self.items[number] for number in shard])
+
+
+class DealtLoader(OrderedLoader[Item, Batch]):
+    """Serve whole batches to ranks in turn, for prediction: figures are those of one rank, to the last bit.
+
+        rank 0    batch 0    batch 2    batch 4
+        rank 1    batch 1    batch 3    spare: the first item again
+
+    All ranks get equally many, since Lightning and models in shards need that. See `OrderedLoader`.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        batch_size: int,
+        collate: Callable[[list[Item]], Batch],
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__(items, batch_size, collate)
+        whole = self.shards
+        self.shards = whole[rank::world_size]
+        self.has_spare = rank >= len(whole) % world_size > 0
+
+    @override
+    def __len__(self) -> int:
+        return len(self.shards) + self.has_spare
+
+    @override
+    def __iter__(self) -> Iterator[Batch]:
+        yield from super().__iter__()
+        if self.has_spare:
+            batch: Any = self.collate([self.items[0]])
+            batch.spare = True
+            yield batch
 
 
 def find_shard(numbers: range, rank: int, world_size: int) -> range:

@@ -1,8 +1,11 @@
-"""Read rows from memory, an embedded set, a file, a folder or the hub, one at a time.
+"""Read rows from memory, an embedded set, text files, or what `datasets` loads, one at a time.
 
-    data.source ─ parse_sources ─▶ names, rows in memory ─ SourceReader.open ─▶ one of five kinds:
+    data.source ─ parse_sources ─▶ names, rows in memory ─ SourceReader.open ─▶ one of four kinds:
 
-    MemoryRows, EmbeddedRows, FileRows, SavedRows, HubRows
+    MemoryRows      a list of dictionaries, or an object of `datasets`
+    EmbeddedRows    problems made from a seed
+    TextRows        JSONL, JSON and CSV files
+    DatasetRows     what `datasets` loads: the hub, copies of it, saved sets, Parquet and Arrow files
 
 A kind knows how its rows are read, and has a fingerprint, which changes when they do.
 """
@@ -13,12 +16,13 @@ import contextlib
 import csv
 import hashlib
 import json
+import math
 import pickle
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,9 +36,9 @@ from rlt_lightning.types import BadRowError, BadRowReason, InputError, as_list
 
 SOURCE_CHOICES = (
     "'arithmetic' (the default), 'arithmetic:KIND' such as 'arithmetic:addition', 'chains', 'new_chains', "
-    "'word_sums' or 'countdown' (embedded), a .jsonl, .json, .parquet or .csv file, a folder of such files, "
-    "or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, "
-    "'openai/gsm8k:main'"
+    "'word_sums' or 'countdown' (embedded), a .jsonl, .json, .csv, .parquet or .arrow file, a folder of such "
+    "files, or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a "
+    "configuration, 'openai/gsm8k:main'"
 )
 
 WEIGHTED = {"source", "weight"}  # the fields of a source with a weight
@@ -45,7 +49,7 @@ class MemoryRows:
     """Rows that a script brings: they are read as the lines of a JSONL file would be.
 
     Args:
-        rows: A list of dictionaries, or a `datasets.Dataset`.
+        rows: A list of dictionaries, or a data set of `datasets`, with splits or without, streamed or not.
         first: Number of the first row.
     """
 
@@ -53,7 +57,16 @@ class MemoryRows:
     first: int = 1
 
     def __str__(self) -> str:
-        return f"{len(self.rows)} rows in memory"
+        is_counted = hasattr(self.rows, "__len__") and not isinstance(self.rows, Mapping)
+        return f"{len(self.rows)} rows in memory" if is_counted else f"a {type(self.rows).__name__}"
+
+    def choose(self, split: str, max_rows: int | None) -> MemoryRows:
+        """Return the rows of a split of a data set, where it has any, and of a stream at most so many."""
+        with name_unloadable(str(self), split):
+            rows = choose_split(self.rows, split)
+        return replace(
+            self, rows=rows if hasattr(rows, "__len__") or max_rows is None else rows.take(max_rows)
+        )
 
     def read_rows(self) -> Iterator[NumberedRow]:
         """Yield the rows with their numbers."""
@@ -61,12 +74,12 @@ class MemoryRows:
             yield number, read_columns(dict(row) if isinstance(row, Mapping) else row)
 
     def fingerprint(self) -> list[Any]:
-        """Return a hash of the rows."""
-        found = hashlib.blake2b(b"" if self.first == 1 else str(self.first).encode())
+        """Return a hash of the rows, for which a stream is read once."""
+        digest = hashlib.blake2b(b"" if self.first == 1 else str(self.first).encode())
         for row in self.rows:
             # What JSON does not know counts as it is pickled.
-            found.update(json.dumps(row, default=lambda value: pickle.dumps(value).hex()).encode() + b"\n")
-        return [found.hexdigest()]
+            digest.update(json.dumps(row, default=lambda value: pickle.dumps(value).hex()).encode() + b"\n")
+        return [digest.hexdigest()]
 
 
 Source = str | MemoryRows
@@ -108,8 +121,8 @@ def parse_sources(setting: Any) -> list[Source]:
             found.append(MemoryRows(value))
         else:
             raise InputError(
-                "A source must be a name, a path, a list of dictionaries or a datasets.Dataset, or a list of "
-                f"these, but is of type {type(value).__name__}. Convert it; of a DatasetDict choose a split."
+                "A source must be a name, a path, a list of dictionaries or a data set of `datasets`, or a "
+                f"list of these, but is of type {type(value).__name__}. Convert it."
             )
     return found
 
@@ -148,12 +161,15 @@ def _pair_weights(setting: Any) -> list[tuple[Any, float | None]]:
 
 
 def _is_table(value: Any) -> bool:
-    """Return whether a value is rows: a list with dictionaries that are no sources with weights."""
-    # A Dataset can only come from a program that has imported the library.
-    datasets = sys.modules.get("datasets")
+    """Return whether a value is rows: a data set, or a list with a dictionary that is no weighted source."""
     if isinstance(value, (list, tuple)):
         return any(isinstance(row, Mapping) and row.keys() != WEIGHTED for row in value)
-    return datasets is not None and isinstance(value, datasets.Dataset)
+    return is_dataset(value)
+
+
+def is_dataset(value: Any) -> bool:
+    """Return whether a value is a data set of `datasets`: with splits or without, streamed or not."""
+    return type(value).__module__.partition(".")[0] == "datasets"
 
 
 @dataclass(frozen=True)
@@ -165,11 +181,11 @@ class SourceReader:
 
     Args:
         split: Split of a hub data set, a saved data set, an embedded source, or a folder whose files are
-            named after splits.
+            named after splits. Of what `datasets` loads also a part of it, such as `train[:10%]`.
         num_embedded_rows: Size of an embedded source.
         seed: Seed of an embedded source.
         max_rows: Most rows to read, from the start; None for all.
-        streaming: Whether data sets in the hub's form are read row by row, not loaded as a whole first.
+        streaming: Whether data sets of the hub are read row by row, not downloaded as a whole first.
     """
 
     split: str = "train"
@@ -204,22 +220,44 @@ class SourceReader:
         """
         return [self.split, self.max_rows, *self.open(source).fingerprint()]
 
-    def open(self, source: Source) -> MemoryRows | EmbeddedRows | FileRows | SavedRows | HubRows:
-        """Return what reads a source; nothing is read yet.
+    def open(self, source: Source) -> MemoryRows | EmbeddedRows | TextRows | DatasetRows:
+        """Return what reads a source; a file is not read yet.
 
         Raises:
-            InputError: If the source does not exist.
+            InputError: If the source does not exist, or lacks the split.
         """
+        rows: MemoryRows | EmbeddedRows | TextRows | DatasetRows
         if isinstance(source, MemoryRows):
-            return source
-        if source in EMBEDDED:
-            return EmbeddedRows(source, self.num_embedded_rows, self.seed, self.split)
-        if (name := parse_hub_name(source)) is not None:
-            return HubRows(source, *name, self.split, self.streaming)
-        folder = Path(source).expanduser()
-        if folder.is_dir() and is_saved(folder):
-            return SavedRows(folder, self.split)
-        return FileRows(list_files(source, self.split))
+            if is_dataset(source.rows):
+                return source.choose(self.split, self.max_rows)
+            rows = source
+        elif source in EMBEDDED:
+            rows = EmbeddedRows(source, self.num_embedded_rows, self.seed, self.split)
+        else:
+            rows = self._open_files(source)
+        if is_part(self.split) and not isinstance(rows, DatasetRows):
+            raise InputError(
+                f"data.split must be a whole split for '{source}', but is {self.split}. Only what `datasets` "
+                "loads has parts; set data.max_rows."
+            )
+        return rows
+
+    def _open_files(self, source: str) -> TextRows | DatasetRows:
+        """Return what reads a file, a folder or a data set of the hub."""
+        path, (name, _, configuration) = Path(source).expanduser(), source.partition(":")
+        folder = Path(name).expanduser()
+        if path.is_dir() and (is_saved(path) or is_hub_folder(path)):
+            return DatasetRows(source, str(path), "", self.split, self.streaming)
+        if path.exists():
+            files = list_files(source, self.split)
+            if files[0].suffix in TABLES:
+                return DatasetRows(source, TABLES[files[0].suffix], "", self.split, files=files)
+            return TextRows(files)
+        if name and folder.is_dir():
+            return DatasetRows(source, str(folder), configuration, self.split, self.streaming)
+        if path.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
+            raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
+        return DatasetRows(source, name, configuration, self.split, self.streaming)
 
 
 def complete_row(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
@@ -241,19 +279,6 @@ def read_rows(
 ) -> list[NumberedRow]:
     """Return the rows of a source as a list; see `SourceReader`."""
     return list(SourceReader(split, num_embedded_rows, seed, max_rows).read(source))
-
-
-def parse_hub_name(source: str) -> tuple[str, str] | None:
-    """Return hub id, or folder of a copy, and configuration of a data set in the hub's form; else None."""
-    name, _, configuration = source.partition(":")
-    path = Path(source).expanduser()
-    if path.is_dir() or path.is_file() or source in EMBEDDED:
-        return (str(path), "") if path.is_dir() and not is_saved(path) and is_hub_folder(path) else None
-    if name and Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser()), configuration
-    if path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
-        raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
-    return name, configuration
 
 
 @dataclass(frozen=True)
@@ -292,15 +317,20 @@ def list_visible(folder: Path) -> list[Path]:
 
 def hash_files(paths: Iterable[Path]) -> list[tuple[str, str]]:
     """Return the names of files, each with a hash of its contents."""
-    found: list[tuple[str, str]] = []
+    hashes: list[tuple[str, str]] = []
     for path in paths:
         with name_unreadable(path), path.open("rb") as file:
-            found.append((path.name, hashlib.file_digest(file, "blake2b").hexdigest()))
-    return found
+            hashes.append((path.name, hashlib.file_digest(file, "blake2b").hexdigest()))
+    return hashes
 
 
 # A file whose name starts with one of these belongs to that split: rows of another split must not leak in.
 SPLIT_NAMES = {"train", "test", "validation", "val", "dev"}
+
+
+def is_part(split: str) -> bool:
+    """Return whether a split is written as a part such as `train[:10%]`, or as a sum such as `train+test`."""
+    return "[" in split or "+" in split
 
 
 def list_files(source: str, split: str) -> list[Path]:
@@ -312,29 +342,30 @@ def list_files(source: str, split: str) -> list[Path]:
     folder = Path(source).expanduser()
     if folder.is_file():
         return [folder]
-    files = [path for path in list_visible(folder) if path.suffix in READERS]
+    files = [path for path in list_visible(folder) if path.suffix in SUFFIXES]
     kinds = sorted({path.suffix for path in files})
     if len(kinds) != 1:
-        found = f"holds {', '.join(kinds)}" if kinds else "holds none"
+        holds = f"holds {', '.join(kinds)}" if kinds else "holds none"
         raise InputError(
-            f"A data folder must hold files of one kind ({', '.join(READERS)}) or a saved data set, but "
-            f"{folder} {found}. Name one file, or use {SOURCE_CHOICES}."
+            f"A data folder must hold files of one kind ({', '.join(SUFFIXES)}) or a saved data set, but "
+            f"{folder} {holds}. Name one file, or use {SOURCE_CHOICES}."
         )
+    name = read_split_name(split)
     splits = {path: re.split(r"[-_.]", path.name)[0] for path in files}
-    of_split = [path for path in files if splits[path] == split]
+    of_split = [path for path in files if splits[path] == name]
     if not of_split and (others := sorted(set(splits.values()) & SPLIT_NAMES)):
         raise InputError(
-            f"The data folder {folder} must have files of the split '{split}', but has files of "
+            f"The data folder {folder} must have files of the split '{name}', but has files of "
             f"{', '.join(others)}. Set data.split (of an evaluation set: its split), or name one file."
         )
     return of_split or files
 
 
-# Files
+# Text files: `datasets` refuses a whole file for one bad line, shifts ragged CSV silently, makes 7 of `007`
 
 
 @dataclass(frozen=True)
-class FileRows:
+class TextRows:
     """The rows of one file or several, which are numbered on."""
 
     files: list[Path]
@@ -353,7 +384,6 @@ class FileRows:
         return hash_files(self.files)
 
 
-PARQUET_ROWS = 1000  # that are in memory at a time
 BEGIN = re.compile(r"\S")  # of a value in JSON
 
 
@@ -365,7 +395,8 @@ def read_file(path: Path) -> Iterator[NumberedRow]:
     """
     if path.suffix not in READERS:
         raise InputError(
-            f"The data file must be {', '.join(READERS)}, but is {path}. Convert it, or use {SOURCE_CHOICES}."
+            f"The data file must be {', '.join(SUFFIXES)}, but is {path}. Convert it, or use "
+            f"{SOURCE_CHOICES}."
         )
     announce_reading(path)
     with name_unreadable(path):
@@ -407,6 +438,15 @@ def require_content(path: Path) -> None:
             )
 
 
+def parse_float(text: str) -> float | str:
+    """Return a number, or its text where a float has none: Python's own reader makes infinity of 1e400."""
+    value = float(text)
+    return text if math.isinf(value) else value
+
+
+JSON = json.JSONDecoder(parse_float=parse_float)
+
+
 def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
     """Read one row per line. A broken line is a bad row; blank lines count, but are not rows.
 
@@ -429,7 +469,7 @@ def _read_line(line: bytes) -> dict[str, Any] | BadRowError:
     if b"\0" in line:
         return BadRowError(BadRowReason.WRONG_ENCODING, "the line holds zero bytes, as in UTF-16")
     try:
-        return read_columns(json.loads(line.decode("utf-8-sig")))
+        return read_columns(JSON.decode(line.decode("utf-8-sig")))
     except UnicodeDecodeError as error:
         return BadRowError(BadRowReason.WRONG_ENCODING, f"the line is not in UTF-8 ({shorten_error(error)})")
     except (ValueError, RecursionError) as error:
@@ -447,7 +487,7 @@ def _read_values(content: bytes) -> list[NumberedRow] | None:
         values, lines, line, end = [], [], 1, 0
         while begin := BEGIN.search(text, end):
             line += text.count("\n", end, begin.start())
-            value, stop = json.JSONDecoder().raw_decode(text, begin.start())
+            value, stop = JSON.raw_decode(text, begin.start())
             values.append(value)
             lines.append(line)
             line, end = line + text.count("\n", begin.start(), stop), stop
@@ -461,7 +501,7 @@ def _read_values(content: bytes) -> list[NumberedRow] | None:
 
 def _read_json(path: Path) -> Iterator[NumberedRow]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), parse_float=parse_float)
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:
@@ -478,22 +518,6 @@ def _read_json(path: Path) -> Iterator[NumberedRow]:
         )
     for number, value in enumerate(content, start=1):
         yield number, read_columns(value)
-
-
-def _read_parquet(path: Path) -> Iterator[NumberedRow]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            require_different_names(path, file.schema_arrow.names)
-            batches = file.iter_batches(PARQUET_ROWS)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except pyarrow.ArrowException as error:
-        raise InputError(
-            f"The file {path} must be a whole Parquet file, but is not ({shorten_error(error)}). Write it "
-            f"again, or use {SOURCE_CHOICES}."
-        ) from error
 
 
 def _read_csv(path: Path) -> Iterator[NumberedRow]:
@@ -533,9 +557,10 @@ def require_different_names(path: Path, names: Sequence[str]) -> None:
 READERS: dict[str, Callable[[Path], Iterator[NumberedRow]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
-    ".parquet": _read_parquet,
     ".csv": _read_csv,
 }
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}  # what `datasets` calls them
+SUFFIXES = [*READERS, *TABLES]
 
 
 def read_columns(value: Any) -> dict[str, Any] | BadRowError:
@@ -545,60 +570,82 @@ def read_columns(value: Any) -> dict[str, Any] | BadRowError:
     return BadRowError(BadRowReason.WRONG_TYPE, f"a row must be an object, but is {type(value).__name__}")
 
 
-# Data sets in the hub's form: from the hub, copies of them in folders, and folders of `save_to_disk`
-
-README, INFOS = "README.md", "dataset_infos.json"
+# What `datasets` loads
 
 
 @dataclass(frozen=True)
-class HubRows:
-    """A data set of the hub, or a copy of one in a folder.
+class DatasetRows:
+    """A data set of the hub or a copy of one in a folder, a folder of `save_to_disk`, Parquet or Arrow files.
+
+    Local files are streamed: so no copy of them enters the library's cache, which tells a changed file by its
+    time only. A part of a split has to be loaded.
 
     Args:
         source: What the user calls it.
-        name: Hub id, or path of the copy.
-        configuration: Which of its parts; '' if it has only one.
-        split: Which of its splits.
-        streaming: Whether rows are read as they are asked for, rather than all before the first.
+        name: Hub id, folder, or what `datasets` calls the kind of the files.
+        configuration: Which part of the data set; '' if it has only one.
+        split: Which of its splits, or a part of one.
+        streaming: Whether rows of the hub are read as they are asked for, rather than all before the first.
+        files: The Parquet or Arrow files.
     """
 
     source: str
     name: str
     configuration: str
     split: str
-    streaming: bool
+    streaming: bool = False
+    files: Sequence[Path] = ()
+
+    @property
+    def local_files(self) -> Sequence[Path]:
+        """Return all files from which rows come; none for the hub."""
+        return self.files or list_visible(Path(self.name))
+
+    def load(self) -> Any:
+        """Return a Dataset or an IterableDataset.
+
+        Raises:
+            InputError: If it cannot be loaded, with the library's reason.
+        """
+        import datasets
+
+        if not self.local_files:
+            announce(f"loading the data set {self.source} from the Hugging Face hub or its cache")
+        for path in self.local_files:
+            if path.suffix in SUFFIXES:
+                announce_reading(path)
+                require_content(path)
+        with name_unloadable(self.source, self.split):
+            if is_saved(Path(self.name)):
+                return choose_split(load_saved(self.name), self.split)
+            files = {read_split_name(self.split): [str(path) for path in self.files]} if self.files else None
+            return datasets.load_dataset(
+                self.name,
+                self.configuration or None,
+                data_files=files,
+                split=self.split,
+                streaming=self.streaming or (bool(self.local_files) and not is_part(self.split)),
+            )
 
     def read_rows(self) -> Iterator[NumberedRow]:
         """Yield the rows, numbered from 1."""
-        rows = load_hub(self.name, self.configuration, self.split, self.streaming)
+        rows = self.load()
         with name_unloadable(self.source, self.split):
             yield from enumerate(rows, start=1)
 
     def fingerprint(self) -> list[Any]:
-        """Return what it is read from: of a copy all files, else the hub's files with the commit."""
-        if Path(self.name).is_dir():
-            return [self.configuration, *hash_files(list_visible(Path(self.name)))]
-        if self.streaming:
-            return [find_version(self.name, self.configuration, self.split)]
-        dataset = load_hub(self.name, self.configuration, self.split, streaming=False)
-        files = [Path(file["filename"]) for file in dataset.cache_files]
-        return [self.configuration, dataset._fingerprint, *hash_files(files)]
+        """Return what it is read from: hashes of the files, or of a stream the addresses with the commit."""
+        import datasets
 
-
-@dataclass(frozen=True)
-class SavedRows:
-    """A folder that `save_to_disk` has written."""
-
-    folder: Path
-    split: str
-
-    def read_rows(self) -> Iterator[NumberedRow]:
-        """Yield the rows, numbered from 1."""
-        yield from enumerate(load_saved(self.folder, self.split), start=1)
-
-    def fingerprint(self) -> list[Any]:
-        """Return the files' names and hashes."""
-        return hash_files(list_visible(self.folder))
+        files = self.local_files
+        if not files and self.streaming:
+            with name_unloadable(self.source, self.split):
+                builder = datasets.load_dataset_builder(self.name, self.configuration or None)
+            return [f"{builder.hash} {builder.config.data_files}"]
+        return [
+            self.configuration,
+            *hash_files(files or [Path(f["filename"]) for f in self.load().cache_files]),
+        ]
 
 
 def is_saved(folder: Path) -> bool:
@@ -608,104 +655,76 @@ def is_saved(folder: Path) -> bool:
 
 def is_hub_folder(folder: Path) -> bool:
     """Return whether a folder is a data set as the hub keeps it: its card says which files are which."""
-    if (folder / INFOS).is_file():
+    if (folder / "dataset_infos.json").is_file():
         return True
-    readme = folder / README
-    if not readme.is_file():
-        return False
-    text = readme.read_text(encoding="utf-8", errors="replace")
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     header = text.partition("\n---")[0] if text.startswith("---\n") else ""
     return any(line.startswith(("configs:", "dataset_info:")) for line in header.splitlines())
 
 
-def load_hub(name: str, configuration: str, split: str, streaming: bool) -> Any:
-    """Load a data set from the hub, or from a copy in a folder.
+def read_split_name(split: str) -> str:
+    """Return the split of which `train[:10%]` is a part."""
+    return re.split(r"[\[+]", split)[0]
+
+
+def load_saved(folder: str) -> Any:
+    """Load what `save_to_disk` has written; no rows if there are none, on which the library fails."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(folder)
+    except IndexError:
+        return []
+
+
+def choose_split(rows: Any, split: str) -> Any:
+    """Return the rows of a split, or of a part of one, as `load_dataset` would.
 
     Args:
-        name: Hub id, or path of the copy.
-        configuration: Which of its parts; '' if it has only one.
-        split: Which of its splits.
-        streaming: Read rows as they are asked for, rather than all of them before the first.
+        rows: A data set of any class; one without splits is a whole split itself.
+        split: Such as `train` or `train[:10%]`.
 
     Raises:
-        InputError: If it cannot be loaded, with the library's reason.
+        ValueError: If there is no such split.
     """
     import datasets
 
-    from_where = "" if Path(name).is_dir() else " from the Hugging Face hub or its cache"
-    announce(f"loading the data set {name}{configuration and f':{configuration}'}{from_where}")
-    with name_unloadable(name + (configuration and f":{configuration}"), split):
-        require_no_pointers(Path(name))
-        return datasets.load_dataset(name, configuration or None, split=split, streaming=streaming)
-
-
-def find_version(name: str, configuration: str, split: str) -> str:
-    """Return what a streamed data set of the hub is read from: the addresses of its files, with the commit.
-
-    Raises:
-        InputError: If it cannot be found.
-    """
-    import datasets
-
-    with name_unloadable(name, split):
-        builder = datasets.load_dataset_builder(name, configuration or None)
-        return f"{builder.hash} {builder.config.data_files}"
+    if isinstance(rows, dict) and split in rows:
+        return rows[split]
+    if not (isinstance(rows, dict) or is_part(split)):
+        return rows
+    splits = rows if isinstance(rows, dict) else {read_split_name(split): rows}
+    sizes = {name: len(part) for name, part in splits.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    return datasets.concatenate_datasets(
+        [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    )
 
 
 @contextlib.contextmanager
 def name_unloadable(name: str, split: str) -> Iterator[None]:
     """Turn a failure to load or read a data set into one line."""
     import datasets
+    import pyarrow  # type: ignore[import-untyped]
 
     try:
         with without_hub_retries():
             yield
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        pyarrow.ArrowException,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
             f"The data set '{name}', split '{split}', could not be loaded ({shorten_error(error)}). Check "
-            f"data.split and the network, or use {SOURCE_CHOICES}."
+            f"data.split, its files and the network, or use {SOURCE_CHOICES}."
         ) from error
-
-
-def require_no_pointers(folder: Path) -> None:
-    """Check that a folder that git has copied holds the files themselves.
-
-    Raises:
-        InputError: If it holds what git keeps in place of a large file.
-    """
-    for path in list_visible(folder):
-        if path.suffix in READERS:
-            require_content(path)
-
-
-def load_saved(folder: Path, split: str) -> Any:
-    """Load what `save_to_disk` has written; an empty list for a set that was saved without rows.
-
-    Raises:
-        InputError: If it cannot be loaded, or lacks the split.
-    """
-    import datasets
-
-    try:
-        dataset = datasets.load_from_disk(str(folder))
-    except IndexError:
-        # The library fails on a set that was saved without rows.
-        return []
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"The saved data set {folder} must be loadable, but is not ({shorten_error(error)}). Save it "
-            "again, or name another source."
-        ) from error
-    if not isinstance(dataset, datasets.DatasetDict):
-        return dataset
-    if split not in dataset:
-        raise InputError(
-            f"The saved data set {folder} must have the split '{split}', but has {', '.join(dataset)}. "
-            "Set data.split, or the split of an evaluation set."
-        )
-    return dataset[split]
 
 
 def shorten_error(error: Exception) -> str:

@@ -19,6 +19,7 @@ from rlt_lightning.datamodules.format_choice import FormatOptions, describe_tags
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.loader import (
     ByDifficulty,
+    DealtLoader,
     Difficulty,
     EpochOrder,
     OrderedLoader,
@@ -268,12 +269,19 @@ class StratosDataModule(LightningDataModule):
 
     def val_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch] | list[Any]:
         """Return the held-out rows in order; none without `val_source` and `val_rows`."""
-        return self._ordered(self.val_items) if self.val_items else []
+        items, size, world_size = self.val_items, self.val_batch_size, self._world_size()
+        if items and min(len(items), size) < world_size:  # Lightning refuses a loader without batches
+            raise InputError(
+                f"Each of the {world_size} processes needs a row to score, but there are {len(items)} in "
+                f"batches of data.val_batch_size={size}. Raise both, or lower trainer.devices."
+            )
+        return OrderedLoader(items, size, self.collate, self._rank(), world_size) if items else []
 
-    def predict_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
+    def predict_dataloader(self) -> DealtLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
         self.student_views.warn_of_guesses(self.system_prompts)
-        return self._ordered(self.items[self.num_finished :])
+        left = self.items[self.num_finished :]
+        return DealtLoader(left, self.val_batch_size, self.collate, self._rank(), self._world_size())
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
         """Make a batch; completions that the rows bring are attached as rollouts."""
@@ -364,15 +372,6 @@ class StratosDataModule(LightningDataModule):
         return cast(Sequence[SFTExample], items if items.is_examples else items[:0])
 
     # Helpers
-
-    def _ordered(self, items: Sequence[Item]) -> OrderedLoader[Item, PromptBatch | SFTBatch]:
-        size, world_size = self.val_batch_size, self._world_size()
-        if items and min(len(items), size) < world_size:  # Lightning refuses a loader without batches
-            raise InputError(
-                f"Each of the {world_size} processes needs a row to score, but there are {len(items)} in "
-                f"batches of data.val_batch_size={size}. Raise both, or lower trainer.devices."
-            )
-        return OrderedLoader(items, size, self.collate, self._rank(), world_size)
 
     def _rank(self) -> int:
         return self.trainer.global_rank if self.trainer else 0

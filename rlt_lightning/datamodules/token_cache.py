@@ -1,22 +1,22 @@
 """Tokenised sources: items as Arrow tables, in files that one process writes and all map into memory.
 
-    tokenize_rows ─ MadeItem ─▶ build_batches ─ RecordBatch ─▶ TokenCache.save ─▶ ItemTable   of one source
+    tokenize_rows ─ MadeItem ─▶ build_batches ─ RecordBatch ─▶ TokenCache.save ─▶ StoredSource  of one source
                                                                TokenCache.load ─────▲ │
-    a batch asks for items[7] ◀─ SFTExample or Problem ◀─ StoredItems ◀───────────────┘       of all sources
+    a batch asks for items[7] ◀─ SFTExample or Problem ◀─ StoredItems ◀───────────────┘         of all sources
 
 A table has int32 token ids: 4 bytes a token, of which only those are in memory that were read. Python lists
 cost 37 to 57. An item is built from them when a batch needs it.
 
 The folder of the cache:
 
-    KEY          a hash of rows, tokenizer, format, settings, and of the code that made the items
-    KEY/         items.arrow, the items; report.json, the rows that are not used, and the system prompts;
-                 rank0.xxh128, the digests of both (digests.py)
-    KEY.tmp/     is being written; a killed process leaves it behind, and the next writer deletes it
-    KEY.lock     held by the process that writes; the operating system frees it however the process ends
+    KEY-DIGEST.arrow   an entry. KEY is a hash of rows, tokenizer, format, settings, and of the code that made
+                       the items; DIGEST is the XXH3 of the file. The last batch has the rows that are not
+                       used, each with its reason, and as metadata what else a report needs
+    KEY.tmp            is being written; a killed process leaves it behind, and the next writer replaces it
+    KEY.lock           held by the process that writes; the operating system frees it however the process ends
 
-An entry gets its name only when all of it is on the disk. So there are no half entries.
-`datasets.Dataset.from_generator` could keep the items, but not the report with them in one step.
+An entry gets its name only when all of it is on the disk. So there are no half entries. We do not use the
+cache of `datasets`: it read each of 30 flipped bits as other tokens, silently, and it does not sync.
 """
 
 from __future__ import annotations
@@ -26,38 +26,51 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast, overload
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 from filelock import FileLock
 from numpy.typing import NDArray
 
 from rlt_lightning.console import announce, waiting_for
-from rlt_lightning.datamodules.bad_rows import BadRowReport
+from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import read_number
-from rlt_lightning.digests import require_digests, write_digests
+from rlt_lightning.digests import compute_digest
 from rlt_lightning.models.embedded import cache_folder
-from rlt_lightning.types import Completion, FinishReason, InputError, Problem, SFTExample
+from rlt_lightning.types import (
+    BadRowError,
+    BadRowReason,
+    Completion,
+    FinishReason,
+    InputError,
+    Problem,
+    SFTExample,
+)
 
 Item = Problem | SFTExample
 BATCH_TOKENS = 2**17  # of a record batch, about: that much is made in a second, and kept as Python lists
 TOKENS = pa.list_(pa.int32())
 # The numbers by which rows can be ordered; columns of a row.
 DIFFICULTIES = ("pass_rate", "reward")
-OF_ITEM = [("row", pa.int64()), ("prompt", pa.int32()), *((name, pa.float64()) for name in DIFFICULTIES)]
+OF_ROW = [
+    ("row", pa.int64()),
+    ("prompt", pa.int32()),
+    *((name, pa.float64()) for name in DIFFICULTIES),
+    ("rejected", pa.string()),  # why the row is not used; None for an item
+    ("detail", pa.string()),
+]
 PIECES = (
     "teacher_prefix",
     "think_prefix",
@@ -66,10 +79,10 @@ PIECES = (
     "solution_ids",
     "teacher_view",
 )
-EXAMPLES = pa.schema([*OF_ITEM, ("token_ids", TOKENS), ("num_prompt", pa.int32()), ("num_cut", pa.int32())])
+EXAMPLES = pa.schema([*OF_ROW, ("token_ids", TOKENS), ("num_prompt", pa.int32()), ("num_cut", pa.int32())])
 PROBLEMS = pa.schema(
     [
-        *OF_ITEM,
+        *OF_ROW,
         *((name, TOKENS) for name in PIECES),
         ("question", pa.string()),
         ("solution", pa.string()),
@@ -174,71 +187,55 @@ def is_json(value: Any) -> bool:
     return value is None or kind in (str, int, float, bool)
 
 
-class ItemTable:
-    """The items of one source.
+def build_item(table: Any, number: int, row: int) -> Item:
+    """Return an item of a table, under the number that its row has in the run."""
 
-    Args:
-        batches: Record batches of `EXAMPLES` or of `PROBLEMS`.
-    """
+    def ids(name: str) -> list[int]:
+        return cast(list[int], table.column(name)[number].values.to_numpy().tolist())
 
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-        self.is_examples = bool(batches) and "token_ids" in batches[0].schema.names
-        self.starts = list(accumulate((batch.num_rows for batch in batches), initial=0))
+    def value(name: str) -> Any:
+        return table.column(name)[number].as_py()
 
-    def __len__(self) -> int:
-        return self.starts[-1]
+    if is_examples(table):
+        token_ids, num_prompt = ids("token_ids"), value("num_prompt")
+        loss_mask = [False] * num_prompt + [True] * (len(token_ids) - num_prompt)
+        return SFTExample(row, token_ids, loss_mask, value("num_cut"))
+    reason: FinishReason | None = value("finish_reason")
+    return Problem(
+        row=row,
+        question=value("question"),
+        solution=value("solution"),
+        **{name: ids(name) for name in PIECES},
+        student_system_prompt=value("student_system_prompt"),
+        given_completion=reason and Completion(ids("completion_ids"), None, reason),
+        columns=decode_columns(value("columns")),
+    )
 
-    def build_item(self, number: int, first_row: int) -> Item:
-        """Return one item, of a source whose row 1 has a number in the run."""
-        place = bisect_right(self.starts, number) - 1
-        batch, number = self.batches[place], number - self.starts[place]
 
-        def ids(name: str) -> list[int]:
-            return cast(list[int], batch.column(name)[number].values.to_numpy().tolist())
-
-        def value(name: str) -> Any:
-            return batch.column(name)[number].as_py()
-
-        row = value("row") + first_row - 1
-        if self.is_examples:
-            token_ids, num_prompt = ids("token_ids"), value("num_prompt")
-            loss_mask = [False] * num_prompt + [True] * (len(token_ids) - num_prompt)
-            return SFTExample(row, token_ids, loss_mask, value("num_cut"))
-        reason: FinishReason | None = value("finish_reason")
-        return Problem(
-            row=row,
-            question=value("question"),
-            solution=value("solution"),
-            **{name: ids(name) for name in PIECES},
-            student_system_prompt=value("student_system_prompt"),
-            given_completion=reason and Completion(ids("completion_ids"), None, reason),
-            columns=decode_columns(value("columns")),
-        )
-
-    def read_column(self, name: str) -> NDArray[Any]:
-        """Return a column of numbers; of token ids, how many there are of each item, and 0 without any."""
-        columns = [batch.column(name) for batch in self.batches]
-        if columns and columns[0].type == TOKENS:
-            columns = [column.value_lengths().fill_null(0) for column in columns]
-        return np.concatenate([np.zeros(0, np.int64), *(c.to_numpy(zero_copy_only=False) for c in columns)])
+def is_examples(table: Any) -> bool:
+    """Return whether a table holds examples of fine-tuning."""
+    return "token_ids" in table.column_names
 
 
 class StoredItems(Sequence[Item]):
     """Items of several sources, or some of them. Each is built when it is asked for, and then not kept.
 
     Args:
-        tables: The tables of the sources.
-        first_rows: The number in the run of each source's row 1.
-        indices: Numbers of the items, over all tables; None: all of them, in order.
+        table: The items of all sources, (I, columns).
+        all_rows: The number of each item's row in the run, (I,).
+        all_sources: The number of each item's source, from 0, (I,).
+        indices: Numbers of the items of `table` that these are; None: all of them, in order.
     """
 
     def __init__(
-        self, tables: Sequence[ItemTable], first_rows: Sequence[int], indices: NDArray[Any] | None = None
+        self,
+        table: Any,
+        all_rows: NDArray[Any],
+        all_sources: NDArray[Any],
+        indices: NDArray[Any] | None = None,
     ) -> None:
-        self.tables, self.first_rows = tuple(tables), tuple(first_rows)
-        self.starts = list(accumulate(map(len, self.tables), initial=0))
-        self.indices = np.arange(self.starts[-1]) if indices is None else indices
+        self.table, self.all_rows, self.all_sources = table, all_rows, all_sources
+        self.indices = np.arange(table.num_rows) if indices is None else indices
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -253,41 +250,55 @@ class StoredItems(Sequence[Item]):
         if isinstance(place, slice):
             return self.select(place)
         number = int(self.indices[place])
-        table = bisect_right(self.starts, number) - 1
-        return self.tables[table].build_item(number - self.starts[table], self.first_rows[table])
+        return build_item(self.table, number, int(self.all_rows[number]))
 
     def __add__(self, others: StoredItems) -> StoredItems:
-        indices = np.concatenate([self.indices, others.indices + self.starts[-1]])
-        return StoredItems(self.tables + others.tables, self.first_rows + others.first_rows, indices)
+        return StoredItems(
+            concat_tables([self.table, others.table]),
+            np.concatenate([self.all_rows, others.all_rows]),
+            np.concatenate([self.all_sources, others.all_sources]),
+            np.concatenate([self.indices, others.indices + self.table.num_rows]),
+        )
 
     def select(self, places: slice | NDArray[Any]) -> StoredItems:
         """Return the items at these places, or those for which an array of truth values has True."""
-        return StoredItems(self.tables, self.first_rows, self.indices[places])
+        return StoredItems(self.table, self.all_rows, self.all_sources, self.indices[places])
 
     @property
     def is_examples(self) -> bool:
         """Return whether these are examples of fine-tuning."""
-        return any(table.is_examples for table in self.tables)
+        return is_examples(self.table)
 
     @property
     def sources(self) -> NDArray[Any]:
         """Return the number of each item's source, from 0."""
-        return np.searchsorted(self.starts, self.indices, side="right") - 1
+        return self.all_sources[self.indices]
 
     @property
     def rows(self) -> NDArray[Any]:
         """Return the number of each item's row in the run."""
-        return self.sum_columns("row") + np.array(self.first_rows)[self.sources] - 1
+        return self.all_rows[self.indices]
 
     def sum_columns(self, *names: str) -> NDArray[Any]:
         """Return the sum of columns of numbers, or of the lengths of token ids, by item."""
-        columns = [np.concatenate([table.read_column(name) for table in self.tables]) for name in names]
-        return np.sum(columns, axis=0)[self.indices]
+        return np.sum([read_column(self.table, name) for name in names], axis=0)[self.indices]
+
+
+def read_column(table: Any, name: str) -> NDArray[Any]:
+    """Return a column of numbers; of token ids, how many there are of each item, and 0 without any."""
+    column = table.column(name)
+    if column.type == TOKENS:
+        column = pc.fill_null(pc.list_value_length(column), 0)
+    return cast(NDArray[Any], column.to_numpy())
+
+
+def concat_tables(tables: Sequence[Any]) -> Any:
+    """Return all items as one table, without a copy; a source without items may have other columns."""
+    return pa.concat_tables([table for table in tables if table.num_rows] or tables[:1])
 
 
 # The cache
 
-ITEMS, REPORT = "items.arrow", "report.json"
 UNUSED_DAYS = 60  # after which an entry is deleted
 
 
@@ -302,13 +313,48 @@ class StoredSource:
     """
 
     report: BadRowReport
-    table: ItemTable = field(default_factory=lambda: ItemTable([]))
+    table: Any = None
     prompts: dict[str, int] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all but the table, for JSON."""
-        last_row = self.report.last_row
-        return {"prompts": list(self.prompts), "last_row": last_row, "report": self.report.as_dict()}
+    def build_last_batch(self, schema: Any) -> tuple[Any, dict[str, str]]:
+        """Return a batch of the rows that are not used, and its metadata: counts and system prompts."""
+        bad = [(row, error.reason, error.detail) for row, error in self.report.bad]
+        rows = [
+            {"row": row, "rejected": str(reason), "detail": detail}
+            for row, reason, detail in (*bad, *self.report.filtered)
+        ]
+        totals = [self.report.num_rows, self.report.last_row, list(self.prompts)]
+        return pa.RecordBatch.from_pylist(rows, schema), {"totals": json.dumps(totals)}
+
+    @staticmethod
+    def read(path: Path, source: str) -> StoredSource:
+        """Check an entry and map it into memory, which token ids enter when they are needed.
+
+        Raises:
+            InputError: If it is not as it was written.
+        """
+        if compute_digest(path) != path.stem.rpartition("-")[2]:
+            raise InputError(
+                f"The file {path} must be as it was written, but has another digest. Delete it: the run then "
+                "makes it again."
+            )
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        *batches, last = map(reader.get_batch, range(reader.num_record_batches))
+        metadata = reader.get_batch_with_custom_metadata(len(batches)).custom_metadata
+        num_rows, last_row, prompts = json.loads(metadata[b"totals"])
+        report = BadRowReport(source, num_rows, last_row=last_row)
+        for row in last.select(["row", "rejected", "detail"]).to_pylist():
+            number, reason, detail = row.values()
+            if reason in list(BadRowReason):
+                report.bad.append((number, BadRowError(BadRowReason(reason), detail)))
+            else:
+                report.filtered.append((number, FilterReason(reason), detail))
+        table = pa.Table.from_batches(batches)
+        if is_examples(table):
+            report.truncated = np.unique(
+                read_column(table, "row")[read_column(table, "num_cut") > 0]
+            ).tolist()
+        return StoredSource(report, table, {prompt: number for number, prompt in enumerate(prompts)})
 
 
 class TokenCache:
@@ -331,11 +377,15 @@ class TokenCache:
         Raises:
             InputError: If the entry was damaged from outside.
         """
-        if self.folder is None or not (entry := self.folder / key).is_dir():
+        entry = self._find(key)
+        if entry is None:
             return None
         with contextlib.suppress(OSError):  # a cache of another user, which this one only reads
             os.utime(entry)
-        return read_entry(entry, source)
+        return StoredSource.read(entry, source)
+
+    def _find(self, key: str) -> Path | None:
+        return None if self.folder is None else next(self.folder.glob(f"{key}-*.arrow"), None)
 
     def save(self, key: str, items: Iterable[MadeItem], report: BadRowReport) -> StoredSource:
         """Write the items of a source as the entry of a key, and map it.
@@ -356,69 +406,48 @@ class TokenCache:
         batches = build_batches(items, made.prompts)
         first = list(islice(batches, 2))
         if self.folder is None or len(first) < 2:
-            made.table = ItemTable([*first, *batches])
+            few = [*first, *batches]
+            made.table = pa.Table.from_batches(few, None if few else PROBLEMS)
             return made
-        entry = self.folder / key
         with name_unwritable(self.folder), contextlib.ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
             with waiting_for(f"another process to tokenise {report.source} into {self.folder}"):
-                stack.enter_context(FileLock(f"{entry}.lock"))
+                stack.enter_context(FileLock(self.folder / f"{key}.lock"))
             # Another process may have made it while this one waited for the lock.
-            if not entry.is_dir():
-                write_entry(entry, made, chain(first, batches))
+            entry = self._find(key)
+            if entry is None:
+                entry = write_entry(self.folder / key, made, chain(first, batches))
                 delete_unused(self.folder)
-        return read_entry(entry, report.source)
+        return StoredSource.read(entry, report.source)
 
 
-def write_entry(entry: Path, made: StoredSource, batches: Iterator[Any]) -> None:
-    """Write an entry under another name, and rename it.
+def write_entry(path: Path, made: StoredSource, batches: Iterator[Any]) -> Path:
+    """Write an entry under another name, and rename it when it is on the disk.
 
     Args:
-        entry: The folder.
+        path: The folder of the cache and the key.
         made: What the last batch completes.
         batches: Record batches.
+
+    Returns:
+        The entry's file.
     """
-    scratch = entry.with_name(f"{entry.name}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
+    scratch = path.with_name(f"{path.name}.tmp")
     first = next(batches)
     try:
-        with (scratch / ITEMS).open("wb") as file:
+        with scratch.open("wb") as file:
             with pa.ipc.new_file(file, first.schema) as writer:
                 for batch in chain([first], batches):
                     writer.write_batch(batch)
-            sync_file(file)
-        with (scratch / REPORT).open("w", encoding="utf-8") as file:
-            json.dump(made.as_dict(), file)
-            sync_file(file)
-        write_digests(scratch, [scratch / ITEMS, scratch / REPORT])
-        scratch.rename(entry)
+                writer.write_batch(*made.build_last_batch(first.schema))
+            file.flush()
+            os.fsync(file.fileno())
+        entry = scratch.rename(path.with_name(f"{path.name}-{compute_digest(scratch)}.arrow"))
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    if (size := (entry / ITEMS).stat().st_size) > 10**8:
+        scratch.unlink(missing_ok=True)
+    if (size := entry.stat().st_size) > 10**8:
         announce(f"tokenised {made.report.source} into {entry} ({size / 1e9:.1f} GB), for later starts too")
-
-
-def sync_file(file: Any) -> None:
-    """Wait until a file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def read_entry(entry: Path, source: str) -> StoredSource:
-    """Check an entry and map it into memory, which token ids enter when they are needed.
-
-    Raises:
-        InputError: If it is not as it was written.
-    """
-    require_digests(entry, "Delete this folder: the run then makes it again.")
-    found = json.loads((entry / REPORT).read_text(encoding="utf-8"))
-    reader = pa.ipc.open_file(pa.memory_map(str(entry / ITEMS)))
-    batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-    report = BadRowReport.from_dict({**found["report"], "source": source})
-    prompts = {prompt: number for number, prompt in enumerate(found["prompts"])}
-    report.last_row = found["last_row"]
-    return StoredSource(report, ItemTable(batches), prompts)
+    return entry
 
 
 @contextlib.contextmanager
@@ -439,8 +468,8 @@ def delete_unused(folder: Path) -> None:
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another process deletes it too, or it is another user's
             # A user's folder may hold other files, which are not ours to delete.
-            if re.match(r"[0-9a-f]{32}(\W|$)", path.name) and path.stat().st_mtime < oldest:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if re.match(r"[0-9a-f]{32}\W", path.name) and path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def find_token_folder(setting: bool | str) -> Path | None:
@@ -452,7 +481,9 @@ def find_token_folder(setting: bool | str) -> Path | None:
 
 def join_items(sources: list[StoredSource]) -> StoredItems:
     """Return the items of all sources."""
-    return StoredItems([source.table for source in sources], [source.report.first_row for source in sources])
+    rows = [read_column(source.table, "row") + source.report.first_row - 1 for source in sources]
+    numbers = np.repeat(np.arange(len(sources)), [source.table.num_rows for source in sources])
+    return StoredItems(concat_tables([source.table for source in sources]), np.concatenate(rows), numbers)
 
 
 def count_system_prompts(items: StoredItems, sources: list[StoredSource]) -> Counter[str]:

@@ -4,8 +4,8 @@ r"""Compare an answer with a reference: by their structure first, and the parts 
                                    │
                      parts: numbers with units exactly ─ words as text ─ formulas by math_verify
 
-What math_verify alone gets wrong is settled before it is asked; tests/answers.yaml has each case: `(4,3)` for
-`(3,4)`, `silent` for `listen`, `30 hours` for `30 minutes`, `2` for `2ab`, and all numbers below 1e-6.
+What math_verify alone gets wrong is settled before it is asked; answers.yaml of the tests has each case:
+`(4,3)` for `(3,4)`, `silent` for `listen`, `30 hours` for `30 minutes`, `2` for `2ab`, numbers below 1e-6.
 """
 
 from __future__ import annotations

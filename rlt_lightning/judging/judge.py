@@ -6,7 +6,7 @@
       └── starts a new pool if an idle worker dies, which ends the pool ──┘
 
 A killed worker is replaced within a second because the forkserver has done its imports. So this module and
-`judging.answers` must stay small: neither loads torch (tests/test_layout.py).
+`judging.answers` must stay small: neither loads torch (tests/docs/test_layout.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@ r"""Write an answer in one way, whatever its script, signs and markup: `**２½*
 
     characters ─▶ signs ─▶ markup ─▶ LaTeX ─▶ numbers ─▶ spaces
 
-Each step is a table or a few substitutions; tests/answers.yaml has cases for each. A value is never computed
-here, so equal texts have equal values, and other texts are compared by `judging.compare`.
+Each step is a table or a few substitutions; answers.yaml in tests/unit/judging has cases for each. A value is
+never computed here, so equal texts have equal values, and other texts are compared by `judging.compare`.
 """
 
 from __future__ import annotations

@@ -25,11 +25,6 @@ OVERALL = "overall"  # the figures' name for the mean over sets
 Figures = dict[str, float]
 
 
-def compute_figures(records: Iterable[Row], sets: Iterable[str]) -> dict[str, Figures]:
-    """Return the figures of each set, and those of `add_overall`."""
-    return add_overall({name: compute_set_figures(own) for name, own in split_by_set(records, sets).items()})
-
-
 def add_overall(figures: dict[str, Figures]) -> dict[str, Figures]:
     """Add "overall" to the figures of several sets, the plain mean, as in the paper."""
     if len(figures) > 1:
@@ -149,14 +144,6 @@ def single_precision_mean(values: Sequence[float]) -> float:
 # Helpers
 
 
-def split_by_set(records: Iterable[Row], sets: Iterable[str]) -> dict[str, list[Row]]:
-    """Return the records of each set, in the order of the sets."""
-    found: dict[str, list[Row]] = {name: [] for name in sets}
-    for record in records:
-        found[record["set"]].append(record)
-    return found
-
-
 def split_by_problem(records: Iterable[Row]) -> list[list[Row]]:
     """Return the records of each problem."""
     return [list(own) for _, own in groupby(records, key=lambda record: record["id"])]
@@ -169,35 +156,45 @@ COLUMNS = ("id", "correct", "formatted", "timed_out", "same_answer", "num_tokens
 
 
 class AnswerFigures(Metric):
-    """pass@1 with its standard error, pass@k, maj@k and more of one set, over batches and ranks.
+    """pass@1 with its standard error, pass@k, maj@k and more of each set and over sets, of batches and ranks.
 
     Its state is a row for each response, since a standard error and a vote need all responses to a problem.
+
+    Args:
+        set_of: The set of each problem, by the problem's id, set after set.
+        sync_on_compute: Whether all ranks have records, and compute together.
     """
 
     full_state_update = False
     rows: list[Tensor] | Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, set_of: dict[str, str], sync_on_compute: bool = True) -> None:
+        super().__init__(sync_on_compute=sync_on_compute)
+        self.set_of = set_of
+        self.number_of = {name: number for number, name in enumerate(set_of)}
         self.add_state("rows", [], dist_reduce_fx="cat")
 
-    def update(self, number: int, record: Row) -> None:
-        """Add a judged response to a problem.
-
-        Args:
-            number: The problem's place in its set.
-            record: A row of `responses.jsonl`.
-        """
-        values = record | {"id": number, "truncated": record["finish_reason"] == "length"}
-        row = [math.nan if values[name] is None else float(values[name]) for name in COLUMNS]
+    def update(self, records: Iterable[Row]) -> None:
+        """Add judged responses, rows of `responses.jsonl`."""
+        rows = [self._to_row(record) for record in records]
         assert isinstance(self.rows, list)
-        self.rows.append(torch.tensor([row], dtype=torch.float64, device=self.device))
+        self.rows.append(torch.tensor(rows, dtype=torch.float64, device=self.device).view(-1, len(COLUMNS)))
 
-    def compute(self) -> tuple[Figures, dict[int, float]]:
-        """Return the figures by name, and pass@k by k."""
-        rows = self.rows if isinstance(self.rows, Tensor) else torch.cat([*self.rows, torch.zeros(0, 7)])
-        records = [*read_records(rows.tolist())]
-        return compute_set_figures(records), compute_pass_at(records)
+    def compute(self) -> tuple[dict[str, Figures], dict[str, dict[int, float]]]:
+        """Return the figures by set and those of `add_overall`, and by set pass@k by k."""
+        rows = self.rows if isinstance(self.rows, Tensor) else torch.cat(self.rows)
+        records: dict[str, list[Row]] = {name: [] for name in self.set_of.values()}
+        sets = list(self.set_of.values())
+        for record in read_records(rows.tolist()):
+            records[sets[record["id"]]].append(record)
+        figures = {name: compute_set_figures(part) for name, part in records.items()}
+        return add_overall(figures), {name: compute_pass_at(part) for name, part in records.items()}
+
+    def _to_row(self, record: Row) -> list[float]:
+        """Return a record's numbers, NaN for None."""
+        number = self.number_of[record["id"]]
+        values = record | {"id": number, "truncated": record["finish_reason"] == "length"}
+        return [math.nan if values[name] is None else float(values[name]) for name in COLUMNS]
 
 
 def read_records(rows: Iterable[list[float]]) -> Iterable[Row]:

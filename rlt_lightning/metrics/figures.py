@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MaxMetric, Metric
 
 from rlt_lightning.numerics.transfers import upload
@@ -72,36 +72,41 @@ class WeightedMean(Metric):
         return (self.total / self.weight.clamp(min=1)).float()
 
 
-class HeldOutFigures(nn.ModuleDict):
-    """Means and largest values over held-out batches, a Metric by name, made when the name first comes."""
+class Largest(MaxMetric):
+    """The largest value of batches and ranks."""
+
+    full_state_update = False  # so that states of ranks can be merged
+
+
+class HeldOutFigures:
+    """Means and largest values over held-out batches and ranks, a Metric for each name.
+
+    As objects of `self.log` each Metric would meet the other ranks by itself, twice. So `compute` gathers the
+    states of all at once, and its result is logged by `self.log_dict`.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        # A key has no dot, a name may have some.
-        self.keys_of: dict[str, str] = {}
+        self.metrics: dict[str, Metric] = {}
 
-    def add(self, means: dict[str, Any], count: int, largest: dict[str, float], device: torch.device) -> None:
+    def add(self, means: dict[str, Any], count: int, largest: dict[str, float]) -> None:
         """Add a batch: means over `count` rows or tokens, and largest values."""
         for name, value in means.items():
-            self.find(name, WeightedMean, device).update(float(value), count)
+            self.metrics.setdefault(name, WeightedMean()).update(float(value), count)
         for name, value in largest.items():
-            self.find(name, MaxMetric, device).update(value)
+            self.metrics.setdefault(name, Largest()).update(value)
 
-    def find(self, name: str, kind: type[Metric], device: torch.device) -> Metric:
-        """Return the Metric of a name."""
-        key = self.keys_of.setdefault(name, name.replace(".", "_"))
-        if key not in self:
-            self[key] = kind().to(device)
-        metric = self[key]
-        assert isinstance(metric, Metric)
-        return metric
+    def compute(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Return the figures of all ranks by name, and begin again; all ranks call this together.
 
-    def collect(self, trainer: Trainer, device: torch.device) -> dict[str, Metric]:
-        """Return the Metrics by name, the same ones on all ranks, which call this together.
-
-        A rank without a held-out batch has made none.
+        A rank may lack names, such as one without a held-out batch.
         """
-        own = {name: type(self[key]) for name, key in self.keys_of.items()}
-        parts = gather_from_ranks(trainer, own, "the names of all ranks' figures")
-        kinds: dict[str, Any] = {name: kind for part in parts for name, kind in part.items()}
-        return {name: self.find(name, kind, device) for name, kind in kinds.items()}
+        parts = gather_from_ranks(trainer, self.metrics, "the held-out figures of all ranks")
+        self.metrics = {}
+        merged: dict[str, Metric] = {}
+        for part in parts:
+            for name, metric in part.items():
+                if name in merged:
+                    merged[name].merge_state(metric)
+                else:
+                    merged[name] = metric
+        return {name: metric.compute() for name, metric in merged.items()}

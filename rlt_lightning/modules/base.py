@@ -312,17 +312,15 @@ class PolicyModule(LightningModule):
 
     def on_predict_start(self) -> None:
         """Get ready."""
-        self.require_even_batches()
         self.get_ready()
 
     def require_even_batches(self) -> None:
-        """Check that each rank has equally many rows to score, if all ranks run every forward together."""
+        """Check that each rank has equally many held-out rows, if all ranks run every forward together."""
         data = get_stratos_data(self.trainer)
-        rows = len(data.items if self.trainer.predicting else data.val_items)
-        batch_size, world_size = data.val_batch_size, self.trainer.world_size
+        rows, batch_size, world_size = len(data.val_items), data.val_batch_size, self.trainer.world_size
         if self.sharding.sharded and (rows % world_size or batch_size % world_size):
             raise InputError(
-                f"With weights in shards on {world_size} processes, the rows to score and "
+                f"With weights in shards on {world_size} processes, the held-out rows and "
                 f"data.val_batch_size must be multiples of that, but are {rows} and {batch_size}. Change "
                 "them, or use a strategy that keeps weights whole."
             )
@@ -375,12 +373,14 @@ class PolicyModule(LightningModule):
             lengths: The lengths of the sequences.
             all_ranks: Whether a forward waits for all ranks. Each then needs equally many micro-batches:
                 a rank with fewer splits its largest. If none can be split, it repeats its last with weight 0.
+                In prediction none is split, so that a row's figures are to the last bit those of one rank.
         """
         planned = micro_batches(lengths, self.micro_batch_tokens, self.layout)
         if not all_ranks:
             return [(micro_batch, 1.0) for micro_batch in planned]
         [most] = map(int, self.max_over_ranks(len(planned)))
-        planned = split_to(planned, most, lengths)
+        if not self.trainer.predicting:
+            planned = split_to(planned, most, lengths)
         return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
 
     @property
@@ -463,9 +463,9 @@ class PolicyModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the figures of the whole held-out set, however ranks have shared it."""
-        for name, metric in self.held_out.collect(self.trainer, self.device).items():
-            self.log(name, metric)
-        if self.held_out:
+        figures = self.held_out.compute(self.trainer)
+        self.log_dict(figures)
+        if figures:
             self.log("step", float(self.global_step))
 
 

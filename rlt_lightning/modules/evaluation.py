@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +12,13 @@ from rlt_lightning.datamodules.evaluation import EvaluationBatch, get_evaluation
 from rlt_lightning.engines import EngineError
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
-from rlt_lightning.metrics.answers import Figures, add_overall, name_figures
+from rlt_lightning.metrics.answers import Figures, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import announce_slow_bfloat16
-from rlt_lightning.models.load import Dtype, load_model
+from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.modules.responses import Sample, evaluate
-from rlt_lightning.run.jsonl import Row
-from rlt_lightning.run.ranks import EndTogether, gather_from_ranks
-from rlt_lightning.strategies.sharding import get_sharding
+from rlt_lightning.run.ranks import EndTogether
+from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
 
@@ -51,45 +51,65 @@ class EvaluationModule(LightningModule):
         # ResponseCallback sets both, the second if it samples with the model.
         self.sample: Sample | None = None
         self.needs_model = False
-        self.policy: Any = None
+        # configure_model sets both: the way into the model, and how its weights are stored.
+        self.entry: ModelEntry | None = None
+        self.sharding = Unsharded(None)
         self.judge: Judge | None = None
-        # By set, and once all are judged what they come to: figures and pass@k.
-        self.answers: dict[str, AnswerFigures] = {}
-        self.results: dict[str, tuple[Figures, dict[int, float]]] = {}
+        self.answers: AnswerFigures | None = None
+        # Once all are judged what they come to, by set: figures and pass@k.
+        self.figures: dict[str, Figures] = {}
+        self.pass_at: dict[str, dict[int, float]] = {}
 
     def configure_callbacks(self) -> list[Callback]:
         """Let all ranks end with the first that fails."""
         return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
 
-    def setup(self, stage: str) -> None:
-        """Check that the model is whole."""
-        if get_sharding(self.trainer.strategy).sharded:
-            raise InputError(
-                "`rlt test` must have the model whole, but trainer.strategy shards it. Leave the strategy "
-                "out; for a model that fits no GPU use a vLLM worker (docs/evaluation.md)."
-            )
+    @property
+    def policy(self) -> Any:
+        """Return the model; None if it is not needed here, or before `configure_model`."""
+        return self.entry and self.entry.model
 
     def configure_model(self) -> None:
-        """Load the weights if they are needed, after the data have been checked."""
-        if self.needs_model and self.policy is None:
-            types = {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
-            announce_slow_bfloat16(self.trainer.strategy.root_device, types)
-            options = (self.dtype_name, self.attn_implementation, self.trust_remote_code)
-            self.policy = load_model(self.pretrained, *options).requires_grad_(False)
+        """Load the weights if they are needed, once the data are checked, as the strategy stores them."""
+        if not self.needs_model or self.entry is not None:
+            return
+        types = {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
+        announce_slow_bfloat16(self.trainer.strategy.root_device, types)
+        options = (self.pretrained, self.dtype_name, self.attn_implementation, self.trust_remote_code)
+        self.sharding = get_sharding(self.trainer.strategy)
+        if isinstance(self.sharding, Sharded):
+            announce_model(self.pretrained, self.dtype_name)
+            self.entry = self.sharding.fill(*empty_model(*options))
+        else:
+            self.entry = ModelEntry(load_model(*options))
+        self.entry.requires_grad_(False)
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `function(policy, *arguments)`; the strategy wraps this forward."""
+        assert self.entry is not None
+        return self.entry(function, *arguments)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `function(policy, *arguments)`, called through the strategy's wrapper."""
+        return self.trainer.strategy.model(function, *arguments)  # type: ignore[misc]
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        found = torch.tensor(float(flag), device=self.device)
+        return bool(self.trainer.strategy.reduce(found, reduce_op="max"))
 
     def on_test_start(self) -> None:
         """Begin with the records of an earlier part of the run."""
         data = get_evaluation_data(self.trainer)
         self.judge = Judge(data.tags, self.judge_deadline_s)
-        self.answers = {name: AnswerFigures().to(self.device) for name in data.sets}
-        self.number_of = {problem.id: number for number, problem in enumerate(data.problems)}
-        if self.trainer.is_global_zero:
-            self.add_records(data.finished)
+        self.answers = AnswerFigures({problem.id: problem.set_name for problem in data.problems})
+        self.answers.to(self.device)
+        self.answers.update(data.finished if self.trainer.is_global_zero else [])
 
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         """Ask the problems of a batch, unless their responses are given, and judge the responses.
 
-        Each rank asks its part of the batch; then all ranks have the records of all parts.
+        Each rank asks its part of the batch, which may be empty; a callback writes the records of all ranks.
         """
         given = batch.responses
         sample = self.sample if given is None else lambda problems: given
@@ -99,26 +119,17 @@ class EvaluationModule(LightningModule):
                 "or give data.responses."
             )
         assert self.judge is not None
-        records = evaluate(sample, batch.problems, self.judge) if batch.problems else []
-        parts = gather_from_ranks(self.trainer, records, "the judged responses of all ranks")
-        batch.records = [record for part in parts for record in part]
-        self.add_records(records)
+        assert self.answers is not None
+        batch.records = evaluate(sample, batch.problems, self.judge)
+        self.answers.update(batch.records)
 
     def on_test_epoch_end(self) -> None:
         """Log what docs/metrics.md lists under eval/."""
-        self.results = {name: metric.compute() for name, metric in self.answers.items()}
-        self.log_dict(name_figures(self.figures()))
+        assert self.answers is not None
+        self.figures, self.pass_at = self.answers.compute()
+        self.log_dict(name_figures(self.figures))
         # Otherwise Lightning adds the epoch.
         self.log("step", 0.0)
-
-    def figures(self) -> dict[str, Figures]:
-        """Return the logged figures by set, and those of all sets as the paper has them."""
-        return add_overall({name: figures for name, (figures, _) in self.results.items()})
-
-    def add_records(self, records: list[Row]) -> None:
-        """Count judged responses of this rank."""
-        for record in records:
-            self.answers[record["set"]].update(self.number_of[record["id"]], record)
 
     def teardown(self, stage: str) -> None:
         """End the judge's processes."""

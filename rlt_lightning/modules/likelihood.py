@@ -111,7 +111,7 @@ class LikelihoodModule(RLTModule):
         if stage == "predict":
             raise InputError(
                 "`rlt predict` scores or writes explanations, but LikelihoodModule trains a student. To let "
-                "the trained student answer, use `rlt test --config evaluate`."
+                "the trained student answer, use `rlt test --config recipe_7b/evaluate`."
             )
         self.require_synchronous(settings.asynchronous)
         if self.answer_weight and isinstance(self.advantages, ShuffledAdvantages):

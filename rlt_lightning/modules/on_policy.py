@@ -89,7 +89,7 @@ class OnPolicyModule(PolicyModule):
         if self.offload_frozen and self.sharding.sharded:
             raise InputError(
                 "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
-                "--config overlays/cpu_offload keeps shards in main memory."
+                "--config hardware/cpu_offload keeps shards in main memory."
             )
 
     def load_frozen(self, name: str, dtype: Dtype, role: str) -> FrozenModel:

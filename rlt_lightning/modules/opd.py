@@ -108,7 +108,7 @@ class OPDModule(OnPolicyModule):
         if stage == "predict":
             raise InputError(
                 "`rlt predict` scores or writes explanations, but OPDModule trains a student, which does "
-                "neither. To let the trained student answer, use `rlt test --config evaluate`."
+                "neither. To let the trained student answer, use `rlt test --config recipe_7b/evaluate`."
             )
         if self.reference_moves != (self.teacher_weights == "averaged"):
             raise InputError(
@@ -234,10 +234,10 @@ class OPDModule(OnPolicyModule):
             "rollout/val_length_mean": lengths["rollout/length_mean"],
             "rollout/val_closed_frac": lengths["rollout/closed_frac"],
         }
-        self.held_out.add(figures, len(step), {}, self.device)
+        self.held_out.add(figures, len(step), {})
         # 0 if nothing is judged, as in training.
         figures = {"distill/val_divergence": divergence / max(1, num_judged)}
-        self.held_out.add(figures, num_judged, {}, self.device)
+        self.held_out.add(figures, num_judged, {})
 
 
 class Distillation(LossTerm):

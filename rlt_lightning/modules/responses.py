@@ -10,7 +10,7 @@ figures.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlt_lightning.console import waiting_for
@@ -24,7 +24,7 @@ from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.tags import decode
-from rlt_lightning.types import FinishReason, InputError
+from rlt_lightning.types import Completion, FinishReason, InputError
 
 # Returns the responses to each problem, equally many for each.
 Sample = Callable[[list[EvaluationProblem]], list[list[Response]]]
@@ -72,6 +72,8 @@ def sample_responses(
     Raises:
         WorkersLost: If workers came back without the current weights.
     """
+    if not problems:
+        return []
     tokenizer = chat_format.tokenizer
     if budget is None:
         requests = build_response_requests(problems, num_samples, seed, limits)
@@ -102,6 +104,34 @@ def sample_responses(
         ]
         for group in budgeted
     ]
+
+
+class CalledTogether:
+    """An engine whose model is in shards: all ranks call it equally often, whatever each has to sample.
+
+        rank 0   ═ thoughts ═ answers ═
+        rank 1   ═ thoughts ═ nothing ═          ═: each rank tells whether it has more
+
+    Args:
+        engine: The engine.
+        on_any_rank: on_any_rank(flag) tells every rank whether the flag is set on one of them.
+    """
+
+    def __init__(self, engine: Engine, on_any_rank: Callable[[bool], bool]) -> None:
+        self.engine = engine
+        self.on_any_rank = on_any_rank
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        """See `Engine.sample`."""
+        self.on_any_rank(True)
+        return self.engine.sample(requests, sampling, stop)
+
+    def finish(self, sampling: Sampling) -> None:
+        """Sample nothing as long as another rank samples."""
+        while self.on_any_rank(False):
+            list(self.engine.sample([], sampling, stop=""))
 
 
 def build_response_requests(

@@ -305,24 +305,34 @@ class RLTModule(OnPolicyModule):
             step = self.score(rollouts, recompute=True)
             mismatch = self.compare_sampled(step)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        self.held_out.add(held_out_metrics(step, rollouts), len(rollouts.rollouts), largest, self.device)
+        self.held_out.add(held_out_metrics(step, rollouts), len(rollouts.rollouts), largest)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Row]:
-        """Score completions, which may come with the data, and return a row of each; callbacks write them."""
+        """Score completions, which may come with the data, and return a row of each; callbacks write them.
+
+        A rank that has no batch left scores a spare one, of which it returns no row.
+        """
         if batch.rollouts is None:
             batch.rollouts = self.require_sampler().sample_traces(batch.problems)
             self.check_engine(batch.rollouts)
         self.require_fresh(batch.rollouts.policy_version)
         with self.phase("score"):
             batch.step = self.score(batch.rollouts)
+        if batch.spare:
+            return []
         return list(predicted_rows(batch, get_stratos_data(self.trainer), str(self.pretrained)))
 
     def check_engine(self, rollouts: Rollouts) -> None:
-        """Compare the engine's log-probs of one completion with the teacher's: they enter the reward.
+        """Compare an engine's log-probs of one completion with the teacher's, if they enter the reward.
+
+        An engine in process samples with the teacher itself.
 
         Raises:
             EngineError: If they differ too much.
         """
+        in_process = self.require_sampler().dispatcher.engine.in_process
+        if in_process or self.reward.find_kl(rollouts.temperature) is None:
+            return
         step = StepBatch.of_rollouts(replace(rollouts, rollouts=rollouts.rollouts[:1]))
         self.reader.read(
             step, [0], lambda rollout: {"sampled": read_sampled(POLICY, rollout)}, recompute=True

@@ -200,15 +200,23 @@ def choose_student(row: Row, label: str) -> Row:
 
 
 def resume_rows(
-    path: Path, problems: Sequence[Problem], is_of: Callable[[Row, Problem], bool], rows_per_problem: int = 1
+    path: Path,
+    problems: Sequence[Problem],
+    is_of: Callable[[Row, Problem], bool],
+    rows_per_problem: int,
+    batch_size: int,
+    writes: bool,
 ) -> int:
-    """Keep the rows of the problems that an earlier run finished, and return how many problems these are.
+    """Keep the rows of the batches that an earlier run finished, and return how many problems these are.
 
     Args:
         path: JSONL file of that run, its rows in the order of the problems.
         problems: All problems of this run.
         is_of: Whether a row belongs to a problem.
-        rows_per_problem: A problem with fewer rows was not finished: its rows are dropped.
+        rows_per_problem: A problem with fewer rows was not finished.
+        batch_size: Problems of a batch. The rows of a batch that was not finished are dropped: scored in
+            another batch, they would differ by rounding.
+        writes: Whether to drop them from the file. All ranks read it, and one writes.
 
     Raises:
         InputError: If the rows belong to other problems.
@@ -225,6 +233,8 @@ def resume_rows(
             f"A resumed run must have the rows that it began with, but {path} has rows of other problems. "
             "Restore data.source, or choose another --output_dir."
         )
-    if path.exists():
+    if num_finished < len(problems):
+        num_finished -= num_finished % batch_size
+    if writes and path.exists():
         rewrite(path, lines[: num_finished * rows_per_problem])
     return num_finished

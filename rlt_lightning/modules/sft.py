@@ -83,7 +83,7 @@ class SFTModule(PolicyModule):
         with self.phase("score"):
             self.reader.read(step, step.shard, lambda example: {"completion": CompletionLoss().read(example)})
         log_probs = torch.cat(list(step.tokens["completion"].values()))
-        self.held_out.add({"policy/val_loss": -log_probs.mean()}, len(log_probs), {}, self.device)
+        self.held_out.add({"policy/val_loss": -log_probs.mean()}, len(log_probs), {})
 
 
 class CompletionLoss(LossTerm):

@@ -197,28 +197,32 @@ class Sampler:
     def sample_held_out(self, problems: list[Problem]) -> Rollouts:
         """Sample completions of this rank's held-out problems, the same in every validation."""
         self.wait()
+        seeds, settings = self._list_seeds(problems, VALIDATION), self.settings
         request = self._build_own(
-            problems, VALIDATION, self.settings.val_sampling, self.settings.val_completions
+            problems, seeds, VALIDATION, settings.val_sampling, settings.val_completions
         )
         return self._finish(request)
 
     def sample_traces(self, problems: list[Problem]) -> Rollouts:
         """Sample the traces of a prediction; they depend only on seed and row, however rows are batched."""
-        request = self._build_own(problems, PREDICTION, self.settings.sampling, self.settings.num_traces)
+        seeds, settings = self._list_seeds(problems, PREDICTION), self.settings
+        request = self._build_own(problems, seeds, PREDICTION, settings.sampling, settings.num_traces)
         found = self._finish(request)
         data, rollouts = get_stratos_data(self.trainer), found.rollouts
-        for attempt in range(1, self.settings.max_resamples + 1):
+        for attempt in range(1, settings.max_resamples + 1):
             misfits = [i for i, rollout in enumerate(rollouts) if not data.fits_student(rollout)]
-            if not misfits:
+            if not self.module.on_any_rank(bool(misfits)):
                 break
-            again = [rollouts[i].problem for i in misfits]
-            request = self._build_own(again, PREDICTION, self.settings.sampling, 1)
-            traces = [i % self.settings.num_traces for i in misfits]
-            request.seeds = [
-                mix_seed(seed, attempt, trace) for seed, trace in zip(request.seeds, traces, strict=True)
+            # Ranks may meet in a request, so one without misfits has its first trace sampled for nothing.
+            asked = misfits or [0]
+            again = [rollouts[i].problem for i in asked]
+            seeds = [
+                mix_seed(seed, attempt, i % settings.num_traces)
+                for seed, i in zip(self._list_seeds(again, PREDICTION), asked, strict=True)
             ]
+            request = self._build_own(again, seeds, PREDICTION, settings.sampling, 1)
             resampled = self._finish(request).rollouts
-            for i, rollout in zip(misfits, resampled, strict=True):
+            for i, rollout in zip(misfits, resampled, strict=False):
                 rollouts[i] = rollout
         return found
 
@@ -247,14 +251,27 @@ class Sampler:
         return request
 
     def _build_own(
-        self, problems: list[Problem], step: int, sampling: Sampling, num_completions: int
+        self,
+        problems: list[Problem],
+        seeds: list[int],
+        step: int,
+        sampling: Sampling,
+        num_completions: int,
     ) -> RolloutRequest:
-        """Return a request outside of training; in process ranks do not meet, since their numbers differ."""
-        if self.dispatcher.engine.in_process:
-            request = self._build(problems, step, sampling, num_completions, len(problems))
-            request.own = range(len(problems))
-            return request
-        return self._build(self._gather(problems), step, sampling, num_completions, len(problems))
+        """Return a request outside of training, to which ranks may bring different numbers of problems.
+
+        In process each rank has a request of its own.
+        """
+        parts, rank = [(problems, seeds)], 0
+        if not self.dispatcher.engine.in_process:
+            parts = gather_from_ranks(self.trainer, parts[0], "all ranks to announce their problems")
+            rank = self.trainer.global_rank
+        together = [problem for part, _ in parts for problem in part]
+        request = self._build(together, step, sampling, num_completions, 0)
+        request.seeds = [seed for _, part in parts for seed in part]
+        first = sum(len(part) for part, _ in parts[:rank])
+        request.own = range(first, first + len(problems))
+        return request
 
     def _build(
         self, problems: list[Problem], step: int, sampling: Sampling, num_completions: int, num_own: int
@@ -262,7 +279,7 @@ class Sampler:
         request = RolloutRequest(
             rows=[problem.row for problem in problems],
             prompts=[problem.teacher_prompt for problem in problems],
-            seeds=[mix_seed(self.settings.seed, step, problem.row) for problem in problems],
+            seeds=self._list_seeds(problems, step),
             policy_version=self.module.global_step,
             sampling=sampling,
             num_completions=num_completions,
@@ -278,6 +295,10 @@ class Sampler:
         request.problems, request.places = problems, range(len(problems))
         request.own = range(first, first + num_own)
         request.build = get_stratos_data(self.trainer).build_rollout
+
+    def _list_seeds(self, problems: list[Problem], step: int) -> list[int]:
+        """Return a seed for each problem."""
+        return [mix_seed(self.settings.seed, step, problem.row) for problem in problems]
 
     def _gather(self, problems: list[Problem]) -> list[Problem]:
         """Return the problems of all ranks, in rank order."""

@@ -24,6 +24,8 @@ import sys
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
 from subprocess import Popen
 from typing import Any, NoReturn, TypeVar
 
@@ -37,9 +39,11 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from typing_extensions import override
 
-from rlt_lightning.console import waiting_for
+from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
 from rlt_lightning.run.folder import remove_empty_folders
+from rlt_lightning.run.jsonl import Row, append_rows
+from rlt_lightning.types import InputError
 
 T = TypeVar("T")
 
@@ -248,6 +252,16 @@ def gather_from_ranks(trainer: Trainer, value: T, what: str, group: Any = None) 
     return parts
 
 
+def append_from_ranks(trainer: Trainer, path: Path, rows: list[Row]) -> None:
+    """Append the rows of all ranks to a JSONL file, in rank order; rank 0 alone gets them, and writes."""
+    parts: list[Any] = [rows] * trainer.world_size
+    if trainer.world_size > 1:
+        with waiting_for_ranks(trainer, "the rows of all ranks"):
+            distributed.gather_object(rows, parts if trainer.is_global_zero else None)
+    if trainer.is_global_zero:
+        append_rows(path, chain.from_iterable(parts))
+
+
 def waiting_for_ranks(
     trainer: Trainer, what: str, on_rank_zero: str | None = None
 ) -> AbstractContextManager[None]:
@@ -263,3 +277,40 @@ def waiting_for_ranks(
     if trainer.local_rank == 0:
         return waiting_for(what)
     return nullcontext()
+
+
+def count_restarts() -> int:
+    """Return how often torchrun may start the processes again; 0 without torchrun."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def require_restartable(resume: bool) -> None:
+    """Check that the run continues if torchrun starts its processes again.
+
+    torchrun's agent ends all processes when one has failed, and starts them again with the same words, so
+    that `--resume true` finds the newest checkpoint, or starts over if there is none. What a restarted run
+    does follows only from its run folder. Each node's agent counts its own restarts: good for a message.
+
+    Raises:
+        InputError: If they would refuse the run's own folder, or call the processes that they replace.
+    """
+    if not count_restarts():
+        return
+    if not resume:
+        raise InputError(
+            "A run that torchrun may restart (--max-restarts) needs --resume true, so that the restarted "
+            "processes continue it. Add it; the first start then begins a new run."
+        )
+    # PyTorch's agent keeps this store, and with it the addresses of processes that have ended.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise InputError(
+            "A run that torchrun may restart (--max-restarts) needs a new store for each start, but PyTorch "
+            "keeps the old one. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun; on several nodes also "
+            "--rdzv-backend c10d with --rdzv-endpoint in place of --master_addr and --node_rank."
+        )
+
+
+def announce_restart() -> None:
+    """Say that torchrun has started the processes again."""
+    if count := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        announce(f"torchrun has restarted all processes: restart {count} of at most {count_restarts()}")

@@ -1,8 +1,11 @@
-"""The configs that come with the package, found by name.
+"""The configs that come with the package, found by name, which has the folder.
 
---config quickstart         the experiment configs/quickstart.yaml
---config overlays/lora      the overlay configs/overlays/lora.yaml
+--config laptop/rlt         the experiment configs/laptop/rlt.yaml
+--config add/lora           the overlay configs/add/lora.yaml
 --config my.yaml            a file: it wins over a name
+
+The first lines of a config are comments: what it is, "# Needs: …", "# Run: …", and "# Next: …", the command
+of the next stage, with RUN in place of the run's folder.
 """
 
 from __future__ import annotations
@@ -18,22 +21,29 @@ from rlt_lightning.types import InputError
 # A wheel holds them in the package, a checkout beside it.
 PLACES = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
 
-
+# Experiments lie in the first two, overlays in the others.
+FOLDERS = {
+    "laptop": "Experiments for a laptop's CPU: rlt VERB --config NAME",
+    "recipe_7b": "The paper's recipe and what it is compared with, for GPUs; some take models of any size",
+    "hardware": "Which machine, on top of an experiment: rlt VERB --config NAME --config OVERLAY",
+    "add": "What is added to an experiment, as an overlay too",
+}
 RUN = "# Run: "
+NEXT = "# Next: "
 
 
 def list_shipped_configs() -> dict[str, Path]:
-    """Return the shipped configs: file by name, experiments first; the name of an overlay has its folder."""
-    folder = next(place for place in PLACES if place.is_dir())
-    files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*/*.yaml"))]
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
+    """Return the shipped configs, file by name, in the order of FOLDERS."""
+    place = next(place for place in PLACES if place.is_dir())
+    files = [path for folder in FOLDERS for path in sorted((place / folder).glob("*.yaml"))]
+    return {path.relative_to(place).with_suffix("").as_posix(): path for path in files}
 
 
 def find_config(name: str) -> Path:
     """Return the file of a config.
 
     Args:
-        name: A file, or the name of a shipped config such as quickstart or overlays/lora. A file wins.
+        name: A file, or the name of a shipped config such as laptop/rlt or add/lora. A file wins.
 
     Raises:
         InputError: If it is neither.
@@ -58,10 +68,26 @@ def read_launch_line(text: str) -> list[str]:
     return shlex.split(line)
 
 
+def read_next_command(configs: Iterable[Path], run_folder: Path) -> str | None:
+    """Return the command of the next stage, on what a run has left; None if no config of the run names it.
+
+    As with other settings, that of a later config wins.
+    """
+    texts = [path.read_text() for path in configs if path.is_file()]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith(NEXT)]
+    return lines[-1].removeprefix(NEXT).replace("RUN", shlex.quote(str(run_folder))) if lines else None
+
+
 def suggest_names(name: str, names: Iterable[str]) -> str:
-    """Return a sentence with the names that a wrong one may mean; nothing if there are none."""
-    ends = {known: known.rpartition("/")[2] for known in names}
-    end = Path(name).stem
-    near = get_close_matches(end, ends.values(), n=3, cutoff=0.7)
-    found = [known for close in near for known, other in ends.items() if other == close]
-    return f" Did you mean {' or '.join(found)}?" if found else ""
+    """Return a sentence with the names that a wrong one may mean; nothing if there are none.
+
+    A whole name comes first; then, since a folder may be missing or wrong, its last part in any folder.
+    """
+    known = [*names]
+    wanted = name.removesuffix(".yaml").removesuffix(".yml")
+    near = get_close_matches(wanted, known, cutoff=0.85)
+    if not near:
+        end, ends = Path(wanted).name, {Path(other).name for other in known}
+        ends = {end} if end in ends else {*get_close_matches(end, ends)}
+        near = [other for other in known if Path(other).name in ends]
+    return f" Did you mean {' or '.join(near)}?" if near else ""

@@ -59,7 +59,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
     def __init__(self, stage: int = 3, logging_batch_size_per_gpu: int = 1, **kwargs: Any) -> None:
         if find_spec("deepspeed") is None:
-            instead = "use --config overlays/fsdp2"
+            instead = "use --config hardware/fsdp2"
             raise missing_package("A strategy of DeepSpeed", "deepspeed", "deepspeed", instead)
         if kwargs.get("offload_parameters") and stage != 3:
             raise InputError(
@@ -90,16 +90,19 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
-        assert isinstance(self.config, dict)
-        self.config["gradient_clipping"] = self.lightning_module.optimizer_config.max_grad_norm
         # Batches hold token ids, which must not be cast.
         self.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]
+        if not trainer.training:
+            super().setup(trainer)
+            return
+        assert isinstance(self.config, dict)
+        self.config["gradient_clipping"] = self.lightning_module.optimizer_config.max_grad_norm
         policy, read = self.lightning_module.policy, self.lightning_module.entry.read
         if read is None:
             # In main memory: on a GPU both they and DeepSpeed's copies would be there at a time.
             read = {name: parameter.data.cpu() for name, parameter in trained_parameters(policy)}.__getitem__
         super().setup(trainer)
-        if self.optimizers and "bf16" in self.config:
+        if "bf16" in self.config:
             self.start_from(read)
 
     def start_from(self, read: Read) -> None:
@@ -204,6 +207,11 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
             return self.lightning_module.validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.lightning_module.test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from trajectories.comparison import (
     write,
 )
 from trajectories.planted import FAULTS
-from trajectories.runs import KINDS, SHARDED, STEPS, STRATEGIES, Trajectory, run
+from trajectories.runs import KINDS, SHARDED, STEPS, STRATEGIES, Trajectory, run, run_on_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 SHOWN = 3  # figures of a run, in what is printed
@@ -76,7 +76,7 @@ def test_a_run_repeats_the_committed_one(kind: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", SHARDED)
 def test_a_run_of_two_ranks_repeats_the_committed_one(kind: str, strategy: str, tmp_path: Path) -> None:
-    ranks.call("trajectories.runs:run_on_rank", tmp_path, kind, strategy, str(tmp_path))
+    ranks.call(run_on_rank, tmp_path, kind, strategy, str(tmp_path))
     compare(kind, strategy, Trajectory(**json.loads((tmp_path / "trajectory.json").read_text())))
 
 

@@ -1,0 +1,136 @@
+"""Every benchmark runs at its tiny size, ends with its result, and prints before it draws.
+
+A file in benchmarks/ that is no benchmark is named in HELPERS. Any other must take --tiny and --output, and
+print as its last line `NAME key=value …`. By then it has written its JSON, which says where it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import generate
+import plan
+import pytest
+from commands import ROOT, Running, make_forked_python
+from jsonargparse import capture_parser
+
+from rlt_lightning.cli import main as cli
+
+FOLDER = ROOT / "benchmarks"
+HELPERS = {
+    "side_by_side": "what the benchmarks share",
+    "small_models": "models for tiny sizes",
+    "trl_step": "the other side of optimise.py, which imports nothing of ours",
+}
+BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
+NEEDS = {"quantised": "bitsandbytes", "optimise": "trl"}
+OPTIONS = {"optimise": ["--against", "trl"]}  # which must agree in loss and gradients
+STARTS_PYTHON = {"asynchronous", "data", "plan"}  # several times, by sys.executable
+# Its judges would import all that the script imports, each in a process of its own: most of the work.
+HIDDEN = {"dynamic_sampling"}
+MARKS = {"push": [pytest.mark.vllm]}
+# A matplotlib that fails when it is used, as one without its fonts or its disk would.
+BROKEN = "def __getattr__(name):\n    raise RuntimeError('no picture can be drawn')\n"
+
+
+# Forgets modules that were imported before the benchmark; it then finds those in a folder of the test.
+FORGET = "[sys.modules.pop(name) for name in list(sys.modules) if name.split('.')[0] == 'matplotlib']"
+
+
+def run_benchmark(name: str, output: Path, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a benchmark at its tiny size as a user would, but in a process that has the package imported.
+
+    Args:
+        first: A folder whose modules hide others; without it, no module is hidden.
+    """
+    words = [str(FOLDER / f"{name}.py"), "--tiny", *OPTIONS.get(name, []), "--output", str(output)]
+    code = f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {words!r}\n"
+    if name in STARTS_PYTHON:
+        code += f"sys.executable = {make_forked_python(output.parent)!r}\n"
+    if first:
+        code += f"sys.path.insert(0, {first!r}); {FORGET}\n"
+    if name in HIDDEN:
+        code += "exec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'), {'__name__': '__main__'})"
+    else:
+        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    process = Running((), None, ROOT, "", environment, code)
+    return subprocess.CompletedProcess(words, process.wait(), process.stdout, process.stderr)
+
+
+def checked_result(name: str, run: subprocess.CompletedProcess[str], output: Path) -> dict[str, Any]:
+    """Return what a run wrote, once its last line and its origin are right."""
+    assert run.returncode == 0, run.stderr[-2000:]
+    last = run.stdout.strip().splitlines()[-1]
+    assert re.fullmatch(rf"{name}( \w+=[-+\w.]+)+", last), last
+    written: dict[str, Any] = json.loads(output.read_text())
+    origin = written["provenance"]
+    assert f"benchmarks/{name}.py --tiny" in origin["command"]
+    assert origin["machine"]["cores"] >= 1
+    assert origin["machine"]["memory_gib"] > 0
+    assert origin["machine"]["cpu"]
+    assert os.uname().nodename not in output.read_text()
+    assert re.fullmatch(r"[0-9a-f]{12}|unknown", origin["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", origin["date"])
+    return written
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=MARKS.get(name, [])) for name in BENCHMARKS],
+)
+def test_a_benchmark_ends_with_its_line(name: str, tmp_path: Path) -> None:
+    if name == "push" and not (ROOT / ".venv-vllm").exists():
+        pytest.skip("needs .venv-vllm: make setup-vllm")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    output = tmp_path / f"{name}.json"
+    checked_result(name, run_benchmark(name, output), output)
+
+
+@pytest.mark.parametrize("name", ["memory", "gpu"])
+def test_a_benchmark_prints_before_it_draws(name: str, tmp_path: Path) -> None:
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("")
+    (tmp_path / "matplotlib" / "pyplot.py").write_text(BROKEN)
+    output = tmp_path / f"{name}.json"
+    run = run_benchmark(name, output, first=str(tmp_path))
+    assert run.returncode != 0
+    assert "no picture can be drawn" in run.stderr
+    figure = {"memory": "time", "gpu": "mfu"}[name]
+    assert run.stdout.splitlines()[-1].startswith(f"{name} {figure}=")
+    assert json.loads(output.read_text())["figures"][figure] > 0
+    assert output.with_suffix(".profile.txt").exists() == (name == "gpu")
+
+
+def test_without_matplotlib_only_the_picture_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not installed')\n")
+    output = tmp_path / "memory.json"
+    run = run_benchmark("memory", output, first=str(tmp_path))
+    checked_result("memory", run, output)
+    assert "no picture" in run.stderr
+    assert not output.with_suffix(".png").exists()
+
+
+def test_the_goals_of_generate_are_at_16_sequences() -> None:
+    results = {str(n): {"ratios": {"plain": n, "transformers": 2 * n, "vLLM": 3 * n}} for n in (64, 16, 8)}
+    goals = {"plain_goal": 2.5, "vLLM_goal": 0.9}
+    assert generate.figures_of(results) == {"to_plain": 16, "to_vLLM": 48} | goals
+    del results["16"]
+    assert generate.figures_of(results) == {"to_plain": 8, "to_vLLM": 24}
+
+
+def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
+    monkeypatch.chdir(ROOT)
+    parser = capture_parser(cli.run)
+    for name, arguments in plan.SETUPS.items():
+        config = parser.parse_args(["fit", *arguments]).fit
+        models = {config.model.init_args.get(key) for key in ("teacher", "student", "pretrained")}
+        assert models <= {"smollm2-135m", None}, name

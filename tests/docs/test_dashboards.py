@@ -1,0 +1,379 @@
+"""What W&B and TensorBoard are given, read back from the files of runs without an account."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands import ROOT, rlt
+from gpqa import gpqa_like
+from metric_names import names_of
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+from wandb_run import runs_in
+
+from rlt_lightning import __version__
+from rlt_lightning.callbacks import Alarms
+from rlt_lightning.modules.rollout_rows import spread_evenly
+from rlt_lightning.run.redaction import redact
+
+OVERLAYS = [f"--config=configs/add/{name}.yaml" for name in ("wandb", "tensorboard")]
+COMPLETIONS = 3  # shown of each iteration's 8
+
+
+def fit(model: str, folder: Path, *options: str) -> None:
+    """A tiny run, into both dashboards."""
+    tiny = [f"--model.{name}={model}" for name in ("teacher", "student")]
+    tiny += [
+        "--data.num_embedded_rows=8",
+        "--rollouts.sampling.max_completion_length=6",
+        "--export.enabled=false",
+    ]
+    command = ["fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options]
+    result = rlt(*command)
+    assert "rlt: alarm" not in result.stderr
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def resumed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended after iteration 3 and went on to 4 from its last checkpoint, of iteration 2."""
+    folder = tmp_path_factory.mktemp("resumed") / "run"
+    options = [f"--completions.num_completions={COMPLETIONS}", "--checkpoint.every_n_train_steps=2"]
+    options += ["--data.val_rows=1", "--trainer.val_check_interval=1"]
+    fit(tiny_model, folder, *options, "--trainer.max_steps=3")
+    fit(tiny_model, folder, *options, "--trainer.max_steps=4", "--resume=true")
+    return folder
+
+
+def csv_rows(folder: Path) -> dict[int, dict[str, float]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return {int(row.pop("step")): row for row in rows}
+
+
+def test_wandb_gets_the_metrics_of_the_csv(resumed: Path) -> None:
+    first, second = runs_in(resumed)
+    assert sorted(first.scalars()) == [1, 2, 3]
+    assert sorted(second.scalars()) == [3, 4]
+    shown = first.scalars() | second.scalars()
+    for step, row in csv_rows(resumed).items():
+        assert shown[step] == pytest.approx(row)
+
+
+def test_the_table_has_a_row_per_sampled_completion(resumed: Path) -> None:
+    recorded: dict[int, list[dict[str, Any]]] = {}
+    for line in (resumed / "rollouts.jsonl").open():
+        row = json.loads(line)
+        recorded.setdefault(row["step"], []).append(row)
+    assert [len(rows) for rows in recorded.values()] == [8] * 4
+    expected = [row for rows in recorded.values() for row in spread_evenly(rows, COMPLETIONS)]
+
+    first, second = runs_in(resumed)
+    assert [row["iteration"] for row in first.table()] == sorted([1, 2, 3] * COMPLETIONS)
+    table = first.table()[: 2 * COMPLETIONS] + second.table()
+    assert [(r["iteration"], r["problem"], r["completion"]) for r in table] == [
+        (r["step"], r["row"], r["completion"]) for r in expected
+    ]
+    same = (
+        "question",
+        "solution",
+        "explanation",
+        "finish_reason",
+        "num_tokens",
+        "reward",
+        "kl_mean",
+        "kl_max",
+    )
+    same += ("solution_log_prob_mean", "solution_log_prob_min", "format_reward", "kl_reward")
+    for row, source in zip(table, expected, strict=True):
+        assert {name: row[name] for name in same} == pytest.approx({name: source[name] for name in same})
+        assert row["closed"] is (source["finish_reason"] == "stop")
+        assert min(row["prompt_tokens"], row["solution_tokens"]) > 0
+
+
+def test_the_configuration_and_the_code_version_are_in_the_run(resumed: Path) -> None:
+    config = runs_in(resumed)[0].config
+    written = yaml.safe_load((resumed / "config.yaml").read_text())
+    assert config["code"]["version"] == __version__
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert config["code"].get("commit") == (head.stdout.strip() or None)  # None: no checkout
+    for name in ("model", "data", "rollouts", "completions", "alarms"):
+        assert config[name] == written[name], name
+
+
+def test_a_run_leaves_nothing_in_the_home_folder_and_tells_nothing_of_the_machine(resumed: Path) -> None:
+    files = {path.name for path in (resumed / "wandb").rglob("*") if path.is_file()}
+    assert "wandb-metadata.json" not in files  # command line, host, user, git remote
+    assert "output.log" not in files
+    assert any((resumed / "wandb" / "data" / "artifacts" / "staging").iterdir())
+
+
+def board_of(folder: Path) -> dict[str, dict[int, Any]]:
+    """What TensorBoard shows: values by tag and step."""
+    board = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0}).Reload()
+    shown: dict[str, dict[int, Any]] = {}
+    for tag in board.Tags()["tensors"]:
+        events = board.Tensors(tag)
+        shown[tag] = {event.step: make_ndarray(event.tensor_proto) for event in events}
+        assert len(shown[tag]) == len(events), f"{tag} has an iteration twice"
+    return shown
+
+
+def test_tensorboard_shows_every_iteration_once_through_a_resume(resumed: Path) -> None:
+    board, rows = board_of(resumed), csv_rows(resumed)
+    for name in {name for row in rows.values() for name in row}:
+        values = {step: float(value) for step, value in board[name].items()}
+        assert values == pytest.approx(
+            {step: row[name] for step, row in rows.items() if name in row}, rel=1e-5
+        )
+    for name in ("reward", "kl_mean", "solution_log_prob_mean", "format_reward", "num_tokens"):
+        histograms = board[f"completions/{name}"]
+        assert {step: buckets[:, 2].sum() for step, buckets in histograms.items()} == dict.fromkeys(rows, 8)
+    for number in range(COMPLETIONS):
+        assert board[f"completions/{number}/text_summary"].keys() == rows.keys()
+    first = json.loads(next((resumed / "rollouts.jsonl").open()))
+    assert first["question"] in str(board["completions/0/text_summary"][1])
+
+
+@pytest.mark.full
+def test_a_failure_sends_an_alert(tiny_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ["--trainer.max_steps=4", "--model.optimizer.lr=1e30"]
+    with pytest.raises(AssertionError, match="must be finite"):
+        fit(tiny_model, folder, *options)
+    [run] = runs_in(folder)
+    [alert] = [alert for alert in run.alerts if alert.title == "The run has failed"]
+    assert alert.level == "ERROR"
+    assert "NonFiniteError" in alert.text
+    assert run.table()
+    assert "NonFiniteError" in str(board_of(folder)["alarms/text_summary"])
+
+
+@pytest.mark.full
+def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ["--data.source=arithmetic", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
+    options += ["--data.max_length=2048", "--trainer.accelerator=cpu", "--trainer.precision=32-true"]
+    options += [f"--model.pretrained={tiny_model}", "--trainer.max_steps=1", "--export.enabled=false"]
+    result = rlt(
+        "fit",
+        "--config=configs/laptop/smollm2_sft.yaml",
+        *OVERLAYS,
+        *options,
+        f"--output_dir={folder}",
+        WANDB_MODE="offline",
+    )
+    assert result.returncode == 0, result.stderr
+    [run] = runs_in(folder)
+    assert {"policy/loss", "data/epoch"} <= run.scalars()[1].keys()
+    assert "policy/loss" in board_of(folder)
+
+
+def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model: str, tmp_path: Path) -> None:
+    path = gpqa_like(tmp_path / "rows.jsonl")
+    folder = tmp_path / "run"
+    options = ["--config=configs/laptop/smollm2_evaluate.yaml", *OVERLAYS, f"--model.pretrained={tiny_model}"]
+    options += [f"--data.sets={{gpqa_diamond: {path}}}", "--rollouts.sampling.max_completion_length=4"]
+    result = rlt("test", *options, "--trainer.accelerator=cpu", f"--output_dir={folder}")
+    assert result.returncode == 0, result.stderr
+    [run] = runs_in(folder)
+    [figures] = run.scalars().values()
+    assert {name.replace("gpqa_diamond", "SET") for name in figures if "overall" not in name} == names_of(
+        "eval/"
+    )
+    questions = [json.loads(line)["Question"].encode() for line in path.open()]
+    watched = [p for name in ("wandb", "tensorboard") for p in (folder / name).rglob("*") if p.is_file()]
+    assert watched
+    assert not [p for p in watched for question in questions if question in p.read_bytes()]
+
+
+def test_a_logger_by_its_name_is_lightnings(tmp_path: Path) -> None:
+    words = ["fit", "--config=configs/laptop/rlt.yaml", "--trainer.logger=WandbLogger", "--print_config"]
+    result = rlt(*words)
+    assert result.returncode == 0, result.stderr
+    assert "class_path: lightning.pytorch.loggers.WandbLogger" in result.stdout
+
+
+# Secrets
+
+
+def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "key-of-the-environment")
+    monkeypatch.setenv("PGPASSWORD", "key-of-the-database")
+    monkeypatch.setenv("DJANGO_SECRET_KEY", "key-of-the-site")
+    secrets = [
+        "pa55-word",
+        "key-of-the-database",
+        "key-of-the-site",
+        "18273645",
+        "key-of-the-environment",
+        "launch-secret",
+        "hf_abcdefghijklmnopqrst",
+        "s3cr3t-flag",
+    ]
+    settings = {
+        "urls": ["http://user:pa55-word@worker:8000/v1", "https://host/rows?split=a&token=pa55-word"],
+        "engine": {
+            "api_key": "pa55-word",
+            "password": "pa55-word",
+            "passwd": 18273645,
+            "accessToken": "pa55-word",
+            "clientSecret": "pa55-word",
+            "headers": {"Authorization": "pa55-word", "Ocp-Apim-Subscription-Key": "pa55-word"},
+        },
+        "launch": {"environment": {"ANYTHING": "launch-secret"}, "arguments": ["--api-key", "s3cr3t-flag"]},
+        "command": "VLLM_API_KEY=pa55-word serve --auth-token=s3cr3t-flag; key-of-the-environment",
+        "arguments": ["--password pa55-word", "Authorization: Token pa55-word", "X-Api-Key: pa55-word"],
+        "env": {"ANYTHING": "launch-secret"},
+        "backend": "postgres://key-of-the-database, key-of-the-site",
+        "header": "Bearer pa55-word",
+        "source": "hf_abcdefghijklmnopqrst",
+    }
+    kept = {
+        "api_key_env": "VLLM_API_KEY",
+        "micro_batch_tokens": 512,
+        "tokenizer": "smollm2-135m",
+        "use_auth_token": True,
+        "recorder": {"tokens": "extremes"},
+        "max_token": 12345678,
+        "source": "https://host/rows?split=a",
+    }
+    kept["nothing"] = [[], {}, None]
+    assert redact(kept) == kept
+    hidden = redact(settings)
+    assert hidden["urls"] == ["http://***@worker:8000/v1", "https://host/rows?split=a&token=***"]
+    assert hidden["launch"]["arguments"] == ["--api-key", "***"]
+    assert not [secret for secret in secrets if secret in json.dumps(hidden)]
+
+
+# Alarms
+
+
+def titles(alarms: Alarms, *iterations: dict[str, float]) -> list[list[str]]:
+    return [[title for title, _ in alarms.find_alarms(metrics)] for metrics in iterations]
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "title"),
+    [
+        ("reward/group_std", 0.4, 1e-5, "Rewards are all alike"),
+        ("policy/entropy", 0.8, 0.01, "Entropy has collapsed"),
+        ("rollout/truncated_frac", 0.3, 0.9, "Completions are cut off"),
+        ("rollout/staleness", 1.0, 2.0, "Rollouts are stale"),
+        ("student/kl_mean", -0.3, -0.9, "The KL is negative"),
+    ],
+)
+def test_an_alarm_needs_bad_iterations_in_a_row(name: str, good: float, bad: float, title: str) -> None:
+    values = [good, good, good, bad, bad, good, bad, bad, bad, bad]
+    found = titles(Alarms(patience=3), *({name: value} for value in values))
+    assert found == [[]] * 8 + [[title]] * 2
+
+
+def test_flat_groups_leave_an_answer_term_to_learn_from() -> None:
+    flat = {"reward/group_std": 0.0}
+    for metrics, left in (
+        (flat, "nothing to learn"),
+        (flat | {"policy/answer_loss": 1.0}, "only the answer"),
+    ):
+        [(_, text)] = Alarms(patience=1).find_alarms(metrics)
+        assert left in text
+
+
+def test_completions_that_were_always_cut_off_ring_no_alarm() -> None:
+    values = (
+        0.875,
+        0.875,
+        0.75,
+        0.875,
+        0.375,
+        0.875,
+        0.875,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    )  # quickstart, and worse
+    assert not any(titles(Alarms(), *({"rollout/truncated_frac": value} for value in values)))
+
+
+def iterations(lengths: list[float], rewards: list[float]) -> list[dict[str, float]]:
+    return [
+        {"rollout/length_mean": length, "reward/mean": reward}
+        for length, reward in zip(lengths, rewards, strict=True)
+    ]
+
+
+def test_completions_that_shrink_as_the_reward_rises_ring() -> None:
+    # The highest mean of two is 60 tokens, at a mean reward of -4; a third of that is 19.8.
+    lengths = [50.0, 60.0, 60.0, 30.0, 19.0, 19.0, 21.0, 15.0, 10.0]
+    rising = [-4.0, -4.0, -4.0, -3.0, -2.0, -2.0, -2.0, -1.0, -1.0]
+    found = titles(Alarms(patience=2), *iterations(lengths, rising))
+    shrink = ["Completions shrink as the reward rises"]
+    assert found == [[], [], [], [], [], shrink, [], [], shrink]
+    falling = [-reward - 8 for reward in rising]  # a collapse that the reward does not pay for
+    assert not any(titles(Alarms(patience=2), *iterations(lengths, falling)))
+
+
+@pytest.mark.parametrize(
+    ("drifting", "steady"),
+    [(("distill/unjudged_frac", 0.1, 0.4), 1.0), (("rollout/closed_frac", 1.0, 0.7), 0.0)],
+)
+def test_a_form_that_drifts_rings(drifting: tuple[str, float, float], steady: float) -> None:
+    name, before, after = drifting
+    other = {"distill/unjudged_frac": "rollout/closed_frac"}.get(name, "distill/unjudged_frac")
+    found = titles(
+        Alarms(patience=2), *({name: value, other: steady} for value in [before] * 3 + [after] * 2)
+    )
+    assert found == [[], [], [], [], ["The form drifts"]]
+    found = titles(Alarms(patience=2), *({name: value, other: steady} for value in [after] * 5))
+    assert not any(found)  # it was always so
+    assert not any(titles(Alarms(patience=2), *({"rollout/closed_frac": v} for v in (1.0, 1.0, 0.2, 0.2))))
+
+
+@pytest.mark.full
+def test_on_policy_student_at_too_high_a_rate_rings(tmp_path: Path) -> None:
+    options = ["--model.optimizer.lr=5e-3", "--trainer.max_steps=20", "--checkpoint.every_n_train_steps=20"]
+    result = rlt("fit", "--config=configs/laptop/opd.yaml", *options, f"--output_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    assert "rlt: alarm: The form drifts. Iteration" in result.stderr
+
+
+def test_alarms_remember_over_a_resume_what_was_usual() -> None:
+    before, after = Alarms(patience=2), Alarms(patience=2)
+    titles(before, *iterations([60.0, 60.0], [-4.0, -4.0]))
+    titles(before, *({"rollout/truncated_frac": 0.1} for _ in range(2)))
+    after.load_state_dict(before.state_dict())
+    found = titles(after, *iterations([15.0, 15.0], [-2.0, -2.0]))
+    assert found == [[], ["Completions shrink as the reward rises"]]
+    found = titles(after, *({"rollout/truncated_frac": 0.9} for _ in range(2)))
+    assert "Completions are cut off" in found[1]
+
+
+def test_what_is_not_finite_rings_at_once_and_an_alarm_is_silent_for_a_while(capsys: Any) -> None:
+    class Trainer:
+        is_global_zero = True
+        loggers = ()
+        global_step = 0
+        callback_metrics = {"policy/loss": torch.tensor(torch.nan), "reward/mean": torch.tensor(1.0)}  # noqa: RUF012
+
+    alarms, trainer = Alarms(quiet_steps=10), Trainer()
+    for trainer.global_step in range(1, 22):
+        if trainer.global_step == 5:  # a resumed run is as silent
+            resumed = Alarms(quiet_steps=10)
+            resumed.load_state_dict(alarms.state_dict())
+            alarms = resumed
+        alarms.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[2].strip() for line in lines] == [
+        "Not finite. Iteration 1",
+        *(f"Not finite. Iteration {step}" for step in (11, 21)),
+    ]
+    assert "policy/loss must be finite" in lines[0]

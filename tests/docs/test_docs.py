@@ -1,0 +1,594 @@
+"""Every block of README.md, CONTRIBUTING.md, docs/ and research/ is run or parsed; CHECKED has the others.
+
+docs/extending.md is run as it stands, in a folder of its own, by test_extending.py, and the scripts of
+docs/python.md, one after another, by test_python.py.
+
+A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
+Each call is then checked by what its program is. A program without a check is not found, and fails the test.
+
+A block that starts with a comment which is a file's name, as `# gpu_1plus1.yaml`, is that file for its page.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import ROOT, python, rlt
+from fake_worker import FakeWorker, worker_of
+from parsed import VERBS, check_rlt
+from tiny import TINY, tiny_options
+
+from rlt_lightning.cli import stages
+from rlt_lightning.run.shipped import find_config
+
+EXTENDING = ROOT / "docs" / "extending.md"
+FOLDERS = [*(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*FOLDERS} - {EXTENDING})]
+OVERLAY_OF = {
+    "docs/serving.md": ("predict", "laptop/generate"),
+}  # else of a fit of laptop/rlt
+# Commands that are run at tiny size, by how they start, and what else that needs; besides the first page's.
+RUN: dict[str, list[str]] = {
+    "rlt fit --config laptop/rlt --output_dir runs/q": [
+        "--data.num_embedded_rows=10",
+        "--checkpoint.every_n_train_steps=1",
+    ],
+    "rlt export --ckpt_path": [],
+    "rlt validate --config laptop/smollm2_rlt": ["--data.num_embedded_rows=4"],
+    "rlt predict --config recipe_7b/rank --data.source FILE": [],
+    "rlt plan --config laptop/smollm2_rlt": [],
+    "rlt explain runs/warmup --question": ["--rollouts.sampling.max_completion_length=4"],
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def file(self) -> str | None:
+        """The name of the file that this is, if its first line says so."""
+        name = re.match(r"# ([\w/.-]+\.(?:yaml|py|json))$", self.text.partition("\n")[0])
+        return name[1] if name else None
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text, name = page.read_text(), str(page.relative_to(ROOT))
+    for fence in re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
+        line = text[: fence.start()].count("\n") + 1
+        yield Block(name, line, fence[2], textwrap.dedent(fence[3]))
+
+
+RUN_ELSEWHERE = {("docs/python.md", "python")}
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def blocks(language: str) -> pytest.MarkDecorator:
+    """Return a mark that gives a test each block of a language, but for scripts that other files run."""
+    found = [b for b in BLOCKS if b.language == language and (b.page, language) not in RUN_ELSEWHERE]
+    cases = [pytest.param(block, id=f"{block.page}:{block.line}") for block in found]
+    return pytest.mark.parametrize("block", cases)
+
+
+def page_files(page: str, folder: Path) -> Path:
+    """Write the files that blocks of a page are."""
+    for block in BLOCKS:
+        if block.page == page and (name := block.file()) is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(block.text)
+    return folder
+
+
+def test_every_block_says_what_it_is() -> None:
+    unknown = [block for block in BLOCKS if block.language not in ("sh", "python", "yaml", "json", "text")]
+    assert not unknown
+
+
+# Commands of the command line
+
+
+# Programs
+
+
+def check_make(arguments: list[str], files: Path) -> None:
+    subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+
+
+def check_script(arguments: list[str], files: Path) -> None:
+    script = ROOT / arguments[0]
+    assert os.access(script, os.X_OK), f"{script} cannot be run"
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def check_python(arguments: list[str], files: Path) -> None:
+    """Run what is given on the command line; of a script, find its file and its options."""
+    match arguments:
+        case ["-c", code]:
+            exec(code, {})
+        case ["-m", "venv", _]:
+            pass
+        case ["-m", "pytest", *options]:
+            for option in options:
+                assert not option.startswith("tests/") or (ROOT / option.partition("::")[0]).exists(), option
+        case ["-m", "http.server", *_]:
+            pass
+        case [script, *options]:
+            path = files / script if (files / script).is_file() else ROOT / script
+            text = path.read_text()
+            assert all(option in text for option in options if option.startswith("--"))
+        case _:
+            pytest.fail(f"python {arguments}: what is this?")
+
+
+def check_pip(arguments: list[str], files: Path) -> None:
+    extras = re.findall(r"(?:\.|rlt-lightning)\[([\w,-]+)\]", " ".join(arguments))
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(
+        re.search(rf"^{extra} = ", project, re.MULTILINE) for extra in ",".join(extras).split(",") if extra
+    )
+
+
+def check_vllm(arguments: list[str], files: Path) -> None:
+    assert arguments[0] == "serve"
+    options = dict(pairwise(arguments))
+    json.loads(options.get("--weight-transfer-config", "{}"))
+    module, _, name = options.get("--worker-extension-cls", "").rpartition(".")
+    assert not name or f"class {name}" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+
+
+def check_torchrun(arguments: list[str], files: Path) -> None:
+    start = arguments.index("-m")
+    assert arguments[start + 1] == "rlt_lightning"
+    check_rlt(arguments[start + 2 :], files)
+
+
+def check_sbatch(arguments: list[str], files: Path) -> None:
+    check_script(arguments[:1], files)
+    check_rlt(["fit", *arguments[1:]], files)
+
+
+def check_docker(arguments: list[str], files: Path) -> None:
+    """Of an image that is built, the arguments must be the Dockerfile's; what it runs is rlt's."""
+    if arguments[0] == "build":
+        given = [value.partition("=")[0] for name, value in pairwise(arguments) if name == "--build-arg"]
+        known = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        assert set(given) <= set(known)
+    else:
+        check_rlt(arguments[arguments.index("rlt_lightning") + 1 :], files)
+
+
+def check_recipe_file(arguments: list[str], files: Path) -> None:
+    assert all((ROOT / word).is_file() for word in arguments if word.endswith(".yaml"))
+
+
+def nothing(arguments: list[str], files: Path) -> None:
+    """There is nothing to check before it is run."""
+
+
+Check = Callable[[list[str], Path], None]
+CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that is all, if it is
+    "rlt": (check_rlt, "read by the real parser; a command of every verb is run, see RUN"),
+    "make": (check_make, "a dry run: the targets take minutes, and pytest runs under one of them"),
+    "vllm": (check_vllm, "needs vLLM, and mostly a GPU; tests/integration/test_vllm_worker.py starts one"),
+    "pip": (check_pip, "installs gigabytes"),
+    "python": (check_python, "benchmarks take minutes and all of the machine"),
+    "torchrun": (check_torchrun, "needs GPUs; test_restarts.py and test_multinode.py run it on CPUs"),
+    "sbatch": (check_sbatch, "needs a SLURM cluster; tests/integration/test_multinode.py has stand-ins"),
+    "docker": (check_docker, "needs a Docker engine; docs/gpu.md says how it was built"),
+    "kubectl": (check_recipe_file, "needs a cluster; the recipes are checked below"),
+    "sky": (check_recipe_file, "needs a cluster; the recipes are checked below"),
+    "pip-audit": (nothing, "asks the package index"),
+    "cat": (nothing, "reads a file of the user's"),
+    "curl": (nothing, "run against a fake worker below"),
+    "openssl": (nothing, "makes a random key"),
+    "git": (nothing, "clones and commits"),
+    "tensorboard": (nothing, "a server that does not end"),
+    "wandb": (nothing, "needs an account"),
+    "hf": (nothing, "needs an account"),
+    "transformers": (nothing, "a server that does not end, and its client"),
+    "mkdocs": (nothing, "a server that does not end; tests/docs/test_site.py builds"),
+    "playwright": (nothing, "downloads a browser"),
+    "ruff": (nothing, "run by make check"),
+}
+PLACES = (".venv/bin", ".venv-vllm/bin", "../vllm/bin")  # of further programs of these names
+STAND_IN = '#!/bin/sh\nprintf "%s\\0" "$0" "$@" > "$CALLS/$$"\n'  # a file each: some run side by side
+
+
+def calls_of(block: Block, folder: Path) -> list[list[str]]:
+    """Run a shell block with stand-ins; returns the program and the arguments of every call."""
+    checkout = folder / "checkout"
+    scripts = [
+        path.relative_to(ROOT) for name in ("scripts", "examples") for path in (ROOT / name).glob("*.sh")
+    ]
+    programs = [f"{place}/{name}" for place in ("programs", *PLACES) for name in (*CHECKED, "python3")]
+    for program in (*map(str, scripts), *programs):
+        (checkout / program).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / program).write_text(STAND_IN)
+        (checkout / program).chmod(0o755)
+    (checkout / ".venv/bin/activate").touch()
+    record = folder / "calls"
+    record.mkdir()
+    environment = {"PATH": str(checkout / "programs"), "CALLS": str(record), "HOME": str(folder)}
+    script = f"set -u\nVLLM_API_KEY=key\n{block.text}\nwait\n"
+    done = subprocess.run(
+        ["/bin/bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    assert not done.stderr, done.stderr  # such as: command not found
+    calls = sorted(record.iterdir(), key=lambda call: (call.stat().st_mtime_ns, int(call.name)))
+    words = [call.read_text().removesuffix("\0").split("\0") for call in calls]
+    return [[os.path.relpath(checkout / program, checkout), *arguments] for program, *arguments in words]
+
+
+def empty_folder(folder: Path) -> Path:
+    """A folder in which commands work without a checkout around them."""
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+@blocks("sh")
+def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(empty_folder(tmp_path))
+    calls = calls_of(block, tmp_path)
+    assert calls, "runs nothing: a block that only shows something is ```text"
+    files = page_files(block.page, tmp_path / "files")
+    for program, *arguments in calls:
+        if program.endswith(".sh"):
+            check_script([program], files)
+        else:
+            check, _ = CHECKED[Path(program).name.replace("python3", "python")]
+            check(arguments, files)
+
+
+@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh"])
+def test_the_stages_of_a_pipeline_are_right(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    prepare = f"PATH=$PATH:/usr/bin:/bin; cp {ROOT}/examples/*.sh examples/; mkdir -p runs/released/evaluate"
+    prepare += "; cd runs; mkdir -p rounds/round0/traces rounds/round0/evaluation"
+    prepare += "; touch rounds/round0/traces/distillation.jsonl rounds/round0/evaluation/evaluation.md; cd .."
+    script = f"{prepare}; touch runs/released/evaluate/evaluation.md; examples/{name}"
+    calls = calls_of(Block(name, 1, "sh", script), tmp_path)
+    stages = [words for program, *words in calls if program == ".venv/bin/rlt"]
+    assert len(stages) >= 5
+    for words in stages:
+        check_rlt(words, tmp_path)
+
+
+# Keys that a recipe of examples/cloud may use, from SkyPilot 0.14.1 (sky/utils/schemas.py) and from the
+# definition of JobSet 0.12. None is not looked into; a list's entries are.
+SKYPILOT: dict[str, Any] = {
+    **dict.fromkeys(
+        ("name", "num_nodes", "setup", "run", "envs", "secrets", "file_mounts", "workdir", "volumes")
+    ),
+    "resources": {
+        **dict.fromkeys(("accelerators", "cpus", "memory", "disk_size", "image_id", "infra", "use_spot")),
+        "job_recovery": dict.fromkeys(("strategy", "max_restarts_on_errors", "recover_on_exit_codes")),
+    },
+    "config": {"kubernetes": {"pod_config": {"spec": {"securityContext": {"runAsUser": None}}}}},
+}
+CONTAINER = dict.fromkeys(("name", "image", "command", "args", "env", "volumeMounts", "workingDir"))
+CONTAINER |= {"resources": dict.fromkeys(("limits", "requests"))}
+POD = {
+    **dict.fromkeys(("restartPolicy", "terminationGracePeriodSeconds", "nodeSelector", "tolerations")),
+    "securityContext": dict.fromkeys(("runAsNonRoot", "runAsUser", "runAsGroup", "fsGroup")),
+    "initContainers": CONTAINER,
+    "containers": CONTAINER,
+    "volumes": {
+        "name": None,
+        "persistentVolumeClaim": dict.fromkeys(("claimName", "readOnly")),
+        "emptyDir": dict.fromkeys(("medium", "sizeLimit")),
+    },
+}
+EXIT_CODES = dict.fromkeys(("containerName", "operator", "values"))
+JOB = {
+    **dict.fromkeys(
+        ("backoffLimit", "completions", "parallelism", "completionMode", "ttlSecondsAfterFinished")
+    ),
+    "podFailurePolicy": {"rules": {"action": None, "onExitCodes": EXIT_CODES}},
+    "template": {"spec": POD},
+}
+FAILURE_RULE = dict.fromkeys(("name", "action", "onJobFailureReasons", "targetReplicatedJobs"))
+JOBSET: dict[str, Any] = {
+    **dict.fromkeys(("apiVersion", "kind")),
+    "metadata": dict.fromkeys(("name", "namespace", "labels")),
+    "spec": {
+        "failurePolicy": {"maxRestarts": None, "restartStrategy": None, "rules": FAILURE_RULE},
+        "replicatedJobs": {"name": None, "replicas": None, "template": {"spec": JOB}},
+    },
+}
+IMAGE_FOLDER = "/opt/rlt/rlt_lightning"
+
+
+def check_keys(value: Any, known: dict[str, Any] | None, where: str) -> None:
+    """Fail for a key that a schema does not know, which a cluster would refuse or overlook."""
+    if isinstance(value, list):
+        for entry in value:
+            check_keys(entry, known, where)
+    elif isinstance(value, dict) and known is not None:
+        assert value.keys() <= known.keys(), where
+        for key, below in value.items():
+            check_keys(below, known[key], f"{where}.{key}")
+
+
+def check_recipe(plan: list[str], fit: list[str], data: str, folder: Path) -> None:
+    """Both commands parse, mean the same run, and leave it where a restart finds it."""
+    assert (plan[0], fit[0]) == ("plan", "fit")
+    assert fit[: len(plan)] == ["fit", *plan[1:]]
+    options = dict(pairwise(fit))
+    assert options["--resume"] == "true"
+    assert options["--output_dir"].startswith(f"{data}/")
+    assert options["--model.teacher"].startswith(f"{data}/")
+    overlay = yaml.safe_load((ROOT / "configs" / f"{fit[fit.index('--config', 2) + 1]}.yaml").read_text())
+    workers = overlay["rollouts"]["engine"]["init_args"]["launch"]["num_workers"]
+    assert overlay["trainer"]["devices"] + workers == 8
+    for words in (plan, fit):
+        check_rlt(words, folder)
+
+
+def test_the_skypilot_recipe_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = yaml.safe_load((ROOT / "examples/cloud/skypilot.yaml").read_text())
+    check_keys(recipe, SKYPILOT, "skypilot")
+    assert recipe["resources"]["accelerators"].endswith(":8")
+    start = f'cd() {{ [ "$1" = {IMAGE_FOLDER} ]; }}\n'  # that folder is in the image only
+    calls = calls_of(Block("skypilot.yaml", 1, "sh", start + recipe["run"]), tmp_path)
+    [data] = recipe["volumes"]
+    [[program, *plan], [other, *fit]] = calls
+    assert program == other == ".venv/bin/rlt"
+    check_recipe(plan, fit, data, tmp_path)
+
+
+def test_the_jobset_recipe_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = yaml.safe_load((ROOT / "examples/cloud/jobset.yaml").read_text())
+    check_keys(recipe, JOBSET, "jobset")
+    [replicated] = recipe["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    [plan], [fit] = pod["initContainers"], pod["containers"]
+    places = {mount["name"]: mount["mountPath"] for mount in fit["volumeMounts"]}
+    assert places.keys() == {volume["name"] for volume in pod["volumes"]}
+    check_recipe(plan["args"], fit["args"], places["data"], tmp_path)
+    assert fit["resources"]["limits"]["nvidia.com/gpu"] == 8
+    rules = job["podFailurePolicy"]["rules"]
+    assert [rule["onExitCodes"]["containerName"] for rule in rules] == [plan["name"], fit["name"]]
+    # The image's user, whose files the volume's are.
+    user = re.search(r"useradd --uid (\d+)", (ROOT / "Dockerfile").read_text())
+    assert user is not None
+    assert {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user[1])}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_within_the_text_are_right(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(empty_folder(tmp_path))
+    for command in re.findall(r"`((?:rlt|make) [^`…]+)`", page.read_text()):
+        program, *arguments = shlex.split(command)
+        if program == "make" or re.search(r" --(?!\w+\.help)[\w.]+ \w", command):  # else the name of a verb
+            CHECKED[program][0](arguments, tmp_path)
+
+
+@blocks("yaml")
+def test_a_yaml_block_is_an_overlay(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(empty_folder(tmp_path))
+    assert isinstance(yaml.safe_load(block.text), dict)
+    if (name := block.file()) is not None and (ROOT / name).is_file():
+        assert yaml.safe_load(block.text) == yaml.safe_load((ROOT / name).read_text()), (
+            f"not what {name} says"
+        )
+    (tmp_path / "block.yaml").write_text(block.text)
+    verb, config = OVERLAY_OF.get(block.page, ("fit", "laptop/rlt"))
+    check_rlt([verb, "--config", config, "--config", "block.yaml"], page_files(block.page, tmp_path))
+
+
+@blocks("json")
+def test_a_json_block_parses(block: Block) -> None:
+    json.loads(block.text)
+
+
+# What is run
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source with two traces of each problem."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    row = {
+        "question": "1 + 1?",
+        "solution": "2",
+        "reasoning_trace": "One and one.",
+        "other_trace": "Two ones.",
+    }
+    path.write_text(f"{json.dumps(row)}\n" * 4)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that stands for runs/."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model: str) -> None:
+    """Run a command of the documentation at tiny size."""
+    verb, *options = words
+    configs = [option for name, option in pairwise(options) if name == "--config"]
+    tiny = tiny_options(verb, yaml.safe_load(find_config(configs[0]).read_text()), model) if configs else []
+    tiny = TINY if verb == "plan" else tiny
+    end = 2 * len(configs)  # what follows the configs is the command's own, and counts
+    known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
+    known |= dict.fromkeys(("runs/RUN/checkpoints/step=000120.ckpt", "runs/teacher"), str(runs / "q"))
+    known |= dict.fromkeys(("runs/student_sft/model", "runs/smollm2_warmup/model"), model)
+    known |= {"runs/warmup": model} if verb == "explain" else {}
+    options = [*options[:end], *tiny, *options[end:], *further]
+    options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
+    if verb in stages.TRAINER_VERBS and "--output_dir" not in options:
+        options += ["--output_dir", str(runs / verb)]
+    result = rlt(verb, *options, cwd=runs)
+    assert result.returncode == 0, result.stderr
+
+
+def documented(start: str, folder: Path) -> list[str]:
+    """The command of the documentation that starts so."""
+    for number, block in enumerate(BLOCKS):
+        if block.language == "sh" and start.split()[1] in block.text:
+            for program, *arguments in calls_of(block, folder / str(number)):
+                if " ".join([Path(program).name, *arguments]).startswith(start):
+                    return arguments
+    raise AssertionError(f"{start} is not in the documentation")
+
+
+@pytest.mark.parametrize("start", RUN)
+def test_a_documented_command_runs(
+    start: str, runs: Path, rows: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    run_rlt(documented(start, tmp_path), RUN[start], runs, rows, tiny_model)
+
+
+def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: Path) -> None:
+    files = page_files("docs/index.md", tmp_path / "files")
+    for number, block in enumerate(block for block in BLOCKS if block.page == "docs/index.md"):
+        for program, *arguments in calls_of(block, tmp_path / str(number)) if block.language == "sh" else []:
+            if Path(program).name == "rlt" and arguments[0] in VERBS:
+                words = [str(files / word) if (files / word).is_file() else word for word in arguments]
+                run_rlt(words, [], runs, rows, tiny_model)
+
+
+NEW_TASK = "docs/new_task.md"
+FEW = ["--data.prompts_per_step=2", "--data.max_rows=4"]
+SMALL = {  # a stage of that page at tiny size, by verb and config
+    "check laptop/warmup": [],
+    "check laptop/rlt": ["--check.rows=8"],
+    "fit laptop/warmup": FEW,
+    "fit laptop/rlt": [*FEW, "--trainer.max_steps=1"],
+    "fit laptop/sft": FEW,
+    "predict laptop/generate": FEW,
+    "test laptop/evaluate": ["--data.max_rows=4"],
+}
+
+
+def test_the_page_of_a_new_task_runs(tmp_path: Path) -> None:
+    files = page_files(NEW_TASK, tmp_path / "files")
+    done = set()
+    for number, block in enumerate(block for block in BLOCKS if block.page == NEW_TASK):
+        for program, *words in calls_of(block, tmp_path / str(number)) if block.language == "sh" else []:
+            words = [str(files / word) if (files / word).is_file() else word for word in words]
+            words = [word.replace("runs/", f"{tmp_path}/runs/") for word in words]
+            if Path(program).name == "python":
+                environment = os.environ | {"PYTHONPATH": str(ROOT)}
+                run = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment)
+                assert run.returncode == 0
+                continue
+            stage = f"{words[0]} {words[words.index('--config') + 1]}"
+            result = rlt(*words, *SMALL[stage], cwd=tmp_path)
+            if words[0] == "check":  # a teacher of so few rows may fail it
+                assert re.search(r"^\d+ checks: ", result.stdout, re.MULTILINE), result.stderr
+            else:
+                assert result.returncode == 0, result.stderr
+            done.add(stage)
+    assert done == set(SMALL)
+
+
+def test_every_verb_is_run() -> None:
+    elsewhere = {"report", "test"}  # on the first page, in test_configs.py
+    elsewhere |= {"check"}  # on the page of a new task
+    assert {start.split()[1] for start in RUN} | elsewhere >= set(VERBS)
+
+
+SMALLER = {"max_completion_length=4096": "max_completion_length=1024", "=500,": "=50,", "=3000)": "=300)"}
+
+
+def python_with(module: str) -> str:
+    """A Python that has a package which this project does not need; vLLM brings openai."""
+    for program in (sys.executable, ROOT / ".venv-vllm" / "bin" / "python"):
+        with suppress(FileNotFoundError):
+            if subprocess.run([program, "-c", f"import {module}"], capture_output=True).returncode == 0:
+                return str(program)
+    pytest.skip(f"needs {module}")
+
+
+@blocks("python")
+def test_a_python_block_runs(block: Block, tiny_model: str, tmp_path: Path) -> None:
+    if "from trl" in block.text:
+        pytest.importorskip("trl", reason="needs TRL: make setup")
+    with worker_of(tiny_model, dev_mode=False) as worker:
+        code = block.text
+        names = {
+            "runs/student_sft/model": tiny_model,
+            "smollm2-135m": tiny_model,
+            "http://127.0.0.1:8000": worker.url,
+        }
+        for name, value in (names | SMALLER).items():
+            code = code.replace(name, value)
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", page_files(block.page, tmp_path))))
+        environment = {"PYTHONPATH": path, "VLLM_API_KEY": "key"}
+        if "from openai" in code:
+            words, environment = [python_with("openai"), "-c", code], os.environ | environment
+            done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        else:
+            done = python(code, tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sh" and "curl " in b.text])
+def test_curl_gets_an_answer(block: Block) -> None:
+    with FakeWorker(model="student") as worker:
+        script = block.text.replace("http://127.0.0.1:8000", worker.url)
+        done = subprocess.run(
+            ["bash", "-euc", script], env=os.environ | {"VLLM_API_KEY": "key"}, capture_output=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert "error" not in json.loads(done.stdout)
+
+
+def said(node: ast.AST) -> list[str]:
+    """The constant parts of a string; none of another expression."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.JoinedStr(values=values):
+            return [part for value in values for part in said(value)]
+    return []
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "rlt_lightning").rglob("*.py")]
+    parts = [part for tree in trees for node in ast.walk(tree) for part in said(node)]
+    messages = re.findall(r"^> `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 20
+    for message in messages:
+        for piece in filter(None, re.split(r"[…'. ]*…[…'. ]*", message)):
+            assert any(piece in part for part in parts), f"{piece!r} of {message!r} is not in the code"
+
+
+def test_the_method_page_names_functions_where_they_are() -> None:
+    page = (ROOT / "docs" / "method.md").read_text()
+    table = page.split("## From equation to function")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| .+ \| (.+) \| `([\w/]+\.py)` \|$", table, re.MULTILINE)
+    assert len(rows) > 20
+    for functions, file in rows:
+        code = (ROOT / "rlt_lightning" / file).read_text()
+        for name in re.findall(r"`([\w.]+)`", functions):
+            for part in name.split("."):
+                assert re.search(rf"\b(def|class) {part}\b", code), f"{name} is not in {file}"

@@ -1,0 +1,85 @@
+"""The commands of docs/elsewhere.md: each fault is noticed within its step, and by its line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from commands import ROOT
+
+from rlt_lightning.datamodules.loader import StepLoader
+from rlt_lightning.types import InputError
+
+NOTICED = {
+    "stale_weights": (1, r"must hold the trainer's weights of step 1, but .* later pushes have not arrived"),
+    "missing_weights": (1, r"weights of step 1, but its log-probs differ by .* and fit no earlier step"),
+    "raw_log_probs": (0, "must report log-probs at the sampling temperature, but reports raw ones"),
+    "coarse_engine": (2, r"^Step 1: engine and trainer differ by .* more than model.mismatch_alarm 0.1"),
+    "hanging_push": (1, "^Lost vLLM worker .* POST /update_weights must be answered within 2 s, but was not"),
+    "wrong_template": (0, "The chat template must render the user message, but it leaves it out"),
+    "replayed_data": (2, r"After step 2 the data must go on with batch 2, .* position is batch 1, item 2"),
+    "skipped_data": (2, r"After step 2 the data must go on with batch 2, .* position is batch 3, item 6"),
+    "flat_reward": (5, "^rlt: alarm: Rewards are all alike. Iteration 5: reward/group_std is below 0.001"),
+    "accumulated_batches": (0, "so trainer.accumulate_grad_batches must be 1, but is 4"),
+}
+PAGE = (ROOT / "docs" / "elsewhere.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def faults() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import faults
+    finally:
+        sys.path.pop(0)
+    return faults
+
+
+@pytest.mark.parametrize("name", NOTICED)
+def test_fault_is_noticed_within_its_step(faults: ModuleType, name: str) -> None:
+    step, line = NOTICED[name]
+    outcome = faults.plant(name)  # of the sound run's lines none is left
+    assert outcome.steps == step
+    assert re.search(line, outcome.lines[0]), outcome.lines
+
+
+def test_page_shows_every_fault_and_its_line(faults: ModuleType) -> None:
+    assert list(faults.FAULTS) == list(NOTICED)
+    shown = dict(re.findall(r"^python examples/faults.py (\w+)\n```\n\n> `(.+)`$", PAGE, re.MULTILINE))
+    assert shown.keys() == NOTICED.keys()
+    for name, (_, line) in NOTICED.items():
+        assert re.search(line, shown[name]), name
+
+
+def test_script_prints_the_line() -> None:
+    words = [sys.executable, "examples/faults.py", "wrong_template"]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=570)
+    assert result.stdout.splitlines()[1].startswith("Noticed after step 0 (")
+    assert "The chat template must render the user message" in result.stdout
+
+
+def loader(**options: int) -> StepLoader[int, list[int]]:
+    return StepLoader(list(range(8)), 2, list, **options)
+
+
+def test_data_of_a_second_fit_begin_anew_and_resume() -> None:
+    first, second, resumed = loader(), loader(), loader()
+    first.begin_at(0)
+    next(iter(first))
+    second.begin_at(1)  # a further fit of the same trainer: its data begin anew after step 1
+    next(iter(second))
+    resumed.load_state_dict(second.state_dict())
+    resumed.begin_at(2)
+    with pytest.raises(InputError, match="After step 3 the data must go on with batch 2, at item 4"):
+        resumed.begin_at(3)
+
+
+def test_position_of_an_older_checkpoint_is_taken() -> None:
+    state = loader().state_dict() | {"next_batch": 2, "position": 4}
+    resumed = loader()
+    resumed.load_state_dict(state)  # it has no first_step
+    resumed.begin_at(7)
+    assert resumed.first_step == 5

@@ -1,0 +1,204 @@
+"""Runs on pretended GPUs (tests/support/pretended_gpu/README.md), and the faults that these find."""
+
+from __future__ import annotations
+
+import csv
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from cases import full
+from commands import ROOT, python, rlt
+from pretended_gpu.faults import ON_ONE_RANK, ON_TWO_RANKS, plant_on_ranks
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.usefixtures("pretended_gpus")
+
+OPTIONS = [
+    *("fit", "--config=tests/rlt.yaml", "--trainer.accelerator=gpu", "--trainer.devices=1"),
+    *("--trainer.precision=bf16-mixed", "--model.lora.rank=4", "--model.lora.targets=[q_proj]"),
+    *("--model.offload_frozen=true", "--model.gradient_checkpointing=true", "--model.head.compiled=false"),
+    *("--data.num_embedded_rows=8", "--data.val_rows=2", "--data.val_batch_size=2"),
+    *("--trainer.val_check_interval=1", "--checkpoint.every_n_train_steps=1", "--export.adapter=merged"),
+    "--rollouts.sampling.max_completion_length=8",
+]
+
+
+def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> None:
+    """LoRA, offloaded models, gradient checkpointing, validation, checkpoints, a resume, a merged model."""
+    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    for steps, more in ((1, []), (2, ["--resume=true"])):
+        done = rlt(
+            *OPTIONS, *models, f"--output_dir={tmp_path}", f"--trainer.max_steps={steps}", *more, gpus=1
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "attention by PyTorch's variable-length flash attention, fused AdamW" in done.stderr
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert len(lines) > 2
+    before, after = (
+        load_file(Path(folder) / "model.safetensors") for folder in (tiny_model, tmp_path / "model")
+    )
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "q_proj" in name}
+
+
+# Waits of the host for the device in a step, by function, beside those of sampling. None is per row, per
+# micro-batch or per metric.
+WAITS = {
+    "modules/phases.py:synchronise": 18,  # at either end of nine phases
+    "modules/rollout_rows.py:<dictcomp>": 8,  # one for each column of rollouts.jsonl
+    "numerics/rewards.py:require": 2,  # that scores and log-probs are finite, at the end of each pass
+    "numerics/transfers.py:download": 1,  # scores
+    "numerics/rewards.py:require_tokens": 1,
+    "numerics/rewards.py:require_finite": 1,  # rewards
+    "modules/rlt.py:reward_groups": 1,
+    "strategies/sharding.py:step": 1,  # the gradient's norm
+    "modules/base.py:optimizer_step_now": 1,
+    "numerics/importance.py:read": 1,
+    "metrics/figures.py:compute": 1,  # all metrics
+}
+COUNTED_STEP = [
+    *("fit", "--config=configs/laptop/rlt.yaml", "--trainer.accelerator=gpu"),
+    *("--trainer.precision=bf16-mixed", "--trainer.max_steps=3", "--data.prompts_per_step=2"),
+    *("--data.num_embedded_rows=8", "--model.head.compiled=false", "--model.micro_batch_tokens=200"),
+]
+
+
+# Two ranks wait for these too: what they tell each other, none of it per token, row or metric.
+WAITS_OF_TWO = WAITS | {
+    "rollouts/collectives.py:gather_from_ranks": 24,  # four for each of six gathers
+    "callbacks/recorder.py:gather_rows": 8,
+    "modules/base.py:reduce_numbers": 6,
+    "lightning/pytorch/strategies/strategy.py:__call__": 4,
+    "lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor": 2,
+}
+
+
+@pytest.mark.parametrize(("gpus", "group_size"), [(1, 2), full(1, 16), full(2, 16)])
+def test_the_host_waits_once_per_token_and_never_per_row(gpus: int, group_size: int, tmp_path: Path) -> None:
+    (tmp_path / "waits.yaml").write_text(
+        "trainer: {callbacks+: [{class_path: pretended_gpu.waits.WaitsOfSteps}]}"
+    )
+    options = [f"--config={tmp_path / 'waits.yaml'}", f"--model.group_size={group_size}"]
+    options += [f"--trainer.devices={gpus}", *(["--trainer.strategy=ddp"] if gpus > 1 else [])]
+    done = rlt(*COUNTED_STEP, *options, f"--output_dir={tmp_path / 'run'}", gpus=gpus)
+    assert done.returncode == 0, done.stderr
+    _, found = map(json.loads, (tmp_path / "run" / "waits.jsonl").read_text().splitlines())
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        _, step, _ = csv.DictReader(file)
+    tokens = found.pop("engines/hf.py:read")  # of the first rank; the metric is of both
+    assert tokens == float(step["rollout/length_max"]) or gpus > 1
+    assert found == (WAITS if gpus == 1 else WAITS_OF_TWO)
+
+
+# Two ranks: NCCL's rules hold, so every collective was the same on both ranks (collectives.py)
+
+STRATEGIES = ("ddp", "fsdp2", "zero3")
+JOBS: dict[str, dict[str, Any]] = {
+    "scored early, uneven": {"early": True, "uneven": True, "tokens": 100},
+    "dynamic sampling": {"early": True, "dynamic": 2, "prompts": 4, "rows": 11},
+    "two students": {"students": ["TINY", "miniature"], "uneven": True, "tokens": 280},
+    "LoRA, merged": {"lora": True, "adapter": "merged"},
+    "baseline": {"baseline": "empty"},
+    "OPD, uneven": {"opd": {"teacher": "TINY"}, "uneven": True, "tokens": 500},
+    "OPD of log-ratios": {"opd": {"teacher": "TINY", "estimator": "sampled"}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("job", "strategy"),
+    [*product(JOBS, STRATEGIES), *product([next(iter(JOBS))], ("zero1", "zero2", "zero3_offload"))],
+)
+def test_two_ranks_meet_in_the_same_collectives(
+    job: str, strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    options = json.loads(json.dumps(JOBS[job]).replace("TINY", tiny_model))
+    ranks.run(tiny_model, tmp_path / "run", f"{strategy}_bf16", gpus=True, steps=2, **options)
+    first, second = (
+        [line[:2] for line in json.loads((tmp_path / f"run.collectives{rank}").read_text())]
+        for rank in (0, 1)
+    )
+    assert first == second
+    kinds = {what.split()[0] for what, _ in first}
+    assert kinds >= {"all_reduce", "barrier", "broadcast"}
+    assert (strategy in ("fsdp2", "zero3", "zero3_offload")) is ("reduce_scatter_tensor" in kinds)
+
+
+# By the command line, with the in-process engine and validation.
+TWO = ["--trainer.accelerator=gpu", "--trainer.devices=2", "--trainer.precision=bf16-mixed"]
+VALIDATED = ["--data.val_rows=2", "--data.val_batch_size=2", "--trainer.val_check_interval=1"]
+SMALL = ["--trainer.max_steps=2", "--data.num_embedded_rows=16", "--data.prompts_per_step=2"]
+RUNS = {
+    "sft": [
+        *("--config=configs/laptop/sft.yaml", "--config=configs/add/evaluate_every.yaml"),
+        *("--data.source=chains:right", "--trainer.callbacks.init_args.every_n_steps=1"),
+        "--trainer.callbacks.init_args.max_rows=3",
+    ],
+    "rlt": [
+        *("--config=configs/laptop/rlt.yaml", "--model.group_size=4", "--model.head.compiled=false"),
+        "--rollouts.dynamic_sampling.max_rounds=1",
+    ],
+    "opd": ["--config=configs/laptop/opd.yaml", "--model.group_size=1"],  # an answer for each rank
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("run", RUNS)
+def test_two_ranks_sample_validate_and_evaluate(run: str, strategy: str, tmp_path: Path) -> None:
+    sharding = "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/hardware/{strategy}.yaml"
+    done = rlt("fit", *RUNS[run], sharding, *TWO, *SMALL, *VALIDATED, f"--output_dir={tmp_path}", gpus=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    with (tmp_path / "metrics.csv").open() as file:
+        names = csv.DictReader(file).fieldnames or []
+    assert any("val_" in name for name in names)
+    assert any(name.startswith("eval/") for name in names) is (run == "sft")
+
+
+# What it finds
+
+
+@pytest.mark.parametrize("fault", ON_ONE_RANK)
+def test_a_fault_of_one_process_is_found(fault: str) -> None:
+    done = python(f"from pretended_gpu.faults import require_found; require_found({fault!r})", ROOT, gpus=1)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("fault", [fault.__name__ for fault in ON_TWO_RANKS])
+def test_a_fault_of_two_ranks_is_found(fault: str, tmp_path: Path) -> None:
+    two = ranks.Ranks(2, gpus=True)  # their next collectives would differ as well
+    try:
+        two.run(ranks.job(plant_on_ranks, tmp_path, fault))
+    finally:
+        two.stop()
+
+
+COUNTED = """
+import torch
+from pretended_gpu.waits import count_waits
+x = torch.arange(4.0, device="cuda")
+with count_waits() as waits:
+    x.sum() * 2 + x[1]                                   # none
+    pinned = torch.empty(4, pin_memory=True)
+    x.copy_(pinned, non_blocking=True)                   # none
+    x.sum().item()
+    torch.tensor([1, 2], device="cuda")
+    x.cpu()
+    x.nonzero()
+    torch.cuda.synchronize()
+found = {}
+for (kind, place), number in waits.items():
+    found[kind] = found.get(kind, 0) + number
+assert found == {"item": 1, "to device": 1, "to host": 1, "nonzero": 1, "torch.cuda.synchronize": 1}, found
+"""
+
+
+def test_waits_for_the_device_are_counted() -> None:
+    done = python(COUNTED, ROOT, gpus=1)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,108 @@
+"""`rlt export`: the model folder of any checkpoint, on a CPU, a file at a time."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cases import full
+from commands import rlt
+from compared import largest_difference
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.models import weights
+from rlt_lightning.types import InputError
+
+
+@pytest.mark.parametrize("strategy", ["single", full("zero3")])
+def test_a_checkpoint_becomes_an_ordinary_model_folder(
+    strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    checkpoint, folder = runs[strategy] / "checkpoints" / "step=000005.ckpt", tmp_path / "model"
+    result = rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={folder}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"Done: {folder}, from {checkpoint}\n"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trained = load_file(runs[strategy].with_suffix(".safetensors"))  # gathered at the end of the run
+    assert largest_difference({n: model.state_dict()[n] for n in trained}, trained) == 0
+    assert largest_difference(trained, load_file(Path(tiny_model) / "model.safetensors")) > 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template
+    assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
+    card = (folder / "README.md").read_text()
+    assert "| optimizer steps | 5 |" in card
+    assert f"/{Path(tiny_model).name} |" in card
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(runs: dict[str, Path], tmp_path: Path) -> None:
+    export_checkpoint(str(runs["single"]), str(tmp_path / "newest"))
+    export_checkpoint(str(runs["single"] / "checkpoints" / "step=000001.ckpt"), str(tmp_path / "first"))
+    newest, first = (load_file(tmp_path / name / "model.safetensors") for name in ("newest", "first"))
+    final = load_file(runs["single"].with_suffix(".safetensors"))
+    assert largest_difference(newest, final) == 0
+    assert largest_difference(first, final) > 0
+
+
+def test_weights_are_written_in_several_files_in_the_type_that_is_asked_for(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "FILE_BYTES", 100_000)
+    export_checkpoint(str(runs["single"]), str(tmp_path / "model"), dtype="bfloat16")
+    assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    final = load_file(runs["single"].with_suffix(".safetensors"))
+    assert all(torch.equal(model.state_dict()[name], tensor.bfloat16()) for name, tensor in final.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ckpt_path={run}", "--adapter=separate"], "--adapter separate needs a run with model.lora"),
+        (["--ckpt_path={run}/nothing"], "must be a checkpoint, or a run's folder with one"),
+        (["--ckpt_path={broken}"], "must be one that rlt wrote"),
+        (["--ckpt_path={run}", "--output_dir={run}"], "--output_dir must be empty or new"),
+        (
+            ["--ckpt_path={run}", "--output_dir={run}", "--overwrite=true"],
+            "--output_dir must be empty or new",
+        ),
+        (["--ckpt_path={run}", "--dtype=int8"], "int8"),
+        ([], "ckpt_path"),
+    ],
+)
+def test_what_cannot_be_exported_is_told_in_one_line(
+    options: list[str], message: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "step=000001.ckpt"
+    shutil.copytree(runs["single"] / "checkpoints" / "step=000001.ckpt", broken)
+    (broken / "state.pt").write_bytes(b"half")
+    words = [option.format(run=runs["single"], broken=broken) for option in options]
+    if not any(word.startswith("--output_dir") for word in words):
+        words.append(f"--output_dir={tmp_path / 'model'}")
+    result = rlt("export", *words)
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith("rlt: error: ")
+    assert message in line
+    assert (runs["single"] / "checkpoints").exists()
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_export_is_replaced_only_when_asked(runs: dict[str, Path], tmp_path: Path) -> None:
+    export_checkpoint(str(runs["single"]), str(tmp_path / "model"))
+    with pytest.raises(InputError, match="--overwrite true"):
+        export_checkpoint(str(runs["single"]), str(tmp_path / "model"))
+    export_checkpoint(str(runs["single"]), str(tmp_path / "model"), overwrite=True)
+
+
+def test_what_lies_beside_an_export_is_left_alone(runs: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.old").mkdir()
+    with pytest.raises(InputError, match=r"model\.old is in the way"):
+        export_checkpoint(str(runs["single"]), str(tmp_path / "model"))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"must be a folder, but .* is a file"):
+        export_checkpoint(str(runs["single"]), str(tmp_path / "file"))

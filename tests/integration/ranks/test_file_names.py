@@ -1,0 +1,315 @@
+"""Models whose files have other names than their parameters: read, adapted, trained, pushed and exported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases import full
+from compared import largest_difference
+from fake_worker import FakeWorker
+from grpo import data
+from peft import PeftModel
+from ranks import call, run
+from safetensors.torch import load_file
+from sharded import VERSION, require_strategy, sharded_model
+from torch import Tensor, nn
+from trainers import bare_trainer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlt_lightning.callbacks import ModelExporter, ResponseCallback
+from rlt_lightning.engines import DiskPush, VLLMEngine
+from rlt_lightning.engines.client import WorkerClient
+from rlt_lightning.models.file_names import to_file_names
+from rlt_lightning.models.load import empty_model, load_model
+from rlt_lightning.models.lora import (
+    ADAPTER_FILE,
+    LoRA,
+    add_adapter,
+    describe_adapter,
+    list_adapter_weights,
+    save_adapter_config,
+)
+from rlt_lightning.models.weights import (
+    Deferred,
+    NamedTensor,
+    gather_in_groups,
+    stored_once,
+    whole_tensors,
+    write_weights,
+)
+from rlt_lightning.modules import SFTModule
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.rollouts.dispatcher import Dispatcher
+from rlt_lightning.types import InputError
+
+BASE: dict[str, Any] = {
+    "vocab_size": 8192, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 32}
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": BASE | EXPERTS,
+    "mixtral": BASE | EXPERTS,
+    "deepseek_v3": BASE
+    | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 24,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "head_dim": 16,
+    },
+    "qwen2_moe": BASE | SHARED,
+    "granitemoehybrid": BASE | EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"]},
+    "gpt_neox": BASE,
+    "gemma3": {"text_config": BASE, "vision_config": VISION, "mm_tokens_per_image": 4},
+}  # fmt: skip
+STACKED = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of tiny random models, as transformers writes them, with a tokenizer."""
+    found = {}
+    for family, settings in FAMILIES.items():
+        folder = tmp_path_factory.mktemp(family)
+        shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).save_pretrained(folder)
+        found[family] = str(folder)
+    return found
+
+
+def read_folder(folder: str | Path) -> dict[str, Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(100, 140)[None], use_cache=False).logits
+
+
+def move_adapter(model: Any) -> None:
+    """Let the adapter do something."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_read_as_from_pretrained_loads_them(family: str, folders: dict[str, str]) -> None:
+    loaded = stored_once(load_model(folders[family]))
+    empty, read = empty_model(folders[family])
+    assert stored_once(empty).keys() == loaded.keys()
+    assert all(torch.equal(read(name), tensor) for name, tensor in loaded.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_written_as_save_pretrained_does(
+    family: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    model = load_model(folders[family])
+    empty, _ = empty_model(folders[family])
+    model.save_pretrained(tmp_path)
+    expected = read_folder(tmp_path)
+    assert expected.keys() != stored_once(model).keys()
+    for number, knows_files in enumerate((model, empty)):
+        written = tmp_path / str(number)
+        written.mkdir()
+        write_weights(to_file_names(knows_files, list(stored_once(model).items())), written)
+        assert read_folder(written).keys() == expected.keys()
+        assert largest_difference(read_folder(written), expected) == 0
+
+
+def test_a_stacked_weight_is_gathered_once(folders: dict[str, str]) -> None:
+    model, gathered = load_model(folders["qwen3_moe"]), []
+
+    def defer(name: str, tensor: Tensor) -> Deferred:
+        def gather() -> Tensor:
+            gathered.append(name)
+            return tensor
+
+        return Deferred(tensor.shape, tensor.dtype, gather)
+
+    names = list(stored_once(model))
+    placeholders: Any = [(name, defer(name, tensor)) for name, tensor in stored_once(model).items()]
+    for name, tensor in to_file_names(model, placeholders):
+        with whole_tensors([tensor]) as [whole]:
+            assert whole.shape == tensor.shape, name
+    assert sorted(gathered) == sorted(names)
+
+
+def test_workers_are_pushed_the_names_of_files(folders: dict[str, str], tmp_path: Path) -> None:
+    model = load_model(folders["qwen3_moe"])
+    engine = VLLMEngine(["http://127.0.0.1:1"])
+    add_adapter(model, LoRA(rank=4), seed=0)
+    with FakeWorker() as worker:
+        push = DiskPush(bucket_mib=1, folder=str(tmp_path))
+        named_tensors = Dispatcher(engine, 1, 1.0)._list_weights(model)
+        assert push.push(named_tensors, [WorkerClient(worker.url)], VERSION) == {}
+    require_pushed(folders["qwen3_moe"], tmp_path)  # B is still 0
+
+
+def test_an_evaluation_pushes_the_names_of_files(folders: dict[str, str]) -> None:
+    pushed: dict[str, Any] = {}
+
+    class Recording:
+        in_process, policy_version = False, -1
+
+        def health(self) -> None: ...
+
+        def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
+            pushed.update(named_tensors)
+            self.policy_version = policy_version
+
+        def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None: ...
+
+    trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(problems=[SimpleNamespace(prompt=[5, 6, 7])]))
+    module: Any = SimpleNamespace(policy=load_model(folders["qwen3_moe"]))
+    engine: Any = Recording()
+    ResponseCallback(engine)._push(trainer, module)
+    assert pushed.keys() == read_folder(folders["qwen3_moe"]).keys()
+
+
+def require_pushed(model: str, folder: Path) -> None:
+    pushed: dict[str, Tensor] = {}
+    for path in (folder / VERSION).glob("*.safetensors"):
+        pushed |= load_file(path)
+    assert pushed.keys() == read_folder(model).keys()
+    assert largest_difference(pushed, read_folder(model)) == 0
+
+
+def push_shards(rank: int, strategy: str, name: str, folder: str, url: str) -> None:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    model = sharded_model(strategy, name)
+    named_tensors = to_file_names(model, list(model.named_parameters()))
+    push = DiskPush(bucket_mib=1, folder=folder)
+    if rank == 0:
+        assert push.push(named_tensors, [WorkerClient(url)], VERSION) == {}
+    else:
+        for _ in gather_in_groups(named_tensors, push.gather_bytes):
+            pass
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_shards_of_experts_are_pushed_whole(strategy: str, folders: dict[str, str], tmp_path: Path) -> None:
+    require_strategy(strategy)
+    with FakeWorker() as worker:
+        arguments = strategy, folders["qwen3_moe"], str(tmp_path), worker.url
+        call(push_shards, tmp_path, *arguments)
+    require_pushed(folders["qwen3_moe"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3_moe", "all-linear"),
+        ("qwen3_moe", STACKED),
+        ("qwen3_moe", ["gate_proj", "up_proj", "down_proj"]),  # of files, which peft knows
+        ("deepseek_v3", "all-linear"),
+        ("gemma3", "all-linear"),
+    ],
+)
+def test_a_trained_adapter_is_exported_merged(
+    family: str, targets: list[str] | str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    model = folders[family]
+    module = SFTModule(
+        model, OptimizerConfig(lr=1e-2), lora=LoRA(4, 8.0, targets), gradient_checkpointing=True
+    )
+    trainer = bare_trainer(tmp_path, ModelExporter(), steps=2)
+    trainer.fit(module, datamodule=data(model, tmp_path, task="student_sft"))
+    assert read_folder(tmp_path / "model").keys() == read_folder(model).keys()
+    exported = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    torch.testing.assert_close(exported, logits(module.policy), atol=2e-4, rtol=0)
+    assert (exported - logits(load_model(model))).abs().max() > 0.01
+
+
+def test_an_adapter_is_refused_before_training_if_files_lack_weights(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(folders["qwen3_moe"], model)
+    kept = {name: tensor for name, tensor in read_folder(model).items() if name != "model.norm.weight"}
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+    module = SFTModule(str(model), OptimizerConfig(lr=1e-2), lora=LoRA(4))
+    with pytest.raises(InputError, match=r"lack 'model\.norm\.weight'"):
+        bare_trainer(tmp_path).fit(module, datamodule=data(str(model), tmp_path, task="student_sft"))
+
+
+def test_what_an_adapter_leaves_is_said(folders: dict[str, str]) -> None:
+    model = load_model(folders["qwen2_moe"])
+    add_adapter(model, LoRA(4), seed=0)
+    assert describe_adapter(model) == (
+        "model.lora adapts 16 weights: down_proj, gate_proj, k_proj, o_proj, q_proj, shared_expert_gate, "
+        "up_proj, v_proj. Its targets do not name experts.down_proj, experts.gate_up_proj, which stay as "
+        "they are"
+    )
+    model = load_model(folders["qwen3_moe"])
+    add_adapter(model, LoRA(4, targets=STACKED), seed=0)
+    assert describe_adapter(model) == (
+        "model.lora adapts 6 weights: experts.down_proj, experts.gate_up_proj, q_proj"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("deepseek_v3", "all-linear"), ("qwen2_moe", "all-linear"), ("qwen3_moe", STACKED)],
+)
+def test_peft_loads_a_separate_adapter(
+    family: str, targets: list[str] | str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    model = load_model(folders[family])
+    add_adapter(model, LoRA(4, 8.0, targets), seed=0)
+    move_adapter(model)
+    save_adapter_config(model, folders[family], tmp_path)
+    write_weights(list_adapter_weights(stored_once(model)), tmp_path, file_name=ADAPTER_FILE)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders[family]), tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(model), atol=2e-5, rtol=0)
+    assert (logits(model) - logits(load_model(folders[family]))).abs().max() > 0.01
+
+
+def test_layers_that_mamba_reads_itself_are_left() -> None:
+    # Peft refuses an adapter there, which nobody has named.
+    config = AutoConfig.for_model(
+        "falcon_h1", **BASE | MAMBA | {"mamba_d_ssm": 128, "attention_in_multiplier": 1.0}
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    add_adapter(model, LoRA(4), seed=0)
+    assert "in_proj" in describe_adapter(model)
+    assert "out_proj" not in describe_adapter(model)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lora"),
+    [("fsdp2", False), full("zero3", False), full("fsdp2", True), ("zero3", True)],
+    ids=str,
+)
+def test_sharded_experts_train_as_whole_ones(
+    strategy: str, lora: bool, folders: dict[str, str], tmp_path: Path
+) -> None:
+    model = folders["qwen3_moe"]
+    options = {"lora": True, "adapter": "merged", "targets": STACKED} if lora else {"export": True}
+    for name in ("single", strategy):
+        run(model, tmp_path / name, name, steps=2, **options)
+    single, sharded = (read_folder(tmp_path / name / "model") for name in ("single", strategy))
+    assert sharded.keys() == read_folder(model).keys()
+    assert largest_difference(sharded, single) < 1e-5
+    expert = "model.layers.0.mlp.experts.1.down_proj.weight"
+    assert not torch.equal(single[expert], read_folder(model)[expert])

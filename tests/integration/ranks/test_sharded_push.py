@@ -1,0 +1,320 @@
+"""Weights that lie in shards are pushed whole, a bucket at a time, and never gathered within a send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import vllm_sender
+from cases import full
+from fake_worker import FakeWorker, join_gloo, receive_gloo
+from safetensors.torch import load_file
+from sharded import VERSION, require_strategy, sharded_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlt_lightning.engines import DiskPush, EngineError, GlooPush, NCCLPush, nccl
+from rlt_lightning.engines.client import WorkerClient
+from rlt_lightning.engines.nccl import build_source
+from rlt_lightning.engines.push import WeightPush
+from rlt_lightning.models.load import load_model
+from rlt_lightning.models.weights import Deferred, full_shape, gather_in_groups, whole_tensors
+
+DIES_AT = "model.layers.1.self_attn.q_proj.weight"
+
+
+def shard(rank: int, world_size: int, strategy: str, name: str) -> list[tuple[str, Any]]:
+    """The named parameters of a sharded model, of which this rank holds its part."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    return list(sharded_model(strategy, name).named_parameters())
+
+
+def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> None:
+    named_tensors = shard(rank, 2, strategy, name)
+    whole = {key: parameter.shape for key, parameter in load_model(name).named_parameters()}
+    held = sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors)
+    if strategy == "fsdp2":
+        held = sum(p.to_local().numel() for _, p in named_tensors)
+    assert held < 0.6 * sum(shape.numel() for shape in whole.values())  # a rank holds half
+    assert {key: full_shape(p) for key, p in named_tensors} == {k: tuple(s) for k, s in whole.items()}
+    push = DiskPush(bucket_mib=1, folder=folder)
+    if rank == 0:
+        failures = push.push(named_tensors, [WorkerClient(url)], VERSION)
+        assert failures == {}, failures
+    else:
+        for _ in gather_in_groups(named_tensors, push.gather_bytes):
+            pass
+    assert sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors) <= held * 2  # let go again
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_sharded_weights_arrive_whole(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    require_strategy(strategy)
+    with FakeWorker() as worker:
+        arguments = (strategy, tiny_model, str(tmp_path / "weights"), worker.url)
+        ranks.call(rank_main, tmp_path, *arguments)
+    assert worker.version == VERSION
+    files = sorted((tmp_path / "weights" / VERSION).glob("*.safetensors"))
+    assert len(files) == 2  # the embedding, larger than a bucket, and the rest
+    arrived = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    for name, tensor in load_model(tiny_model).named_parameters():
+        assert torch.equal(arrived.pop(name), tensor), name
+    assert arrived == {}
+
+
+# Collectives of the trainer and parts of a send, in the order in which this process begins them
+
+
+class Record(TorchDispatchMode):
+    """Notes every collective of the thread, of any process group that PyTorch made."""
+
+    lock = Lock()
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def note(self, event: str) -> None:
+        with self.lock:
+            self.events.append(event)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.note(f"gather:{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class InterleavedPush(NCCLPush):
+    """The fault: vLLM reads sharded tensors itself, so that they are gathered while it sends."""
+
+    def transfer(self, named_tensors: Any, workers: Any, version: str, failures: Any) -> None:
+        def defer(tensor: Any) -> Deferred:
+            def gather() -> Any:
+                with whole_tensors([tensor]) as [whole]:
+                    return whole.clone()
+
+            return Deferred(torch.Size(full_shape(tensor)), tensor.dtype, gather)
+
+        class Sharded:
+            def named_parameters(self) -> Iterator[Any]:
+                return ((name, defer(tensor)) for name, tensor in named_tensors)
+
+        self.engine.source = build_source([], None)
+        self.engine.source.module = Sharded()
+        self.run_on_gpu(self.engine.send_weights)
+        for worker in workers:
+            self.finish(worker, version)
+
+
+PUSHES: dict[str, Callable[..., WeightPush]] = {
+    "gloo": GlooPush,
+    "nccl": NCCLPush,
+    "interleaved": InterleavedPush,
+}
+
+
+@contextmanager
+def recorded(record: Record, push: WeightPush) -> Iterator[None]:
+    """Note collectives of all threads, and the parts that are sent to workers."""
+    run = nccl.run_in_background
+
+    def run_recorded(function: Callable[[], Any]) -> Any:
+        def work() -> Any:
+            with Record(record.events):
+                return function()
+
+        return run(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl, "run_in_background", run_recorded)
+        if isinstance(push, GlooPush):
+            send, broadcast = push.send, push.broadcast
+
+            def noted_send(*arguments: Any) -> None:
+                record.note("send")
+                send(*arguments)
+                record.note("sent")
+
+            def noted_broadcast(*arguments: Any) -> None:
+                record.note("part")
+                broadcast(*arguments)
+
+            patch.setattr(push, "send", noted_send)
+            patch.setattr(push, "broadcast", noted_broadcast)
+        with record, vllm_sender.installed(record.note, push.timeout_s):
+            yield
+
+
+def push_main(
+    rank: int,
+    world_size: int,
+    strategy: str,
+    name: str,
+    kind: str,
+    folder: str,
+    urls: list[str],
+    timeout_s: float,
+    num_pushes: int,
+) -> None:
+    """Push and write down, on each rank, what was begun in which order, and which workers failed."""
+    named_tensors = shard(rank, world_size, strategy, name)
+    push = PUSHES[kind](bucket_mib=1, timeout_s=timeout_s)
+    push.bucket_bytes = 2**17
+    workers = [WorkerClient(url) for url in urls]
+    for worker in workers:
+        worker.dtype, worker.version = "float32", "0.32.0"
+    results = []
+    for _ in range(num_pushes):
+        record = Record([])
+        outcome: Any = None
+        with recorded(record, push):
+            torch.distributed.barrier()
+            if rank == 0:
+                try:
+                    outcome = push.push(named_tensors, workers, VERSION)
+                except EngineError as error:
+                    outcome = {"raised": error}
+            elif kind == "interleaved":
+                for _, tensor in named_tensors:
+                    with whole_tensors([tensor]):
+                        pass
+            else:
+                for _ in gather_in_groups(named_tensors, push.gather_bytes):
+                    pass
+            torch.distributed.barrier()  # every rank comes here, whatever failed
+        outcome = {url: str(error) for url, error in (outcome or {}).items()}
+        results.append({"events": record.events, "failures": outcome})
+        workers = workers[1:] or workers  # the first is the one that tests kill
+    push.close()
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
+
+
+def run_push(
+    strategy: str, kind: str, world_size: int, model: str, folder: Path, *workers: FakeWorker, **options: Any
+) -> list[list[dict[str, Any]]]:
+    """Push from that many ranks to workers; what each rank wrote down of each push."""
+    require_strategy(strategy)
+    urls = [worker.url for worker in workers]
+    timeout_s, num_pushes = options.get("timeout_s", 60.0), options.get("num_pushes", 1)
+    arguments = (world_size, strategy, model, kind, str(folder), urls, timeout_s, num_pushes)
+    ranks.call(push_main, folder, *arguments, world_size=world_size)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def receiver(
+    name: str, received: dict[str, Any], call: Callable[..., Any] = lambda f, *a: f(*a), dies_at: str = ""
+) -> FakeWorker:
+    """A worker that takes weights, in one update or in several, where `call` lets the functions run."""
+    received[name] = {}
+    return FakeWorker(
+        on_init=lambda info: call(join_gloo, name, info),
+        on_update=lambda info: received[name].update(call(receive_gloo, name, info, dies_at)),
+    )
+
+
+def split_sends(events: list[str]) -> list[list[str]]:
+    """What was begun from the first to the last part of each send."""
+    sends: list[list[str]] = []
+    for event in events:
+        if event == "send":
+            sends.append([])
+        elif sends and sends[-1][-1:] != ["sent"]:
+            sends[-1].append(event)
+    return sends
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "world_size"),
+    [
+        ("fsdp2", "nccl", 2),
+        ("zero3", "nccl", 2),
+        full("fsdp2", "gloo", 2),
+        full("zero3", "gloo", 2),
+        full("fsdp2", "nccl", 4),
+        full("zero3", "nccl", 4),
+    ],
+)
+def test_nothing_is_gathered_within_a_send(
+    strategy: str, kind: str, world_size: int, tiny_model: str, tmp_path: Path
+) -> None:
+    received: dict[str, Any] = {}
+    with ExitStack() as stack:
+        workers = [stack.enter_context(receiver(name, received)) for name in ("one", "two")]
+        found = run_push(strategy, kind, world_size, tiny_model, tmp_path, *workers)
+        assert [worker.version for worker in workers] == [VERSION] * 2
+        assert all(worker.calls.count("POST /start_weight_update") == 1 for worker in workers)
+    events = found[0][0]["events"]
+    sends = split_sends(events)
+    assert len(sends) > 3
+    assert all({*send} == {"part", "sent"} for send in sends), sends
+    whole = dict(load_model(tiny_model).named_parameters())
+    assert sum(send.count("part") for send in sends) >= len(whole)
+    gathers = [[event for event in rank[0]["events"] if "gather" in event] for rank in found]
+    assert len(gathers[0]) > len(sends)
+    assert all(other == gathers[0] for other in gathers)  # the ranks take part in the same ones
+    for name in ("one", "two"):
+        assert received[name].keys() == whole.keys()
+        assert all(torch.equal(received[name][key], tensor) for key, tensor in whole.items())
+
+
+def test_a_gather_within_a_send_is_found(tiny_model: str, tmp_path: Path) -> None:
+    with receiver("one", {}) as worker:
+        found = run_push("fsdp2", "interleaved", 2, tiny_model, tmp_path, worker)
+    [send] = split_sends(found[0][0]["events"])
+    assert any(event.startswith("gather") for event in send)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [("fsdp2", "nccl"), full("fsdp2", "gloo"), full("zero3", "nccl"), full("zero3", "gloo")],
+)
+def test_a_worker_killed_within_a_push_ends_as_documented(
+    strategy: str, kind: str, tiny_model: str, tmp_path: Path
+) -> None:
+    received: dict[str, Any] = {}
+    with ExitStack() as stack:
+        pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
+        there = receiver("there", received, lambda f, *a: pool.submit(f, *a).result(), DIES_AT)
+        here = receiver("here", received)
+        for worker in (there, here):
+            stack.enter_context(worker)
+        found = run_push(strategy, kind, 2, tiny_model, tmp_path, there, here, num_pushes=2)
+        lost = {there.url} if kind == "gloo" else {there.url, here.url}
+    first, second = found[0]
+    assert first["failures"].keys() == lost
+    # The other rank gathered everything in step with rank 0, which went on when sending had failed.
+    assert found[1][0]["events"] == [event for event in first["events"] if "gather" in event]
+    assert second["failures"] == {}  # with NCCL in a new group, without the dead worker
+    assert here.version == VERSION
+    for name, tensor in load_model(tiny_model).named_parameters():
+        assert torch.equal(received["here"][name], tensor), name
+
+
+def test_an_nccl_push_needs_the_vllm_of_its_workers() -> None:
+    worker = WorkerClient("http://127.0.0.1:9")
+    with vllm_sender.installed(lambda event: None, 1.0):
+        worker.version = "0.33.0"
+        with pytest.raises(EngineError, match=r"worker's vLLM, 0\.33\.0, .* but that has 0\.32\.0"):
+            NCCLPush().prepare(worker)
+
+
+def test_an_nccl_push_that_hangs_ends_the_run_on_every_rank(tiny_model: str, tmp_path: Path) -> None:
+    released = Event()
+
+    def hang(info: Any) -> None:
+        released.wait()
+
+    with FakeWorker(on_init=lambda info: join_gloo("hung", info), on_update=hang) as worker:
+        found = run_push("fsdp2", "nccl", 2, tiny_model, tmp_path, worker, timeout_s=2.0)
+        released.set()
+    assert "must end within 2 s, but did not: a worker died" in found[0][0]["failures"]["raised"]

@@ -1,0 +1,282 @@
+"""One seeded run under every strategy: equal weights, equal checkpoints, exact resumes, also across."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import ranks
+import torch
+from cases import full, slow
+from commands import rlt
+from compared import STOP, largest_difference, weights
+from miniatures import PIECES
+from ranks import STEPS, run
+from safetensors.torch import load_file
+from tiny import CHAINS
+from torch import Tensor, nn
+
+from rlt_lightning.strategies import FSDP2
+from rlt_lightning.strategies.sharding import DeepSpeedZeRO
+from rlt_lightning.strategies.zero import DeepSpeed
+
+SHARDED = ["ddp", "fsdp2", full("zero1"), full("zero2"), "zero3"]
+MEASURED = ("reward/mean", "reward/val_mean", "student/kl_mean", "policy/entropy", "policy/grad_norm")
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_every_strategy_trains_the_same_weights(strategy: str, runs: dict[str, Path]) -> None:
+    assert largest_difference(weights(runs[strategy]), weights(runs["single"])) < 1e-5
+    ours, single = (json.loads(runs[s].with_suffix(".json").read_text()) for s in (strategy, "single"))
+    assert len(ours) == STEPS
+    for step, reference in zip(ours, single, strict=True):
+        for name in ("reward/mean", "policy/entropy", "student/kl_mean"):
+            assert step[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-6), name  # KL is near 0
+        # A CPU's float32 norm of 524,288 numbers errs by 2e-5 of itself, and by half of that in two shards.
+        assert step["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=3e-5)
+        assert step["policy/loss"] == pytest.approx(reference["policy/loss"], abs=1e-5)  # near 0 by nature
+
+
+@pytest.mark.parametrize("strategy", ["single", full("zero3")])
+def test_accumulation_does_not_change_the_result(
+    strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    run(tiny_model, tmp_path / "run", strategy, tokens=280)  # tokens per micro-batch: four of them or more
+    assert largest_difference(weights(tmp_path / "run"), weights(runs["single"])) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def uneven_single(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uneven") / "run"
+    run(tiny_model, folder, "single", tokens=280, uneven=True)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
+def test_ranks_divide_a_step_by_its_tokens_which_does_not_change_the_result(
+    strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    # The completions of rank 1's problem are ten times as long as those of rank 0's.
+    folder = tmp_path / "run"
+    run(tiny_model, folder, strategy, tokens=280, uneven=True)
+    counts = [json.loads(folder.with_suffix(f".rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [len(rows) for rows in counts] == [STEPS, STEPS]
+    assert all(abs(a - b) <= 1 and min(a, b) >= 2 for a, b in zip(*counts, strict=True))
+    steps = json.loads(folder.with_suffix(".json").read_text())
+    assert all(1 <= step["perf/rank_imbalance"] <= 1.05 for step in steps)
+    assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
+    of_one_process = json.loads(uneven_single.with_suffix(".json").read_text())
+    for step, reference in zip(steps, of_one_process, strict=True):
+        for name in ("reward/std", "rollout/length_max"):  # of the step, no mean over ranks
+            assert step[name] == pytest.approx(reference[name], rel=1e-4), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero3"])
+def test_scoring_while_others_are_sampled_does_not_change_the_result(
+    strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    # The last completion of a step comes when others are scored; then one rank has nothing new to score.
+    folder = tmp_path / "run"
+    run(tiny_model, folder, strategy, tokens=100, uneven=True, early=True)
+    steps = json.loads(folder.with_suffix(".json").read_text())
+    assert all(0 < step["perf/score_hidden_frac"] < 1 for step in steps)
+    assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", [slow("ddp"), full("fsdp2"), slow("zero3")])
+def test_four_ranks_train_as_two_and_one(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    options = {"tokens": 280, "uneven": True, "prompts": 4, "steps": 3}
+    run(tiny_model, tmp_path / "single", "single", **options)
+    for world_size in (2, 4):
+        folder = tmp_path / f"run{world_size}"
+        run(tiny_model, folder, strategy, world_size=world_size, **options)
+        assert largest_difference(weights(folder), weights(tmp_path / "single")) < 1e-5
+        ours, single = (
+            json.loads(path.with_suffix(".json").read_text()) for path in (folder, tmp_path / "single")
+        )
+        for step, reference in zip(ours, single, strict=True):
+            for name in ("reward/mean", "reward/group_std", "student/kl_mean", "policy/entropy"):
+                assert step[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-6), name
+            assert 1 <= step["perf/rank_imbalance"] <= 1.1  # four ranks have four completions each
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(full(s, s) for s in ("single", "fsdp2", "zero1")),
+        ("zero3", "zero3"),
+        *(full("zero3", "single"), full("single", "zero3"), full("fsdp2", "ddp"), full("zero1", "fsdp2")),
+    ],
+)
+def test_a_run_goes_on_from_any_checkpoint_under_any_strategy(
+    before: str, after: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs[before], folder)
+    checkpoints = sorted((folder / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == [f"step={n:06d}.ckpt" for n in range(1, STEPS + 1)]
+    for later in checkpoints[STOP:]:
+        shutil.rmtree(later)
+    run(tiny_model, folder, after, checkpoint=checkpoints[STOP - 1])
+    difference = largest_difference(weights(folder), weights(runs[before]))
+    assert difference == 0 if before == after else difference < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[str, Path]) -> None:
+    ours, theirs = (runs[s] / "checkpoints" / f"step={STOP:06d}.ckpt" for s in (strategy, "single"))
+    names = ["exp_avg", "exp_avg_sq", "rank0.xxh128", "state.pt", "weights"]
+    assert sorted(p.name for p in ours.iterdir()) == names
+    for part in ("weights", "exp_avg", "exp_avg_sq"):
+        tensors = (load_file(folder / part / "model.safetensors") for folder in (ours, theirs))
+        assert largest_difference(*tensors) < 1e-4
+    state = torch.load(ours / "state.pt", weights_only=True)
+    assert state["global_step"] == STOP
+    assert state["aliases"] == {"entry.model.lm_head.weight": "entry.model.model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "student"),
+    [
+        ("fsdp2", "miniature"),
+        slow("zero3", "miniature"),
+        full("zero3", PIECES),  # with another tokenizer, and r_KL on spans
+        *(slow(strategy, PIECES) for strategy in ("ddp", "fsdp2")),
+    ],
+)
+def test_several_processes_sample_validate_and_export_like_one(
+    strategy: str, student: str, miniature: str, tmp_path: Path
+) -> None:
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    found, metrics = {}, {}
+    overlay = (
+        ["--trainer.strategy=ddp"] if strategy == "ddp" else [f"--config=configs/hardware/{strategy}.yaml"]
+    )
+    for folder, options in (
+        ("whole", ["--trainer.devices=1"]),
+        ("shards", ["--trainer.devices=2", *overlay]),
+    ):
+        command = ["fit", "--config=tests/rlt.yaml", *CHAINS]
+        command += [f"--model.teacher={miniature}", f"--model.student={student}", "--trainer.max_steps=2"]
+        command += [
+            "--rollouts.sampling.max_completion_length=16",
+            "--data.val_rows=2",
+            "--data.num_embedded_rows=8",
+        ]
+        command += ["--trainer.val_check_interval=1", f"--output_dir={tmp_path / folder}", *options]
+        result = rlt(*command)
+        assert result.returncode == 0, result.stderr[-3000:]
+        found[folder] = load_file(tmp_path / folder / "model" / "model.safetensors")
+        with open(tmp_path / folder / "metrics.csv", newline="") as file:
+            metrics[folder] = list(csv.DictReader(file))
+    assert largest_difference(found["shards"], found["whole"]) < 1e-5
+    rollouts = [(tmp_path / folder / "rollouts.jsonl").read_text().splitlines() for folder in found]
+    texts = [sorted(json.loads(line)["explanation"] for line in lines) for lines in rollouts]
+    assert texts[0] == texts[1]
+    for ours, whole in zip(metrics["shards"], metrics["whole"], strict=True):
+        for name in MEASURED:
+            assert float(ours[name]) == pytest.approx(float(whole[name]), rel=1e-5, abs=1e-5), name
+
+
+def test_zero2_alone_warns_of_wrong_gradients() -> None:
+    with pytest.warns(UserWarning, match=r"issues/8224, closed, and /issues/7718, open"):
+        DeepSpeed(stage=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for stage in (1, 3):
+            DeepSpeed(stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stage"),
+    [
+        ("fsdp2", FSDP2, 0),
+        ("deepspeed_stage_3", DeepSpeed, 3),
+        ("deepspeed_stage_3_offload", DeepSpeed, 3),
+    ],
+)
+def test_lightnings_trainer_takes_our_strategies_by_name(name: str, kind: type, stage: int | None) -> None:
+    strategy = lightning.pytorch.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
+    assert type(strategy) is kind
+    if isinstance(strategy, DeepSpeed):
+        assert isinstance(strategy.config, dict)
+        assert strategy.config["zero_optimization"]["stage"] == stage
+        assert ("offload_param" in strategy.config["zero_optimization"]) == name.endswith("_offload")
+
+
+class Twice(nn.Module):
+    """Uses its first layer twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.second(self.first(x).tanh()).tanh())
+
+
+def step_deepspeed(rank: int, stage: int, own_boundaries: bool) -> None:
+    """Require what two micro-batches, with two forwards each, move weights by to be their gradient."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    x = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()  # ranks, micro-batches
+
+    def loss(one: Any, other: Any, x: Tensor) -> Tensor:
+        return (one(x) + other(x / 2)).float().square().mean()
+
+    plain = Twice().float()
+    (sum(loss(plain, plain, x[i, j].float()) for i in range(2) for j in range(2)) / 4).backward()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2 if own_boundaries else 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    model = Twice()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine: Any = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+
+    def read() -> list[Tensor]:
+        return [deepspeed.utils.safe_get_full_fp32_param(p).clone() for p in model.parameters()]
+
+    before = read()
+    for j in range(2):
+        if own_boundaries:  # and one of the forwards beside the engine: DeepSpeed's issue 8224
+            engine.backward(loss(engine, engine.module, x[rank, j]))
+            engine.step()
+        else:
+            with DeepSpeedZeRO(SimpleNamespace(model=engine)).micro_batch(last=j == 1):
+                engine.backward(loss(engine, engine, x[rank, j]) / 2)
+    if not own_boundaries:
+        engine.step()
+    for parameter, old, new in zip(plain.parameters(), before, read(), strict=True):
+        assert parameter.grad is not None
+        assert (old - new - parameter.grad).norm() < 0.02 * parameter.grad.norm()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("own_boundaries", [False, True], ids=["as we accumulate", "as DeepSpeed does"])
+def test_a_submodule_that_is_used_several_times_has_its_whole_gradient(
+    own_boundaries: bool, stage: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    ranks.call(step_deepspeed, tmp_path, stage, own_boundaries)

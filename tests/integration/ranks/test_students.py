@@ -1,0 +1,492 @@
+"""Several frozen students: their rewards, one by one and combined, on paper and with real models."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from cases import full
+from commands import rlt
+from lightning.pytorch import Callback, Trainer
+from miniatures import QWEN2, SEED1
+from ranks import run
+from safetensors.torch import load_file
+from tiny import CHAINS as CHAIN_OPTIONS
+from tiny import SHORT
+from trainers import bare_trainer
+
+from rlt_lightning import Teacher
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.commands.scoring import ExplanationScorer
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.engines import Sampling
+from rlt_lightning.metrics import catalogue
+from rlt_lightning.models.format import ModelFormat, write_format
+from rlt_lightning.models.load import load_model
+from rlt_lightning.modules import RLTModule, on_policy
+from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.numerics.students import combine_terms
+from rlt_lightning.rewards import CorrectnessReward, RLTReward, RLTRewardTerms
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import Score
+from rlt_lightning.strategies.sharding import ModelEntry
+from rlt_lightning.tags import STRATOS
+from rlt_lightning.types import InputError, PromptBatch
+
+CHAINS: dict[str, Any] = {
+    "source": "chains",
+    "num_embedded_rows": 4,
+    "prompts_per_step": 2,
+    "tags": "r1",
+    "teacher_system_prompt": "",
+    "student_system_prompt": "",
+}
+
+
+# Terms that a student computes, beside the reward.
+NAMES = (
+    "solution_log_prob_reward",
+    "kl_reward",
+    "solution_log_prob_mean",
+    "solution_log_prob_min",
+    "kl_mean",
+    "kl_max",
+    "raw_solution_log_prob_mean",
+    "raw_solution_log_prob_min",
+    "raw_kl_mean",
+    "raw_kl_max",
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the entries of these students out of the pages that other tests of this process read."""
+    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
+
+
+def terms_of(solution: list[float], kl: list[float], closed: bool = True) -> RLTRewardTerms:
+    """Return the terms of one completion: a solution token and a think token for each number."""
+    log_probs, values = torch.tensor([solution], dtype=torch.float32), torch.tensor([kl])
+    masks = torch.ones_like(log_probs, dtype=torch.bool), torch.ones_like(values, dtype=torch.bool)
+    return RLTReward()(log_probs, masks[0], values, masks[1], torch.tensor([closed]))
+
+
+def test_mean_weighted_mean_and_min_by_hand() -> None:
+    # Student a: r_SS = (-1 - 3)/2 + 0.01 * -3 = -2.03, r_KL = (0.2 + 0.4)/2 + 0.01 * 0.4 = 0.304.
+    # r_a = -2.03 - 3 * 0.304 - 1 (not closed) = -3.942.
+    # Student b reads three solution tokens of its own: r_SS = (-0.5 - 1 - 1.5)/3 + 0.01 * -1.5 = -1.015,
+    # r_KL = (0.5 + 1.5)/2 + 0.01 * 1.5 = 1.015, r_b = -1.015 - 3.045 - 1 = -5.06.
+    both = [terms_of([-1, -3], [0.2, 0.4], False), terms_of([-0.5, -1, -1.5], [0.5, 1.5], False)]
+    assert [one.reward.item() for one in both] == pytest.approx([-3.942, -5.06])
+    # mean: (-3.942 - 5.06)/2; with weights 1 and 0.5: (-3.942 - 2.53)/1.5; min: student b's.
+    found = [combine_terms(both, [1, 1], "mean"), combine_terms(both, [1, 0.5], "mean")]
+    found.append(combine_terms(both, [1, 1], "min"))
+    assert [one.reward.item() for one in found] == pytest.approx([-4.501, -4.314666, -5.06])
+    # The terms add up, with the format term once: (-2.03 - 1.015)/2, -3 * (0.304 + 1.015)/2, -1.
+    parts = [{name: value.item() for name, value in one.parts().items()} for one in found]
+    assert parts[0] == pytest.approx({"solution": -1.5225, "kl": -1.9785, "format": -1.0})
+    assert parts[1] == pytest.approx({"solution": -1.691666, "kl": -1.623, "format": -1.0})
+    assert parts[2] == pytest.approx({"solution": -1.015, "kl": -3.045, "format": -1.0})
+    assert found[2].raw_kl_max.item() == pytest.approx(1.5)
+
+
+def test_the_smallest_reward_is_found_for_each_completion() -> None:
+    # The first completion is hard for b, the second for a; of the third both earn the same: a's terms count.
+    a = replace(terms_of([-1.0], [0.0]), reward=torch.tensor([-1.0, -5.0, -2.0]))
+    b = replace(terms_of([-1.0], [0.0]), reward=torch.tensor([-3.0, -4.0, -2.0]))
+    a, b = (
+        replace(one, **{name: torch.full((3,), value) for name in NAMES})
+        for one, value in ((a, 1.0), (b, 2.0))
+    )
+    found = combine_terms([a, b], [1, 1], "min")
+    assert found.reward.tolist() == [-3.0, -5.0, -2.0]
+    assert found.kl_mean.tolist() == [2.0, 1.0, 1.0]
+
+
+class Keeper(Callback):
+    """Keeps the batches of a run and the figures of its steps."""
+
+    def __init__(self) -> None:
+        self.batches: list[PromptBatch] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.batches.append(batch)
+        self.metrics.append({name: float(value) for name, value in pl_module.step_metrics.items()})
+
+
+def fit(folder: Path, module: RLTModule, steps: int = 1, length: int = 24, **data: Any) -> Keeper:
+    keeper = Keeper()
+    rollouts = RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=length))
+    bare_trainer(folder, keeper, rollouts, steps=steps).fit(
+        module, datamodule=StratosDataModule(**CHAINS | data)
+    )
+    return keeper
+
+
+def scores_of(
+    folder: Path, length: int = 24, steps: int = 1, **options: Any
+) -> tuple[Score, dict[str, float]]:
+    """Return the scores of a step's completions, the same ones for any students, and its metrics."""
+    options = {"student": None, "optimizer": OptimizerConfig(lr=1e-3)} | options
+    keeper = fit(folder, RLTModule("miniature", group_size=4, **options), steps, length)
+    return keeper.batches[-1].step.score, keeper.metrics[-1]
+
+
+OTHERS = [SEED1, QWEN2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        full({"reward": RLTReward(kl_estimator="exact", score_given=True)}),
+        full({"teacher_log_probs": "recompute", "reward": RLTReward(score_given=True)}),
+    ],
+)
+def test_real_students_combine_as_single_runs_do_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
+    single = [scores_of(tmp_path, students=[name], **options)[0] for name in OTHERS]
+    hand = {
+        "mean": ([1.0, 1.0], (single[0].rewards + single[1].rewards) / 2),
+        "weighted": ([1.0, 0.5], (single[0].rewards + 0.5 * single[1].rewards) / 1.5),
+        "min": ([1.0, 1.0], torch.minimum(single[0].rewards, single[1].rewards)),
+    }
+    for name, (weights, expected) in hand.items():
+        several = dict(zip(OTHERS, weights, strict=True))
+        reduction = "min" if name == "min" else "mean"
+        scores, metrics = scores_of(tmp_path, students=several, student_reduction=reduction, **options)
+        torch.testing.assert_close(scores.rewards, expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(sum(scores.terms.values()), expected, atol=1e-5, rtol=1e-5)
+        for own, terms in zip(scores.by_student.values(), single, strict=True):
+            torch.testing.assert_close(own.rewards, terms.rewards, atol=1e-6, rtol=1e-6)
+        assert metrics["reward/mean"] == pytest.approx(expected.mean().item(), abs=1e-6)
+        for label, terms in zip(("miniature_seed1", "miniature_qwen2"), single, strict=True):
+            assert metrics[f"reward/mean/{label}"] == pytest.approx(terms.rewards.mean().item(), abs=1e-6)
+            for part in ("solution", "kl"):
+                value = terms.terms[part].mean().item()
+                assert metrics[f"reward/{part}/{label}"] == pytest.approx(value, abs=1e-6)
+
+
+def test_the_same_student_twice_gives_todays_figures_exactly(tmp_path: Path) -> None:
+    one, metrics = scores_of(tmp_path, student=SEED1, steps=2)
+    for number, reduction in ((1, "mean"), (2, "mean"), (2, "min")):
+        several = [SEED1] * number
+        both, figures = scores_of(tmp_path, students=several, student_reduction=reduction, steps=2)
+        assert torch.equal(both.rewards, one.rewards)
+        own = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+        assert {name: figures[name] for name in own} == own
+    assert [*both.by_student] == ["miniature_seed1", "miniature_seed1_2"]
+
+
+@pytest.mark.parametrize(("place", "estimator"), [(0, "k1"), (1, "k3"), full(0, "k3"), full(1, "k1")])
+def test_a_student_in_other_tokens_reads_a_view_of_its_own(
+    place: int, estimator: Any, miniature: str, renumbered: str, tmp_path: Path
+) -> None:
+    # The same model with its words numbered otherwise: it must say the same, as the first or the second.
+    options = {"reward": RLTReward(kl_estimator=estimator), "length": 40}
+    single, _ = scores_of(tmp_path, student=miniature, **options)
+    names = [SEED1]
+    names.insert(place, renumbered)
+    both, _ = scores_of(tmp_path, students=names, student_reduction="min", **options)
+    label = next(label for label in both.by_student if label.startswith("renumbered"))
+    assert [*both.by_student].index(label) == place
+    own = both.by_student[label]
+    for ours, theirs in ((own.columns, single.columns), (own.figures, single.figures)):
+        assert ours.keys() == theirs.keys()
+        for name, values in theirs.items():
+            torch.testing.assert_close(ours[name], values, atol=1e-4, rtol=1e-4)
+    other = next(one.rewards for name, one in both.by_student.items() if name != label)
+    torch.testing.assert_close(both.rewards, torch.minimum(own.rewards, other))
+
+
+def test_students_of_three_formats_score_as_each_does_by_itself(
+    miniature: str, tiny_model: str, tmp_path: Path
+) -> None:
+    # One asks under other tags and a prompt of its own, one has another tokenizer.
+    other = tmp_path / "other"
+    shutil.copytree(miniature, other)
+    write_format(ModelFormat("student", STRATOS, "Be brief."), other)
+    names = [miniature, str(other), tiny_model]
+    prompts = {"student_system_prompt": None}
+    several = RLTModule(tiny_model, None, students=names, group_size=4, reward=RLTReward(score_given=True))
+    batch = fit(tmp_path, several, **prompts).batches[0]
+    assert batch.rollouts is not None
+    reads = [
+        row.views[number].spans is not None for row in batch.rollouts.rollouts[:1] for number in range(3)
+    ]
+    assert reads == [True, True, False]
+    for name, own in zip(names, batch.step.score.by_student.values(), strict=True):
+        module = RLTModule(tiny_model, name, group_size=4, reward=RLTReward(score_given=True))
+        single = fit(tmp_path, module, **prompts).batches[0].step
+        torch.testing.assert_close(own.rewards, single.rewards, atol=1e-5, rtol=1e-5)
+        label = several.students.labels[names.index(name)]
+        ours, theirs = batch.step.tokens[f"kl/{label}"], single.tokens["kl"]
+        assert [len(ours[i]) for i in range(4)] == [len(theirs[i]) for i in range(4)]
+
+
+class Visits(FrozenModel):
+    """Counts how many students are on the device."""
+
+    now: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+
+    @contextmanager
+    def loaded_on(self, device: torch.device) -> Iterator[Any]:
+        Visits.now += 1
+        Visits.most = max(Visits.most, Visits.now)
+        with super().loaded_on(device) as run:
+            yield run
+        Visits.now -= 1
+
+
+def test_offloaded_students_are_on_the_device_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stay, _ = scores_of(tmp_path, students=OTHERS)
+    monkeypatch.setattr(on_policy, "FrozenModel", Visits)
+    back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
+    assert torch.equal(back.rewards, stay.rewards)
+    assert Visits.most == 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "two settings": ({"student": "a", "students": ["b"]}, "Set one of them to null"),
+    "none": ({"student": None, "students": []}, "must name at least one model"),
+    "weight": ({"student": None, "students": {"a": 1.0, "b": 0.0}}, "above 0, but that of b is 0.0"),
+    "weights of the smallest": (
+        {"student": None, "students": {"a": 1.0, "b": 2.0}, "reduction": "min"},
+        "so weights would mean nothing",
+    ),
+    "reduction": ({"student": "a", "students": None, "reduction": "max"}, "must be mean or min"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_contradict_each_other_are_refused(case: str) -> None:
+    options, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        Students.of(**options)
+
+
+def test_students_without_a_reward_that_asks_them_are_refused() -> None:
+    with pytest.raises(InputError, match="CorrectnessReward asks no model"):
+        RLTModule("miniature", None, students=OTHERS, reward=CorrectnessReward())  # type: ignore[arg-type]
+
+
+def test_every_student_is_checked_before_a_model_is_loaded(
+    miniature: str, renumbered: str, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(miniature, small)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    with pytest.raises(InputError, match=f"the student {small}'s context of 40 tokens, but row 1"):
+        scores_of(tmp_path, students=[miniature, str(small)])
+    with pytest.raises(InputError, match=f"the tokenizer of the student {renumbered} is not the teacher's"):
+        scores_of(tmp_path, students=[miniature, renumbered], reward=RLTReward(kl_estimator="exact"))
+
+
+def test_short_names_tell_students_apart() -> None:
+    def labels(*names: str) -> list[str]:
+        return Students.of(None, [*names]).labels
+
+    assert labels("org/Qwen2.5-7B", "/data/llama 3") == ["Qwen2_5_7B", "llama_3"]
+    assert labels("runs/a/model", "runs/b/model") == ["a_model", "b_model"]
+    assert labels("miniature", "miniature") == ["miniature", "miniature_2"]
+
+
+def trained(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Return the final weights and the metrics of a run of strategy_run."""
+    return load_file(folder.with_suffix(".safetensors")), json.loads(folder.with_suffix(".json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        full("zero3", {}),
+        full("zero3", {"early": True, "uneven": True}),
+        full("ddp", {"uneven": True}),
+        full("fsdp2", {"uneven": True}),
+        full("fsdp2", {"early": True, "uneven": True}),
+        full("ddp", {"dynamic": 2, "rows": 16}),
+    ],
+)
+def test_two_processes_train_as_one(
+    strategy: str, options: dict[str, Any], tiny_model: str, tmp_path: Path
+) -> None:
+    # A student of the teacher's tokenizer and one of another, which the teacher is asked for once.
+    options = options | {"students": [tiny_model, "miniature"], "steps": 2}
+    options["tokens"] = 100 if "early" in options else 280
+    run(tiny_model, tmp_path / "one", "single", **options)
+    run(tiny_model, tmp_path / "two", strategy, **options)
+    (single, expected), (both, found) = trained(tmp_path / "one"), trained(tmp_path / "two")
+    for name, weight in single.items():
+        assert float((both[name] - weight).norm() / weight.norm()) < 1e-5
+    labels = Students.of(None, [tiny_model, "miniature"]).labels
+    for ours, theirs in zip(found, expected, strict=True):
+        for label in labels:
+            for name in ("reward/mean", "reward/solution", "reward/kl", "student/kl_mean"):
+                assert ours[f"{name}/{label}"] == pytest.approx(theirs[f"{name}/{label}"], rel=1e-5, abs=1e-6)
+        means = [theirs[f"reward/mean/{label}"] for label in labels]
+        if "dynamic" not in options:  # its reward is no plain sum
+            assert theirs["reward/mean"] == pytest.approx(sum(means) / 2, abs=1e-5)
+
+
+BOTH = ["--model.teacher=miniature", "--model.student=null", "--trainer.accelerator=cpu", *CHAIN_OPTIONS]
+SEVERAL = [*BOTH, f"--model.students={{miniature: 1.0, {SEED1}: 0.5}}"]
+
+
+def verb(name: str, *options: str) -> str:
+    result = rlt(name, *options)
+    assert result.returncode == 0, result.stderr
+    return str(result.stdout)
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.open()]
+
+
+@pytest.mark.full
+def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
+    fits = [
+        *("--config=tests/rlt.yaml", *SEVERAL, *SHORT, "--data.prompts_per_step=2", "--data.val_rows=2"),
+        *(
+            "--trainer.val_check_interval=1",
+            "--checkpoint.every_n_train_steps=1",
+            "--data.num_embedded_rows=8",
+        ),
+        "--rollouts.sampling.max_completion_length=12",
+    ]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    verb("fit", *fits, "--trainer.max_steps=2", f"--output_dir={whole}")
+    verb("fit", *fits, "--trainer.max_steps=1", f"--output_dir={parts}")
+    verb("fit", *fits, "--trainer.max_steps=2", "--resume=true", f"--output_dir={parts}")
+    rows = rows_in(whole / "rollouts.jsonl")
+    assert rows_in(parts / "rollouts.jsonl") == rows
+    for row in rows:
+        a, b = row["reward/miniature"], row["reward/miniature_seed1"]
+        assert row["reward"] == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
+        own = row["solution_log_prob_reward/miniature"] + row["kl_reward/miniature"]
+        assert a == pytest.approx(own + row["format_reward"], abs=1e-5)
+    told = [row for row in rows if "thought_kl" in row]
+    assert all(len(row["thought_kl/miniature_seed1"]) == len(row["thought_kl"]) for row in told)
+    assert told
+    with open(whole / "metrics.csv", newline="") as file:
+        metrics = list(csv.DictReader(file))
+    for name in ("mean", "solution", "kl"):
+        for prefix in ("reward/", "reward/val_"):
+            a, b, both = (
+                float(metrics[-1][f"{prefix}{name}{end}"]) for end in ("/miniature", "/miniature_seed1", "")
+            )
+            assert both == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
+    verb("report", str(whole), f"--output={tmp_path / 'page.html'}")
+    assert "<code>reward/mean/miniature_seed1</code>" in (tmp_path / "page.html").read_text()
+    shown = verb("explain", str(whole), "--question=start 3. add 4.", "--solution=7")
+    assert f"students miniature, {SEED1}" in shown
+    assert shown.count("The student's probability of the whole solution") == 2
+
+
+def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
+    least = [*BOTH, f"--model.students=[miniature, {SEED1}]", "--model.student_reduction=min"]
+    rank = [
+        "--config=recipe_7b/rank",
+        *least,
+        "--data.max_rows=6",
+        "--scores.rank_groups=2",
+        "--scores.per_token=true",
+    ]
+    verb("predict", *rank, f"--output_dir={tmp_path / 'run'}")
+    rows = rows_in(tmp_path / "run/scores.jsonl")
+    assert len(rows) == 6
+    for row in rows:
+        assert row["reward"] == min(row["reward/miniature"], row["reward/miniature_seed1"])
+    groups = json.loads((tmp_path / "run/groups.json").read_text())
+    assert groups[0]["reward"] >= groups[1]["reward"]
+    assert {"reward/miniature", "reward/miniature_seed1"} <= groups[0].keys()
+    text = verb("explain", "--config=recipe_7b/rank", *least, "--row=2")
+    assert "the smallest of 2 students" in text
+    for label in ("miniature", "miniature_seed1"):
+        [value] = re.findall(rf"^  {label} +([-+][\d.]+)", text, flags=re.MULTILINE)
+        assert float(value) == pytest.approx(rows[1][f"reward/{label}"], abs=1e-4)
+        assert f"\n{label}:\n" in text
+    assert text.count("Explanation: KL of teacher from student (exact)") == 2
+
+
+def test_python_and_other_trainers_score_against_several(renumbered: str) -> None:
+    texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+    problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
+    students = {SEED1: 1.0, renumbered: 3.0}
+    reward = RLTReward()  # the exact KL, their default, has no common vocabulary
+    [score] = Teacher("miniature", students, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+    a, b = score.by_student.values()
+    assert score.reward == pytest.approx((a.reward + 3 * b.reward) / 4, abs=1e-5)
+    assert score.r_ss == pytest.approx((a.r_ss + 3 * b.r_ss) / 4, abs=1e-5)
+    assert "".join(b.solution_tokens).strip() == "7"
+    for name, own in zip(students, (a, b), strict=True):
+        [single] = Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+        assert own.reward == pytest.approx(single.reward, abs=1e-6)
+    scorer = ExplanationScorer(students, "miniature", reward, **texts)  # type: ignore[arg-type]
+    [told] = scorer.build_problems([problem])
+    rollout = scorer.build_rollout(
+        told, scorer.format.completion_from_trace(told, problem["reasoning_trace"])
+    )
+    terms = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
+    assert terms.rewards.item() == pytest.approx(score.reward, abs=1e-5)
+
+
+def plan_of(tmp_path: Path, tiny_model: str, *options: str) -> dict[str, Any]:
+    models = [f"--model.teacher={tiny_model}", "--model.student=null", *CHAIN_OPTIONS, "--plan.device=H100"]
+    verb("plan", "--config=tests/rlt.yaml", *models, *options, "--trainer.accelerator=gpu",
+         f"--plan.json={tmp_path / 'plan.json'}")  # fmt: skip
+    found: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
+    return found
+
+
+@pytest.mark.full
+def test_a_plan_counts_every_student(tiny_model: str, tmp_path: Path) -> None:
+    one, other, both = (
+        plan_of(tmp_path, tiny_model, f"--model.students=[{names}]")
+        for names in (tiny_model, SEED1, f"{tiny_model}, {SEED1}")
+    )
+
+    def frozen(plan: dict[str, Any], phase: str, where: str = "device") -> float:
+        return float(plan["phases"][phase][where]["student weights"])
+
+    assert frozen(both, "train") == frozen(one, "train") + frozen(other, "train")
+    names = f"--model.students=[{tiny_model}, {SEED1}]"
+    away = plan_of(tmp_path, tiny_model, names, "--model.offload_frozen=true")
+    assert frozen(away, "train") == 0
+    assert frozen(away, "score") == max(frozen(one, "score"), frozen(other, "score"))
+    assert frozen(away, "train", "host") == frozen(both, "train")
+
+
+def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:
+    texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+    problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
+    reward, names = RLTReward(baseline="empty"), ["miniature", SEED1]
+    [score] = Teacher("miniature", names, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+    for name, own in zip(names, score.by_student.values(), strict=True):
+        [by_itself] = Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
+        assert own.r_ss == pytest.approx(by_itself.r_ss, abs=1e-5)
+        assert own.reward == pytest.approx(by_itself.reward, abs=1e-5)
+
+    several = [*BOTH, f"--model.students=[{', '.join(names)}]", "--model.reward.baseline=empty"]
+    text = verb("explain", "--config=recipe_7b/rank", *several, "--row=2")
+    number = r"(-?[\d.]+)"
+    line = rf"1 x \(mean {number} \+ 0.01 x min {number} - \({number} of an empty explanation\)\)"
+    line += r".*? ([+-][\d.]+) against"
+    found = [tuple(map(float, values)) for values in re.findall(line, text)]
+    assert len(found) == 2
+    assert found[0][2] != found[1][2]
+    for mean, smallest, baseline, gain in found:
+        assert mean + 0.01 * smallest - baseline == pytest.approx(gain, abs=2e-4)

@@ -1,0 +1,549 @@
+"""Tokenised rows in Arrow files: equal items, made by one process, mapped by others, remade on a change."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.compute
+import pytest
+import ranks
+from commands import ROOT, Running, python, wait_until
+from damage import count_unnoticed
+from imported import imports, module_name
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from strategy_run import STRATEGIES
+
+from rlt_lightning.datamodules import StratosDataModule, token_cache
+from rlt_lightning.datamodules.filters import Filters
+from rlt_lightning.datamodules.rows import RawResponses
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.token_cache import TokenCache, delete_unused
+from rlt_lightning.datamodules.tokenize import TASKS, RLTTask, StudentSFTTask, TaskName
+from rlt_lightning.modules import SFTModule
+from rlt_lightning.types import InputError, Problem
+
+MakeData = Callable[..., StratosDataModule]
+NAMES: list[TaskName] = ["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
+
+
+def row_of(number: int) -> dict[str, Any]:
+    trace = f"First we add {number} and 1. " * (1 + number % 5)
+    return {"question": f"{number}+1?", "solution": f"\\boxed{{{number + 1}}}", "reasoning_trace": trace}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    """A file of rows, two of them bad and one too long to be used whole."""
+    rows: list[dict[str, Any]] = [row_of(number) for number in range(40)]
+    rows[3]["solution"] = ""
+    rows[7]["question"] = None
+    rows[11] |= {"reasoning_trace": "long " * 600, "note": {"tags": ["a", None, 1.5], "é": float("inf")}}
+    return write_rows(tmp_path / "rows.jsonl", rows)
+
+
+@pytest.fixture
+def make_data(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeData:
+    """Build a datamodule whose cache lies in the test's folder and keeps small sources too."""
+    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 400)
+
+    def make(*sources: str, **options: Any) -> StratosDataModule:
+        settings = {"prompts_per_step": 4, "max_bad_frac": 0.2, "token_cache": str(tmp_path / "tokens")}
+        data = StratosDataModule(list(sources), **{"tokenizer": tiny_model, **settings, **options})
+        data.setup("fit")
+        return data
+
+    return make
+
+
+def entries(folder: Path) -> set[str]:
+    """Names of all entries, without locks."""
+    return {path.name for path in (folder / "tokens").glob("*") if path.suffix != ".lock"}
+
+
+def no_items(*_: Any) -> Any:
+    raise AssertionError("A row was tokenised again.")
+
+
+# Equal, and made once
+
+
+@pytest.mark.parametrize("task", NAMES)
+def test_mapped_items_equal_those_just_made(
+    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: TaskName
+) -> None:
+    options = {"task": task, "max_length": 400, "long_traces": "truncate", "val_rows": 5}
+    first = make_data(source, **options)
+    [entry] = entries(tmp_path)
+    made = {
+        number: first._task.build_items(number, first._task.parse(first._task.complete(columns)), columns)
+        for number, columns in read_rows(source)
+        if isinstance(columns, dict) and number in set(first.all_items.rows.tolist())
+    }
+    assert [[item] for item in first.items] == [made[item.row] for item in first.items]
+    assert [[item] for item in first.val_items] == [made[item.row] for item in first.val_items]
+    monkeypatch.setattr(TASKS[task], "build_items", no_items)
+    second = make_data(source, **options)
+    assert list(second.items) == list(first.items)
+    assert list(second.train_dataloader()) == list(first.train_dataloader())
+    assert list(second.val_dataloader()) == list(first.val_dataloader())
+    assert [report.as_dict() for report in second.reports] == [report.as_dict() for report in first.reports]
+    assert (second.system_prompts, second.reports[0].truncated) == (
+        first.system_prompts,
+        [12] if "sft" in task else [],
+    )
+    assert entries(tmp_path) == {entry}
+    assert (tmp_path / "tokens" / entry).is_file()
+
+
+def test_one_file_holds_items_and_the_reasons_of_rejected_rows(
+    make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[Any] = [row_of(number) for number in range(30)]
+    rows[3]["solution"], rows[5]["question"], rows[9]["reasoning_trace"] = "", rows[4]["question"], "a " * 900
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    Path(source).write_text(Path(source).read_text() + '{"question"\n\n')  # a bad line, and a blank one
+    options: dict[str, Any] = {"task": "student_sft", "max_length": 400, "long_traces": "truncate"}
+    options["filters"] = Filters(duplicates="question", max_trace_chars=1000)
+    first = make_data(source, **options)
+    [entry] = entries(tmp_path)
+    table = pyarrow.ipc.open_file(str(tmp_path / "tokens" / entry)).read_all()
+    rejected = table.filter(pyarrow.compute.is_valid(table["rejected"]))
+    reasons = dict(zip(rejected["row"].to_pylist(), rejected["rejected"].to_pylist(), strict=True))
+    assert reasons == {4: "empty_solution", 6: "duplicate", 10: "long_trace", 31: "broken_json"}
+    assert table.num_rows - rejected.num_rows == len(first.items) == 27
+    monkeypatch.setattr(StudentSFTTask, "build_items", no_items)
+    [report] = make_data(source, **options).reports
+    assert report.as_dict() == first.reports[0].as_dict()
+    assert (report.last_row, report.num_rows) == (31, 31)
+    assert "Expecting" in dict((row, error.detail) for row, error in report.bad)[31]
+
+
+def test_without_a_cache_items_are_the_same(make_data: MakeData, source: str, tmp_path: Path) -> None:
+    kept, unkept = make_data(source), make_data(source, token_cache=False)
+    assert list(unkept.items) == list(kept.items)
+    assert len(entries(tmp_path)) == 1
+
+
+def test_a_small_source_stays_in_memory(
+    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 10**6)
+    assert len(make_data(source).items) == 38
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_items_cost_their_token_ids(make_data: MakeData, source: str) -> None:
+    items = make_data(source, task="student_sft", max_length=10**6).items
+    num_bytes = items.table.nbytes
+    num_tokens = int(items.sum_columns("token_ids").sum())
+    beside = 60 * len(items)  # numbers of each item
+    assert 4 * num_tokens <= num_bytes <= 4 * num_tokens + beside
+
+
+def test_views_are_lists_of_items(make_data: MakeData, source: str) -> None:
+    data = make_data(source, source, val_rows=7)
+    items, rows = data.items, [item.row for item in data.items]
+    assert items.rows.tolist() == rows
+    assert [item.row for item in items[2:9]] == rows[2:9]
+    assert [item.row for item in items[5:][1:3]] == rows[6:8]
+    assert items[-1] == list(items)[-1]
+    assert len(items[:0]) == 0
+    assert [item.row for item in data.all_items] == rows + data.val_items.rows.tolist()
+    lengths = [len(item.teacher_prompt) for item in data.problems]
+    assert data.all_items.sum_columns("teacher_prefix", "think_prefix").tolist() == lengths
+    assert {row > 40 for row in rows} == {True, False}
+    assert items.sources.tolist() == [int(row > 40) for row in rows]
+    with pytest.raises(IndexError):
+        items[len(items)]
+
+
+def test_columns_that_json_does_not_know_come_back(make_data: MakeData, tmp_path: Path) -> None:
+    now = datetime.datetime(2025, 1, 2, 3, 4, 5)
+    extra = {"when": now, "raw": b"\x00\xff", "day": now.date(), "number": 7, "names": ["a", "b"]}
+    dataset = datasets.Dataset.from_list([row_of(number) | extra for number in range(20)])
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    rows = [columns for _, columns in read_rows(str(tmp_path / "rows.parquet"))]
+    for _ in range(2):
+        found = [item.columns for item in make_data(str(tmp_path / "rows.parquet")).problems]
+        assert found == rows
+
+
+# What makes another entry
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "task": {"task": "teacher_sft"},
+    "max_rows": {"max_rows": 30},
+    "limit": {"max_prompt_length": 300},
+    "tags": {"tags": "r1"},
+    "teacher's prompt": {"teacher_system_prompt": "Teach."},
+    "student's prompt": {"student_system_prompt": "Learn."},
+    "filter": {"filters": Filters(duplicates="question")},
+    "raw": {"raw": RawResponses(tidy=True)},
+    "trace": {"trace_columns": ["solution"]},
+}
+
+
+def test_a_changed_setting_makes_another_entry(
+    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_data(source)
+    for number, (name, change) in enumerate(CHANGES.items(), start=2):
+        make_data(source, **change)
+        assert len(entries(tmp_path)) == number, name
+    monkeypatch.setattr(RLTTask, "build_items", no_items)
+    make_data(source)
+    make_data(source, **CHANGES["tags"])
+
+
+def test_settings_that_change_no_item_share_an_entry(
+    make_data: MakeData, source: str, tmp_path: Path
+) -> None:
+    make_data(source)
+    other = {"seed": 3, "val_rows": 4, "prompts_per_step": 2, "val_batch_size": 1, "max_bad_frac": 0.9}
+    data = make_data(source, **other, output_dir=str(tmp_path / "run"))
+    assert len(entries(tmp_path)) == 1
+    [report] = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
+    assert [bad["row"] for bad in report["bad_rows"]] == [4, 8]
+    assert data.reports[0].rows_by_reason() == {"empty_solution": [4], "empty_question": [8]}
+
+
+def test_a_changed_row_or_tokenizer_is_noticed(
+    make_data: MakeData, source: str, tmp_path: Path, tiny_model: str, smollm2: str
+) -> None:
+    before = os.stat(source)
+    assert make_data(source).problems[0].question == "0+1?"
+    text = Path(source).read_text()
+    Path(source).write_text(text.replace('"0+1?"', '"9+1?"'))
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))  # the same size and time
+    assert make_data(source).problems[0].question == "9+1?"
+    assert len(entries(tmp_path)) == 2
+    whole = [item.teacher_prompt for item in make_data(source, tokenizer=smollm2).problems]
+    assert whole != [item.teacher_prompt for item in make_data(source).problems]
+    assert len(entries(tmp_path)) == 3
+
+
+def test_an_edited_template_or_evaluation_set_is_noticed(
+    make_data: MakeData, source: str, tmp_path: Path, tiny_model: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_start|>", "<|im_start|> ")
+    tokenizer.save_pretrained(tmp_path / "edited")
+    make_data(source, tokenizer=tiny_model)
+    make_data(source, tokenizer=str(tmp_path / "edited"))
+    assert len(entries(tmp_path)) == 2
+    test_set = tmp_path / "set.jsonl"
+    for question in ("What is two plus two?", "What is two plus three?"):
+        write_rows(test_set, [{"question": question, "answer": "4"}])
+        make_data(source, filters=Filters(overlap_with={"own": str(test_set)}, overlap_ngram=3))
+    assert len(entries(tmp_path)) == 4
+
+
+# What the code that makes tokens imports beside the code in the key: it makes no other tokens if it changes.
+# What decides tokens belongs into `token_cache.CODE`.
+BESIDE_THE_KEY = {
+    "console": "lines for people, and how often the hub is asked",
+    "digests": "whether a file is as it was written",
+    "metrics.answers": "names of figures",
+    "metrics.catalogue": "names of figures",
+    "run.jsonl": "rows that a run writes",
+    "models.embedded": "where tokenizers lie; what they hold is in the key",
+    "models.load": "which tokenizer a name stands for; what it holds is in the key",
+    "numerics.spans": "pairs of tokens, found for each completion when it is there",
+    "version": "the number of the release, which results name",
+}
+
+
+def test_all_code_that_makes_tokens_is_in_the_key() -> None:
+    package = ROOT / "rlt_lightning"
+    assert all(any(package.glob(pattern)) for pattern in token_cache.CODE)
+    in_key = {module_name(path) for pattern in token_cache.CODE for path in package.glob(pattern)}
+    found: set[str] = set()
+    waiting = ["rlt_lightning.datamodules.stratos"]
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name.removeprefix("rlt_lightning.") not in BESIDE_THE_KEY:
+            found.add(name)
+            waiting += imports()[name]
+    assert {"rlt_lightning.datamodules.formats", "rlt_lightning.tasks.countdown"} < found
+    assert found - in_key == set()
+
+
+@pytest.mark.full
+def test_a_key_is_the_same_in_every_process(tiny_model: str, source: str) -> None:
+    code = f"""
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.filters import Filters
+from rlt_lightning.datamodules import stratos
+build_keys = stratos.build_keys
+stratos.build_keys = lambda *words: print(*build_keys(*words)) or exit()
+filters = Filters(duplicates="question", overlap_with={{"arithmetic": None}})
+StratosDataModule({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit")
+"""
+    keys = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        keys.add(run.stdout.strip())
+    [key] = keys
+    assert len(key) == 32
+
+
+def test_rows_in_memory_are_kept_too(
+    make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row_of(number) for number in range(40)]
+    first = make_data(rows)
+    assert first.source == "40 rows in memory"
+    with monkeypatch.context() as patch:
+        patch.setattr(RLTTask, "build_items", no_items)
+        assert list(make_data([dict(row) for row in rows]).items) == list(first.items)
+        assert list(make_data(datasets.Dataset.from_list(rows)).items) == list(first.items)
+    rows[5]["question"] = "5+2?"
+    assert make_data(rows).problems[5].question == "5+2?"
+    assert len(entries(tmp_path)) == 2
+
+
+def test_sources_have_entries_of_their_own(
+    make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [
+        write_rows(tmp_path / f"{name}.jsonl", [row_of(number) for number in range(start, start + 20)])
+        for name, start in (("a", 0), ("b", 10), ("c", 100))
+    ]
+    made = make_data(*paths[:2], token_cache=False)
+    make_data(paths[1])
+    make_data(paths[0])
+    monkeypatch.setattr(RLTTask, "build_items", no_items)
+    both = make_data(*paths[:2])
+    assert list(both.items) == list(made.items)
+    assert [item.row for item in both.items] == list(range(1, 41))
+    assert len(entries(tmp_path)) == 2
+
+
+def test_duplicates_are_found_in_sources_that_are_mapped(make_data: MakeData, tmp_path: Path) -> None:
+    paths = [
+        write_rows(tmp_path / f"{name}.jsonl", [row_of(number) for number in range(start, start + 20)])
+        for name, start in (("a", 0), ("b", 10), ("c", 15))
+    ]
+    options = {"filters": Filters(duplicates="question")}
+    expected = list(range(1, 21)) + list(range(31, 41)) + list(range(56, 61))
+    assert make_data(*paths, **options, token_cache=False).items.rows.tolist() == expected
+    make_data(*paths[:2], **options)
+    assert len(entries(tmp_path)) == 2
+    assert make_data(*paths, **options).items.rows.tolist() == expected
+    assert make_data(*paths, **options).items.rows.tolist() == expected
+    assert len(entries(tmp_path)) == 3
+    # After other sources the same rows are others.
+    assert make_data(paths[1], **options).items.rows.tolist() == list(range(1, 21))
+
+
+# Processes
+
+
+def train(rank: int, model: str, source: str, folder: str, cached: bool) -> None:
+    """Fine-tune for two steps as one of two ranks; write the loss and how many rows this rank tokenised."""
+    counted: list[int] = []
+    build_items = StudentSFTTask.build_items
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "BATCH_TOKENS", 400)
+        patch.setattr(
+            StudentSFTTask,
+            "build_items",
+            lambda self, *words: counted.append(1) or build_items(self, *words),
+        )
+        options = dict(prompts_per_step=4, max_bad_frac=0.2, task="student_sft", max_length=400)
+        data = StratosDataModule(
+            source, tokenizer=model, token_cache=f"{folder}/tokens" if cached else False, **options
+        )
+        module = SFTModule(pretrained=model)
+        trainer = Trainer(
+            default_root_dir=Path(folder),
+            accelerator="cpu",
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            **STRATEGIES["ddp"](),
+        )
+        assert isinstance(trainer.strategy, DDPStrategy)
+        trainer.fit(module, datamodule=data)
+    written = {"loss": trainer.callback_metrics["policy/loss"].item(), "tokenised": len(counted)}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(written))
+
+
+def test_one_rank_tokenises_and_the_losses_are_the_same(tiny_model: str, source: str, tmp_path: Path) -> None:
+    def run(cached: bool) -> list[dict[str, Any]]:
+        ranks.call(train, tmp_path, tiny_model, source, str(tmp_path), cached)
+        return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+    uncached, first, second = run(False), run(True), run(True)
+    tokenised = [[rank["tokenised"] for rank in run] for run in (uncached, first, second)]
+    assert tokenised == [[38, 38], [38, 0], [0, 0]]
+    assert len({rank["loss"] for run in (uncached, first, second) for rank in run}) == 1
+    assert len(entries(tmp_path)) == 1
+
+
+FIT = """
+import sys, runpy
+from rlt_lightning.datamodules import token_cache
+token_cache.BATCH_TOKENS = 2000
+sys.argv = ["rlt", "fit", *{arguments}]
+try:
+    runpy.run_module("rlt_lightning", run_name="__main__", alter_sys=True)
+except SystemExit as ending:
+    assert not ending.code, ending.code
+"""
+
+
+@pytest.mark.full
+def test_metrics_of_a_run_do_not_depend_on_the_cache(tmp_path: Path) -> None:
+    metrics = []
+    for number, cache in enumerate(("false", tmp_path / "tokens", tmp_path / "tokens")):
+        folder = tmp_path / str(number)
+        arguments = ["--config=configs/laptop/warmup.yaml", "--trainer.max_steps=3"]
+        arguments += [f"--output_dir={folder}", f"--data.token_cache={cache}", "--data.num_embedded_rows=256"]
+        run = python(FIT.format(arguments=arguments), ROOT)
+        assert run.returncode == 0, run.stderr
+        rows = list(csv.DictReader((folder / "metrics.csv").open()))
+        metrics.append([(row["policy/loss"], row["policy/grad_norm"]) for row in rows])
+    assert len(metrics[0]) == 3
+    assert metrics[0] == metrics[1] == metrics[2]
+    assert not (ROOT / "false").exists()
+    assert len(entries(tmp_path)) == 1
+
+
+SETUP = """
+from rlt_lightning.datamodules import StratosDataModule, token_cache
+token_cache.BATCH_TOKENS = 2000
+data = StratosDataModule({source!r}, task="student_sft", tokenizer={model!r}, token_cache={cache!r})
+data.setup("fit")
+print(len(data.items), sum(hash(tuple(item.token_ids)) for item in data.items))
+"""
+
+
+@pytest.mark.full
+def test_a_kill_while_writing_leaves_nothing_broken(tiny_model: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [row_of(number) for number in range(4000)])
+    tokens = tmp_path / "tokens"
+    code = SETUP.format(source=source, model=tiny_model, cache=str(tokens))
+    whole = python(SETUP.format(source=source, model=tiny_model, cache=False), ROOT)
+    for size in (1, 100_000):
+        process = Running((), None, ROOT, "", {}, code)
+
+        def writes(size: int = size, process: Running = process) -> bool:
+            assert process.poll() is None, process.stderr
+            return any(path.stat().st_size >= size for path in tokens.glob("*.tmp"))
+
+        wait_until(writes)
+        process.killpg()
+        process.wait()
+        [left] = entries(tmp_path)
+        assert left.endswith(".tmp")
+    again = python(code, ROOT)
+    assert (again.returncode, again.stdout) == (0, whole.stdout), again.stderr
+    [entry] = entries(tmp_path)
+    assert entry.startswith(left.removesuffix(".tmp") + "-")
+
+
+def test_two_processes_at_once_make_one_entry(tiny_model: str, source: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [row_of(number) for number in range(1000)])
+    code = SETUP.format(source=source, model=tiny_model, cache=str(tmp_path / "tokens"))
+    both = [Running((), None, ROOT, "", {}, code) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0], [process.stderr for process in both]
+    assert len({process.stdout for process in both}) == 1
+    assert len(entries(tmp_path)) == 1
+
+
+# The folder
+
+
+def test_a_failed_source_leaves_no_entry(make_data: MakeData, tmp_path: Path) -> None:
+    rows = [{"question": "q " * 100, "solution": "s"} for _ in range(50)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(InputError, match="lacks reasoning_trace"):
+        make_data(source, task="teacher_sft")
+    assert entries(tmp_path) == set()
+
+
+def test_a_damaged_entry_is_named(make_data: MakeData, source: str, tmp_path: Path) -> None:
+    make_data(source)
+    [name] = entries(tmp_path)
+    file = tmp_path / "tokens" / name
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(InputError, match=rf"tokens/{name} must be as it was written, but .*Delete it"):
+        make_data(source)
+
+
+def test_every_flipped_bit_of_an_entry_is_noticed(make_data: MakeData, source: str, tmp_path: Path) -> None:
+    make_data(source)
+    [name] = entries(tmp_path)
+    folder, key = tmp_path / "tokens", name.partition("-")[0]
+    (folder / f"{key}.lock").unlink()
+    assert count_unnoticed(folder, lambda: TokenCache(folder).load(key, source)) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(make_data: MakeData, source: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file/tokens, must be writable.*data\.token_cache"):
+        make_data(source, token_cache=str(tmp_path / "file/tokens"))
+
+
+def test_the_cache_lies_where_the_setting_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
+    assert token_cache.find_token_folder(True) == tmp_path / "tokens"
+    assert token_cache.find_token_folder(False) is None
+    assert token_cache.find_token_folder("~/x") == Path.home() / "x"
+
+
+def test_what_is_long_unused_is_deleted(make_data: MakeData, source: str, tmp_path: Path) -> None:
+    make_data(source)
+    [old] = entries(tmp_path)
+    (tmp_path / f"tokens/{'0' * 32}.tmp").touch()
+    long_ago = time.time() - 61 * 24 * 3600
+    for path in (tmp_path / "tokens").iterdir():
+        os.utime(path, (long_ago, long_ago))
+    make_data(source)  # uses it
+    make_data(source, max_rows=30)
+    assert old in entries(tmp_path)
+    assert len(entries(tmp_path)) == 2
+    os.utime(tmp_path / "tokens" / old, (long_ago, long_ago))
+    make_data(source, max_rows=29)
+    assert old not in entries(tmp_path)
+
+
+def test_problems_are_built_when_they_are_asked_for(make_data: MakeData, source: str) -> None:
+    data = make_data(source)
+    assert isinstance(data.problems[0], Problem)
+    assert data.problems[0] is not data.problems[0]
+    assert len(data.examples) == 0
+
+
+def test_only_old_entries_of_the_cache_are_deleted(tmp_path: Path) -> None:
+    names = ("thesis", f"{'0' * 32}-{'0' * 32}.arrow", f"{'1' * 32}.tmp", f"{'a' * 32}b")
+    for name in names:
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    delete_unused(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis", f"{'a' * 32}b"}

@@ -1,0 +1,720 @@
+"""The command line as users meet it: run folders, crashes and resumes, bad input, start-up time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import yaml
+from cases import full
+from commands import ROOT, rlt, start
+from fake_worker import FakeWorker, worker_of
+from fits import assert_one_clear_line, explanation, metrics, small_fit, wait_for, weights
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+from rlt_lightning.__main__ import main
+from rlt_lightning.environment import require_known_strategy
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.strategies.fsdp2 import FSDP2
+from rlt_lightning.strategies.zero import DeepSpeed
+from rlt_lightning.types import InputError
+
+RLT = [sys.executable, "-m", "rlt_lightning"]
+
+
+@pytest.fixture(scope="module")
+def short_config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An overlay that makes completions short and moves the reference every second step."""
+    path = tmp_path_factory.mktemp("config") / "short.yaml"
+    callbacks = [
+        {"class_path": "rlt_lightning.callbacks.ReferenceSync", "init_args": {"every_n_steps": 2}},
+    ]
+    rollouts = {"sampling": {"max_completion_length": 6}}
+    trainer = {"callbacks": callbacks, "max_steps": 7}
+    path.write_text(yaml.safe_dump({"trainer": trainer, "rollouts": rollouts}))
+    return f"--config={path}"
+
+
+def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
+    run = finished_run
+    stdout, stderr = ((run.parent / name).read_text() for name in ("stdout", "stderr"))
+    assert f"\n  {run / 'model'}\n" in stdout
+    assert f"rlt predict --config laptop/generate --model.teacher {run / 'model'}" in stdout
+    assert "--data.tags" not in stdout  # r1, as that config has it
+    roles = {
+        "the trained model": "miniature-teacher",
+        "the frozen student": "miniature",
+        "the reference of the KL penalty": "miniature-teacher",
+    }
+    for role, model in roles.items():
+        assert f"loading {model} (0.7 MB) as float32: {role}\n" in stderr
+    assert "iteration 2/2: policy/loss " in stderr
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
+    assert config["model"]["init_args"]["teacher"] == "miniature-teacher"
+    assert metrics(run).keys() == {1, 2}
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
+    assert len(rows) == 2 * 2 * 2  # steps, problems, completions
+    for row in rows:
+        parts = row["solution_log_prob_reward"] + row["kl_reward"] + row["format_reward"]
+        assert row["reward"] == pytest.approx(parts, abs=1e-4)
+        assert row["explanation"] is not None
+    with_tokens = [row for row in rows if "thought_tokens" in row]
+    assert {row["row"] for row in with_tokens} == {row["row"] for row in rows}  # the best and worst of two
+    for row in with_tokens:
+        assert "".join(row["thought_tokens"]).strip() == row["explanation"]
+        assert "".join(row["solution_tokens"]) == row["solution"].strip("\n")
+        assert sum(row["solution_log_probs"]) / len(row["solution_log_probs"]) == pytest.approx(
+            row["solution_log_prob_mean"], abs=1e-4
+        )
+        assert max(row["thought_kl"]) == pytest.approx(row["kl_max"], abs=1e-4)
+    assert metrics(run)[1]["reward/mean"] == pytest.approx(
+        sum(row["reward"] for row in rows if row["step"] == 1) / 4, abs=1e-4
+    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer.chat_template
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    start = AutoModelForCausalLM.from_pretrained(resolve("miniature-teacher")).state_dict()
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+    card = (run / "model" / "README.md").read_text()
+    assert "miniature" in card
+    assert "chains" in card
+
+
+def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    options = [short_config, "--config=configs/add/tensorboard.yaml", "--resume=true"]
+    for steps in (1, 2):  # the second resumes
+        result = rlt(*small_fit(tiny_model, first, *options, f"--trainer.max_steps={steps}"))
+        assert result.returncode == 0, result.stderr
+    written = sorted(first.rglob("*"))
+    result = rlt("fit", f"--config={first / 'config.yaml'}")
+    assert_one_clear_line(result, "must be empty or new")
+    result = rlt("fit", f"--config={first / 'config.yaml'}", f"--output_dir={again}")
+    assert result.returncode == 0, result.stderr
+    assert metrics(again) == metrics(first)
+    assert list(again.rglob("events.out.tfevents.*"))
+    assert sorted(first.rglob("*")) == written
+
+
+@pytest.mark.full
+def test_two_processes_with_unequal_lengths_equal_one(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    # Prompts differ in length: at 150 tokens a micro-batch, the ranks have different numbers of them.
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = [short_config, "--trainer.max_steps=3", "--model.micro_batch_tokens=150"]
+    result = rlt(*small_fit(tiny_model, one, *options))
+    assert result.returncode == 0, result.stderr
+    options += ["--trainer.devices=2", "--trainer.strategy=ddp"]
+    result = rlt(*small_fit(tiny_model, two, *options), fresh=True)  # as Lightning starts them
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.startswith("waiting for rank 1 to start\n")
+    assert result.stderr.count("loading ") == 3  # only rank 0 says it
+    for step, row in metrics(one).items():
+        # Adam turns rounding of near-zero gradients into whole updates: later steps agree less closely.
+        bound = 1e-5 if step == 1 else 1e-3
+        for name in ("reward/mean", "policy/entropy", "policy/grad_norm", "student/kl_mean"):
+            expected = pytest.approx(row[name], rel=bound, abs=bound / 10)
+            assert metrics(two)[step][name] == expected, (step, name)
+    rows = [{line for line in map(explanation, (f / "rollouts.jsonl").open())} for f in (one, two)]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 3 * 2 * 2  # steps, problems, completions
+
+
+@pytest.mark.full
+def test_two_processes_sample_at_the_same_workers_as_one(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    with worker_of(tiny_model) as first, worker_of(tiny_model) as second:
+        options = [
+            short_config,
+            "--trainer.max_steps=3",
+            "--data.val_rows=2",
+            "--trainer.val_check_interval=2",
+        ]
+        options += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+        options += [f"--rollouts.engine.urls=[{first.url},{second.url}]"]
+        options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+        options += ["--rollouts.asynchronous=true", "--model.max_staleness=1", "--model.mismatch_alarm=null"]
+        assert rlt(*small_fit(tiny_model, one, *options)).returncode == 0
+        asked = len(first.delivered) + len(second.delivered)
+        result = rlt(*small_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
+        assert result.returncode == 0, result.stderr
+        assert len(first.delivered) + len(second.delivered) == 2 * asked  # each prompt once, for both ranks
+    rows = [{line for line in map(explanation, (f / "rollouts.jsonl").open())} for f in (one, two)]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 3 * 2 * 2  # steps, problems, completions
+    for name in ("reward/mean", "rollout/mismatch_mean", "rollout/mismatch_max", "rollout/staleness"):
+        assert metrics(two)[2][name] == pytest.approx(metrics(one)[2][name], rel=1e-3), name
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for run in (mine, other):
+        assert rlt(*small_fit(tiny_model, run, short_config, "--trainer.max_steps=2")).returncode == 0
+    before = (mine / "metrics.csv").read_text()
+    [checkpoint] = (other / "checkpoints").iterdir()  # a finished run keeps only its newest
+    assert checkpoint.name == "step=000002.ckpt"
+    result = rlt(*small_fit(tiny_model, mine, short_config, f"--ckpt_path={checkpoint}"))
+    assert_one_clear_line(result, "must be empty or new")
+    assert (mine / "metrics.csv").read_text() == before
+    for part in ("weights/model.safetensors", "state.pt"):
+        (checkpoint / part).write_bytes(b"")
+        result = rlt(*small_fit(tiny_model, other, short_config, "--ckpt_path=last"))
+        assert_one_clear_line(result, "cannot be read")
+
+
+def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
+    from rlt_lightning.checkpoints.folder import find_best_checkpoint, find_newest_checkpoint, write_best
+    from rlt_lightning.types import InputError
+
+    for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
+        (tmp_path / name).touch()
+    assert find_newest_checkpoint(tmp_path).name == "step=000010.ckpt"
+    for name, parts in (("step=000012.ckpt.old", ["state.pt"]), ("step=000013.ckpt.old", ["weights"])):
+        (tmp_path / name).mkdir()
+        for part in parts:
+            (tmp_path / name / part).touch()
+    assert find_newest_checkpoint(tmp_path).name == "step=000012.ckpt"  # was whole, and about to be replaced
+    with pytest.raises(InputError, match="best needs a checkpoint with a score"):
+        find_best_checkpoint(tmp_path)
+    write_best(
+        tmp_path, {"checkpoint": "step=000010.ckpt", "step": 10, "monitor": "reward/val_mean", "score": 1}
+    )
+    (tmp_path / "best.json.tmp").write_text("{")  # a crash in the middle of pointing to another
+    assert find_best_checkpoint(tmp_path).name == "step=000010.ckpt"
+    assert find_newest_checkpoint(tmp_path).name == "step=000012.ckpt"
+    (tmp_path / "step=000010.ckpt").rename(tmp_path / "step=000010.ckpt.tmp")
+    with pytest.raises(InputError, match=r"step=000010.ckpt, but that is missing"):
+        find_best_checkpoint(tmp_path)
+
+
+def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlt_lightning.checkpoints.folder import find_newest_checkpoint, read_state, write_checkpoint
+
+    folder, replace = tmp_path / "step=000001.ckpt", os.replace
+    write_checkpoint(folder, {"model": "old"}, {})
+
+    def crash(source: Path, target: Path) -> None:
+        if Path(source).suffix == ".tmp":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            write_checkpoint(folder, {"model": "new"}, {})
+    assert read_state(find_newest_checkpoint(tmp_path)) == {"model": "old"}
+    write_checkpoint(folder, {"model": "new"}, {})
+    assert read_state(find_newest_checkpoint(tmp_path)) == {"model": "new"}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.full
+def test_the_best_checkpoint_is_kept_beside_the_newest(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    scored = ["--data.val_rows=4", "--trainer.val_check_interval=1", "--model.optimizer.lr=1e-3"]
+    training = [*scored, "--checkpoint.monitor=reward/val_mean", "--trainer.max_steps=5"]
+    result = rlt(*small_fit(tiny_model, run, short_config, *training))
+    assert result.returncode == 0, result.stderr
+    scores = {step: row["reward/val_mean"] for step, row in metrics(run).items()}
+    best = max(scores, key=lambda step: scores[step])
+    assert best < 5, scores  # else this would not tell it from the newest
+    names = ["best.json", f"step={best:06d}.ckpt", "step=000005.ckpt"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
+    trained = weights(run)
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"question": "1 + 1?", "solution": "2", "reasoning_trace": "One and one."}\n')
+
+    validate = ["validate", *small_fit(tiny_model, run, short_config, *scored, "--ckpt_path=best")[1:]]
+    result = rlt(*validate)
+    assert result.returncode == 0, result.stderr
+    [row] = metrics(run / "validate").values()
+    assert row["reward/val_mean"] == pytest.approx(scores[best], abs=1e-6)
+    result = rlt(
+        "predict",
+        "--config=configs/recipe_7b/score.yaml",
+        f"--model.teacher={tiny_model}",
+        f"--model.student={tiny_model}",
+        "--trainer.accelerator=cpu",
+        "--data.tags=r1",
+        f"--data.source={source}",
+        f"--output_dir={run}",
+        "--ckpt_path=best",
+    )
+    assert result.returncode == 0, result.stderr
+    assert (run / "predict" / "scores.jsonl").exists()
+    assert metrics(run).keys() == set(range(1, 6))  # the run itself is as it was
+
+    result = rlt(*small_fit(tiny_model, run, short_config, *training, "--ckpt_path=best"))
+    assert result.returncode == 0, result.stderr
+    for name, tensor in trained.items():
+        torch.testing.assert_close(weights(run)[name], tensor, atol=1e-6, rtol=0)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
+
+
+def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) -> None:
+    arguments = [
+        "fit",
+        "--config=configs/recipe_7b/warmup.yaml",
+        f"--model.pretrained={tiny_model}",
+        "--model.optimizer.lr=3e-3",
+        "--data.source=arithmetic",
+        "--data.num_embedded_rows=24",
+        "--data.prompts_per_step=4",
+        "--data.val_rows=4",
+        "--trainer.precision=32-true",
+        "--trainer.max_epochs=2",
+        "--checkpoint.every_n_train_steps=1",
+        "--trainer.accelerator=cpu",
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    result = rlt(*arguments, f"--output_dir={whole}")
+    assert result.returncode == 0, result.stderr
+    process = start(*arguments, f"--output_dir={killed}")
+    wait_for((killed / "checkpoints" / "step=000003.ckpt").exists, process)
+    process.kill()
+    process.wait()
+    result = rlt(*arguments, f"--output_dir={killed}", "--ckpt_path=last")
+    assert result.returncode == 0, result.stderr
+    expected, found = metrics(whole), metrics(killed)
+    assert found.keys() == expected.keys()
+    for step, row in expected.items():
+        assert found[step] == pytest.approx(row, abs=1e-6), step
+    # 10 steps, warm-up round(0.05 * 10) = 0 of them: half a cosine from the peak of 3e-3.
+    for step, row in expected.items():
+        cosine = 3e-3 * 0.5 * (1 + math.cos(math.pi * (step - 1) / 10))
+        assert row["policy/lr"] == pytest.approx(cosine, rel=1e-5)
+    losses = [row["policy/loss"] for _, row in sorted(expected.items())]
+    assert losses[-1] < losses[0] - 0.3
+    assert "policy/val_loss" in expected[max(expected)]
+
+
+# One case for each place that refuses; `test_refusals.py` has the other cases of a validator.
+BAD_INPUT: dict[str, tuple[list[str], str]] = {
+    "missing file": (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
+    "unknown model": (["--model.teacher=nobody/nothing"], "smollm2-135m"),
+    "group size 1": (["--model.group_size=1"], "model.group_size must be at least 2, but got 1"),
+    "config that is no YAML": (["--config=README.md"], "Problems parsing config"),
+    "misspelled key": (["--model.group_sise=4"], "group_sise"),
+    "misspelled value": (["--model.reward.kl_estimator=k2"], "kl_estimator"),
+    "unwritable folder": (["--output_dir=/proc/run"], "must be a folder that can be written"),
+    "greedy sampling": (["--rollouts.sampling.temperature=0"], "temperature must be above 0"),
+    "two rollout callbacks": (
+        ["--trainer.callbacks+=rlt_lightning.callbacks.RolloutCallback"] * 2,
+        "A run has one RolloutCallback",
+    ),
+    "engine without workers": (
+        ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"],
+        "needs either urls or launch",
+    ),
+    "worker that is not there": (
+        [
+            "--rollouts.engine=rlt_lightning.engines.VLLMEngine",
+            "--rollouts.engine.urls=[http://127.0.0.1:9]",
+            "--rollouts.engine.recovery_timeout_s=1",
+        ],
+        "vLLM worker http://127.0.0.1:9 must answer within 1 s, but did not",
+    ),
+    "no such accelerator": (["--trainer.accelerator=gpu"], "gpu"),
+    "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_clear_line(case: str, tiny_model: str, short_config: str, tmp_path: Path) -> None:
+    options, expected = BAD_INPUT[case]
+    assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ('{"question": "1 + 1?", "solution": "2"}\n', [], "prompts_per_step"),
+        ('{"question": "1 + 1?", "solution": "2"}\nnot json\n' * 3, [], "broken_json"),
+        ('{"question": "1 + 1?", "solution": "2"}\n' * 4, ["--data.max_prompt_length=20"], "prompt_too_long"),
+    ],
+)
+def test_bad_rows_are_one_clear_line(
+    rows: str, options: list[str], expected: str, tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(rows)
+    options = [f"--data.source={source}", *options]
+    assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "column"),
+    [
+        ("laptop/rlt", "question"),
+        full("laptop/rlt", "solution"),
+        full("recipe_7b/score", "solution"),
+        ("recipe_7b/score", "reasoning_trace"),
+        full("recipe_7b/warmup", "solution"),
+        full("recipe_7b/sft", "solution"),
+        ("recipe_7b/sft", "reasoning_trace"),
+    ],
+)
+def test_rows_longer_than_the_context_are_one_clear_line(
+    config: str, column: str, tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    row = {"question": "1 + 1?", "solution": "2", "reasoning_trace": "One and one."}
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps(row | {column: "Add " + "12 + " * 900}) + "\n")
+    options = [f"--data.source={source}", "--data.prompts_per_step=1"]
+    if config == "laptop/rlt":
+        command = small_fit(tiny_model, tmp_path / "run", short_config, *options)
+        expected = "'s context of 2048 tokens, but row 1 needs"
+    elif config == "recipe_7b/score":
+        models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+        command = ["predict", "--config=configs/recipe_7b/score.yaml", *models, *options]
+        expected = "'s context of 2048 tokens, but row 1 needs"
+    else:
+        options += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
+        command = ["fit", f"--config=configs/{config}.yaml", f"--model.pretrained={tiny_model}", *options]
+        expected = "model's context of 2048 tokens, but row 1 has"
+    assert_one_clear_line(rlt(*command, f"--output_dir={tmp_path / 'run'}"), expected)
+
+
+@pytest.mark.full
+def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: Path) -> None:
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    row = {"question": "Twice 2?", "solution": "4", "reasoning_trace": "2 + 2."}
+    rows.write_text(json.dumps(row) + "\n")
+    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", f"--data.source={rows}"]
+    score = [
+        "predict",
+        "--config=configs/recipe_7b/score.yaml",
+        *models,
+        f"--output_dir={folder}",
+        "--resume=true",
+    ]
+    folder.mkdir()
+    for name in ("config.yaml", "config.tmp", "data_report.json", ".writable"):
+        (folder / name).write_text("half: [writt")  # killed before the first row
+    result = rlt(*score)
+    assert result.returncode == 0, result.stderr
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    mistaken = rlt("fit", "--config=tests/rlt.yaml", f"--output_dir={folder}", "--resume=true")
+    [line] = mistaken.stderr.strip().splitlines()
+    assert mistaken.returncode == 2
+    assert f"does not replace {folder / 'scores.jsonl'}" in line
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / "scores.jsonl").unlink()
+    (folder / "model").mkdir()
+    assert f"does not replace {folder / 'model'}" in rlt(*score).stderr
+
+
+@pytest.mark.parametrize("verb", ["fit", full("predict")])
+def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear_line(
+    verb: str, tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    rows = datasets.Dataset.from_list([{"question": f"{i}?", "solution": "2"} for i in range(5000)])
+    rows.to_parquet(tmp_path / "rows.parquet")
+    table = (tmp_path / "rows.parquet").read_bytes()
+    (tmp_path / "rows.parquet").write_bytes(table[: len(table) // 2])
+    (tmp_path / "none.jsonl").write_text("")
+    (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    run = tmp_path / "run"
+    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", f"--output_dir={run}"]
+    predict = ["predict", "--config=configs/recipe_7b/score.yaml", *models]
+    command = small_fit(tiny_model, run, short_config) if verb == "fit" else predict
+    for name, expected in (
+        ("rows.parquet", "must be a whole Parquet file"),
+        ("none.jsonl", "must have at least one row"),
+        ("questions.jsonl", "lacks solution"),
+    ):
+        result = rlt(*command, f"--data.source={tmp_path / name}", "--overwrite=true")
+        assert_one_clear_line(result, expected)
+
+
+@pytest.mark.full
+def test_exact_kl_of_two_vocabularies_and_missing_templates_are_one_clear_line(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["the"], vocabulary["and"] = vocabulary["and"], vocabulary["the"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    options = [f"--model.student={other}", "--model.reward.kl_estimator=exact"]
+    result = rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options))
+    assert_one_clear_line(result, "exact sums over a vocabulary that teacher and student share")
+    (other / "chat_template.jinja").unlink()
+    result = rlt(*small_fit(tiny_model, tmp_path / "run2", short_config, f"--model.teacher={other}"))
+    assert_one_clear_line(result, "must have a chat template")
+
+
+@pytest.mark.full
+def test_a_second_run_refuses_the_folder_until_told_to_overwrite(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = small_fit(tiny_model, run, short_config, "--trainer.max_steps=1")
+    assert rlt(*arguments).returncode == 0
+    first = (run / "metrics.csv").read_text()
+    assert_one_clear_line(rlt(*arguments), "must be empty or new")
+    assert (run / "metrics.csv").read_text() == first
+    assert rlt(*arguments, "--overwrite=true", "--model.seed=5").returncode == 0
+    (run / "thesis.txt").write_text("ten years of work")
+    assert_one_clear_line(rlt(*arguments, "--overwrite=true"), "thesis.txt")
+    assert (run / "thesis.txt").exists()
+
+
+@pytest.mark.full
+def test_eight_mistakes_in_one_folder_each_get_their_message(tmp_path: Path) -> None:
+    run, bad, wrong = tmp_path / "runs" / "run", tmp_path / "bad.jsonl", tmp_path / "wrong.jsonl"
+    bad.write_text('{"question": "1 + 1?", "solution": "2"}\nnot json\n')
+    wrong.write_text('{"question": 5, "solution": ["2"]}\n')
+    fit = ["fit", "--config=configs/laptop/rlt.yaml", "--trainer.max_steps=1", f"--output_dir={run}"]
+    for options, expected in (
+        (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
+        (["--model.teacher=nobody/nothing"], "The tokenizer 'nobody/nothing' could not be loaded"),
+        ([f"--data.source={bad}"], f"broken_json 1 (row 2). All of them are listed in {run}"),
+        (["--model.group_sise=4"], "group_sise"),
+        ([f"--data.source={wrong}"], "wrong_type 1 (row 1)"),
+        (["--trainer.strategy=fsdp"], "trainer.strategy must be auto, ddp or an overlay's"),
+        (["--model.attn_implementation=flash_attention_2"], "flash-attn extra"),
+        (["--config=configs/quickstrat.yaml"], "quickstrat.yaml"),
+    ):
+        assert_one_clear_line(rlt(*fit, *options), expected)
+        left = {path.name for path in run.rglob("*")}
+        assert left <= {"config.yaml", "data_report.json"}, options
+        assert left or not run.parent.exists()  # no empty folder, neither the run's nor runs/
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "data_report.json"}
+    result = rlt(*fit)
+    assert result.returncode == 0, result.stderr
+    assert (run / "model" / "model.safetensors").exists()
+    assert "max_steps: 1" in (run / "config.yaml").read_text()
+    assert_one_clear_line(rlt(*fit), "must be empty or new")
+
+
+@pytest.mark.parametrize("verb", ["predict", full("test")])
+def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
+    verb: str, tiny_model: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "run"
+    if verb == "predict":
+        command = ["predict", "--config=configs/recipe_7b/score.yaml", "--data.source=arithmetic"]
+        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+        command += ["--data.num_embedded_rows=2", "--trainer.accelerator=cpu"]
+        mistake, expected = "--scores.rank_groups=9", "the number of scored rows, 2, but is 9"
+    else:
+        given = tmp_path / "given.jsonl"
+        given.write_text("".join(json.dumps({"id": str(i + 1), "response": "5"}) + "\n" for i in range(2)))
+        command = ["test", "--config=configs/laptop/smollm2_evaluate.yaml", f"--data.responses={given}"]
+        command += ["--data.max_rows=2", "--rollouts.num_samples=1"]
+        mistake, expected = "--data.max_rows=5", "has none to 3 of 5"
+    assert_one_clear_line(rlt(*command, f"--output_dir={run}", mistake), expected)
+    result = rlt(*command, f"--output_dir={run}")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("verb", ["fit", *(full(v) for v in ("predict", "test"))])
+def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model: str, tmp_path: Path) -> None:
+    config = {
+        "fit": "tests/rlt.yaml",
+        "predict": "configs/recipe_7b/generate.yaml",
+        "test": "configs/recipe_7b/evaluate.yaml",
+    }
+    command = [verb, f"--config={ROOT / config[verb]}", "--trainer.accelerator=cpu", "--output_dir=run"]
+    if verb == "test":
+        command += [f"--model.pretrained={tiny_model}", "--data.sets={arithmetic: null}", "--data.max_rows=2"]
+    else:
+        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+        command += ["--data.source=arithmetic", "--data.num_embedded_rows=2", "--data.tags=r1"]
+        command += ["--model.dtype=float32"]
+    command += ["--model.mismatch_alarm=null", "--trainer.max_steps=1"] if verb == "fit" else []
+    command += ["--rollouts.sampling.max_completion_length=8"]
+    command += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+    command += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def scores_of_other_weights(token_ids: list[int]) -> list[float]:
+        return [-1.0] * (len(token_ids) - 1)
+
+    with FakeWorker(score=scores_of_other_weights) as other, worker_of(tiny_model) as own:
+        result = rlt(*command, f"--rollouts.engine.urls=[{other.url}]", cwd=tmp_path)
+        assert result.returncode == 2
+        assert "must hold the trainer's weights" in result.stderr
+        assert list((run / "weights").rglob("*.safetensors"))
+        written = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(written.replace(other.url, own.url))
+        result = rlt(verb, "--config=../run/config.yaml", "--output_dir=../run", cwd=elsewhere)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.full
+def test_wandb_offline_and_tensorboard_write_into_the_run_folder(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    for overlay, pattern in (
+        ("wandb", "wandb/offline-run-*/*.wandb"),
+        ("tensorboard", "**/events.out.tfevents.*"),
+    ):
+        run = tmp_path / overlay
+        options = [f"--config=configs/add/{overlay}.yaml", "--trainer.max_steps=1"]
+        result = rlt(*small_fit(tiny_model, run, short_config, *options))
+        assert result.returncode == 0, result.stderr
+        assert list(run.glob(pattern)), sorted(run.rglob("*"))
+        assert (run / "metrics.csv").exists()
+
+
+def test_without_output_dir_the_run_is_named_after_config_and_time(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    arguments = [
+        a
+        for a in small_fit(tiny_model, tmp_path, short_config, "--trainer.max_steps=1")
+        if "output_dir" not in a
+    ]
+    arguments[1] = f"--config={ROOT / 'tests/rlt.yaml'}"
+    result = rlt(*arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("rlt-20")
+
+
+def test_version_and_help_answer_before_lightning_is_imported() -> None:
+    for flag in ("--version", "--help"):
+        code = f"import sys; sys.argv = ['rlt', '{flag}']; import rlt_lightning.__main__ as m; m.main(); "
+        code += "assert 'lightning' not in sys.modules and 'torch' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlt_lightning.cli.main.run", run)
+    monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
+    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the current folder
+    with pytest.raises(SystemExit) as ending:
+        main()
+    assert ending.value.code == 130
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_only_a_terminal_is_told_of_the_imports(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlt_lightning.cli.main.run", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with pytest.raises(SystemExit):
+        main()
+    line = "importing PyTorch and rlt_lightning, which takes some seconds\n"
+    assert capsys.readouterr().err == line * terminal
+
+
+@pytest.mark.full
+def test_the_whole_help_of_fit_imports_neither_transformers_nor_datasets() -> None:
+    code = (
+        "import sys; sys.argv = ['rlt', 'fit', '--help-all']\n"
+        "import lightning.pytorch; before = set(sys.modules)\n"
+        "from rlt_lightning.__main__ import main\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "heavy = {'transformers', 'datasets', 'wandb', 'vllm', 'deepspeed'} & (set(sys.modules) - before)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert "--model" in result.stdout
+
+
+def test_a_callback_of_the_trainer_replaces_the_runs_own(tmp_path: Path) -> None:
+    config = tmp_path / "short.yaml"
+    config.write_text(
+        "trainer:\n  callbacks:\n    - class_path: rlt_lightning.callbacks.RolloutCallback\n"
+        "      init_args: {sampling: {temperature: 0.7, max_completion_length: 5}}\n"
+    )
+    words = ["fit", "--config=laptop/rlt", f"--config={config}", "--trainer.max_steps=1"]
+    words += ["--data.num_embedded_rows=4", "--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"]
+    done = rlt(*words)
+    assert done.returncode == 0, done.stderr
+    rows = map(json.loads, (tmp_path / "run/rollouts.jsonl").open())
+    assert max(row["num_tokens"] for row in rows) == 5
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp_spawn", "nonsense", ModelParallelStrategy()])
+def test_strategies_that_do_not_work_are_refused_by_name(strategy: Any) -> None:
+    with pytest.raises(InputError, match=r"but is \w+\. For weights in shards use fsdp2 "):
+        require_known_strategy(strategy)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp2", "deepspeed_stage_3", FSDP2(), DDPStrategy()])
+def test_strategies_of_the_overlays_are_accepted(strategy: Any) -> None:
+    require_known_strategy(strategy)
+
+
+def test_a_strategy_of_lightnings_is_refused_in_one_line(tmp_path: Path) -> None:
+    command = ["fit", "--config=tests/rlt.yaml", "--trainer.strategy=fsdp"]
+    result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    [line] = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("rlt: error: trainer.strategy must be one of auto, ddp, ")
+
+
+def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlt_lightning.strategies.zero.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'rlt-lightning\[deepspeed\]'"):
+        DeepSpeed()
+
+
+@pytest.mark.full
+def test_validation_is_the_same_however_rows_are_shared(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    found = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        options = ["--data.val_rows=3", "--data.val_batch_size=4", f"--trainer.devices={number}"]
+        options += ["--trainer.max_steps=1", "--trainer.val_check_interval=1", "--export.enabled=false"]
+        result = rlt(*small_fit(tiny_model, folder, short_config, *options))
+        assert result.returncode == 0, result.stderr
+        found.append(metrics(folder)[1])
+    names = [name for name in found[0] if "/val_" in name]
+    assert len(names) == 7
+    for name in names:
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5, abs=1e-5), name  # nats, by rounding
+
+
+def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = small_fit(tiny_model, folder, short_config, "--trainer.max_steps=100000")
+    run = start(*command)
+    wait_for(lambda: list(folder.glob("checkpoints/step=*.ckpt")), run)
+    run.terminate()
+    assert run.wait(60) == 143
+    told = rf"rlt: terminated\. The newest checkpoint is .*ckpt\. To resume: \S*rlt fit .*_dir {folder} "
+    assert re.search(told, run.stderr)
+    result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")
+    assert_one_clear_line(result, "--ckpt_path last needs --output_dir")

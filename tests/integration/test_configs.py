@@ -1,0 +1,305 @@
+"""Every shipped YAML is parsed, and its model, data and callbacks are built and run at tiny size."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import ROOT, rlt
+from fake_worker import FakeWorker, worker_of
+from parsed import check_rlt
+from tiny import CONFIGS, OVERLAYS, TINY, generates, launch_words, name_of, tiny_run, uses_workers
+
+from rlt_lightning.cli.configs import copy_config
+from rlt_lightning.cli.parser import replace_config_names
+from rlt_lightning.engines import Launch
+from rlt_lightning.run.shipped import find_config, list_shipped_configs
+from rlt_lightning.types import InputError
+
+
+def read_config(name: str) -> dict[str, Any]:
+    settings: dict[str, Any] = yaml.safe_load(find_config(name).read_text())
+    return settings
+
+
+EIGHT_GPUS = ("fsdp2_8gpu", "zero1_8gpu", "zero3_8gpu", "zero3_8gpu_async", "zero3_8gpu_colocated")
+PLAIN_WORKERS = ("generate_8gpu", "evaluate_8gpu")
+
+
+@pytest.mark.parametrize("name", [*EIGHT_GPUS, *PLAIN_WORKERS])
+def test_eight_gpus_are_shared_out(name: str) -> None:
+    overlay = read_config(f"hardware/{name}")
+    engine = overlay["rollouts"]["engine"]["init_args"]
+    workers = Launch(**engine["launch"])  # as many lists of GPUs as workers
+    devices = overlay["trainer"].get("devices", 0)  # an evaluation with workers needs none of its own
+    trains, samples = (
+        range(devices) if isinstance(devices, int) else devices,
+        [g for [g] in workers.gpus or []],
+    )
+    assert sorted({*trains, *samples}) == list(range(8))
+    together = engine.get("sleep", False)
+    assert together == bool(set(trains) & set(samples)) == ("--enable-sleep-mode" in workers.arguments)
+
+
+def test_where_sampler_and_trainer_differ_tokens_are_weighed() -> None:
+    weights = {
+        "class_path": "rlt_lightning.numerics.TruncatedImportanceSampling",
+        "init_args": {"level": "token", "cap": 2.0},
+    }
+    for path in [*CONFIGS, *OVERLAYS]:
+        settings = yaml.safe_load(path.read_text())
+        options = settings.get("model", {}).get("init_args", {})
+        if settings.get("rollouts", {}).get("asynchronous"):
+            assert options["importance_sampling"] == weights, path
+        else:
+            assert "importance_sampling" not in options, path  # the default chooses by the engine
+
+
+def test_every_config_is_found_by_its_name() -> None:
+    assert list_shipped_configs() == {name_of(path): path for path in (*CONFIGS, *OVERLAYS)}
+    assert {*list_shipped_configs().values()} == {*(ROOT / "configs").rglob("*.*")}
+    assert find_config("add/vllm") == ROOT / "configs" / "add" / "vllm.yaml"
+
+
+def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("laptop/rlt").mkdir(parents=True)
+    assert find_config("laptop/rlt") == ROOT / "configs" / "laptop" / "rlt.yaml"
+    Path("laptop/opd").touch()
+    assert find_config("laptop/opd") == Path("laptop/opd")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("laptop/rtl", "Did you mean laptop/rlt?"),
+        ("rlt", "Did you mean laptop/rlt or recipe_7b/rlt?"),
+        ("overlays/zero3.yml", "Did you mean hardware/zero3?"),
+        ("vllm", "Did you mean add/vllm?"),
+        ("something_else", "'something_else' is neither. `rlt configs`"),
+    ],
+)
+def test_a_wrong_name_is_told_the_near_ones(
+    wrong: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=re.escape(near)):
+        find_config(wrong)
+
+
+def test_a_copy_brings_what_the_launch_line_names_and_replaces_nothing(tmp_path: Path) -> None:
+    for config in (*CONFIGS, *OVERLAYS):
+        folder = tmp_path / "copies" / name_of(config)
+        *_, line = copy_config(name_of(config), folder).splitlines()
+        named = [Path(word) for word in shlex.split(line) if word.endswith(".yaml")]
+        assert {path: path.read_text() for path in named} == {
+            path: find_config(str(path.relative_to(folder).with_suffix(""))).read_text() for path in named
+        }
+        assert folder / f"{name_of(config)}.yaml" in named
+        named[-1].write_text("changed: true")
+        with pytest.raises(InputError, match="A copy must not replace a file"):
+            copy_config(name_of(config), folder)
+        assert named[-1].read_text() == "changed: true"
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"--copy must name a folder that can be written, but .*/file/in is"):
+        copy_config("laptop/rlt", tmp_path / "file" / "in")
+
+
+def test_a_list_of_configs_may_be_read_in_part() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "rlt_lightning", "configs"]
+    done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_names_stand_for_files_wherever_a_config_is_an_option() -> None:
+    words = ["fit", "--config=laptop/rlt", "-c", "add/lora", "--config", '{"seed": 1}', "--seed", "rank"]
+    files = [str(ROOT / "configs" / name) for name in ("laptop/rlt.yaml", "add/lora.yaml")]
+    assert replace_config_names(words) == ["fit", f"--config={files[0]}", "-c", files[1], *words[4:]]
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from strings(item)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=name_of)
+def test_a_config_says_what_it_is_and_needs_no_file_of_the_checkout(config: Path) -> None:
+    text = config.read_text()
+    assert re.match(r"# [^\n]+[.:)]\n", text), "`rlt configs` shows its first line, which must be whole"
+    known = [value for value in strings(yaml.safe_load(text)) if "/" in value and (ROOT / value).exists()]
+    made = ("runs/", ".venv", "../")  # by runs and by set-ups
+    assert [value for value in known if not value.startswith(made)] == []
+
+
+@pytest.fixture
+def fake_worker(tiny_model: str) -> Iterator[FakeWorker]:
+    with worker_of(tiny_model) as worker:
+        yield worker
+
+
+@pytest.fixture
+def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
+    with worker_of(tiny_model, dev_mode=False) as worker:
+        yield worker
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=name_of)
+def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
+    check_rlt(launch_words(config), ROOT)
+
+
+# One of each verb, module, task and kind of engine; the run that tests share is that of laptop/rlt, and
+# tests/integration/test_vllm_worker.py has the overlay that launches.
+EACH_KIND = [f"recipe_7b/{name}" for name in ("grpo", "warmup", "sft", "generate", "rank", "evaluate")]
+EACH_KIND += ["add/vllm_async", "hardware/generate_8gpu", "add/lora"]
+TO_RUN = [
+    pytest.param(path, marks=[] if name_of(path) in EACH_KIND else pytest.mark.full, id=name_of(path))
+    for path in (*CONFIGS, *OVERLAYS)
+    if path.stem != "vllm_launch"
+]
+
+
+@pytest.mark.parametrize("config", TO_RUN)
+def test_a_shipped_config_builds_and_runs_at_tiny_size(
+    config: Path, tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    verb, options, settings = tiny_run(config, tiny_model)
+    options += [f"--output_dir={tmp_path / 'run'}"]
+    if uses_workers(config):
+        plain = config.stem in PLAIN_WORKERS
+        worker = request.getfixturevalue("plain_worker" if plain else "fake_worker")
+        options += ["--rollouts.engine.init_args.launch=null"] if "gpu" in config.stem else []
+        options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
+        if not plain:
+            options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
+    result = rlt(verb, *options)
+    assert result.returncode == 0, result.stderr
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert resolved["model"]["class_path"] == settings["model"]["class_path"]
+    written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
+    written = "distillation.parquet" if generates(settings) else written
+    assert (tmp_path / "run" / written).stat().st_size > 0
+
+
+def test_the_released_recipes_figures_are_in_the_configs() -> None:
+    rlt = read_config("recipe_7b/rlt")
+    model, data = rlt["model"]["init_args"], rlt["data"]["init_args"]
+    sampling = rlt["rollouts"]["sampling"]
+    assert (rlt["trainer"]["max_steps"], data["prompts_per_step"], model["group_size"]) == (125, 16, 64)
+    assert sampling == {"temperature": 0.7, "max_completion_length": 16384}
+    assert model["optimizer"] == {"lr": 1e-6, "scheduler": "constant"}
+    assert model["policy_loss"]["init_args"]["kl_coef"] == 0.04
+    sft = read_config("recipe_7b/warmup")
+    assert (sft["trainer"]["max_epochs"], sft["data"]["init_args"]["prompts_per_step"]) == (10, 16)
+    assert sft["model"]["init_args"]["optimizer"] == {
+        "lr": 1e-5,
+        "weight_decay": 1e-4,
+        "betas": [0.9, 0.95],
+        "scheduler": "cosine",
+        "warmup_frac": 0.05,
+    }
+
+
+def test_traditional_rl_has_the_papers_rewards_and_stage_2s_figures() -> None:
+    stage_2, traditional = read_config("recipe_7b/rlt"), read_config("recipe_7b/grpo")
+    reward = traditional["model"]["init_args"]["reward"]
+    assert reward["init_args"] == {"right": 1.0, "wrong": -0.5, "unformatted": -1.0}
+    assert traditional["trainer"] == stage_2["trainer"]
+    assert traditional["rollouts"] == stage_2["rollouts"]
+    for name in ("group_size", "policy_loss", "optimizer", "gradient_checkpointing"):
+        assert traditional["model"]["init_args"][name] == stage_2["model"]["init_args"][name]
+
+
+def test_the_papers_sets_are_evaluated_as_it_was_trained() -> None:
+    settings, recipe = read_config("recipe_7b/evaluate"), read_config("recipe_7b/rlt")
+    assert settings["data"]["init_args"]["sets"] == dict.fromkeys(["aime24", "math500", "gpqa_diamond"])
+    assert settings["rollouts"]["sampling"] == recipe["rollouts"]["sampling"]
+
+
+def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> None:
+    command = ["validate", "--config=configs/laptop/rlt.yaml", *TINY]
+    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
+    result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    assert "reward/val_mean" in result.stdout
+    assert "rollout/val_closed_frac" in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+def test_scoring_keeps_columns_and_row_order(tiny_model: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "id": i,
+            "question": f"{i} + 1?",
+            "solution": str(i + 1),
+            "reasoning_trace": f"Add one to {i}.",
+            "source": "x",
+        }
+        for i in range(5)
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["predict", "--config=configs/recipe_7b/score.yaml"]
+    command += [f"--data.source={source}", "--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"]
+    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    result = rlt(*command)
+    assert result.returncode == 0, result.stderr
+    scores = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").open()]
+    assert [{name: score[name] for name in row} for row, score in zip(rows, scores, strict=True)] == rows
+
+
+def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "question": f"{i} + 1?",
+            "solution": str(i + 1),
+            "reasoning_trace": "Add one.",
+            "other_trace": "Guess " * i,
+        }
+        for i in range(1, 4)
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        "predict",
+        "--config=configs/recipe_7b/score.yaml",
+        f"--data.source={source}",
+        "--data.prompts_per_step=3",
+    ]
+    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    scores: dict[str, list[dict[str, Any]]] = {}
+    for columns in ("reasoning_trace", "other_trace", "reasoning_trace, other_trace"):
+        run = tmp_path / columns.replace(", ", "-")
+        result = rlt(*command, f"--data.trace_columns=[{columns}]", f"--output_dir={run}")
+        assert result.returncode == 0, result.stderr
+        scores[columns] = [json.loads(line) for line in (run / "scores.jsonl").open()]
+    together = scores.pop("reasoning_trace, other_trace")
+    assert [score["trace_column"] for score in together] == ["reasoning_trace", "other_trace"] * 3
+    for name, alone in scores.items():
+        both = [score for score in together if score["trace_column"] == name]
+        for one, other in zip(both, alone, strict=True):
+            terms = {term: value for term, value in other.items() if isinstance(value, float)}
+            assert len(terms) > 5
+            assert {term: one[term] for term in terms} == pytest.approx(terms, abs=1e-5)
+    rewards = [score["reward"] for score in together]
+    assert abs(rewards[0] - rewards[1]) > 1e-3
+
+
+def test_the_page_names_every_config_and_no_other() -> None:
+    page = (ROOT / "docs" / "configs.md").read_text()
+    named = re.findall(r"^\| `(\w+/\w+)` \|", page, re.MULTILINE)
+    assert sorted(named) == sorted(list_shipped_configs())

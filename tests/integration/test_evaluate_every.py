@@ -1,0 +1,479 @@
+"""EvaluateEvery: it finds what `rlt test` finds, changes no training, resumes, and picks the best."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import full
+from commands import rlt
+from fake_worker import worker_of
+from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file
+
+from rlt_lightning.callbacks import (
+    Checkpoint,
+    EvaluateEvery,
+    MetricsCSV,
+    ModelExporter,
+    ResponseCallback,
+    RolloutCallback,
+)
+from rlt_lightning.callbacks.checkpoint import MetricsResume
+from rlt_lightning.callbacks.evaluate_every import require_student_task
+from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
+from rlt_lightning.commands.report import write_report
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules.tokenize import TASKS
+from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
+from rlt_lightning.metrics.catalogue import EVALUATION
+from rlt_lightning.modules import EvaluationModule, RLTModule, SFTModule
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.rewards import CorrectnessReward
+from rlt_lightning.types import InputError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
+CHAINS = {"tags": "r1", "student_system_prompt": ""}
+SAMPLING = Sampling(temperature=0.7, max_completion_length=72)
+ASKED: dict[str, Any] = {"sets": {"chains": None}, "max_rows": 13, "num_samples": 2, "seed": 5}
+STEPS = 6
+DRAWN = ("pass_at_1", "pass_at_k", "formatted_frac", "truncated_frac", "tokens_mean")  # maj@2 is pass@1
+
+
+class Losses(Callback):
+    """Keeps the loss and the gradient norm of every step."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        metrics = module.step_metrics
+        self.losses.append((float(metrics["policy/loss"]), float(metrics["policy/grad_norm"])))
+
+
+def evaluations(every: int = 2, **options: Any) -> EvaluateEvery:
+    return EvaluateEvery(every, sampling=SAMPLING, **{**ASKED, **options})
+
+
+def trainer_of(folder: Path, *callbacks: Callback, steps: int = STEPS, **options: Any) -> Trainer:
+    """A trainer with the callbacks in the command line's order."""
+    folder.mkdir(exist_ok=True)
+    return Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=-1,
+        logger=MetricsCSV(str(folder)),
+        plugins=[FolderCheckpointIO()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        callbacks=[*callbacks, MetricsResume()],
+        **{"log_every_n_steps": 1, **options},
+    )
+
+
+def data_of(model: str, **options: Any) -> StratosDataModule:
+    settings = {"source": "chains:right", "task": "student_sft", "num_embedded_rows": 40, "seed": 2}
+    settings |= {"prompts_per_step": 8}
+    return StratosDataModule(tokenizer=model, **{**settings, **CHAINS, **options})
+
+
+def fit(model: str, folder: Path, *callbacks: Callback, resume: Path | None = None, **options: Any) -> Losses:
+    """Fine-tune the miniature on right chains."""
+    losses = Losses()
+    trainer = trainer_of(folder, *callbacks, losses, **options)
+    module = SFTModule(model, OptimizerConfig(lr=1e-3), gradient_checkpointing=True)
+    trainer.fit(module, datamodule=data_of(model), ckpt_path=None if resume is None else str(resume))
+    return losses
+
+
+def rows_of(folder: Path, prefix: str = "eval/") -> dict[int, dict[str, float]]:
+    """The figures in metrics.csv by step, of the steps that have any."""
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["step"] for row in rows}) == len(rows)
+    found = {int(r["step"]): {n: float(v) for n, v in r.items() if v and n.startswith(prefix)} for r in rows}
+    return {step: row for step, row in found.items() if row}
+
+
+def figures_of_test(model: str | Path, folder: Path, **options: Any) -> dict[str, float]:
+    """What an evaluation of a model folder logs, with the same seeds."""
+    asked = {**ASKED, **CHAINS, **options}
+    sampler = ResponseCallback(sampling=SAMPLING, num_samples=asked["num_samples"], seed=asked["seed"])
+    module, data = EvaluationModule(str(model)), EvaluationDataModule(tokenizer=str(model), **asked)
+    trainer_of(folder, sampler).test(module, data, verbose=False)
+    return {f"eval/{name}/{f}": v for name, own in module.figures().items() for f, v in own.items()}
+
+
+@pytest.fixture(scope="module")
+def finished(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Losses]:
+    """A fine-tuned miniature with all checkpoints, evaluated at steps 0, 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("evaluated") / "run"
+    best = Checkpoint(save_top_k=-1, monitor="eval/chains/pass_at_1")
+    return folder, fit(miniature, folder, evaluations(), best)
+
+
+@pytest.mark.full
+def test_its_figures_are_those_of_the_exported_checkpoints(
+    finished: tuple[Path, Losses], miniature: str, tmp_path: Path
+) -> None:
+    folder, _ = finished
+    found = rows_of(folder)
+    assert list(found) == [0, 2, 4, 6]
+    assert len({row["eval/chains/pass_at_1"] for row in found.values()}) > 2  # it learns
+    models = {0: miniature}
+    for step in (2, 4, 6):
+        models[step] = str(tmp_path / f"model{step}")
+        export_checkpoint(str(folder / "checkpoints" / f"step={step:06d}.ckpt"), models[step])
+    for step, model in models.items():
+        figures = figures_of_test(model, tmp_path / f"test{step}")
+        assert figures == found[step]
+        assert set(figures) == {metric.name.replace("SET", "chains") for metric in EVALUATION}
+
+
+def test_its_prompts_are_those_of_the_exported_model(miniature: str, tmp_path: Path) -> None:
+    answer = "<|begin_of_thought|>\n\nAdd.\n\n<|end_of_thought|>\n\n"
+    answer += "<|begin_of_solution|>\n\n2\n\n<|end_of_solution|>"
+    rows = [
+        {
+            "system": prompt,
+            "conversations": [{"from": "user", "value": f"{n} + 1?"}, {"from": "assistant", "value": answer}],
+        }
+        for n, prompt in enumerate(["Be brief.", "Be brief.", "Be kind.", "Be brief."])
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    callback = evaluations(9, max_rows=2, at_start=False)
+    data = StratosDataModule(
+        str(tmp_path / "rows.jsonl"), task="student_sft", tokenizer=miniature, prompts_per_step=2
+    )
+    trainer_of(tmp_path / "run", callback, ModelExporter(), steps=1).fit(
+        SFTModule(miniature), datamodule=data
+    )
+    model = str(tmp_path / "run" / "model")
+    tested = EvaluationDataModule(ASKED["sets"], model, max_rows=2, seed=ASKED["seed"])
+    tested.setup("test")
+    assert [p.prompt for p in callback.questions.problems] == [p.prompt for p in tested.problems]
+    asked = tested.chat_format.tokenizer.decode(tested.problems[0].prompt)
+    assert "Be brief." in asked  # the commonest of the rows, and not ours
+
+
+def test_training_is_the_same_without_it(
+    finished: tuple[Path, Losses], miniature: str, tmp_path: Path
+) -> None:
+    folder, losses = finished
+    assert fit(miniature, tmp_path, Checkpoint()).losses == losses.losses
+    ours, without = (
+        load_file(run / "checkpoints" / f"step={STEPS:06d}.ckpt" / "weights" / "model.safetensors")
+        for run in (folder, tmp_path)
+    )
+    assert all(torch.equal(ours[name], without[name]) for name in without)
+    assert "perf/generate_s" not in (folder / "metrics.csv").read_text()  # its phases are no step's
+    assert list(rows_of(folder, "perf/evaluate_s")) == [0, 2, 4, 6]
+
+
+def test_a_resumed_run_repeats_its_evaluations(
+    finished: tuple[Path, Losses], miniature: str, tmp_path: Path
+) -> None:
+    folder, _ = finished
+    run, found = tmp_path / "run", rows_of(folder)
+    shutil.copytree(folder, run)
+    for step in (5, 6):
+        shutil.rmtree(run / "checkpoints" / f"step={step:06d}.ckpt")
+    scores = {step: row["eval/chains/pass_at_1"] for step, row in found.items()}
+    assert scores[4] > scores[2]
+    # As a kill leaves it that comes right after the checkpoint of step 4: with its figures, but without its
+    # training metrics, and with the best one of before.
+    best = {"checkpoint": "step=000002.ckpt", "step": 2, "score": scores[2]}
+    (run / "checkpoints" / "best.json").write_text(json.dumps(best | {"monitor": "eval/chains/pass_at_1"}))
+    with open(run / "metrics.csv", newline="") as file:
+        whole = {row["step"]: row for row in csv.DictReader(file)}
+    with open(run / "metrics.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(whole["0"]), restval="")
+        writer.writeheader()
+        writer.writerows(whole[step] for step in "0123")
+        own = {name: value for name, value in whole["4"].items() if name.startswith(("step", "eval/"))}
+        writer.writerow(own)
+    for last, step in ((5, 4), (6, 5)):
+        start = run / "checkpoints" / f"step={step:06d}.ckpt"
+        monitor = Checkpoint(save_top_k=-1, monitor="eval/chains/pass_at_1")
+        fit(miniature, run, evaluations(), monitor, resume=start, steps=last)
+        named = json.loads((run / "checkpoints" / "best.json").read_text())
+        assert named["step"] == max(range(2, last + 1, 2), key=lambda s: scores[s])
+    assert rows_of(run) == found
+    assert rows_of(run, "policy/") == rows_of(folder, "policy/")
+
+
+def test_the_best_checkpoint_is_the_one_of_the_best_accuracy(
+    finished: tuple[Path, Losses], miniature: str, tmp_path: Path
+) -> None:
+    scores = {step: row["eval/chains/pass_at_1"] for step, row in rows_of(finished[0]).items() if step}
+    largest = json.loads((finished[0] / "checkpoints" / "best.json").read_text())
+    assert largest["step"] == max(scores, key=lambda step: scores[step])
+    assert largest["score"] == pytest.approx(scores[largest["step"]])
+    # By the smallest, so that the best is not the newest.
+    smallest = min(scores, key=lambda step: scores[step])
+    assert smallest < STEPS
+    monitor = Checkpoint(monitor="eval/chains/pass_at_1", mode="min")
+    fit(miniature, tmp_path, evaluations(), monitor, log_every_n_steps=100)
+    assert list(rows_of(tmp_path)) == [0, 2, 4, 6]  # however rarely Lightning logs
+    names = ["best.json", f"step={smallest:06d}.ckpt", f"step={STEPS:06d}.ckpt"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] == smallest
+
+
+# Traditional RL, and engines
+
+
+class Trained(Callback):
+    """Keeps the tokens that every step was trained on."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        tokens = [rollout.completion.token_ids for rollout in batch.rollouts.rollouts]
+        self.steps.append((tokens, float(module.step_metrics["policy/loss"])))
+
+
+def reinforce(
+    model: str,
+    folder: Path,
+    rollouts: RolloutCallback,
+    *callbacks: Callback,
+    steps: int = 2,
+    source: str = "chains",
+) -> Trained:
+    trained = Trained()
+    data = data_of(model, task="student_rl", source=source, num_embedded_rows=8, prompts_per_step=2)
+    reward = CorrectnessReward()
+    # An old sampler's tokens may be one step old.
+    module = RLTModule(model, None, 2, reward, optimizer=OptimizerConfig(lr=1e-3), max_staleness=1)
+    trainer_of(folder, *callbacks, rollouts, trained, steps=steps).fit(module, datamodule=data)
+    return trained
+
+
+@pytest.mark.full
+def test_reinforcement_samples_with_the_engine_of_the_run(miniature: str, tmp_path: Path) -> None:
+    run, without = tmp_path / "run", tmp_path / "without"
+    callbacks = [evaluations(max_rows=5), Checkpoint(save_top_k=-1, monitor="eval/chains/pass_at_1")]
+    trained = reinforce(miniature, run, RolloutCallback(sampling=SAMPLING), *callbacks)
+    assert trained.steps == reinforce(miniature, without, RolloutCallback(sampling=SAMPLING)).steps
+    assert list(rows_of(run)) == [0, 2]
+    export_checkpoint(str(run / "checkpoints" / "step=000002.ckpt"), str(tmp_path / "model"))
+    assert figures_of_test(tmp_path / "model", tmp_path / "test", max_rows=5) == rows_of(run)[2]
+
+
+def workers_engine(url: str) -> VLLMEngine:
+    return VLLMEngine([url], push=DiskPush(timeout_s=2.0), backoff_s=0.01)
+
+
+@pytest.mark.full
+def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+    short = Sampling(max_completion_length=8)
+    for name in ("with", "without"):
+        with worker_of(tiny_model) as worker:
+            rollouts = RolloutCallback(workers_engine(worker.url), short, asynchronous=True)
+            callbacks = [evaluations(max_rows=3)] if name == "with" else []
+            options: dict[str, Any] = {"steps": 4, "source": "arithmetic"}
+            seen[name] = reinforce(tiny_model, tmp_path / name, rollouts, *callbacks, **options)
+            asked = [body for body in worker.bodies if body["max_tokens"] == SAMPLING.max_completion_length]
+            # 3 problems, 3 times, two completions that are requests of their own.
+            assert len(asked) == (18 if callbacks else 0)
+    assert [tokens for tokens, _ in seen["with"].steps] == [tokens for tokens, _ in seen["without"].steps]
+    assert list(rows_of(tmp_path / "with")) == [0, 2, 4]
+
+
+def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: Path) -> None:
+    with worker_of(tiny_model) as worker:
+        engine = workers_engine(worker.url)
+        fit(tiny_model, tmp_path / "run", evaluations(max_rows=3, engine=engine), Checkpoint(), steps=4)
+        # 3 problems, 3 times, each completion a request of its own.
+        assert len(worker.bodies) == 18
+        assert worker.folder is not None
+        pushed = load_file(next(Path(worker.folder).glob("*.safetensors")))
+    trained = load_file(
+        tmp_path / "run" / "checkpoints" / "step=000004.ckpt" / "weights" / "model.safetensors"
+    )
+    for name, tensor in pushed.items():
+        assert torch.equal(tensor, trained[name]), name
+    assert rows_of(tmp_path / "run")[4]["eval/chains/truncated_frac"] == 1
+
+
+# Several ranks, and the command line
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        full("ddp"),
+        full("fsdp2"),
+        full("zero3"),
+    ],
+)
+def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_path: Path) -> None:
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    run = tmp_path / "run"
+    command = ["fit", "--config=configs/laptop/sft.yaml"]
+    command += ["--config=configs/add/evaluate_every.yaml"]
+    command += [
+        "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/hardware/{strategy}.yaml"
+    ]
+    command += [f"--model.pretrained={miniature}", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
+    command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.devices=2"]
+    command += ["--trainer.callbacks.init_args.max_rows=5", "--checkpoint.every_n_train_steps=2"]
+    command += ["--checkpoint.monitor=eval/chains/pass_at_1", f"--output_dir={run}"]
+    result = rlt(*command)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "accuracy after iteration 2: chains" in result.stderr
+    [line] = re.findall(r"accuracy after iteration 0: (.*) \(", result.stderr)  # of one rank
+    assert line.startswith("chains")
+    found = rows_of(run)
+    assert list(found) == [0, 2]
+    asked = {"max_rows": 5, "num_samples": 1, "seed": 0}
+    assert figures_of_test(run / "model", tmp_path / "test", **asked) == found[2]
+    assert json.loads((run / "checkpoints" / "best.json").read_text())["step"] == 2
+
+
+@pytest.mark.full
+def test_ranks_of_fine_tuning_share_the_workers_of_an_overlay(tiny_model: str, tmp_path: Path) -> None:
+    command = ["fit", "--config=configs/laptop/sft.yaml", f"--model.pretrained={tiny_model}"]
+    command += ["--config=configs/add/evaluate_every.yaml", "--config=configs/add/vllm.yaml"]
+    command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.callbacks.init_args.max_rows=5"]
+    command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush", "--trainer.devices=2"]
+    command += ["--trainer.strategy=ddp", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
+    with worker_of(tiny_model) as worker:
+        urls = f"--rollouts.engine.init_args.urls=[{worker.url}]"
+        result = rlt(*command, urls, f"--output_dir={tmp_path / 'run'}")
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert len(worker.bodies) == 10  # each problem once at steps 0 and 2, whatever the number of ranks
+    assert list(rows_of(tmp_path / "run")) == [0, 2]
+
+
+@pytest.mark.full
+def test_the_commands_of_the_page_find_the_same(miniature: str, tmp_path: Path) -> None:
+    run, model, test = (tmp_path / name for name in ("run", "model", "test"))
+    command = ["fit", "--config=configs/laptop/sft.yaml", f"--model.pretrained={miniature}"]
+    command += ["--config=configs/add/evaluate_every.yaml", "--data.num_embedded_rows=64"]
+    command += ["--trainer.callbacks.init_args.every_n_steps=3", "--trainer.max_steps=7"]
+    command += ["--trainer.callbacks.init_args.seed=4", "--checkpoint.every_n_train_steps=3"]
+    command += ["--checkpoint.monitor=eval/chains/pass_at_1", f"--output_dir={run}"]
+    result = rlt(*command)
+    assert result.returncode == 0, result.stderr[-3000:]
+    best = json.loads((run / "checkpoints" / "best.json").read_text())
+    checkpoint = run / "checkpoints" / best["checkpoint"]
+    assert rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={model}").returncode == 0
+    command = ["test", "--config=configs/laptop/evaluate.yaml", f"--model.pretrained={model}"]
+    result = rlt(*command, "--data.max_rows=64", "--seed=4", f"--output_dir={test}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    figures = json.loads((test / "evaluation.json").read_text())["sets"]["chains"]
+    for name, value in rows_of(run)[best["step"]].items():
+        assert value == figures[name.rpartition("/")[2]], name
+
+
+# Mistakes
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InputError, match="every_n_steps must be at least 1, but is 0"):
+        evaluations(0)
+    with pytest.raises(InputError, match=r"takes its settings as `rlt test` does.*at least one"):
+        evaluations(sets={})
+    with pytest.raises(InputError, match="names 'chain'"):
+        evaluations(sets={"chain": None})
+    with pytest.raises(InputError, match="num_samples must be at least 1, but is 0"):
+        evaluations(num_samples=0)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], list[Callback], str]] = {
+    "teacher": (
+        {"task": "teacher_sft"},
+        [evaluations()],
+        "EvaluateEvery asks a student, but data.task is teacher_sft",
+    ),
+    "too long": (
+        {},
+        [EvaluateEvery(1, {"chains": None})],
+        r"context of \d+ tokens, but .* Lower EvaluateEvery's sampling.max_completion_length",
+    ),
+    "no callback": (
+        {},
+        [Checkpoint(monitor="eval/chains/pass_at_1")],
+        "needs EvaluateEvery in trainer.callbacks",
+    ),
+    "other set": (
+        {},
+        [evaluations(), Checkpoint(monitor="eval/aime24/pass_at_1")],
+        "but is eval/aime24/pass_at_1. Set it to one of eval/chains/pass_at_1",
+    ),
+    "too late": (
+        {},
+        [evaluations(4), Checkpoint(3, monitor="eval/chains/pass_at_1")],
+        "evaluates every 4 steps, checkpoints are written every 3, and the run has 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_student_is_evaluated_and_no_teacher(task: str) -> None:
+    if task.startswith("student_"):
+        require_student_task(task)
+        return
+    with pytest.raises(InputError, match=f"asks a student, but data.task is {task}"):
+        require_student_task(task)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_before_a_model_is_loaded(name: str, miniature: str, tmp_path: Path) -> None:
+    options, callbacks, message = MISTAKES[name]
+    module = SFTModule(miniature)
+    with pytest.raises(InputError, match=message):
+        trainer_of(tmp_path, *callbacks).fit(module, datamodule=data_of(miniature, **options))
+    assert module.entry is None
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_it_warns_of_problems_in_the_training_rows_and_of_a_short_run(miniature: str, tmp_path: Path) -> None:
+    data = data_of(miniature)
+    data.setup("fit")
+    shown = data.format.tokenizer.decode(data.items[0].token_ids)  # type: ignore[union-attr]
+    question = shown.split("user\n")[1].split("<|im_end|>")[0]
+    rows = [{"question": question, "answer": "1"}, {"question": "How much is 1 + 1?", "answer": "2"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    callback = evaluations(9, sets={"own": str(tmp_path / "rows.jsonl")}, at_start=False)
+    with pytest.warns(UserWarning, match="1 of its 2 problems are in the training rows"):
+        fit(miniature, tmp_path / "run", callback, steps=1)
+    with pytest.warns(UserWarning, match="every 9 optimizer steps, but the run has only 1"):
+        fit(miniature, tmp_path / "again", callback, steps=1)
+    assert rows_of(tmp_path / "run") == {}
+
+
+# Seeing
+
+
+def test_the_report_shows_the_accuracies(finished: tuple[Path, Losses], tmp_path: Path) -> None:
+    page = write_report(finished[0], tmp_path / "page.html").read_text()
+    rows = [*rows_of(finished[0]).values()]
+    first, last = (row["eval/chains/pass_at_1"] for row in (rows[0], rows[-1]))
+    assert f"<code>eval/chains/pass_at_1</code></td><td>{first:.4g}</td><td>{last:.4g}</td>" in page
+
+
+@pytest.mark.full
+def test_a_plan_says_that_evaluations_are_left_out(miniature: str) -> None:
+    command = ["plan", "--config=configs/laptop/sft.yaml"]
+    result = rlt(*command, "--config=configs/add/evaluate_every.yaml", f"--model.pretrained={miniature}")
+    assert result.returncode == 0, result.stderr
+    assert "evaluations while training are left out" in result.stdout

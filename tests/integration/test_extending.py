@@ -1,0 +1,538 @@
+"""docs/extending.md as written: its files in an empty folder, its commands, the installed package."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from async_runs import Witness, assert_same, fit
+from commands import ROOT, rlt
+from fake_worker import worker_of
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from misfits import HalfServed, Terms
+from sampling import sample_groups
+from wheel import OFFLINE, PIP, build_wheel
+
+import rlt_lightning.types
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import require_gathering
+from rlt_lightning.commands.report import write_report
+from rlt_lightning.engines import (
+    Engine,
+    EngineDescription,
+    EngineError,
+    HFEngine,
+    SampleRequest,
+    Sampling,
+    VLLMEngine,
+    sample_all,
+)
+from rlt_lightning.metrics import catalogue
+from rlt_lightning.metrics.catalogue import find_metric
+from rlt_lightning.models.load import load_model, load_tokenizer
+from rlt_lightning.models.packed import sequence_log_probs
+from rlt_lightning.models.weights import NamedTensor
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.numerics import NonFiniteError
+from rlt_lightning.strategies.fsdp2 import FSDP2
+from rlt_lightning.types import Completion, InputError, Problem, Rollout
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+FILES = dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+JSON = dict[str, Any]
+
+
+def command(verb: str, config: str) -> list[str]:
+    """The words of the page's command with this verb and config."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    [line] = [line for line in lines if line.startswith(f"rlt {verb} --config {config} ")]
+    return shlex.split(line)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as users have it: a wheel, installed in a folder of its own."""
+    folder = tmp_path_factory.mktemp("installed")
+    install = [*PIP, "install", str(build_wheel(folder)), *OFFLINE, "--target", str(folder / "site")]
+    subprocess.run(install, check=True, timeout=570)
+    site = folder / "site"
+    where = [sys.executable, "-c", "import rlt_lightning; print(rlt_lightning.__file__)"]
+    found = subprocess.run(where, cwd=folder, env=outside_the_checkout(site), capture_output=True, text=True)
+    assert site in Path(found.stdout.strip()).parents, found.stderr
+    return site
+
+
+def outside_the_checkout(installed: Path) -> dict[str, str]:
+    """Return an environment in which the package is the installed one."""
+    path = {"PYTHONPATH": str(installed), "PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+    return dict(os.environ) | path
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page's files and nothing else."""
+    folder = tmp_path_factory.mktemp("outside")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def run(words: list[str], installed: Path, outside: Path, *options: str) -> None:
+    """Run a command of the page, with further options, where nothing of the checkout can be found."""
+    program = str(installed / "bin" / words[0])  # `rlt`, the console script
+    result = subprocess.run(
+        [program, *words[1:], *options],
+        cwd=outside,
+        env=outside_the_checkout(installed),
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def of_models(folder: str) -> list[str]:
+    """The tiny model in place of SmolLM2-135M: what the page's commands lack, and all that they are given."""
+    return ["--model.teacher", folder, "--model.student", folder]
+
+
+def module_of(name: str, folder: Path) -> ModuleType:
+    """Import a file of the page."""
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows(path: Path) -> list[JSON]:
+    return [json.loads(line) for line in path.open()]
+
+
+# The callback
+
+
+def test_every_block_of_the_page_is_a_file_a_command_or_an_illustration() -> None:
+    opened = re.findall(r"^```(\S.*)$", PAGE, re.MULTILINE)
+    assert {fence for fence in opened if " title=" not in fence} == {"sh", "text"}
+    assert len(FILES) == sum(" title=" in fence for fence in opened) == 8
+
+
+@pytest.mark.full
+def test_completions_obey_the_curriculum(installed: Path, outside: Path, tiny_model: str) -> None:
+    run(command("fit", "curriculum.yaml"), installed, outside, *of_models(tiny_model))
+    folder = outside / "runs" / "curriculum"
+    assert [float(row["rollout/length_max"]) for row in metrics(folder)] == [6, 12, 18, 24]
+    for row in rows(folder / "rollouts.jsonl"):
+        assert row["num_tokens"] <= 6 * row["step"]
+
+
+@pytest.mark.full
+def test_a_curriculum_wastes_no_completion_that_is_sampled_ahead_and_repeats_itself_when_resumed(
+    outside: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    curriculum = module_of("curriculum", outside)
+
+    class Growing(Witness):
+        def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+            curriculum.LengthCurriculum(start=2, over_steps=3).setup(trainer, pl_module, stage)
+
+    with worker_of(tiny_model) as worker:
+        whole = fit(tiny_model, tmp_path, worker, witness=Growing(), steps=4)
+        assert [body["max_tokens"] for body in worker.bodies] == [2] * 4 + [4] * 4 + [6] * 4 + [8] * 4
+        checkpoint = tmp_path / "checkpoints" / "step=000002.ckpt"
+        resumed = fit(tiny_model, tmp_path, worker, witness=Growing(), steps=4, resume=checkpoint)
+        assert [body["max_tokens"] for body in worker.bodies[16:]] == [
+            8
+        ] * 4  # step 3's are in the checkpoint
+    first = Witness()
+    first.steps = whole.steps[:2]
+    assert_same(first, resumed, whole=whole)
+
+
+def test_a_schedule_keeps_to_what_was_checked() -> None:
+    def other(sampling: Sampling, step: int) -> Sampling:
+        return sampling
+
+    for changed in ({"max_completion_length": 9}, {"temperature": 0.0}, {"top_p": 0.9}):
+        callback = RolloutCallback(sampling=Sampling(max_completion_length=8))
+        callback.follow(lambda sampling, step, changed=changed: Sampling(**vars(sampling) | changed))
+        with pytest.raises(InputError, match=r"must keep to rollouts\.sampling.*at step 3 it gave Sampling"):
+            callback.sampling_at(3)
+    with pytest.raises(InputError, match="can follow one schedule"):
+        callback.follow(other)
+
+
+# The reward term
+
+
+@pytest.mark.full
+def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
+    installed: Path, outside: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(command("fit", "repetition.yaml"), installed, outside, *of_models(tiny_model))
+    run(command("predict", "scores.yaml"), installed, outside, *of_models(tiny_model))
+    folder = outside / "runs" / "repetition"
+    assert "repetition_weight: 2.0" in (folder / "config.yaml").read_text()
+    last = metrics(folder)[-1]
+    parts = [float(last[f"reward/{name}"]) for name in ("solution", "kl", "format", "repetition")]
+    assert float(last["reward/mean"]) == pytest.approx(sum(parts), rel=1e-5)
+    assert float(last["reward/val_repetition"]) <= 0
+    scored = rows(outside / "runs" / "scores" / "scores.jsonl")
+    assert [row["repetition_reward"] for row in scored] == [-0.375, 0]  # half of 6 words of 8
+    for row in [*rows(folder / "rollouts.jsonl"), *scored]:
+        names = ("solution_log_prob_reward", "kl_reward", "format_reward", "repetition_reward")
+        assert row["reward"] == pytest.approx(sum(row[name] for name in names), rel=1e-5)
+
+    monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in catalogue.OURS})
+    assert (
+        find_metric("reward/repetition").title == "reward/repetition"
+    )  # this process never imported the file
+    page = write_report(folder).read_text()
+    assert "Repetition term <code>reward/repetition</code>" in page
+    assert "Repetition term, held-out <code>reward/val_repetition</code>" in page
+    monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in catalogue.OURS})
+    assert "Repetition term -0.375" in write_report(outside / "runs" / "scores").read_text()
+
+
+def rollouts(*numbers: int) -> list[Rollout]:
+    problems = [Problem(number, "?", "!", [], [], [], [], []) for number in numbers]
+    return [Rollout(problem, Completion([1], None, "stop"), "So.", closed=True) for problem in problems]
+
+
+def test_terms_come_in_the_order_of_their_names_as_numbers_of_the_reward() -> None:
+    terms = Terms(kind="right").check_extra_terms(rollouts(7, 8), torch.device("cpu"))
+    assert {name: values.tolist() for name, values in terms.items()} == {"one": [0, 1], "two": [0.5, 0.5]}
+    assert list(terms) == ["one", "two"]
+    assert {values.dtype for values in terms.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("missing", InputError, r"Terms.extra_names, \['one', 'two'\], but returned \['one'\]"),
+        ("none", InputError, "but returned NoneType"),
+        ("column", InputError, r"one number per rollout, \(2,\), but 'one' is \(2, 1\)"),
+        ("mean", InputError, r"but 'two' is \(\)"),
+        ("list", InputError, "but 'two' is list"),
+        ("nan", NonFiniteError, r"Every reward term 'two' must be finite, but row\(s\) 8 have nan"),
+    ],
+)
+def test_a_term_that_is_none_is_named(kind: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Terms(kind=kind).check_extra_terms(rollouts(7, 8), torch.device("cpu"))
+
+
+# The engine
+
+
+class CompletionServer:
+    """A real model behind `POST /v1/completions`, with one way of the ways in which servers tell tokens.
+
+    Args:
+        model: Folder.
+        tells: token_ids (vLLM's return_token_ids), as_ids (its return_tokens_as_token_ids) or texts.
+    """
+
+    def __init__(self, model: str, tells: str = "token_ids") -> None:
+        self.tells = tells
+        self.tokenizer = load_tokenizer(model)
+        self.engine = HFEngine()
+        self.engine.start(load_model(model), self.tokenizer, Path())
+        self.sampled: dict[int, list[int]] = {}  # by seed
+        self.script: list[int] | None = None  # what it says instead
+        self.status = 200
+        self.lock = Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server.lock:
+                    content = json.dumps({"choices": [server.choice(body)]}).encode()
+                self.send_response(server.status if self.path == "/v1/completions" else 404)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def choice(self, body: JSON) -> JSON:
+        if body.get("echo"):
+            log_probs = [None, *sequence_log_probs(self.engine.model, body["prompt"]).tolist()]
+            return self.told(body["prompt"], log_probs, "length")
+        sampling = Sampling(body["temperature"], body["top_p"], max_completion_length=body["max_tokens"])
+        [[completion]] = sample_groups(self.engine, [body["prompt"]], sampling, 1, "", [body["seed"]])
+        ids, reason = completion.token_ids, completion.finish_reason
+        if self.script is not None:
+            ids, reason = self.script, "eos" if len(self.script) < body["max_tokens"] else "length"
+        self.sampled[body["seed"]] = ids
+        return self.told(ids, [-1.0] * len(ids), "stop" if reason == "eos" else "length")
+
+    def told(self, ids: list[int], log_probs: list[Any], reason: str) -> JSON:
+        texts = [self.tokenizer.decode([token]) for token in ids]
+        tokens = [f"token_id:{token}" for token in ids] if self.tells == "as_ids" else texts
+        choice = {"index": 0, "text": self.tokenizer.decode(ids), "finish_reason": reason}
+        choice["logprobs"] = {"tokens": tokens, "token_logprobs": log_probs}
+        return choice | ({"token_ids": ids} if self.tells == "token_ids" else {})
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str) -> Iterator[CompletionServer]:
+    server = CompletionServer(tiny_model)
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+@pytest.fixture
+def engine(server: CompletionServer, outside: Path) -> Iterator[Any]:
+    """The page's engine, ready to ask the server."""
+    made = module_of("openai_engine", outside).OpenAIEngine(server.url, "teacher", deadline_s=30.0)
+    made.start(server.engine.model, server.tokenizer, Path())
+    yield made
+    server.tells, server.script, server.status = "token_ids", None, 200
+
+
+def ask(engine: Any, limit: int = 8) -> list[Completion]:
+    """Two completions of one prompt."""
+    sampling = Sampling(max_completion_length=limit)
+    [group] = sample_groups(engine, [[5, 6, 7]], sampling, 2, "</explanation>", [2**62 + 3])
+    return group
+
+
+@pytest.mark.full
+def test_a_served_teacher_writes_traces(
+    installed: Path, outside: Path, tiny_model: str, server: CompletionServer
+) -> None:
+    address = ["--rollouts.engine.url", server.url]
+    server.sampled.clear()
+    run(command("predict", "served.yaml"), installed, outside, *of_models(tiny_model), *address)
+    traces = rows(outside / "runs" / "served" / "traces.jsonl")
+    assert [(row["row"], row["trace"]) for row in traces] == [(r, t) for r in range(1, 5) for t in range(2)]
+    for row in traces:  # every trace is what the server has sampled, token by token
+        ids = server.sampled[row["seed"] % 2**31]
+        assert row["reasoning_trace"] == server.tokenizer.decode(ids).strip()
+        assert row["num_tokens"] == len(ids) == 24
+
+
+@pytest.mark.parametrize("tells", ["token_ids", "as_ids", "texts"])
+def test_the_tokens_are_those_of_the_server_however_it_tells_them(
+    tells: str, engine: Any, server: CompletionServer
+) -> None:
+    server.tells = tells
+    server.script = server.tokenizer.encode("Add the tens: 12 + 30 = 42.</explanation> More.")
+    assert isinstance(engine, Engine)
+    first, second = ask(engine, limit=40)
+    tag = server.tokenizer.decode(first.token_ids)
+    assert tag.endswith("</explanation>")  # cut behind the tag
+    assert first.token_ids == server.script[: len(first.token_ids)]
+    assert (first.finish_reason, first.log_probs, first.worker) == ("stop", None, server.url)
+    assert (first.seed, second.seed) == (3, 4)
+    server.script = server.tokenizer.encode("It is 42")
+    for completion in ask(engine, limit=40):  # ended by the server, which leaves its eos out
+        assert completion.token_ids == [*server.script, server.tokenizer.eos_token_id]
+        assert completion.finish_reason == "eos"
+
+
+def test_texts_that_may_be_other_tokens_are_refused(engine: Any, server: CompletionServer) -> None:
+    server.tells, server.script = "texts", server.tokenizer.encode("Yes 🙃")[:-1]
+    with pytest.raises(
+        EngineError, match=rf"{server.url} must send token ids.*leave no doubt, but sent .*\ufffd"
+    ):
+        ask(engine)
+
+
+def test_a_server_that_fails_is_named(engine: Any, server: CompletionServer) -> None:
+    server.status = 503
+    with pytest.raises(EngineError, match=rf"{server.url}/v1/completions answered 503"):
+        ask(engine)
+    server.status, server.script = 200, [60000]
+    with pytest.raises(EngineError, match=r"token ids of the teacher's vocabulary, but sent \[60000"):
+        ask(engine)
+    server.script = [9] * 9
+    with pytest.raises(EngineError, match="must send 8 tokens at most, but sent 9"):
+        ask(engine)
+    server.script = []
+    assert [c.token_ids for c in ask(engine)] == [[server.tokenizer.eos_token_id]] * 2
+    engine.eos_ids = {1, 2}
+    with pytest.raises(EngineError, match="must send the end-of-sequence token"):
+        ask(engine)
+    engine.url = "http://127.0.0.1:9"
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:9/v1/completions must answer within 30 s"):
+        ask(engine)
+
+
+def test_a_served_engine_is_verified_and_takes_no_weights(engine: Any, server: CompletionServer) -> None:
+    text = [5, 6, 7, 8, 9]
+    log_probs = sequence_log_probs(server.engine.model, text).tolist()
+    engine.verify(text, {0: log_probs})
+    with pytest.raises(EngineError, match=rf"{server.url} must serve the teacher that is loaded here"):
+        engine.verify(text, {0: [value - 1 for value in log_probs]})
+    engine.update_weights([], 0)
+    engine.update_weights([], 0)
+    with pytest.raises(InputError, match="OpenAIEngine leaves the server the weights that it serves"):
+        engine.update_weights([], 1)
+
+
+def test_without_a_tag_a_completion_ends_with_the_server(engine: Any, server: CompletionServer) -> None:
+    server.script = server.tokenizer.encode("42.</explanation> More.")  # as `rlt test` asks
+    [group] = sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[30])
+    assert group[0].token_ids == [*server.script, server.tokenizer.eos_token_id]
+    assert group[0].finish_reason == "eos"
+    server.script = [9] * 3
+    [group] = sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[3])
+    assert (group[0].token_ids, group[0].finish_reason) == ([9] * 3, "length")
+
+
+def test_the_tree_of_errors_is_whole() -> None:
+    tree = re.findall(r"[├└]── (\w+) [* ] +([\w/]+)\.py", rlt_lightning.types.__doc__ or "")
+    found = []
+    for path in Path(rlt_lightning.__file__).parent.rglob("*.py"):
+        place = str(path.relative_to(ROOT / "rlt_lightning").with_suffix(""))
+        names = re.findall(r"^class (\w+)\(\w*(?:Error|Exception|Lost)\):", path.read_text(), re.MULTILINE)
+        found += [(name, place) for name in names]
+    assert sorted(tree) == sorted(found)
+
+
+class FourMethods(Engine):
+    """The least that an engine must have."""
+
+    def start(self, model: Any, tokenizer: Any, folder: Path) -> None: ...
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        yield from ()
+
+    def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None: ...
+
+
+def test_the_page_counts_the_parts_of_the_protocol() -> None:
+    found = re.search(r"write (\w+) methods:\s(.+?)\.\sThe (\w+) others and all (\w+) attributes", PAGE)
+    assert found is not None
+    methods = {name for name, part in vars(Engine).items() if callable(part) and name[0] != "_"}
+    must = Engine.__abstractmethods__
+    numbers = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    counts = [numbers[len(part)] for part in (must, methods - must, Engine.__annotations__)]
+    assert [found[1], found[3], found[4]] == counts
+    assert set(re.findall(r"`(\w+)`", found[2])) == must
+    assert {name for name in vars(FourMethods) if name[0] != "_"} == must
+
+
+def test_four_methods_make_an_engine() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--engine", type=Engine)
+    config = parser.parse_args([f"--engine={__name__}.FourMethods"])
+    engine = parser.instantiate_classes(config).engine
+    assert isinstance(engine, FourMethods)
+    assert (engine.policy_version, engine.describe(), engine.in_process) == (-1, EngineDescription(), False)
+    assert not engine.load_own_model("teacher")
+
+
+class Counting(FourMethods):
+    """Says its seed and the number of the completion."""
+
+    policy_version = 0
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        index = 0
+        for request in requests:
+            for number in range(request.num_completions):
+                yield index, Completion([request.seed, number], None, "stop", request.seed)
+                index += 1
+
+
+def test_an_engine_that_loses_completions_is_named() -> None:
+    with pytest.raises(
+        EngineError, match=r"FourMethods.sample must yield every completion .* 2 did not come"
+    ):
+        sample_all(FourMethods(), [SampleRequest([5], 0, 2)], Sampling(), "")
+
+
+class Served(HalfServed):
+    """An engine that is sent no weights, so it has none to gather."""
+
+    def complete(self, prompt: list[int], sampling: Sampling, stop: str, seed: int) -> Completion:
+        return Completion([], None, "eos")
+
+
+def test_sharded_weights_need_an_engine_that_gathers() -> None:
+    data = SimpleNamespace(problems=[], items=SimpleNamespace(is_examples=False))
+    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=data)
+    module = RLTModule()
+    with pytest.raises(InputError, match="FourMethods does not write gather_weights"):
+        RolloutCallback(FourMethods()).setup(sharded, module, "validate")  # type: ignore[arg-type]
+    for engine in (VLLMEngine(["http://127.0.0.1:8000"]), Served("http://127.0.0.1:8000"), HFEngine()):
+        require_gathering(engine, sharded)  # type: ignore[arg-type]
+    for whole in ({"world_size": 1}, {"strategy": DDPStrategy()}):
+        require_gathering(FourMethods(), SimpleNamespace(**vars(sharded) | whole))  # type: ignore[arg-type]
+
+
+# What is wrong is told in one line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.reward=nowhere.Reward"], "No module named 'nowhere'"),
+        (["--model.reward=misfits.Nope"], "module 'misfits' has no attribute 'Nope'"),
+        (["--model.reward=misfits.NoBase"], "misfits.NoBase does not correspond to a subclass of Reward"),
+        (["--model.reward=misfits.TakenName"], "TakenName.extra_names has 'kl', which is taken"),
+        (["--trainer.callbacks+=misfits.NoBase"], "a subclass of Callback"),
+        (["--rollouts.engine=nowhere.Engine"], "No module named 'nowhere'"),
+        (["--rollouts.engine=misfits.NoMethods"], "does not implement protocol Engine"),
+        (["--rollouts.engine=misfits.NoAnnotations"], "does not implement protocol Engine"),
+        (["--rollouts.engine=misfits.HalfServed"], "abstract"),
+        (["--model.reward=misfits.Terms", "--model.reward.kind=column"], "but 'one' is (8, 1). Correct it."),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_one_clear_line(
+    options: list[str], message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    words = [
+        "fit",
+        "--config=tests/rlt.yaml",
+        *of_models(tiny_model),
+        f"--output_dir={tmp_path / 'run'}",
+    ]
+    result = rlt(*words, "--rollouts.sampling.max_completion_length=4", *options)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("rlt: error: ")]
+    assert result.returncode == 2, result.stderr
+    assert len(lines) == 1
+    assert "Traceback" not in result.stderr
+    assert message in lines[0]

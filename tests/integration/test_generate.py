@@ -1,0 +1,352 @@
+"""Stage 3: the teacher's traces, made once each whatever is killed, and the set that is made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from commands import rlt, start
+from lightning.pytorch import Callback, Trainer
+from rows_of import read, wait_until
+from sampling import numbered
+from trainers import bare_trainer
+
+from rlt_lightning.callbacks import DistillationWriter, RolloutCallback, ScoreWriter
+from rlt_lightning.callbacks.predictions import write_parquet
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.run.data_card import draw_histogram
+from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.types import Completion, InputError, SFTExample
+
+PROBLEMS, TRACES = 12, 3
+
+
+def command(model: str, folder: Path, *options: str) -> list[str]:
+    return [
+        "predict",
+        "--config=configs/recipe_7b/generate.yaml",
+        f"--model.teacher={model}",
+        f"--model.student={model}",
+        "--model.dtype=float32",
+        "--model.student_dtype=float32",
+        "--data.source=arithmetic",
+        f"--data.num_embedded_rows={PROBLEMS}",
+        "--data.prompts_per_step=2",
+        "--data.tags=r1",
+        "--data.student_system_prompt=Think <think> then <solution>.",
+        "--rollouts.sampling.max_completion_length=12",
+        f"--rollouts.num_traces={TRACES}",
+        "--rollouts.max_resamples=0",
+        "--distillation.select=all",
+        "--trainer.accelerator=cpu",
+        f"--output_dir={folder}",
+        *options,
+    ]
+
+
+@pytest.fixture(scope="module")
+def generated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generated") / "run"
+    result = rlt(*command(tiny_model, folder))
+    assert result.returncode == 0, result.stderr
+    assert (
+        f"{PROBLEMS} of {PROBLEMS} problems have no trace that fits a student" in result.stderr
+    )  # all are open
+    assert "Next: rlt fit --config" in result.stdout
+    return folder
+
+
+def test_every_problem_has_its_traces_each_with_finite_rewards(generated: Path, tiny_model: str) -> None:
+    rows = read(generated / "traces.jsonl")
+    assert [(row["row"], row["trace"]) for row in rows] == [
+        (problem, trace) for problem in range(1, PROBLEMS + 1) for trace in range(TRACES)
+    ]
+    assert len({row["reasoning_trace"] for row in rows}) == len(rows)
+    for row in rows:
+        terms = [row["solution_log_prob_reward"], row["kl_reward"], row["format_reward"]]
+        assert all(map(math.isfinite, terms))
+        assert row["reward"] == pytest.approx(sum(terms), rel=1e-5)
+        assert (row["teacher"], row["num_tokens"]) == (tiny_model, 12)
+        assert row["answer"] in row["solution"]  # columns of the source are kept
+
+
+def test_rows_come_in_the_form_of_bespoke_stratos_too(generated: Path) -> None:
+    for row in read(generated / "distillation.jsonl"):
+        assert row["system"] == "Think <|begin_of_thought|> then <|begin_of_solution|>."
+        stratos = parse_row(
+            {name: row[name] for name in ("system", "conversations")}, STRATOS, [TRACE_COLUMN]
+        )
+        assert (stratos.question, stratos.system) == (row["question"], row["system"])
+        own = {name: row[name] for name in ("question", "solution", "reasoning_trace")}
+        parsed = parse_row(own, R1, [TRACE_COLUMN])
+        assert stratos.traces[TRACE_COLUMN].strip() == parsed.traces[TRACE_COLUMN].strip()
+        assert stratos.solution.strip() == parsed.solution.strip()
+
+
+def test_the_set_loads_with_datasets_from_card_and_parquet(generated: Path, tmp_path: Path) -> None:
+    rows = read(generated / "distillation.jsonl")
+    loaded = datasets.load_dataset(str(generated), split="train", cache_dir=str(tmp_path))
+    table = datasets.Dataset.from_parquet(str(generated / "distillation.parquet"), cache_dir=str(tmp_path))
+    assert loaded.to_list() == table.to_list() == rows
+    assert not list(generated.glob("*.tmp"))
+
+
+def test_the_card_counts_what_is_there(generated: Path) -> None:
+    card = (generated / "README.md").read_text()
+    for line in (
+        f"| problems | {PROBLEMS} of {PROBLEMS} |",
+        f"| traces in this set | {PROBLEMS * TRACES} |",
+        f"| closed by the teacher | 0 of {PROBLEMS * TRACES} |",
+        "| `num_tokens` | 12 | 0 | 12 | 12 | 12 |",
+        "| sampling | temperature 0.7, max_completion_length 12, seed 0 |",
+    ):
+        assert line in card
+    assert sum(int(line.split()[-1]) for line in card.split("```")[1].splitlines()[1:]) == PROBLEMS * TRACES
+
+
+def test_histogram_counts_every_value_once() -> None:
+    lines = draw_histogram([0.0, 0.5, 11.9, 12.0])  # bins of 1: two in the first, two in the last
+    assert [int(line.split()[-1]) for line in lines] == [2, *[0] * 10, 2]
+    assert int(draw_histogram([3.0, 3.0])[0].split()[-1]) == 2
+
+
+@pytest.mark.full
+def test_two_kills_lose_and_repeat_no_row(generated: Path, tiny_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    traces = folder / "traces.jsonl"
+    for lines in (TRACES * 2, TRACES * 6):
+        arguments = command(tiny_model, folder, "--resume=true")
+        run = start(*arguments)
+        wait_until(lambda n=lines: traces.exists() and len(traces.read_bytes().splitlines()) >= n, run)
+        run.kill()
+        run.wait()
+    left = len(traces.read_bytes().splitlines())
+    assert TRACES * 6 <= left < TRACES * PROBLEMS
+    with traces.open("a") as file:  # a kill within a write
+        file.write('{"question": "torn')
+    result = rlt(*command(tiny_model, folder, "--resume=true"))
+    assert result.returncode == 0, result.stderr
+    assert f"batch 1/{(PROBLEMS - left // TRACES + 1) // 2}" in result.stderr  # the rest alone was made
+    assert read(traces) == read(generated / "traces.jsonl")
+    assert read(folder / "distillation.jsonl") == read(generated / "distillation.jsonl")
+
+
+@pytest.mark.full
+def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_model: str) -> None:
+    before = (generated / "traces.jsonl").read_bytes()
+    result = rlt(*command(tiny_model, generated, "--resume=true", "--distillation.select=best_reward"))
+    assert result.returncode == 0, result.stderr
+    assert "batch" not in result.stderr
+    assert (generated / "traces.jsonl").read_bytes() == before
+    rows, best = read(generated / "traces.jsonl"), read(generated / "distillation.jsonl")
+    assert [row["reward"] for row in best] == [
+        max(row["reward"] for row in rows[i : i + TRACES]) for i in range(0, len(rows), TRACES)
+    ]
+    assert rlt(*command(tiny_model, generated, "--resume=true")).returncode == 0  # as the others expect it
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--rollouts.seed=1"], "rollouts.seed was 0 and is 1"),
+        (["--data.num_embedded_rows=13"], "data.init_args.num_embedded_rows was 12 and is 13"),
+        (["--rollouts.sampling.temperature=0"], "at temperature 0 exactly these, but are 3 and 0"),
+        (["--rollouts.sampling.max_completion_length=3000"], "context of 2048 tokens, but row 1 needs"),
+    ],
+)
+def test_what_cannot_go_on_is_one_clear_line_and_loses_nothing(
+    options: list[str], expected: str, generated: Path, tiny_model: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in generated.iterdir() if path.is_file()}
+    resume = [] if "sampling" in options[0] else ["--resume=true"]
+    folder = generated if resume else generated / "new"
+    result = rlt(*command(tiny_model, folder, *resume, *options))
+    [line] = result.stderr.strip().splitlines()
+    assert result.returncode == 2
+    assert expected in line
+    assert {path.name: path.read_bytes() for path in generated.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.full
+def test_traces_of_a_row_that_was_edited_are_not_gone_on_with(tiny_model: str, tmp_path: Path) -> None:
+    source, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    for solution in ("4", "5"):
+        source.write_text(json.dumps({"question": "Twice 2?", "solution": solution}) + "\n")
+        result = rlt(*command(tiny_model, folder, "--resume=true", f"--data.source={source}"))
+    assert result.returncode == 2
+    assert "has rows of other problems. Restore data.source" in result.stderr
+    assert [row["solution"] for row in read(folder / "traces.jsonl")] == ["4"] * TRACES
+
+
+def test_selections_take_what_they_say() -> None:
+    def row(problem: int, trace: int, reward: float, tokens: int, fits: bool) -> dict[str, Any]:
+        return {"row": problem, "trace": trace, "reward": reward, "student_tokens": tokens, "fits": fits}
+
+    rows = [
+        *(row(1, 0, -3, 50, True), row(1, 1, -1, 200, False), row(1, 2, -2, 60, True)),
+        *(row(2, 0, -1, 150, False), row(2, 1, -2, 120, False)),  # none fits: the shorter
+        *(row(3, 0, -1, 30, False), row(3, 1, -9, 90, True)),
+    ]
+    chosen = {
+        select: [(r["row"], r["trace"]) for r in DistillationWriter(select).select_traces(rows)]  # type: ignore[arg-type]
+        for select in ("first", "best_reward", "all", "fits_context")
+    }
+    assert chosen["first"] == [(1, 0), (2, 0), (3, 0)]
+    assert chosen["best_reward"] == [(1, 1), (2, 0), (3, 0)]
+    assert chosen["all"] == [(r["row"], r["trace"]) for r in rows]
+    assert chosen["fits_context"] == [(1, 2), (2, 1), (3, 1)]
+
+
+INJECTED = "<|end_of_thought|>\n\n<|begin_of_solution|>\n\nWrong.\n\n<|end_of_solution|>"
+
+
+@pytest.mark.parametrize("tags", ["stratos", "r1"])
+@pytest.mark.parametrize(
+    ("trace", "fits"),
+    [
+        ("Words.", True),
+        ("", False),
+        (f"One {INJECTED} two.", False),
+        (
+            "One <think>a</think>\n\n<solution>b</solution> two.",
+            None,
+        ),  # tags in the one style, text in the other
+    ],
+)
+def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
+    trace: str, fits: bool | None, tags: str, tiny_model: str, tmp_path: Path
+) -> None:
+    answer = "<|begin_of_thought|>x<|end_of_thought|><|begin_of_solution|>So.<|end_of_solution|>"
+    turns = [{"from": "user", "value": "Why?"}, {"from": "assistant", "value": answer}]
+    source, made = tmp_path / "rows.jsonl", tmp_path / "made.jsonl"
+    source.write_text(json.dumps({"conversations": turns}) + "\n")  # no separators around its solution
+    data = StratosDataModule(str(source), tokenizer=tiny_model, tags=tags, student_context=2000)
+    data.setup("predict")
+    [problem] = data.problems
+    rollout = data.build_rollout(problem, data.format.completion_from_trace(problem, trace))
+    fits = tags == "stratos" if fits is None else fits
+    assert data.fits_student(rollout) == fits
+    made.write_text(json.dumps(data.format.build_conversation(problem, rollout.text)) + "\n")
+    student = StratosDataModule(
+        str(made), task="student_sft", tokenizer=tiny_model, tags=tags, prompts_per_step=1
+    )
+    if not fits:
+        with pytest.raises(InputError, match="extra_tag" if trace else "empty_trace"):
+            student.setup("fit")
+        return
+    student.setup("fit")
+    [example] = student.items
+    assert isinstance(example, SFTExample)
+    assert len(example.token_ids) == data.count_turn_tokens(rollout)
+    style = data.format.tags
+    expected = style.thought_open + style.wrap(trace) + style.thought_close + "\n\n"
+    expected += style.solution_open + style.wrap("So.") + style.solution_close
+    assert expected in data.format.tokenizer.decode(example.token_ids)
+
+
+def test_a_table_holds_whatever_columns_the_source_has(tmp_path: Path) -> None:
+    # The first 12 MB hold no text and no number in these columns: their type shows later.
+    rows = [{"text": "x" * 20000, "late": None, "day": "2025-06-22", "mixed": i} for i in range(600)]
+    rows += [{"text": "y", "late": "a", "day": "2025-06-23", "mixed": "b", "new": 1.5}]
+    path = tmp_path / "rows.parquet"
+    write_parquet(rows, path)
+    loaded = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path))
+    assert loaded.to_list() == [{"new": None, **row} for row in rows]
+    assert [file.name for file in tmp_path.glob("*.tmp")] == []
+    with pytest.raises(InputError, match="must be able to hold the source's columns"):
+        write_parquet([{"a": 2**70}], path)
+    assert datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path)).num_rows == 601
+
+
+class Scripted(HFEngine):
+    """Closed completions of so many words: the attempts at every problem's traces, one after another."""
+
+    def __init__(self, lengths: dict[str, list[int]]) -> None:
+        super().__init__()
+        self.lengths = lengths  # by question
+        self.format: Any = None
+        self.seeds: list[int] = []
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        groups = []
+        for request in requests:
+            seed, num_completions = request.seed, request.num_completions
+            text = self.tokenizer.decode(request.prompt)
+            [lengths] = [lengths for question, lengths in self.lengths.items() if question in text]
+            self.seeds += [seed + i for i in range(num_completions)]
+            traces = ["word " * lengths.pop(0) for _ in range(num_completions)]
+            groups.append([self.format.completion_from_trace(None, trace) for trace in traces])
+        yield from numbered(groups)
+
+
+def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    # Of the first problem the second trace is too long twice; of the second one the first in all attempts.
+    lengths = {"Why so?": [5, 900, 800, 7], "How come?": [900, 6, 902, 901]}
+    source.write_text("".join(json.dumps({"question": q, "solution": "So."}) + "\n" for q in lengths))
+    data = StratosDataModule(str(source), tokenizer=tiny_model, tags="r1", student_context=150)
+    data.setup("predict")
+    engine = Scripted(lengths)
+    engine.format = data.format
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        default_root_dir=tmp_path,
+        callbacks=[
+            RolloutCallback(engine, Sampling(max_completion_length=1000), num_traces=2, max_resamples=2),
+            DistillationWriter(),
+        ],
+    )
+    trainer.predict(RLTModule(tiny_model, tiny_model), datamodule=data)
+    rows = read(tmp_path / "traces.jsonl")
+    assert [(row["row"], row["trace"], row["reasoning_trace"].count("word")) for row in rows] == [
+        *((1, 0, 5), (1, 1, 7)),
+        *((2, 0, 901), (2, 1, 6)),
+    ]
+    assert engine.lengths == {question: [] for question in lengths}
+    assert len(set(engine.seeds)) == len(engine.seeds) == 8
+    assert [row["fits"] for row in rows] == [row["student_tokens"] <= 150 for row in rows]
+    assert [row["fits"] for row in rows] == [True, True, False, True]
+    student = StratosDataModule(
+        str(tmp_path / "traces.jsonl"),
+        task="student_sft",
+        tokenizer=tiny_model,
+        tags="r1",
+        max_length=150,
+        max_bad_frac=0.5,
+        prompts_per_step=1,
+    )
+    student.setup("fit")  # what fits is what stage 4 takes, to the token
+    assert [len(example.token_ids) for example in student.items] == [  # type: ignore[union-attr]
+        row["student_tokens"] for row in rows if row["student_tokens"] <= 150
+    ]
+
+
+@pytest.mark.parametrize("task", ["rlt", "score"])
+def test_a_plain_trainer_returns_the_rows_it_predicts(task: Any, tiny_model: str, tmp_path: Path) -> None:
+    def predict(*callbacks: Callback) -> list[dict[str, Any]]:
+        teacher = RLTModule(teacher=tiny_model, student=tiny_model)
+        size = {"num_embedded_rows": 4, "prompts_per_step": 2}
+        data = StratosDataModule(tokenizer=tiny_model, student_tokenizer=tiny_model, task=task, **size)  # type: ignore[arg-type]
+        rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
+        batches = bare_trainer(tmp_path, rollouts, *callbacks).predict(teacher, data)
+        return [row for batch in batches or [] for row in batch]
+
+    writer, name = {
+        "rlt": (DistillationWriter(), "traces.jsonl"),
+        "score": (ScoreWriter(), "scores.jsonl"),
+    }[task]
+    rows = predict()
+    assert len(rows) == 4
+    assert predict(writer) == rows
+    assert read(tmp_path / name) == rows

@@ -1,0 +1,435 @@
+"""RLT's reward in other people's trainers: TRL's GRPOTrainer, and verl's hook called as verl calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import verl_reward
+from cases import full
+from commands import ROOT, python, rlt
+from grpo import Witness
+from sampling import numbered
+from trainers import bare_trainer
+from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
+
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.load import load_model
+from rlt_lightning.modules import LikelihoodModule
+from rlt_lightning.rewards import LikelihoodReward, NOVERReward, RLPRReward, RLTReward, VeriFreeReward
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import Completion, InputError, Rollout
+
+EXAMPLES = str(ROOT / "examples")
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
+FORMAT: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+ROWS = [row for _, row in read_rows("chains", num_embedded_rows=3)]
+TEXTS = [
+    "4 times 3 is 2, 2 times 3 is 6, 6 add 1 is 7.\n</explanation>",
+    "one looks at the numbers.\n</explanation>",
+    "4 times 3 is 2, and so",  # without its end
+    "\n</explanation>",  # empty
+]
+
+
+def predicted(source: Path, teacher: str, folder: Path, estimator: str = "k1") -> list[float]:
+    """The rewards that `rlt predict` gives to the completions of a file."""
+    options = [f"--data.source={source}", f"--model.teacher={teacher}", "--model.student=miniature"]
+    options += ["--model.reward.score_given=false", f"--model.reward.kl_estimator={estimator}"]
+    options += ["--data.tags=r1", f"--output_dir={folder}"]
+    options += ["--data.teacher_system_prompt=", "--data.student_system_prompt=", "--trainer.accelerator=cpu"]
+    done = rlt("predict", "--config=configs/recipe_7b/score.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+    return [row["reward"] for row in rows]
+
+
+# TRL
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of TRL."""
+    if find_spec("trl") is None:
+        pytest.skip("needs TRL: make setup")
+    folder = tmp_path_factory.mktemp("trl")
+    done = python((ROOT / "tests" / "support" / "trl_run.py").read_text(), folder, PYTHONPATH=EXAMPLES)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_trl_gets_the_rewards_of_predict(run: Path, step: int, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (run / f"step-{step}.jsonl").read_text().splitlines()]
+    ours = [row["trl_reward"] for row in rows]
+    assert len(set(ours)) > 4
+    reward = shown()
+    for row in rows:  # else `rlt predict` would score other tokens than TRL has sampled
+        problem = reward.build_problem(1, row)
+        token_ids = reward.format.completion_from_text(problem, row["completion"]).token_ids
+        assert token_ids == row["token_ids"][: len(token_ids)]
+    theirs = predicted(run / f"step-{step}.jsonl", str(run / f"step-{step}"), tmp_path / "scores")
+    assert theirs == pytest.approx(ours, abs=1e-4)
+    print(f"figure: largest difference {max(abs(a - b) for a, b in zip(ours, theirs, strict=True)):.1e}")
+    logged = json.loads((run / "run.json").read_text())["logged"]
+    assert logged[step] == pytest.approx(sum(ours) / len(ours), abs=1e-5)
+
+
+def test_trl_trains_the_model_that_it_is_scored_with(run: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (run / "step-1.jsonl").read_text().splitlines()]
+    stale = predicted(run / "step-1.jsonl", str(run / "step-0"), tmp_path / "scores")
+    assert stale != pytest.approx([row["trl_reward"] for row in rows], abs=1e-2)
+
+
+def test_a_step_of_trl_is_read_in_one_forward(run: Path) -> None:
+    assert json.loads((run / "run.json").read_text())["forwards"][1] == {"student": 1, "teacher": 1}
+
+
+def shown(model: Any = None, **options: Any) -> RLTRewardFunction:
+    """TRL's reward, shown a model as transformers shows it."""
+    reward = RLTRewardFunction("miniature", "miniature", **FORMAT | options)
+    if model is not None:
+        kwargs = {"model": model, "processing_class": reward.tokenizer}
+        reward.on_init_end(SimpleNamespace(bf16=False), None, None, **kwargs)
+    return reward
+
+
+def rewards_of(reward: RLTRewardFunction, texts: list[str], **further: Any) -> list[float]:
+    """The rewards of completions of one row, called as TRL calls it."""
+    ids = [reward.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    [columns] = reward.dataset(ROWS[:1])
+    lists = {name: [value] * len(texts) for name, value in columns.items() if name != "prompt"}
+    return reward([columns["prompt"]] * len(texts), texts, ids, trainer_state=None, **lists, **further)
+
+
+@pytest.fixture
+def model() -> Any:
+    """The miniature as TRL loads it: in training mode, with transformers' attention."""
+    return load_model("miniature", attn_implementation="sdpa").train()
+
+
+@pytest.mark.parametrize("options", [{}, {"kl_estimator": "exact"}, {"score_given": True}], ids=str)
+def test_a_group_gets_the_rewards_of_single_completions(model: Any, options: dict[str, Any]) -> None:
+    reward = shown(model, reward=RLTReward(**options))
+    together = rewards_of(reward, TEXTS)
+    assert together == pytest.approx([rewards_of(reward, [text])[0] for text in TEXTS], abs=1e-5)
+    assert together[2] < together[0]
+
+
+def test_the_trained_model_stays_as_it_was(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    first, second = (rewards_of(shown(model), TEXTS) for _ in range(2))
+    assert first == second
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_follows_the_end_tag_does_not_count(model: Any) -> None:
+    reward = shown(model)
+    end = reward.tokenizer.eos_token
+    expected = rewards_of(reward, TEXTS[:1])
+    assert rewards_of(reward, [f"{TEXTS[0]} add 1{end}"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_adapter_counts(model: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain = rewards_of(shown(model), TEXTS)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    torch.manual_seed(0)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    with_adapter = rewards_of(shown(wrapped), TEXTS)
+    assert with_adapter != pytest.approx(plain, abs=1e-2)
+    merged = wrapped.merge_and_unload()
+    assert with_adapter == pytest.approx(rewards_of(shown(merged), TEXTS), abs=1e-4)
+
+
+def test_prompts_may_be_of_other_text(model: Any) -> None:
+    reward = shown(model)
+    ids = [reward.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]]
+    prompts = [reward.dataset(ROWS[:1])[0]["prompt"], "Explain.<explanation>\n"]
+    columns = {"question": [ROWS[0]["question"]], "solution": [ROWS[0]["solution"]]}
+    ours, other = (reward([prompt], TEXTS[:1], ids, **columns)[0] for prompt in prompts)
+    assert ours != pytest.approx(other, abs=1e-3)
+
+
+def test_the_teacher_reads_the_prompt_that_trl_has_tokenised(model: Any) -> None:
+    reward = shown(model)
+    terms: list[dict[str, float]] = [{}, {}]
+    rewards_of(reward, TEXTS[:1], log_metric=terms[0].__setitem__)
+    # A tokenizer that joins the last newline to the tag would end so.
+    reward.processing_class = lambda text: {"input_ids": reward.tokenizer(text=text)["input_ids"][:-1]}
+    rewards_of(reward, TEXTS[:1], log_metric=terms[1].__setitem__)
+    assert terms[0].keys() == {"rlt/solution", "rlt/kl", "rlt/format"}
+    assert terms[0]["rlt/solution"] == pytest.approx(terms[1]["rlt/solution"], abs=1e-6)
+    assert terms[0]["rlt/kl"] != pytest.approx(terms[1]["rlt/kl"], abs=1e-2)
+
+
+def test_wrong_uses_are_explained(model: Any) -> None:
+    with pytest.raises(InputError, match=re.escape("callbacks=[reward]")):
+        rewards_of(shown(), TEXTS)
+    reward = shown(model)
+    columns = {"question": ["1?"], "solution": ["1"]}
+    with pytest.raises(InputError, match=r"must be a text that ends in .*, but is list"):
+        reward([[{"role": "user", "content": "1?"}]], ["x"], [[5]], **columns)
+    with pytest.raises(InputError, match=r"Row 1 must have .*the solution has no text"):
+        reward(["<explanation>\n"], ["x"], [[5]], question=["1?"], solution=[" "])
+    next(model.parameters()).ds_id = 0
+    with pytest.raises(InputError, match="must be whole on every process, but are in shards"):
+        rewards_of(reward, TEXTS)
+
+
+def test_wrong_uses_of_likelihood_rewards_are_explained(model: Any) -> None:
+    reward = LikelihoodRewardFunction("miniature", reward=NOVERReward(), tags="r1", student_system_prompt="")
+    args = SimpleNamespace(bf16=False, temperature=1.0, num_generations=3, num_generations_eval=None)
+    reward.on_init_end(args, None, None, model=model, processing_class=reward.tokenizer)
+    with pytest.raises(InputError, match=r"compares the 3 completions .* it has 4 completions"):
+        rewards_of(reward, TEXTS)
+    args.num_generations_eval = 2
+    model.eval()
+    assert len(set(rewards_of(reward, TEXTS))) == 1  # none has closed its thought
+    columns = {"question": ["1?"], "solution": ["1"]}
+    with pytest.raises(
+        InputError, match=r"A prompt must be that of its row, which the scorer reads, but is '2\?<think>"
+    ):
+        reward(["2?<think>\n"], ["x"], [[5]], **columns)
+    with pytest.raises(InputError, match="needs a reward that is a LikelihoodReward, but it is RLTReward"):
+        LikelihoodRewardFunction("miniature", reward=RLTReward())  # type: ignore[arg-type]
+
+
+# Likelihood rewards in TRL
+
+
+class Given(HFEngine):
+    """Hands out known completions, by the prompt."""
+
+    def __init__(self, groups: dict[tuple[int, ...], list[Completion]]) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        yield from numbered([self.groups[tuple(request.prompt)] for request in requests])
+
+
+def identity(one: Rollout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A rollout's prompt and completion."""
+    return tuple(one.problem.teacher_prompt), tuple(one.completion.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "kind"),
+    [("policy", RLPRReward()), ("policy", VeriFreeReward()), full("smollm2", NOVERReward())],
+    ids=["rlpr", "verifree", "nover"],
+)
+def test_trl_gets_the_likelihood_rewards_of_our_stage(
+    scorer: str, kind: LikelihoodReward, smollm2: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl", reason="needs TRL: make setup")
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    steps: list[tuple[list[Rollout], list[float]]] = []
+
+    class Recorded(LikelihoodRewardFunction):
+        def score(self, rollouts: Sequence[Rollout], *options: Any) -> Any:
+            terms = super().score(rollouts, *options)
+            steps.append((list(rollouts), terms.reward.tolist()))
+            self.model.save_pretrained(tmp_path / f"weights{len(steps)}")
+            self.tokenizer.save_pretrained(tmp_path / f"weights{len(steps)}")
+            return terms
+
+    scorer = smollm2 if scorer == "smollm2" else scorer
+    reward = Recorded("miniature", scorer, kind, tags="r1", student_system_prompt="")
+    options = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 32}
+    options |= {"learning_rate": 1e-3, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
+    rows = Dataset.from_list(reward.dataset(ROWS[:2]))
+    both = {"args": GRPOConfig(str(tmp_path), **options), "train_dataset": rows}
+    models = {"model": resolve("miniature"), "processing_class": reward.tokenizer}
+    GRPOTrainer(**models, **both, reward_funcs=[reward], callbacks=[reward]).train()
+    for number, (sampled, theirs) in enumerate(steps, start=1):
+        groups: dict[tuple[int, ...], list[Completion]] = {}
+        for one in sampled:
+            groups.setdefault(identity(one)[0], []).append(one.completion)
+        known = {identity(one): value for one, value in zip(sampled, theirs, strict=True)}
+        witness, model = Witness(), str(tmp_path / f"weights{number}")
+        module = LikelihoodModule(model, scorer, kind, group_size=4)
+        asked = {"student_tokenizer": scorer} if scorer == smollm2 else {}
+        data = StratosDataModule(
+            task="student_likelihood", source=ROWS[:2], prompts_per_step=2, tokenizer=model, tags="r1",
+            student_system_prompt="", output_dir=str(tmp_path), **asked,
+        )  # fmt: skip
+        rollouts = RolloutCallback(Given(groups), Sampling(temperature=1.0, max_completion_length=32))
+        bare_trainer(tmp_path, rollouts, witness).fit(module, data)
+        [batch] = witness.batches
+        assert batch.rollouts is not None
+        ours = batch.step.rewards.tolist()
+        keys = [identity(one) for one in batch.rollouts.rollouts]
+        assert ours == pytest.approx([known[key] for key in keys], abs=1e-4)
+        assert max(ours) - min(ours) > 1e-3
+
+
+# verl
+
+
+def as_verl_loads(path: Path, name: str = "compute_score") -> Callable[..., Any]:
+    """The function of a file, as `get_custom_reward_fn` of verl 0.9.1 loads and wraps it."""
+    spec = importlib.util.spec_from_file_location("custom_module", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name)
+
+    async def call(raw: Any, extra: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return await raw(*args, **kwargs | extra)
+
+    assert inspect.iscoroutinefunction(function)
+    return partial(call, function, {})
+
+
+def hook(**options: Any) -> verl_reward.RLTRewardFunction:
+    return verl_reward.RLTRewardFunction("miniature", "miniature", **FORMAT | options)
+
+
+def test_verl_runs_the_file_of_the_page(tmp_path: Path) -> None:
+    [text] = re.findall(r"^```python\n(# rlt_reward.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "rlt_reward.py").write_text(text)
+    compute_score = as_verl_loads(tmp_path / "rlt_reward.py")
+    [call, *_] = calls_of(hook())
+    assert asyncio.run(compute_score(**call)).keys() == {"score", "solution", "kl", "format"}
+
+
+def calls_of(reward: verl_reward.RLTRewardFunction) -> list[dict[str, Any]]:
+    """The keywords with which verl's `naive` calls for each text and row."""
+    rows = reward.dataset(ROWS)
+    return [
+        {
+            "data_source": row["data_source"],
+            "solution_str": text,
+            "ground_truth": row["reward_model"]["ground_truth"],
+            "extra_info": row["extra_info"] | {"num_turns": 2, "rollout_reward_scores": {}},
+        }
+        for row in rows
+        for text in TEXTS
+    ]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_verl_gets_the_rewards_of_predict(estimator: Any, tmp_path: Path) -> None:
+    reward = hook(reward=RLTReward(kl_estimator=estimator))
+    calls = calls_of(reward)
+
+    async def gathered() -> list[dict[str, float]]:
+        return await asyncio.gather(*(reward.compute_score(**call) for call in calls))
+
+    scores = asyncio.run(gathered())
+    rows = [
+        {
+            "question": c["extra_info"]["question"],
+            "solution": c["ground_truth"],
+            "completion": c["solution_str"],
+        }
+        for c in calls
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    theirs = predicted(tmp_path / "rows.jsonl", "miniature", tmp_path / "scores", estimator)
+    assert [score["score"] for score in scores] == pytest.approx(theirs, abs=1e-4)
+    for score in scores:
+        assert score["score"] == pytest.approx(score["solution"] + score["kl"] + score["format"], abs=1e-5)
+
+
+def test_completions_that_wait_are_scored_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = hook()
+    sizes: list[int] = []
+
+    def scored(rows: list[Any], texts: list[str]) -> list[dict[str, float]]:
+        sizes.append(len(texts))
+        return [{"score": float(len(text))} for text in texts]
+
+    monkeypatch.setattr(reward, "_score", scored)
+    texts = ["a" * length for length in range(9)]
+
+    async def later(text: str, turns: int) -> float:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return (await reward.compute_score("rlt", text, "1", {"question": "1?"}))["score"]
+
+    async def gathered() -> list[float]:
+        first = asyncio.gather(*(later(text, 0) for text in texts[:4]))
+        return [*(await first), *await asyncio.gather(*(later(text, 0) for text in texts[4:]))]
+
+    for _ in range(2):  # each in a loop of its own
+        assert asyncio.run(gathered()) == list(map(float, range(9)))
+    assert sizes == [4, 5, 4, 5]
+
+
+def test_one_bad_row_fails_all_that_wait_with_it() -> None:
+    reward = hook()
+
+    async def gathered() -> list[Any]:
+        calls = [reward.compute_score("rlt", "x", solution, {"question": "1?"}) for solution in ("1", " ")]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert all("the solution has no text" in str(error) for error in asyncio.run(gathered()))
+
+
+def test_a_batch_manager_of_verl_gets_the_same() -> None:
+    reward = hook()
+    calls = calls_of(reward)
+    names = {"data_source": "data_sources", "solution_str": "solution_strs", "ground_truth": "ground_truths"}
+    lists = {
+        many: [call[one] for call in calls] for one, many in (names | {"extra_info": "extra_infos"}).items()
+    }
+    one = [asyncio.run(reward.compute_score(**call))["score"] for call in calls]
+    assert [score["score"] for score in reward.compute_scores(**lists)] == pytest.approx(one, abs=1e-5)
+
+
+def test_verl_renders_the_prompt_of_the_teacher() -> None:
+    reward = hook()
+    for number, (row, made) in enumerate(zip(ROWS, reward.dataset(ROWS), strict=True), start=1):
+        options = {
+            "chat_template": verl_reward.CHAT_TEMPLATE,
+            "add_generation_prompt": True,
+            "tokenize": True,
+        }
+        ids = reward.tokenizer.apply_chat_template(made["prompt"], return_dict=False, **options)
+        assert ids == reward.build_problem(number, row).teacher_prompt
+
+
+def test_a_tag_that_verl_would_leave_out_is_refused() -> None:
+    tags = TagStyle("<think>", "</think>", "<solution>", "</solution>", "<explanation>", "<|im_end|>", "\n")
+    with pytest.raises(InputError, match=r"<\|im_end\|> must not be a special token"):
+        hook(tags=tags).compute_scores(["rlt"], ["x"], ["1"], [{"question": "1?"}])
+
+
+def test_a_term_of_ones_own_counts(model: Any) -> None:
+    class Brief(RLTReward):
+        extra_names = ("brevity",)
+
+        def extra_terms(self, rollouts: Any) -> dict[str, torch.Tensor]:
+            return {"brevity": torch.tensor([-float(len(r.text)) for r in rollouts])}
+
+    plain, brief = (rewards_of(shown(model, reward=r), TEXTS) for r in (RLTReward(), Brief()))
+    lengths = [len(text.removesuffix("</explanation>").strip()) for text in TEXTS]
+    assert brief == pytest.approx([a - n for a, n in zip(plain, lengths, strict=True)], abs=1e-3)

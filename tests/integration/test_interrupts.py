@@ -1,0 +1,158 @@
+"""Ctrl-C stops a fit with a checkpoint, and what a kill has prevented is made up for on resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cases import full
+from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
+from fits import explanation, metrics, small_fit, weights
+from launchers import TORCHRUN
+
+SHORT = ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=4"]
+TWO = ["--trainer.devices=2"]
+RANKS = {"one process": [], "two ranks": [*TWO, "--trainer.strategy=ddp"]}
+RANKS["FSDP2"] = [*TWO, "--config=configs/hardware/fsdp2.yaml"]
+VALIDATED = ["--data.val_rows=2", "--trainer.val_check_interval=2", "--trainer.check_val_every_n_epoch=null"]
+
+
+def command(model: str, folder: Path, *options: str, steps: int = 6) -> list[str]:
+    return small_fit(model, folder, *SHORT, f"--trainer.max_steps={steps}", *options)
+
+
+def fault(hook: str, kind: str, step: int, rank: int = 0) -> str:
+    arguments = {"rank": rank, "hook": hook, "kind": kind, "step": step}
+    return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
+
+
+def run(*words: str) -> None:
+    result = rlt(*words)
+    assert result.returncode == 0, result.stderr
+
+
+def assert_equal(whole: Path, resumed: Path) -> None:
+    """The same bits, metrics and completions; nothing lost, nothing twice."""
+    ours, theirs = weights(resumed), weights(whole)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    found, expected = metrics(resumed), metrics(whole)
+    assert found.keys() == expected.keys()
+    for step, row in expected.items():
+        assert found[step] == row, step
+    rows = [sorted(map(explanation, (folder / "rollouts.jsonl").open())) for folder in (whole, resumed)]
+    assert rows[0] == rows[1]
+
+
+def interrupt(process: Running, is_paused: Callable[[], bool], *, everyone: bool = False) -> None:
+    """Send one Ctrl-C in the middle of an iteration: to rank 0, or to all processes as a terminal does."""
+    wait_until(is_paused)
+    (os.killpg if everyone else os.kill)(process.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize("ranks", ["one process", full("two ranks"), full("FSDP2")])
+def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
+    ranks: str, tiny_model: str, tmp_path: Path
+) -> None:
+    whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
+    options = [*VALIDATED, *RANKS[ranks]]
+    run(*command(tiny_model, whole, *options))
+    # In iteration 2, after which a validation is due and no checkpoint.
+    process = start(*command(tiny_model, stopped, *options, fault("on_after_backward", "pause", 1)), log=log)
+    interrupt(process, lambda: "--- made at" in log.read_text(), everyone=ranks == "FSDP2")
+    assert process.wait(120) == 130, log.read_text()[-3000:]
+    lines = log.read_text().splitlines()
+    assert (
+        "rlt: interrupted: the run stops after this iteration, with a checkpoint. Again: it ends at once."
+        in lines
+    )
+    [told] = [line for line in lines if line.startswith("rlt: interrupted. ")]
+    assert told.startswith("rlt: interrupted. The run stopped after iteration 2. The newest checkpoint is ")
+    assert (stopped / "checkpoints" / "step=000002.ckpt").is_dir()
+    assert not (stopped / "model").exists()
+    assert metrics(stopped).keys() == {1, 2}
+    assert not any("/val_" in name for name in metrics(stopped)[2])
+    resume = shlex.split(told.partition("To resume: ")[2])
+    assert Path(resume[0]).name == "rlt"
+    run(*(word for word in resume[1:] if "faults.Fault" not in word))
+    assert_equal(whole, stopped)
+
+
+@pytest.mark.full
+def test_ctrl_c_under_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str, tmp_path: Path) -> None:
+    whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
+    run(*command(tiny_model, whole, *RANKS["two ranks"]))
+    pause = fault("on_after_backward", "pause", 1)
+    words = command(tiny_model, stopped, *RANKS["two ranks"], pause)
+    with log.open("w") as file:  # its ranks are in sessions of their own: a terminal reaches torchrun alone
+        agent = subprocess.Popen(
+            [sys.executable, *TORCHRUN, "-m", "rlt_lightning", *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path_of_tests()},
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        wait_until(lambda: "--- made at" in log.read_text(), 120)
+        agent.send_signal(signal.SIGINT)
+        assert agent.wait(60) != 0
+    finally:
+        agent.kill()
+    assert "The run stopped after iteration 2. The newest checkpoint is " in log.read_text()
+    assert (stopped / "checkpoints" / "step=000002.ckpt").is_dir()
+    run(*command(tiny_model, stopped, *RANKS["two ranks"], "--resume=true"))
+    assert_equal(whole, stopped)
+
+
+def test_the_second_ctrl_c_ends_at_once(tiny_model: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = start(*command(tiny_model, tmp_path / "run", fault("on_after_backward", "hang", 1)), log=log)
+    interrupt(process, lambda: "--- made at" in log.read_text())
+    wait_until(lambda: "rlt: interrupted: the run stops after this iteration" in log.read_text())
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(30) == -signal.SIGINT
+
+
+@pytest.mark.full
+def test_ctrl_c_during_a_validation_stops_after_it(tiny_model: str, tmp_path: Path) -> None:
+    whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
+    run(*command(tiny_model, whole, *VALIDATED, steps=4))
+    pause = fault("on_validation_start", "pause", 2)
+    process = start(*command(tiny_model, stopped, *VALIDATED, pause, steps=4), log=log)
+    interrupt(process, lambda: "--- made at" in log.read_text())
+    assert process.wait(120) == 130, log.read_text()[-3000:]
+    assert "The run stopped after iteration 2." in log.read_text()
+    assert any("/val_" in name for name in metrics(stopped)[2])
+    run(*command(tiny_model, stopped, *VALIDATED, "--resume=true", steps=4))
+    assert "validating iteration" not in log.read_text()
+    assert_equal(whole, stopped)
+
+
+@pytest.mark.parametrize("step", [full(2), full(4)])
+def test_a_validation_that_a_kill_prevented_is_made_up_for(
+    step: int, tiny_model: str, tmp_path: Path
+) -> None:
+    # Of step 2, in the middle of the run, and of step 4, after which nothing is left to train.
+    options = [*VALIDATED, "--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=reward/val_mean"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(*command(tiny_model, whole, *options, steps=4))
+    process = start(
+        *command(tiny_model, killed, *options, fault("on_validation_start", "kill", step), steps=4)
+    )
+    assert process.wait() == -signal.SIGKILL
+    assert (killed / "checkpoints" / f"step={step:06d}.ckpt").is_dir()
+    result = rlt(*command(tiny_model, killed, *options, "--resume=true", steps=4))
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(f"^validating iteration {step}, ", result.stderr, re.M)) == 1
+    assert {step for step, row in metrics(whole).items() if "reward/val_mean" in row} == {2, 4}
+    assert_equal(whole, killed)
+    best = [(folder / "checkpoints" / "best.json").read_text() for folder in (whole, killed)]
+    assert best[0] == best[1]

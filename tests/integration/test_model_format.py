@@ -1,0 +1,436 @@
+"""The format of the training travels with the model: into later stages, exports and servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bespoke import ROWS, bespoke, rows_of, stage_4, student, trained_prompts, write  # noqa: F401
+from cases import full
+from commands import ROOT, rlt
+from tiny import tiny_options
+from transformers import AutoTokenizer
+
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
+from rlt_lightning.datamodules.formats import STUDENT_SYSTEM_PROMPT, ChatFormat, encode
+from rlt_lightning.models.format import (
+    END,
+    FORMAT_FILE,
+    ModelFormat,
+    with_default_system,
+    without_default_system,
+    write_format,
+)
+from rlt_lightning.models.load import load_format, load_tokenizer
+from rlt_lightning.tags import R1, STRATOS, TagStyle
+from rlt_lightning.types import InputError
+
+QUESTION = "How many legs have three cats?"
+OWN = TagStyle("[t]", "[/t]", "[s]", "[/s]", "[e]", "[/e]", separator=" ")
+
+
+def trained(folder: Path, base: str, role: str = "student", tags: TagStyle = STRATOS, **facts: Any) -> str:
+    """A model folder with the format of a training, as an export leaves it."""
+    shutil.copytree(base, folder)
+    found = ModelFormat(role, tags, **{"system_prompt": "Think.", **facts})  # type: ignore[arg-type]
+    write_format(found, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = with_default_system(tokenizer.chat_template, found.system_prompt)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+# Real rows: what stage 4 trains on is what stage 5 and servers ask
+
+
+def questions_of(source: str, folder: Path) -> str:
+    """An evaluation set with the rows' own questions."""
+    rows = [{"question": row["conversations"][0]["value"], "answer": "1"} for row in rows_of(source)]
+    return write(folder / "questions.jsonl", rows)
+
+
+def evaluated_prompts(questions: str, model: str, **options: Any) -> dict[str, list[int]]:
+    """The prompts of stage 5 by question, token ids."""
+    data = EvaluationDataModule(sets={"own": questions}, tokenizer=model, **options)
+    data.setup("test")
+    return {problem.question: problem.prompt for problem in data.problems}
+
+
+def test_later_stages_ask_in_the_format_of_stage_4(
+    student: tuple[Path, str],
+    bespoke: str,
+    tiny_model: str,
+    tmp_path: Path,
+) -> None:
+    run, _ = student
+    expected = trained_prompts(bespoke, tiny_model)
+    questions = questions_of(bespoke, tmp_path)
+    rlt("export", f"--ckpt_path={run}", f"--output_dir={tmp_path / 'exported'}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the format is known
+        for model in (run / "model", tmp_path / "exported"):
+            assert evaluated_prompts(questions, str(model)) == expected
+            asked = next(iter(expected))
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            message = [{"role": "user", "content": asked}]
+            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            assert encode(tokenizer, text) == expected[asked]
+    words = ["test", "--config=recipe_7b/evaluate", f"--model.pretrained={run / 'model'}"]
+    sets = f"--data.sets={json.dumps({'own': questions})}"
+    settings = [
+        "--data.max_rows=1",
+        "--rollouts.sampling.max_completion_length=4",
+        "--trainer.accelerator=cpu",
+    ]
+    result = rlt(*words, sets, *settings, f"--output_dir={tmp_path / 'test'}")
+    assert result.returncode == 0, result.stderr
+    assert "does not record the format" not in result.stderr
+    prompt = json.loads((tmp_path / "test/evaluation.json").read_text())["sets"]["own"]["prompt"]
+    assert encode(load_tokenizer(tiny_model), prompt) == next(iter(expected.values()))
+
+
+@pytest.mark.full
+def test_traditional_rl_keeps_the_format_of_its_student(
+    student: tuple[Path, str], bespoke: str, tiny_model: str, tmp_path: Path
+) -> None:
+    name = "configs/recipe_7b/grpo.yaml"
+    words = tiny_options("fit", yaml.safe_load((ROOT / name).read_text()), str(student[0] / "model"))
+    words += [f"--data.source={bespoke}", "--trainer.callbacks=null", f"--output_dir={tmp_path / 'run'}"]
+    result = rlt("fit", f"--config={name}", *words)
+    assert result.returncode == 0, result.stderr
+    expected = trained_prompts(bespoke, tiny_model)
+    assert evaluated_prompts(questions_of(bespoke, tmp_path), str(tmp_path / "run/model")) == expected
+    sets = json.dumps({"own": questions_of(bespoke, tmp_path)})
+    settings = [f"--data.sets={sets}", "--data.max_rows=1", f"--output_dir={tmp_path / 'test'}"]
+    words = ["test", "--config=recipe_7b/evaluate", f"--model.pretrained={tmp_path / 'run/model'}"]
+    result = rlt(*words, *settings, "--rollouts.sampling.max_completion_length=4")
+    assert result.returncode == 0, result.stderr
+    prompt = json.loads((tmp_path / "test/evaluation.json").read_text())["sets"]["own"]["prompt"]
+    assert encode(load_tokenizer(tiny_model), prompt) == next(iter(expected.values()))
+
+
+def test_a_model_folder_says_what_it_was_trained_on(student: tuple[Path, str], bespoke: str) -> None:
+    found = load_format(str(student[0] / "model"))
+    assert found == ModelFormat("student", STRATOS, rows_of(bespoke)[0]["system"], 1.0)
+    assert len(found.system_prompt) == 1312  # the real one, not ours
+
+
+def test_true_rows_of_bespoke_stratos_are_asked_as_they_were_learnt(
+    shared: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    rows = json.loads((shared / "data/bespoke_stratos_rows/true_rows.json").read_text())
+    source = write(tmp_path / "rows.jsonl", rows)
+    expected = trained_prompts(source, tiny_model, max_length=2048, long_traces="truncate")
+    data = StratosDataModule(source, task="student_sft", tokenizer=tiny_model, long_traces="truncate")
+    data.prompts_per_step = 1
+    data.setup("fit")
+    shutil.copytree(tiny_model, tmp_path / "model")
+    write_format(data.trained_format(), tmp_path / "model")
+    assert len(expected) == len(rows) == 2
+    assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "model")) == expected
+
+
+LORA = "--model.lora={rank: 2, alpha: 4.0}"
+
+
+@pytest.mark.full
+def test_adapters_carry_the_format_too(bespoke: str, tiny_model: str, tmp_path: Path) -> None:
+    options = [f"--data.source={bespoke}", LORA, "--export.adapter=separate"]
+    stage_4("configs/recipe_7b/sft.yaml", tiny_model, tmp_path / "run", *options)
+    for adapter in ("merged", "separate"):
+        rlt(
+            "export",
+            f"--ckpt_path={tmp_path / 'run'}",
+            f"--output_dir={tmp_path / adapter}",
+            f"--adapter={adapter}",
+        )
+    expected = trained_prompts(bespoke, tiny_model)
+    assert (tmp_path / "separate/adapter_config.json").exists()
+    for folder in ("run/model", "merged", "separate"):
+        assert evaluated_prompts(questions_of(bespoke, tmp_path), str(tmp_path / folder)) == expected, folder
+
+
+# Each shipped stage 4, and options without which its rows do not fit the tiny model.
+STAGES_4 = (
+    "configs/laptop/sft.yaml",
+    "configs/laptop/smollm2_sft.yaml",
+    "research/configs/correctness_warmup.yaml",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", STAGES_4)
+@pytest.mark.parametrize("system", ["", "row"])
+def test_every_shipped_pipeline_asks_as_it_trained(
+    config: str, system: str, bespoke: str, tiny_model: str, tmp_path: Path
+) -> None:
+    settings = yaml.safe_load((ROOT / config).read_text())["data"]["init_args"]
+    rows = [{k: v for k, v in row.items() if system or k != "system"} for row in rows_of(bespoke)]
+    source = write(tmp_path / "rows.jsonl", rows)
+    stage_4(config, tiny_model, tmp_path / "run", f"--data.source={source}")
+    options = {name: settings[name] for name in ("tags", "student_system_prompt") if name in settings}
+    expected = trained_prompts(source, tiny_model, **options)
+    assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "run/model")) == expected
+    if system and "student_system_prompt" not in options:
+        assert load_format(str(tmp_path / "run/model")).system_prompt == rows[0]["system"]  # type: ignore[union-attr]
+
+
+# The folder's record
+
+
+def test_the_commonest_prompt_is_recorded_with_its_share(tiny_model: str, tmp_path: Path) -> None:
+    rows = [bespoke_row(system) for system in ("A", "B", "A", "A")]
+    data = StratosDataModule(
+        write(tmp_path / "rows.jsonl", rows), task="student_sft", tokenizer=tiny_model, prompts_per_step=1
+    )
+    data.setup("fit")
+    assert data.trained_format() == ModelFormat("student", STRATOS, "A", 0.75)
+    # A student of mixed prompts is asked with a row's own, where it has one.
+    mixed = trained(tmp_path / "mixed", tiny_model, system_prompt="A", share=0.75)
+    chosen = choose_format(FormatOptions(), None, mixed)
+    assert (chosen.student_system_prompt, chosen.keeps_row_prompts) == ("A", True)
+
+
+def bespoke_row(system: str) -> dict[str, Any]:
+    """A row in Bespoke-Stratos' form with this system prompt."""
+    turn = STRATOS.thought_open + "\n\nSo.\n\n" + STRATOS.thought_close + "\n\n"
+    turn += STRATOS.solution_open + "\n\n12\n\n" + STRATOS.solution_close
+    turns = [{"from": "user", "value": QUESTION}, {"from": "assistant", "value": turn}]
+    return {"system": system, "conversations": turns}
+
+
+def test_held_out_rows_do_not_decide_the_record(tiny_model: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "train.jsonl", [bespoke_row("A")] * 2)
+    others = write(tmp_path / "val.jsonl", [bespoke_row("B")] * 5)
+    data = StratosDataModule(
+        source, task="student_sft", tokenizer=tiny_model, prompts_per_step=1, val_source=others
+    )
+    data.setup("fit")
+    assert len(data.val_items) == 5
+    assert data.trained_format() == ModelFormat("student", STRATOS, "A", 1.0)
+
+
+@pytest.mark.parametrize("system", ["", "Use {thought_open} and <|end_of_thought|> as they are."])
+def test_a_rows_prompt_stays_as_it_is_in_every_stage(system: str, tiny_model: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [bespoke_row(system)])
+    expected = trained_prompts(source, tiny_model)
+    shutil.copytree(tiny_model, tmp_path / "model")
+    data = StratosDataModule(source, task="student_sft", tokenizer=tiny_model, prompts_per_step=1)
+    data.setup("fit")
+    write_format(data.trained_format(), tmp_path / "model")
+    assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "model")) == expected
+    if not system:
+        assert "Answer the question" not in data.format.tokenizer.decode(next(iter(expected.values())))
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert load_format(str(tmp_path)) is None
+    written = ModelFormat("teacher", OWN, "Wörter\n{x}", 0.5)
+    write_format(written, tmp_path)
+    assert load_format(str(tmp_path)) == written
+    plain = written.to_plain()
+    for wrong in ({**plain, "role": "pupil"}, {**plain, "tags": {"thought_open": "x"}}, [], "x"):
+        (tmp_path / FORMAT_FILE).write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match=r"rlt_format.json must hold role, tags, separator"):
+            load_format(str(tmp_path))
+    (tmp_path / FORMAT_FILE).write_text("{")
+    with pytest.raises(InputError, match="must be readable JSON"):
+        load_format(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Think.", "a 'b' \"c\" \\n {{ x }} %} {% raw %} {# # é 中 😀\nline\r\n end\\"]
+)
+def test_a_template_has_the_trained_prompt_as_default(smollm2: str, shared: Path, prompt: str) -> None:
+    question = {"role": "user", "content": "1 + 1?"}
+    for name in (smollm2, str(shared / "data/tokenizers/Qwen2.5-Instruct")):
+        tokenizer = load_tokenizer(name)
+        before = tokenizer.chat_template
+
+        def text(*messages: dict[str, str], tokenizer: Any = tokenizer) -> str:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return str(rendered)
+
+        ours = text({"role": "system", "content": prompt}, question)
+        other = text({"role": "system", "content": "Other."}, question)
+        tokenizer.chat_template = with_default_system(before, prompt)
+        assert text(question) == ours
+        assert text({"role": "system", "content": "Other."}, question) == other
+        # A prompt that holds our comments ends nothing.
+        tokenizer.chat_template = with_default_system(before, END)
+        assert text(question) == text({"role": "system", "content": END}, question)
+        tokenizer.chat_template = with_default_system(before, prompt)
+        # A model that is trained again gets the new default in place of the old one.
+        assert without_default_system(tokenizer.chat_template) == before
+        assert with_default_system(tokenizer.chat_template, "New") == with_default_system(before, "New")
+        assert with_default_system(before, "") == before
+        named = with_default_system({"default": before}, prompt)
+        assert without_default_system(named) == {"default": before}
+
+
+# What a run chooses
+
+
+def test_the_frozen_student_is_asked_in_its_own_format(tiny_model: str, tmp_path: Path) -> None:
+    teacher = trained(tmp_path / "teacher", tiny_model, "teacher", R1, system_prompt="Explain.")
+    student = trained(tmp_path / "student", tiny_model, "student", STRATOS, system_prompt="Answer.")
+    rows = write(tmp_path / "rows.jsonl", [{"question": QUESTION, "solution": "12"}])
+    data = StratosDataModule(rows, tokenizer=teacher, student_tokenizer=student, prompts_per_step=1)
+    data.setup("fit")
+    [problem] = data.problems
+    tokenizer = data.format.tokenizer
+
+    def text(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    chat = ChatFormat(tokenizer)
+    given = "<solution>\n12\n</solution>\n\n<explanation>\n"
+    assert text(problem.teacher_prompt) == chat.render("Explain.", QUESTION) + given
+    completion = data.format.completion_from_trace(problem, "Four each.")
+    rollout = data.format.build_rollout(problem, completion)
+    ours = problem.student_prefix + problem.think_prefix + rollout.views[0].token_ids + problem.student_suffix
+    thought = "<|begin_of_thought|>\n\nFour each.\n\n<|end_of_thought|>\n\n"
+    solution = "<|begin_of_solution|>\n\n12"
+    # The student's thought has the student's separators, whatever the teacher's are.
+    assert text(ours + problem.solution_ids) == chat.render("Answer.", QUESTION) + thought + solution
+    row = data.format.build_conversation(problem, rollout.text)
+    assert row["system"] == "Answer."
+    assert data.trained_format() == ModelFormat("teacher", R1, "Explain.")
+
+
+def test_settings_fill_in_for_models_from_outside(tiny_model: str, bespoke: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("From a file {thought_open}.\n")
+    by_file = choose_format(FormatOptions("r1", None, f"@{tmp_path / 'prompt.txt'}"), None, tiny_model)
+    tokenizer = load_tokenizer(tiny_model)
+    assert by_file.build_format(tokenizer).student_system_prompt == "From a file <think>."
+    assert by_file.guessed == {}
+    from_rows = choose_format(FormatOptions(format_from=bespoke), None, tiny_model)
+    assert (from_rows.student_tags, from_rows.guessed) == (STRATOS, {})
+    assert from_rows.student_system_prompt == rows_of(bespoke)[0]["system"]
+    with pytest.raises(
+        InputError, match=r"Either --data.student_system_prompt or --data.format_from.*'X'.*1312 char"
+    ):
+        choose_format(FormatOptions(None, None, "X", bespoke), None, tiny_model)
+    with pytest.raises(InputError, match="must name a readable text file after @, but '/no/file' is not"):
+        choose_format(FormatOptions(None, None, "@/no/file"), None, tiny_model)
+    plain = write(tmp_path / "plain.jsonl", [{"question": "1?", "solution": "1"}])
+    with pytest.raises(InputError, match=r"none of the first 1 rows of '.*' has"):
+        choose_format(FormatOptions(format_from=plain), None, tiny_model)
+
+
+def test_an_unknown_model_warns_once(tiny_model: str, bespoke: str, tmp_path: Path) -> None:
+    known = trained(tmp_path / "known", tiny_model)
+    rows = write(tmp_path / "rows.jsonl", [{"question": QUESTION, "solution": "12", "answer": "12"}] * 2)
+    cases: list[tuple[Any, list[str]]] = [
+        (StratosDataModule(rows, tokenizer=tiny_model, student_tokenizer=known), ["as the teacher"]),
+        (StratosDataModule(rows, task="student_rl", tokenizer=tiny_model), ["as the student"]),
+        # Its rows say how the student is asked.
+        (StratosDataModule(bespoke, task="student_rl", tokenizer=tiny_model, max_bad_frac=1.0), []),
+        (StratosDataModule(bespoke, task="student_sft", tokenizer=tiny_model), []),
+        (EvaluationDataModule({"own": rows}, tokenizer=tiny_model), ["as the student"]),
+        (EvaluationDataModule({"own": rows}, tokenizer=known), []),
+        (EvaluationDataModule({"own": rows}, tokenizer=tiny_model, student_system_prompt=""), []),
+    ]
+    for data, expected in cases:
+        data.prompts_per_step = 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if isinstance(data, StratosDataModule):
+                data.setup("predict")
+                data.predict_dataloader()
+            else:
+                data.setup("test")
+                data.test_dataloader()
+        found = [str(w.message) for w in caught if "does not record the format" in str(w.message)]
+        assert len(found) == len(expected), (found, expected)
+        for text, part in zip(found, expected, strict=True):
+            assert part in text
+            assert "our system prompt" in text
+            assert tiny_model in text
+
+
+OTHER = "--data.student_system_prompt=Other."
+TAGS = "--data.tags=stratos"
+CONTRADICTIONS = {
+    "fit": ["fit", "--config=configs/laptop/rlt.yaml", "--data.teacher_system_prompt=Other."],
+    "fit student_rl": ["fit", "--config=research/configs/correctness.yaml", OTHER],
+    "fit student_sft": ["fit", "--config=configs/laptop/sft.yaml", OTHER],
+    "validate": ["validate", "--config=configs/laptop/rlt.yaml", TAGS, "--data.val_rows=2"],
+    "predict": ["predict", "--config=configs/laptop/generate.yaml", TAGS],
+    "test": ["test", "--config=configs/laptop/evaluate.yaml", TAGS],
+    "explain": ["explain", "--config=configs/recipe_7b/rank.yaml", "--data.source=chains", OTHER],
+}
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [name if name in ("fit", "test") else full(name) for name in CONTRADICTIONS],
+)
+def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, tmp_path: Path) -> None:
+    teacher = trained(tmp_path / "teacher", miniature, "teacher", R1, system_prompt="")
+    student = trained(tmp_path / "student", miniature, "student", R1, system_prompt="")
+    words = CONTRADICTIONS[verb]
+    both = [f"--model.teacher={teacher}", f"--model.student={student}"]
+    models = {
+        "fit student_rl": [f"--model.teacher={student}"],
+        "fit student_sft": [f"--model.pretrained={student}"],
+        "test": [f"--model.pretrained={student}"],
+    }
+    output = [] if verb == "explain" else [f"--output_dir={tmp_path / 'run'}"]
+    result = rlt(*words, *models.get(verb, both), *output, text=QUESTION)
+    assert result.returncode == 2, result.stderr
+    [line] = result.stderr.strip().splitlines()
+    assert "was trained with" in line
+    assert "force_format true" in line
+    assert ("the tags r1, but" in line and "gives stratos" in line) or (
+        "no system prompt, but" in line and "gives 'Other.'" in line
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_force_overrides_what_a_model_records(tiny_model: str, tmp_path: Path) -> None:
+    known = trained(tmp_path / "known", tiny_model)
+    with pytest.raises(
+        InputError,
+        match=r"trained with the system prompt 'Think\.', but --data\.student_system_prompt gives 'X'",
+    ):
+        choose_format(FormatOptions(student_system_prompt="X"), None, known)
+    chosen = choose_format(FormatOptions("r1", None, "X", force_format=True), None, known)
+    assert (chosen.student_tags, chosen.student_system_prompt) == (R1, "X")
+    teacher = trained(tmp_path / "teacher", tiny_model, "teacher")
+    with pytest.raises(
+        InputError, match=r"The student must be a model that answers questions, but .* as a teacher"
+    ):
+        choose_format(FormatOptions(), None, teacher)
+    # Fine-tuning gives a model a new role.
+    assert choose_format(FormatOptions(), None, teacher, learns=True).recorded is None
+    assert choose_format(FormatOptions(force_format=True), None, teacher).guessed == {"student": teacher}
+
+
+def test_a_student_learns_in_its_own_format_unless_forced(
+    tiny_model: str, bespoke: str, tmp_path: Path
+) -> None:
+    known = trained(tmp_path / "known", tiny_model)
+    data = {"task": "student_sft", "tokenizer": known, "prompts_per_step": 2}
+    with pytest.raises(
+        InputError, match=rf"'Think\.', but {ROWS} of {ROWS} rows have another, such as 'Your"
+    ):
+        StratosDataModule(bespoke, **data).setup("fit")  # type: ignore[arg-type]
+    own = StratosDataModule(bespoke, **data, student_system_prompt="Think.")  # type: ignore[arg-type]
+    forced = StratosDataModule(bespoke, **data, force_format=True)  # type: ignore[arg-type]
+    for module, expected in ((own, "Think."), (forced, rows_of(bespoke)[0]["system"])):
+        module.setup("fit")
+        assert module.trained_format().system_prompt == expected
+
+
+def test_our_prompt_stays_the_default(tiny_model: str) -> None:
+    chosen = choose_format(FormatOptions(), tiny_model, tiny_model)
+    assert chosen.build_format(load_tokenizer(tiny_model)).student_system_prompt == STRATOS.fill(
+        STUDENT_SYSTEM_PROMPT
+    )

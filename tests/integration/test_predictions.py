@@ -1,0 +1,139 @@
+"""`rlt predict` on several processes leaves the files of one, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cases import full
+from commands import rlt, start, wait_until
+from fake_worker import worker_of
+
+# Explanations of the pretrained teacher, of which some are too long for the student and sampled again. Of
+# batches of 2, 2, 2 and 1 problems two processes have two each, and the third of three has one and a spare.
+GENERATE = [
+    *("predict", "--config=configs/laptop/generate.yaml", "--model.teacher=miniature-teacher"),
+    *("--data.num_embedded_rows=7", "--data.prompts_per_step=2", "--data.student_context=60"),
+    *(
+        "--rollouts.num_traces=2",
+        "--rollouts.max_resamples=2",
+        "--rollouts.sampling.max_completion_length=48",
+    ),
+    *("--distillation.select=all", "--trainer.accelerator=cpu"),
+]
+ANSWERS = [
+    *("predict", "--config=configs/laptop/rejection.yaml", "--data.num_embedded_rows=7"),
+    *("--data.prompts_per_step=2", "--rollouts.num_traces=4", "--trainer.accelerator=cpu"),
+]
+RANKS = {
+    "ddp": ["--trainer.devices=2"],
+    "ddp_3": ["--trainer.devices=3"],
+    "fsdp2": ["--trainer.devices=2", "--config=configs/hardware/fsdp2.yaml"],
+    "fsdp2_3": ["--trainer.devices=3", "--config=configs/hardware/fsdp2.yaml"],
+    "zero3": ["--trainer.devices=2", "--config=configs/hardware/zero3.yaml"],
+}
+
+
+def predict(folder: Path, *options: str) -> Path:
+    result = rlt(*options, f"--output_dir={folder}")
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """What a prediction leaves, beside settings and machine."""
+    names = ("traces.jsonl", "scores.jsonl", "distillation.jsonl", "distillation.parquet", "README.md")
+    names += ("groups.json", "groups.svg", "comparison.jsonl", "comparison.md")
+    paths = [*(folder / name for name in names), *folder.glob("groups/*")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.exists()}
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return predict(tmp_path_factory.mktemp("generated") / "run", *GENERATE)
+
+
+def test_some_traces_were_sampled_again(generated: Path) -> None:
+    rows = [json.loads(line) for line in (generated / "traces.jsonl").open()]
+    assert {row["row"]: row["fits"] for row in rows}.keys() == set(range(1, 8))
+    seeds = {(row["row"], row["seed"]) for row in rows}
+    assert 7 < len(seeds) < 14
+
+
+@pytest.mark.parametrize("ranks", ["ddp", "fsdp2", full("ddp_3"), full("fsdp2_3"), full("zero3")])
+def test_several_processes_leave_the_files_of_one(ranks: str, generated: Path, tmp_path: Path) -> None:
+    found = predict(tmp_path / "run", *GENERATE, *RANKS[ranks])
+    assert read_files(found) == read_files(generated)
+    assert len(read_files(found)) == 4
+
+
+@pytest.mark.parametrize("ranks", ["ddp", full("ddp_3"), full("fsdp2")])
+def test_a_killed_run_goes_on_with_its_first_unfinished_batch(
+    ranks: str, generated: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = start(*GENERATE, *RANKS[ranks], f"--output_dir={folder}")
+    traces = folder / "traces.jsonl"
+    wait_until(lambda: (traces.exists() and traces.stat().st_size > 0) or run.poll() is not None)
+    run.killpg()
+    run.wait()
+    # As if the kill had come within a write: of the second batch one problem is there, and half of another.
+    lines = (generated / "traces.jsonl").read_text().splitlines(keepends=True)
+    traces.write_text("".join(lines[:7]) + lines[7][:30])
+    predict(folder, *GENERATE, *RANKS[ranks], "--resume=true")
+    assert read_files(folder) == read_files(generated)
+
+
+def test_a_batch_that_was_cut_is_scored_as_a_whole(generated: Path, tmp_path: Path) -> None:
+    shutil.copytree(generated, tmp_path / "run")
+    lines = (generated / "traces.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "traces.jsonl").write_text("".join(lines[:6]))  # three problems of batches of two
+    result = rlt(*GENERATE, f"--output_dir={tmp_path / 'run'}", "--resume=true")
+    assert "batch 1/3" in result.stderr  # two of the batches were left to be made, and a half
+    assert read_files(tmp_path / "run") == read_files(generated)
+
+
+@pytest.mark.parametrize("ranks", ["ddp", full("ddp_3"), full("fsdp2")])
+@pytest.mark.parametrize("kind", ["groups", full("comparison")])
+def test_scores_groups_and_comparisons_are_those_of_one(
+    kind: str, ranks: str, generated: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [json.loads(line) for line in (generated / "traces.jsonl").open()][::2]
+    names = ("question", "solution", "reasoning_trace")
+    texts = [{name: row[name] for name in names} | {"other": "Nobody knows."} for row in rows]
+    source.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    options = ["predict", "--config=configs/rank.yaml", "--model.teacher=miniature-teacher"]
+    options += ["--model.student=miniature", f"--data.source={source}", "--data.prompts_per_step=3"]
+    options += ["--data.teacher_system_prompt=", "--data.student_system_prompt=", "--trainer.accelerator=cpu"]
+    if kind == "groups":
+        options += ["--scores.rank_groups=3", "--scores.per_token=true"]
+    else:
+        options += ["--data.trace_columns=[reasoning_trace, other]"]
+    one = predict(tmp_path / "one", *options)
+    found = predict(tmp_path / ranks, *options, *RANKS[ranks])
+    assert read_files(found) == read_files(one)
+    assert ("groups.json" if kind == "groups" else "comparison.md") in read_files(one)
+
+
+@pytest.mark.parametrize("ranks", ["ddp", full("ddp_3"), full("fsdp2")])
+def test_answers_and_their_verdicts_are_those_of_one(ranks: str, tmp_path: Path) -> None:
+    one = predict(tmp_path / "one", *ANSWERS)
+    assert read_files(predict(tmp_path / ranks, *ANSWERS, *RANKS[ranks])) == read_files(one)
+
+
+@pytest.mark.parametrize("ranks", ["ddp", full("ddp_3"), full("fsdp2")])
+def test_a_workers_traces_are_those_of_one(ranks: str, tiny_model: str, tmp_path: Path) -> None:
+    # Rank 0 asks the worker for all, each process for another number of traces again.
+    options = [*GENERATE, f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
+    options += ["--data.prompts_per_step=3", "--data.student_context=400", "--rollouts.engine=VLLMEngine"]
+    options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+    found = []
+    for name, more in (("one", []), (ranks, RANKS[ranks])):
+        with worker_of(tiny_model) as worker:
+            folder = tmp_path / name
+            predict(folder, *options, f"--rollouts.engine.urls=[{worker.url}]", *more)
+        found.append(read_files(folder))
+    assert found[0] == found[1]

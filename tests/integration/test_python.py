@@ -1,0 +1,450 @@
+"""The way in from Python: the scripts of docs/python.md against the command line, rows, the notebook.
+
+A page's script and the command of the same stage run in two folders, with the same names inside.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ROOT, python, rlt
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import SaveConfigCallback
+from miniatures import SEED1
+
+import rlt_lightning
+from rlt_lightning import RLTModule, RLTReward, Sampling, StratosDataModule, Teacher, Trainer, score
+from rlt_lightning.callbacks import Checkpoint, ModelExporter, RolloutCallback
+from rlt_lightning.datamodules.sources import MemoryRows, parse_sources, read_rows
+from rlt_lightning.modules import SFTModule
+from rlt_lightning.run.folder import RunFolder
+from rlt_lightning.types import InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+PAGE = (ROOT / "docs" / "python.md").read_text()
+SCRIPTS = dict(re.findall(r"^```python\n# ([\w.]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+# Numbers of the page, and those of the tests.
+SMALLER = {
+    "num_embedded_rows=2048": "num_embedded_rows=64",
+    "num_embedded_rows=512": "num_embedded_rows=24",
+    "max_steps=40": "max_steps=3",
+    "every_n_train_steps=10": "every_n_train_steps=1",
+    "max_rows=512": "max_rows=16",
+    "prompts_per_step=64": "prompts_per_step=8",
+    "batch_size=128": "batch_size=8",
+}
+EVERY = "--checkpoint.every_n_train_steps=1"
+MODEL = "--model.teacher=runs/teacher/model"
+COMMANDS = {  # a stage's script -> its run folder, and the command with the same settings
+    "stage1.py": ("warmup", ["fit", "laptop/warmup", "--data.num_embedded_rows=64", EVERY]),
+    "stage2.py": (
+        "teacher",
+        [
+            *("fit", "laptop/rlt", "--model.teacher=runs/warmup/model", "--data.num_embedded_rows=24"),
+            *("--trainer.max_steps=3", EVERY),
+        ],
+    ),
+    "stage3.py": (
+        "traces",
+        ["predict", "laptop/generate", MODEL, "--data.num_embedded_rows=24", "--data.prompts_per_step=8"],
+    ),
+    "stage4.py": (
+        "student",
+        ["fit", "laptop/sft", "--data.source=runs/traces/distillation.jsonl", EVERY],
+    ),
+    "stage5.py": (
+        "evaluation",
+        [
+            *("test", "laptop/evaluate", "--model.pretrained=runs/student/model"),
+            *("--data.max_rows=16", "--data.batch_size=8"),
+        ],
+    ),
+}
+CHAINS: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+
+
+def small(script: str) -> str:
+    for name, value in SMALLER.items():
+        script = script.replace(name, value)
+    return script
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The runs of all stages by script, and by command."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("script", "command")}
+    for name, (folder, words) in COMMANDS.items():
+        path = folders["script"] / name
+        path.write_text(small(SCRIPTS[name]))
+        done = python(path.read_text(), folders["script"])
+        if name == "stage5.py":
+            assert "of the questions are answered right" in done.stdout, done.stderr
+            # Started as a file, its judges would import it: test_judge.py has a small script for that.
+            assert 'if __name__ == "__main__":\n' in SCRIPTS[name]
+        assert done.returncode == 0, done.stderr
+        assert "Warning" not in done.stderr, done.stderr
+        verb, config, *options = words
+        config = str(ROOT / "configs" / f"{config}.yaml")
+        named = rlt(verb, "--config", config, *options, f"--output_dir=runs/{folder}", cwd=folders["command"])
+        assert named.returncode == 0, named.stderr
+    return {name: folder / "runs" for name, folder in folders.items()}
+
+
+def metrics(run: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv, without what a clock or the memory says."""
+    with (run / "metrics.csv").open() as file:
+        return [{n: v for n, v in row.items() if not n.startswith("perf/")} for row in csv.DictReader(file)]
+
+
+def files(run: Path) -> dict[str, bytes]:
+    """What a run has computed, by file."""
+    suffixes = (".safetensors", ".jsonl", ".parquet", ".md", ".json")
+    found = [path for path in sorted(run.rglob("*")) if path.suffix in suffixes]
+    return {str(path.relative_to(run)): path.read_bytes() for path in found}
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("stage", COMMANDS)
+def test_a_script_equals_the_command(both: dict[str, Path], stage: str) -> None:
+    script, command = (runs / COMMANDS[stage][0] for runs in both.values())
+    assert files(script).keys() == files(command).keys()
+    for name, content in files(script).items():
+        assert content == files(command)[name], name
+    if (script / "metrics.csv").exists() or (command / "metrics.csv").exists():
+        assert metrics(script) == metrics(command)
+
+
+def test_stage_scripts_have_fifteen_lines() -> None:
+    assert [*COMMANDS] == [name for name in SCRIPTS if name.startswith("stage")]
+    lines = {name: len(SCRIPTS[name].replace("\n\n", "\n").splitlines()) for name in COMMANDS}
+    assert max(lines.values()) <= 15, lines
+
+
+@pytest.mark.full
+def test_a_script_in_two_processes_equals_the_command(both: dict[str, Path]) -> None:
+    code = small(SCRIPTS["stage2.py"]).replace('accelerator="cpu"', 'accelerator="cpu", devices=2')
+    folder = both["script"].parent
+    (folder / "two.py").write_text(code.replace("runs/teacher", "runs/two"))
+    done = subprocess.run([sys.executable, "two.py"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, [verb, config, *options] = COMMANDS["stage2.py"]
+    words = [verb, "--config", str(ROOT / "configs" / f"{config}.yaml"), *options, "--trainer.devices=2"]
+    named = rlt(*words, "--output_dir=runs/two", cwd=both["command"].parent)
+    assert named.returncode == 0, named.stderr
+    script, command = (files(runs / "two") for runs in both.values())
+    assert script == command
+
+
+@pytest.mark.docs
+def test_the_other_scripts_of_the_page_run(both: dict[str, Path], tiny_model: str) -> None:
+    for name in ("own_rows.py", "ask.py"):
+        code = SCRIPTS[name].replace("smollm2-135m", tiny_model)
+        done = python(code, both["script"].parent)
+        assert done.returncode == 0, done.stderr
+        assert "Warning" not in done.stderr, done.stderr
+
+
+def test_verbs_take_the_run_of_a_script(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "teacher"
+    trainer(run, 1).fit(module(), data())
+    words = ["--ckpt_path", "runs/teacher", "--output_dir", str(tmp_path / "model")]
+    exported = rlt("export", *words, cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    name = "model.safetensors"
+    assert (tmp_path / "model" / name).read_bytes() == (run / "model" / name).read_bytes()
+    page = rlt("report", str(run), "--output", str(tmp_path / "report.html"))
+    assert page.returncode == 0, page.stderr
+    assert "What changed" in (tmp_path / "report.html").read_text()
+
+
+def own_rows() -> list[dict[str, Any]]:
+    return [row for _, row in read_rows("chains", num_embedded_rows=12) if isinstance(row, dict)]
+
+
+def sources(folder: Path) -> Iterator[Any]:
+    """The same rows: a file by its name and by its path, in a list, and in a Dataset."""
+    import datasets
+
+    rows = own_rows()
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    yield from (str(path), path, rows, tuple(rows), datasets.Dataset.from_list(rows))
+
+
+def test_rows_in_memory_make_the_items_of_a_file(tmp_path: Path) -> None:
+    made = []
+    for source in sources(tmp_path):
+        rows = StratosDataModule(
+            source, tokenizer="miniature", prompts_per_step=4, val_source=source, **CHAINS
+        )
+        rows.setup("fit")
+        made.append((list(rows.items), list(rows.val_items)))
+    assert len(made) == 5
+    assert all(items == made[0] for items in made)
+
+
+def test_bad_rows_in_memory_are_reported_like_those_of_a_file(tmp_path: Path) -> None:
+    rows: list[Any] = [{"question": "q", "solution": "s"}, "no row", {"question": 1, "solution": "s"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for source in (str(path), rows):
+        made = StratosDataModule(
+            source, tokenizer="miniature", prompts_per_step=1, max_bad_frac=0.9, **CHAINS
+        )
+        made.setup("fit")
+        found.append([report.as_dict() | {"source": ""} for report in made.reports])
+    assert found[0] == found[1]
+    assert [row["row"] for row in found[0][0]["bad_rows"]] == [2, 3]
+    assert str(made.sources[0]) == "3 rows in memory"
+
+
+@pytest.mark.parametrize("source", [5, {"question": "q"}, ["chains", 5]])
+def test_a_source_of_another_type_is_refused(source: Any) -> None:
+    with pytest.raises(InputError, match="A source must be a name, a path, a list of dictionaries"):
+        parse_sources(source)
+
+
+def test_rows_may_stand_in_a_config(tmp_path: Path) -> None:
+    rows = json.dumps(own_rows()[:4])
+    done = rlt(
+        *("fit", "--config", "configs/laptop/rlt.yaml", f"--data.source={rows}", "--trainer.max_steps=1"),
+        *("--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def trainer(folder: Path | RunFolder, steps: int = 2, **options: Any) -> Trainer:
+    rollouts = RolloutCallback(sampling=Sampling(max_completion_length=8))
+    callbacks = [rollouts, Checkpoint(every_n_train_steps=1), *options.pop("callbacks", [])]
+    return Trainer(folder, max_steps=steps, accelerator="cpu", callbacks=callbacks, **options)
+
+
+def module(**options: Any) -> RLTModule:
+    return RLTModule("miniature", "miniature", group_size=2, **options)
+
+
+def data(**options: Any) -> StratosDataModule:
+    return StratosDataModule(own_rows(), prompts_per_step=2, **CHAINS, **options)
+
+
+def test_the_tokenizer_is_the_modules() -> None:
+    rows = data()
+    with pytest.raises(InputError, match=r"data\.tokenizer must name the model"):
+        rows.setup("fit")
+
+
+class Draws(Callback):
+    """Draws a random number in each step, as a module of one's own may."""
+
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.numbers.append(torch.rand(()).item())
+
+
+def test_a_resumed_script_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, parts = Draws(), Draws()
+    trainer(tmp_path / "whole", 3, callbacks=[whole]).fit(module(), data())
+    first: dict[str, Any] = {"limit_train_batches": 2, "max_epochs": 1, "callbacks": [parts]}
+    trainer(tmp_path / "parts", 3, **first).fit(module(), data())
+    with pytest.raises(InputError, match="must be empty or new"):
+        trainer(tmp_path / "parts").fit(module(), data())
+    trainer(tmp_path / "parts", 3, resume=True, callbacks=[parts]).fit(module(), data())
+    assert parts.numbers == whole.numbers
+    names = ("model/model.safetensors", "rollouts.jsonl")
+    for name in names:
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    trainer(tmp_path / "parts", 1, overwrite=True).fit(module(), data())
+    assert len(metrics(tmp_path / "parts")) == 1
+
+
+def test_further_verbs_write_beside_the_fit(tmp_path: Path) -> None:
+    own, rows = trainer(tmp_path / "run", 1), data(val_rows=4)
+    rlt_module = module()
+    own.fit(rlt_module, rows)
+    before = files(tmp_path / "run")
+    for _ in range(2):
+        [found] = own.validate(rlt_module, rows, verbose=False)
+    assert "reward/val_mean" in found
+    assert len(metrics(tmp_path / "run" / "validate")) == 1
+    assert rows.output_dir is None
+    after = files(tmp_path / "run")
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_given_callback_replaces_the_runs_own(tmp_path: Path) -> None:
+    class Quiet(ModelExporter):
+        pass
+
+    own = trainer(tmp_path, callbacks=[Quiet()], enable_checkpointing=True)
+    kinds = [type(callback) for callback in own.callbacks]  # type: ignore[attr-defined]
+    assert kinds.count(RolloutCallback) == kinds.count(Checkpoint) == kinds.count(Quiet) == 1
+    assert ModelExporter not in kinds
+    with pytest.raises(InputError, match="one RolloutCallback, but callbacks has 2"):
+        trainer(tmp_path, callbacks=[RolloutCallback()])
+
+
+def test_settings_are_saved_after_every_other_check(tmp_path: Path) -> None:
+    class Save(SaveConfigCallback):
+        def __init__(self) -> None:
+            pass
+
+    own = trainer(tmp_path, callbacks=[Save()])
+    with own.enter_run_folder("fit", data(), None):
+        kinds = [type(callback) for callback in own.callbacks]
+    assert kinds[-2:] == [Save, Checkpoint]
+    assert RolloutCallback in kinds
+
+
+def test_a_folder_that_is_open_is_not_opened_again(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="must be empty or new"):
+        trainer(tmp_path, 1).fit(module(), data())
+    trainer(RunFolder(tmp_path, None, resume=False, overwrite=False), 1).fit(module(), data())
+    assert len(metrics(tmp_path)) == 1
+
+
+def test_rows_in_memory_may_begin_at_another_number() -> None:
+    numbered = [
+        (MemoryRows(own_rows()[2:4], first=3), [3, 4]),
+        (MemoryRows(own_rows()[2:4]), [1, 2]),
+    ]
+    for source, expected in numbered:
+        assert [number for number, _ in source.read_rows()] == expected
+    # Tokenised rows that are kept have their numbers.
+    assert numbered[0][0].fingerprint() != numbered[1][0].fingerprint()
+
+
+def test_data_follow_the_module_of_the_run(tmp_path: Path, tiny_model: str) -> None:
+    rows = StratosDataModule(own_rows(), task="teacher_sft", prompts_per_step=4, max_length=2048)
+    for number, name in enumerate(("miniature", tiny_model)):
+        options: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu", "enable_checkpointing": False}
+        Trainer(tmp_path / str(number), **options).fit(SFTModule(name), rows)
+        assert rows.tokenizer_name == name
+
+
+def test_a_warning_names_the_settings(tmp_path: Path, tiny_model: str) -> None:
+    module = RLTModule(tiny_model, tiny_model, group_size=2)
+    rollouts = RolloutCallback(sampling=Sampling(max_completion_length=4))
+    options: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu", "enable_checkpointing": False}
+    with pytest.warns(UserWarning, match="does not record the format that it was trained in"):
+        Trainer(tmp_path, callbacks=[rollouts], **options).fit(
+            module, StratosDataModule(own_rows(), prompts_per_step=4)
+        )
+
+
+def test_score_equals_predict(tmp_path: Path) -> None:
+    rows = own_rows()
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"--data.source={path}", f"--model.teacher={SEED1}", "--model.student=miniature"]
+    words += ["--scores.rank_groups=null", "--scores.per_token=true", "--trainer.accelerator=cpu"]
+    done = rlt("predict", "--config=configs/recipe_7b/rank.yaml", *words, f"--output_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    recorded = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
+    found = score(rows, SEED1, "miniature")
+    assert [own.reward for own in found] == [row["reward"] for row in recorded]
+    for own, row in zip(found, recorded, strict=True):
+        assert (own.tokens, own.solution_tokens) == (row["thought_tokens"], row["solution_tokens"])
+        assert own.kl == pytest.approx(row["thought_kl"], abs=1e-6)
+        assert own.solution_log_probs == pytest.approx(row["solution_log_probs"], abs=1e-6)
+        mean, least = sum(own.solution_log_probs) / len(own.solution_log_probs), min(own.solution_log_probs)
+        assert own.r_ss == pytest.approx(mean + 0.01 * least, abs=1e-5)
+        assert own.r_kl == pytest.approx(sum(own.kl) / len(own.kl) + 0.01 * max(own.kl), abs=1e-5)
+        assert own.reward == pytest.approx(own.r_ss - 3 * own.r_kl + own.terms["format"], abs=1e-5)
+        assert own.reward == pytest.approx(sum(own.terms.values()), abs=1e-5)
+
+
+def test_rows_to_score_may_come_from_a_generator() -> None:
+    rows = own_rows()[:2]
+    teacher = Teacher("miniature", "miniature", accelerator="cpu")
+    assert teacher.score(row for row in rows) == teacher.score(rows)
+
+
+def test_teacher_explains_as_the_command_does() -> None:
+    question, solution = "start 4, times 3, times 3, add 1, add 1, add 5?", "\\boxed{3}"
+    words = ["--question", question, "--solution", solution, "--seed=3", "--model.student=miniature"]
+    words += ["--rollouts.sampling.max_completion_length=40", "--trainer.accelerator=cpu"]
+    done = rlt("explain", "miniature", *words)
+    assert done.returncode == 0, done.stderr
+    sampling = Sampling(max_completion_length=40)
+    teacher = Teacher("miniature", "miniature", reward=RLTReward(), sampling=sampling, accelerator="cpu")
+    found = teacher.explain(question, solution, seed=3)
+    assert f"\n{found.text.strip()}\n" in done.stdout
+    assert found.score is not None
+    assert f"reward      {found.score.reward:+.4f}\n" in done.stdout
+    assert found == teacher.explain(question, solution, seed=3)
+    assert found.text != teacher.explain(question, solution, seed=4).text
+
+
+def test_a_teacher_without_a_student_explains_without_a_score() -> None:
+    teacher = Teacher("miniature", sampling=Sampling(max_completion_length=8), accelerator="cpu")
+    found = teacher.explain("start 4, add 3?", "<7>")
+    assert found.score is None
+    assert "start 4" in found._repr_html_()
+    with pytest.raises(InputError, match="A score needs a student"):
+        teacher.score([])
+
+
+def test_a_bad_row_is_not_scored() -> None:
+    rows = [*own_rows()[:1], {"question": "q", "solution": "s"}]
+    with pytest.raises(InputError, match="1 of 2 rows of '2 rows in memory' cannot be used"):
+        score(rows, "miniature", "miniature")
+
+
+def test_the_heat_is_html_that_quotes_its_text() -> None:
+    rows = [{"question": "1 < 2?", "solution": "<b>", "reasoning_trace": "a < b & c"}]
+    [found] = score(rows, "miniature", "miniature")
+    html = found._repr_html_()
+    assert "&lt;" in html
+    assert "<b>" not in html
+    assert html.count("<span") == len(found.tokens) + len(found.solution_tokens)
+
+
+def test_every_name_of_the_package_can_be_imported() -> None:
+    assert sorted(name for names in rlt_lightning.PLACES.values() for name in names) == rlt_lightning.__all__
+    assert all(hasattr(rlt_lightning, name) for name in rlt_lightning.__all__)
+    assert set(rlt_lightning.__all__) <= set(dir(rlt_lightning))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = rlt_lightning.nothing
+
+
+# The notebook
+
+
+def outputs(notebook: Any) -> list[str]:
+    """The kinds of output of a notebook's cells."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    shown = [output for cell in cells for output in cell["outputs"]]
+    assert not [o for o in shown if o.get("name") == "stderr" and "Warning" in "".join(o["text"])]
+    return [kind for output in shown for kind in output.get("data", {})]
+
+
+def test_the_notebook_shows_reward_and_heat() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert {"image/png", "text/html"} <= set(outputs(notebook))
+    assert NOTEBOOK.stat().st_size < 200_000
+
+
+@pytest.mark.docs
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs the extra dev")
+    nbclient = pytest.importorskip("nbclient", reason="needs the extra dev")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        cell.source = small(cell.source)
+    client = nbclient.NotebookClient(notebook, timeout=570, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    assert {"image/png", "text/html"} <= set(outputs(notebook))

@@ -1,0 +1,231 @@
+"""Real runs of two processes in which one fails: both end within seconds, with its message as last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cases import full, slow
+from commands import ROOT, path_of_tests, start, wait_until
+from kills import processes
+from launchers import STRATEGIES, TORCHRUN
+
+ENDS_WITHIN_S = 12.0
+MADE = re.compile(r"--- made at ([\d.]+)")  # what a fault prints when it happens
+
+
+def fit(model: str, folder: Path, *options: str) -> list[str]:
+    words = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={model}", f"--model.student={model}"]
+    words += ["--model.group_size=2", "--data.num_embedded_rows=8", "--trainer.devices=2"]
+    words += ["--rollouts.sampling.max_completion_length=6", "--trainer.max_steps=3"]
+    return [*words, f"--output_dir={folder}", *options]
+
+
+class Ended:
+    """A run that has ended: status, output, and how long after the fault every process was gone.
+
+    Args:
+        launcher: Python's words for what starts the ranks; without, they are forked from the warm process.
+    """
+
+    def __init__(self, model: str, folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> None:
+        words = fit(model, folder, *options)
+        self.log = folder.with_suffix(".log")
+        self.run = self.begin(words, launcher, path_of_tests())
+        deadline = time.monotonic() + 240
+        while left := processes(self.run):
+            self.run.poll()
+            if time.monotonic() > deadline or (self.made_at and self.seconds() > ENDS_WITHIN_S + 45):
+                os.killpg(self.run.pid, 9)
+                pytest.fail(f"{left} hang: {self.lines[-30:]}")
+            time.sleep(0.05)
+        self.took_s = self.seconds()
+        self.status = self.run.wait()
+
+    def begin(self, words: list[str], launcher: tuple[str, ...], paths: str) -> Any:
+        if not launcher:
+            return start(*words, log=self.log, PYTHONPATH=paths)
+        words = ["-m", "rlt_lightning", *words] if words else []
+        with self.log.open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, *launcher, *words],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": paths},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        """The output, without what the fault has printed."""
+        lines = (MADE.sub("", line).strip() for line in self.log.read_text().splitlines())
+        return [line for line in lines if line]
+
+    @property
+    def made_at(self) -> float:
+        """When the fault happened, by the clock that all processes share; 0 before."""
+        made = MADE.search(self.log.read_text())
+        return float(made[1]) if made else 0.0
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.made_at
+
+
+def fault(rank: int, hook: str, kind: str) -> str:
+    arguments = {"rank": rank, "hook": hook, "kind": kind, "step": 0 if hook == "setup" else 1}
+    return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "hook", "kind", "status", "message"),
+    [
+        ("ddp", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
+        slow("ddp", 0, "on_train_batch_end", "bug", 1, "rank 0: ZeroDivisionError: made on rank 0"),
+        ("ddp", 1, "setup", "mistake", 2, "rank 1: The test must pass, but rank 1 was told"),
+        full("ddp", 1, "init", "kill", 1, "rank 1: It was ended by SIGKILL"),
+        slow("ddp", 1, "on_train_batch_start", "kill", 1, "rank 1: It was ended by SIGKILL"),
+        full("ddp", 1, "on_train_batch_end", "bug while the other sleeps", 1, "rank 1: ZeroDivisionError"),
+        slow("ddp", 0, "on_train_batch_end", "bug while the other sleeps", 1, "rank 0: ZeroDivisionError"),
+        full("fsdp2", 0, "on_train_batch_start", "mistake", 2, "rank 0: The test must pass"),
+        full("zero3", 1, "on_train_batch_end", "bug", 1, "rank 1: ZeroDivisionError: made on rank 1"),
+        slow("zero3", 1, "on_train_batch_start", "kill", 1, "rank 1: It was ended by SIGKILL"),
+    ],
+)
+def test_all_ranks_end_within_seconds_with_the_message_of_the_one_that_failed(
+    strategy: str, rank: int, hook: str, kind: str, status: int, message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    ended = Ended(tiny_model, tmp_path / "run", *STRATEGIES[strategy], fault(rank, hook, kind))
+    output = "\n".join(ended.lines)
+    assert ended.status == status, output
+    # The other rank may be about to print its iteration when the cause is printed.
+    last = [line for line in ended.lines if not line.startswith("iteration ")][-1]
+    assert re.match(f"rlt: error: {message}", last), output
+    assert output.count("rlt: error") == 1
+    assert output.count("Traceback") == (1 if kind.startswith("bug") else 0)
+    assert "Connection closed by peer" not in output
+    assert ended.made_at
+    print(f"figure: all ended after {ended.took_s:.1f} s")
+    assert ended.took_s < ENDS_WITHIN_S, output
+
+
+def test_no_rank_outlives_a_killed_rank_zero(tiny_model: str, tmp_path: Path) -> None:
+    fault_of_zero = fault(0, "on_train_batch_start", "kill while the other sleeps")
+    ended = Ended(tiny_model, tmp_path / "run", *STRATEGIES["ddp"], fault_of_zero)
+    assert ended.status == -9
+    assert ended.took_s < ENDS_WITHIN_S
+
+
+SCRIPT = """
+import sys
+from lightning.pytorch import Trainer
+from faults import Fault
+from rlt_lightning import RLTModule, RolloutCallback, Sampling, StratosDataModule
+
+model, kind, rank = sys.argv[1:]
+options = {"num_embedded_rows": 4, "prompts_per_step": 2}
+data = StratosDataModule(tokenizer=model, student_tokenizer=model, **options)
+rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
+fault = Fault(int(rank), "on_train_batch_start", kind, step=0)
+trainer = Trainer(accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,
+                  use_distributed_sampler=False, callbacks=[rollouts, fault])
+trainer.fit(RLTModule(teacher=model, student=model, group_size=2), data)
+"""
+
+
+class EndedScript(Ended):
+    """A user's script with Lightning's own Trainer, in place of `rlt`."""
+
+    def begin(self, words: list[str], launcher: tuple[str, ...], paths: str) -> Any:
+        script = self.log.with_suffix(".py")
+        script.write_text(SCRIPT)
+        return super().begin([], (str(script), *launcher), paths)
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "status", "last"),
+    [
+        slow(0, "kill while the other sleeps", -9, ""),
+        (0, "bug while the other sleeps", 1, "ZeroDivisionError: made on rank 0"),
+        slow(1, "bug while the other sleeps", 1, "ZeroDivisionError: made on rank 1"),
+        slow(1, "kill while the other sleeps", 1, "rlt: error: rank 1: It was ended by SIGKILL."),
+    ],
+)
+def test_ranks_of_an_unmodified_script_end_together(
+    rank: int, kind: str, status: int, last: str, tiny_model: str, tmp_path: Path
+) -> None:
+    ended = EndedScript(tiny_model, tmp_path / "run", launcher=(tiny_model, kind, str(rank)))
+    assert ended.status == status, ended.lines
+    assert last in ended.lines[-1]
+    assert ended.took_s < ENDS_WITHIN_S
+
+
+def ddp_with_timeout(seconds: int) -> list[str]:
+    return [
+        "--trainer.strategy=lightning.pytorch.strategies.DDPStrategy",
+        f"--trainer.strategy.timeout=0:00:{seconds:02d}",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("late", "waiting"), [(1, 0), (0, 1)])
+def test_a_late_rank_shows_its_stack_at_the_deadline(
+    late: int, waiting: int, tiny_model: str, tmp_path: Path
+) -> None:
+    ended = Ended(
+        tiny_model, tmp_path / "run", *ddp_with_timeout(25), fault(late, "on_train_batch_start", "hang")
+    )
+    assert re.match(rf"rlt: error: rank {waiting}: RuntimeError: .*gloo", ended.lines[-1]), ended.lines
+    assert any(re.search(r"faults.py\", line \d+ in make", line) for line in ended.lines), ended.lines
+    assert ended.status == 1
+    assert 20 < ended.took_s < 25 + ENDS_WITHIN_S
+
+
+@pytest.mark.full
+def test_a_failure_under_torchrun_is_told_once_and_in_its_table(tiny_model: str, tmp_path: Path) -> None:
+    options = [*STRATEGIES["ddp"], fault(1, "on_train_batch_end", "bug")]
+    ended = Ended(tiny_model, tmp_path / "run", *options, launcher=TORCHRUN)
+    told = [line for line in ended.lines if line.startswith("rlt: error")]
+    assert told == ["rlt: error: rank 1: ZeroDivisionError: made on rank 1"], ended.lines
+    assert any("traceback : Traceback" in line for line in ended.lines), ended.lines
+    assert ended.status == 1
+    assert ended.took_s < ENDS_WITHIN_S
+
+
+@pytest.mark.parametrize(("deadline_s", "status"), [slow(600, 0), full(4, 1)])
+def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
+    deadline_s: int, status: int, tiny_model: str, tmp_path: Path
+) -> None:
+    # Sampling takes longer than the strategy lets a rank be late, and than ranks may take to meet first.
+    options = [*ddp_with_timeout(40), "--trainer.max_steps=1"]
+    options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.delay_s=50"]
+    ended = Ended(tiny_model, tmp_path / "run", *options, f"--rollouts.deadline_s={deadline_s}")
+    assert ended.status == status, ended.lines
+    if status:
+        assert re.match(r"rlt: error: rank 1: RuntimeError: .*gloo", ended.lines[-1]), ended.lines
+        assert any("most recent call first" in line for line in ended.lines), ended.lines
+
+
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp2"), slow("zero3")])
+def test_ranks_of_one_node_listen_on_the_loopback(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    words = [*STRATEGIES[strategy], fault(1, "on_after_backward", "pause"), "--trainer.max_steps=2"]
+    log = tmp_path / "log"
+    run = start(*fit(tiny_model, tmp_path / "run", *words), log=log, PYTHONPATH=path_of_tests())
+    wait_until(lambda: MADE.search(log.read_text()) is not None)
+    opened = [c for process in processes(run) for c in process.net_connections("inet")]
+    listening = {c.laddr.ip.removeprefix("::ffff:") for c in opened if c.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+    assert run.wait(120) == 0, log.read_text()

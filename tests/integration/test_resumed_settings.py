@@ -1,0 +1,39 @@
+"""A training that resumes has the model, data and reward of its checkpoint, or says what differs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from commands import rlt
+from fits import small_fit
+from safetensors.torch import load_file, save_file
+
+
+def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    began = rlt(*small_fit(tiny_model, run, "--trainer.max_steps=1"))
+    assert began.returncode == 0, began.stderr
+    same = rlt(*small_fit(tiny_model, run, "--trainer.max_steps=2", "--resume=true"))
+    assert same.returncode == 0, same.stderr
+    assert "with other settings" not in same.stderr
+    options = [f"--model.teacher={other}", "--model.reward.kl_weight=0.5", "--data.max_length=500"]
+    changed = rlt(*small_fit(tiny_model, run, "--trainer.max_steps=3", "--resume=true", *options))
+    assert changed.returncode == 0, changed.stderr
+    [told] = [line for line in changed.stderr.splitlines() if "with other settings" in line]
+    assert f"model.init_args.teacher was {tiny_model} and is {other}" in told
+    assert "model.init_args.reward" in told
+    assert "kl_weight was 3.0 and is 0.5" in told
+    assert "data.init_args.max_length was" in told
+
+
+def test_other_weights_at_the_same_path_are_told(tiny_model: str, tmp_path: Path) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    assert rlt(*small_fit(str(model), run, "--trainer.max_steps=1")).returncode == 0
+    path = model / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    resumed = rlt(*small_fit(str(model), run, "--trainer.max_steps=2", "--resume=true"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"The weights of {model} are not those with which the run began" in resumed.stderr

@@ -1,0 +1,90 @@
+"""`--seed N`: one option for all seeds of a verb."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import rlt
+
+
+def run(verb: str, folder: Path, *options: str) -> dict[str, Any]:
+    """The settings that a run has written down."""
+    result = rlt(verb, *options, "--trainer.accelerator=cpu", f"--output_dir={folder}")
+    assert result.returncode == 0, result.stderr
+    return yaml.safe_load((folder / "config.yaml").read_text())
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = csv.DictReader(file)
+        return [{n: v for n, v in row.items() if not n.startswith("perf/")} for row in rows]
+
+
+def small(model: str) -> list[str]:
+    models = [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
+    short = ["--rollouts.sampling.max_completion_length=4", "--export.enabled=false"]
+    return ["--config=tests/rlt.yaml", *models, *short]
+
+
+@pytest.mark.full
+def test_a_seed_sets_all_but_those_that_are_options(tiny_model: str, tmp_path: Path) -> None:
+    # A seed option wins before and after --seed; a config does not.
+    (tmp_path / "seeds.yaml").write_text("rollouts: {seed: 5}")
+    options = [*small(tiny_model), f"--config={tmp_path / 'seeds.yaml'}", "--trainer.max_steps=2"]
+    seeds = ["--data.seed=3", "--seed=7", "--model.init_args.seed=4"]
+    config = run("fit", tmp_path / "first", *options, *seeds)
+    assert config["seed_everything"] == config["rollouts"]["seed"] == 7
+    assert config["data"]["init_args"]["seed"] == 3
+    assert config["model"]["init_args"]["seed"] == 4
+    first = metrics(tmp_path / "first")
+    run("fit", tmp_path / "again", f"--config={tmp_path / 'first' / 'config.yaml'}")
+    assert metrics(tmp_path / "again") == first
+    run("fit", tmp_path / "other", *options, *seeds[:1], "--seed=8", seeds[2])
+    assert metrics(tmp_path / "other") != first
+
+
+@pytest.mark.full
+def test_the_same_command_with_a_seed_resumes(tiny_model: str, tmp_path: Path) -> None:
+    options = [*small(tiny_model), "--seed=7", "--resume=true", "--checkpoint.every_n_train_steps=1"]
+    run("fit", tmp_path / "run", *options, "--trainer.max_steps=1")
+    run("fit", tmp_path / "run", *options, "--trainer.max_steps=2")
+    run("fit", tmp_path / "whole", *options, "--trainer.max_steps=2")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
+    scoring = [
+        "--config=configs/recipe_7b/score.yaml",
+        "--data.source=arithmetic",
+        "--data.num_embedded_rows=2",
+    ]
+    scoring += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--seed=7", "--resume=true"]
+    config = run("predict", tmp_path / "scores", *scoring)
+    assert config["data"]["init_args"]["seed"] == config["model"]["init_args"]["seed"] == 7
+    rows = (tmp_path / "scores" / "scores.jsonl").read_text()
+    run("predict", tmp_path / "scores", *scoring)
+    assert (tmp_path / "scores" / "scores.jsonl").read_text() == rows
+
+    given = [{"id": str(i + 1), "response": "5"} for i in range(2)]
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    evaluation = [
+        "--config=configs/laptop/smollm2_evaluate.yaml",
+        f"--data.responses={tmp_path / 'given.jsonl'}",
+    ]
+    evaluation += ["--data.max_rows=2", "--rollouts.num_samples=1", "--seed=7"]
+    config = run("test", tmp_path / "evaluation", *evaluation)
+    assert config["data"]["init_args"]["seed"] == config["rollouts"]["seed"] == 7
+
+
+@pytest.mark.parametrize("seed", ["-1", "x"])
+def test_a_seed_that_is_none_is_one_clear_line(seed: str, tmp_path: Path) -> None:
+    result = rlt("fit", "--config=tests/rlt.yaml", f"--seed={seed}", f"--output_dir={tmp_path}")
+    assert result.returncode == 2
+    assert "seed" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,568 @@
+"""With real vLLM workers on the CPU: pushes, agreement, the traps that were found, workers that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+import yaml
+from bespoke import bespoke, student, trained_prompts  # noqa: F401
+from cases import slow
+from commands import ROOT, rlt, start, wait_until
+from sampling import sample_groups
+from tiny import CHAINS
+
+from rlt_lightning.engines import (
+    AdapterPush,
+    DiskPush,
+    EngineError,
+    GlooPush,
+    HFEngine,
+    Launch,
+    NoPush,
+    Sampling,
+    VLLMEngine,
+    WeightPush,
+    build_requests,
+    sample_all,
+)
+from rlt_lightning.engines.launch import LocalServer, find_free_port
+from rlt_lightning.models.load import load_model, load_tokenizer
+from rlt_lightning.models.packed import sequence_log_probs
+
+EXECUTABLE = ROOT / ".venv-vllm" / "bin" / "vllm"
+LAUNCH = {
+    "executable": str(EXECUTABLE),
+    "dtype": "float32",
+    "max_model_len": 512,
+    "arguments": ["--enforce-eager"],
+    "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+}
+STOP = "</think>"
+
+
+def forked_vllm(folder: Path) -> str:
+    """Return an executable that starts like `vllm`, in half the time.
+
+    The benchmark of pushes and the whole runs of `make prove` use `vllm` as it is.
+    """
+    script = folder / "vllm"
+    program = ROOT / "tests/support/forked_vllm.py"
+    script.write_text(f'#!/bin/sh\nexec {EXECUTABLE.with_name("python")} {program} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not EXECUTABLE.exists(), reason="needs .venv-vllm: make setup-vllm"),
+]
+
+
+class Trainer:
+    """The trainer's side of an engine, without Lightning: a model whose weights take steps."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.model = load_model(name, "float32", None, False)
+        self.tokenizer = load_tokenizer(name)
+        self.folder = folder
+        self.version = -1
+
+    def step(self, size: float = 1e-3) -> None:
+        """Move every weight a little, as an optimizer does."""
+        generator = torch.Generator().manual_seed(self.version + 100)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+    def push(self, engine: VLLMEngine) -> None:
+        """One optimizer step's push, until it is through."""
+        self.version += 1
+        engine.health()
+        while engine.policy_version != self.version:
+            engine.update_weights(list(self.model.named_parameters()), self.version)
+            engine.health()
+
+    def log_probs(self, tokens: list[int], prompt_length: int = 1, temperature: float = 1.0) -> list[float]:
+        """Log-probs of the tokens after the prompt."""
+        return sequence_log_probs(self.model, tokens, temperature)[prompt_length - 1 :].tolist()
+
+    def prompt(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text)
+        return ids
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A vLLM worker with a tiny model and the gloo backend, as a user starts one: its URL."""
+    port = find_free_port()
+    folder = tmp_path_factory.mktemp("server")
+    launch = Launch(**LAUNCH | {"executable": forked_vllm(folder)})
+    command = launch.build_command(0, port, tiny_model, "gloo", "teacher")
+    command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
+    local = LocalServer(command, launch.environment, folder / "worker.log")
+    traps = "worker_traps.py"
+    (Path(local.import_folder.name) / traps).symlink_to(ROOT / "tests/support" / traps)
+    local.start()
+    yield f"http://127.0.0.1:{port}"
+    local.stop()
+
+
+@pytest.fixture
+def trainer(tiny_model: str, tmp_path: Path) -> Trainer:
+    return Trainer(tiny_model, tmp_path)
+
+
+@pytest.fixture
+def engine(server: str, trainer: Trainer) -> Iterator[VLLMEngine]:
+    """An engine of its own for each test, at the one worker."""
+    engine = VLLMEngine(urls=[server], push=GlooPush(bucket_mib=1, timeout_s=30))
+    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
+    yield engine
+    engine.close()
+
+
+def leave_tied_heads_stale(engine: VLLMEngine, stale: bool) -> None:
+    body = {"method": "leave_tied_heads_stale", "args": [stale]}
+    asyncio.run(engine.fleet.workers[0].call("POST", "/collective_rpc", body, 10))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_completions_and_log_probs_agree_with_the_trainer_after_every_push(
+    temperature: float, engine: VLLMEngine, trainer: Trainer
+) -> None:
+    sampling = Sampling(temperature=temperature, max_completion_length=16)
+    prompts = [
+        trainer.prompt(text) for text in ("One and two", "A longer prompt, of some more words than that")
+    ]
+    for _ in range(3):
+        trainer.step(size=0.02)
+        trainer.push(engine)
+        groups = sample_groups(engine, prompts, sampling, 3, STOP, seeds=[11, 12])
+        assert sample_groups(engine, prompts, sampling, 3, STOP, seeds=[11, 12]) == groups
+        for prompt, group in zip(prompts, groups, strict=True):
+            for completion in group:
+                expected = trainer.log_probs(prompt + completion.token_ids, len(prompt), temperature or 1.0)
+                assert completion.log_probs == pytest.approx(expected, abs=1e-3)
+        if temperature:
+            assert len({tuple(c.token_ids) for group in groups for c in group}) > 3
+            assert [c.seed for c in groups[0]] == [11, 12, 13]
+
+
+def test_greedy_completions_are_those_of_the_hf_engine(
+    smollm2: str, engine: VLLMEngine, trainer: Trainer
+) -> None:
+    trainer.push(engine)
+    hf = HFEngine()
+    hf.start(trainer.model, trainer.tokenizer, trainer.folder)
+    prompts = [trainer.prompt("Count: one, two,"), trainer.prompt("Hello")]
+    sampling = Sampling(temperature=0.0, max_completion_length=12)
+    [[first], _] = sample_groups(hf, prompts, sampling, 1, STOP, [0, 0])
+    stop = trainer.tokenizer.decode(first.token_ids[5:7])  # a text that comes: both must end with it, alike
+    for tag in (STOP, stop):
+        ours = sample_groups(engine, prompts, sampling, 1, tag, [0, 0])
+        theirs = sample_groups(hf, prompts, sampling, 1, tag, [0, 0])
+        assert [[(c.token_ids, c.finish_reason) for c in g] for g in ours] == [
+            [(c.token_ids, c.finish_reason) for c in g] for g in theirs
+        ]
+    assert theirs[0][0].finish_reason == "stop"
+
+
+class ForgetfulPush(GlooPush):
+    """From its second push on, tells the worker that new weights came and sends none."""
+
+    pushes = 0
+
+    def transfer(self, named_tensors: Any, workers: Any, version: str, failures: Any) -> None:
+        self.pushes += 1
+        if self.pushes == 1:
+            super().transfer(named_tensors, workers, version, failures)
+            return
+        for worker in workers:
+            self.finish(worker, version)  # which succeeds, and leaves the old weights in place
+
+
+def test_a_skipped_push_is_caught_at_the_next_step(server: str, trainer: Trainer) -> None:
+    text = trainer.prompt("The probe, a text of a few words")
+    engine = VLLMEngine(urls=[server], push=ForgetfulPush(timeout_s=30))
+    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
+    trainer.push(engine)
+    before = {0: trainer.log_probs(text)}
+    engine.verify(text, before)
+    trainer.step(size=1e-4)  # a small step: log-probs move by less than rounding may be worth
+    trainer.push(engine)
+    after = trainer.log_probs(text)
+    with pytest.raises(EngineError, match=r"weights of step 1, but .* those of step 0: later pushes"):
+        engine.verify(text, before | {1: after})
+    trainer.step(size=0.1)
+    trainer.push(engine)
+    with pytest.raises(EngineError, match="stale"):
+        engine.verify(text, {2: trainer.log_probs(text)})
+
+
+def test_a_tied_head_left_stale_is_caught_and_our_extension_repairs_it(
+    engine: VLLMEngine, trainer: Trainer
+) -> None:
+    text = trainer.prompt("The probe, a text of a few words")
+    assert trainer.model.config.tie_word_embeddings
+    trainer.push(engine)
+    leave_tied_heads_stale(engine, True)
+    try:
+        trainer.step(size=0.05)
+        trainer.push(engine)
+        with pytest.raises(EngineError, match="tied output head"):
+            engine.verify(text, {1: trainer.log_probs(text)})
+    finally:
+        leave_tied_heads_stale(engine, False)
+    trainer.step(size=0.05)
+    trainer.push(engine)
+    engine.verify(text, {2: trainer.log_probs(text)})
+
+
+def test_a_push_that_broke_off_is_made_good_by_the_next(engine: VLLMEngine, trainer: Trainer) -> None:
+    text = trainer.prompt("The probe, a text of a few words")
+    trainer.push(engine)
+
+    class Torn(Exception):
+        pass
+
+    def tear(piece: Any, *_: Any) -> None:
+        if piece.numel() < 1000:
+            raise Torn  # the trainer dies within a layer
+        broadcast(piece, *_)
+
+    push: Any = engine.push
+    broadcast, push.broadcast = push.broadcast, tear
+    with pytest.raises(Torn):
+        engine.update_weights(list(trainer.model.named_parameters()), 7)
+    push.close()
+    [worker] = engine.fleet.workers
+    successor = VLLMEngine(urls=[worker.url], push=GlooPush(timeout_s=30))  # the next trainer
+    successor.start(trainer.model, trainer.tokenizer, trainer.folder)
+    trainer.step(size=0.05)
+    trainer.push(successor)
+    successor.verify(text, {trainer.version: trainer.log_probs(text)})
+    successor.close()
+
+
+def test_cached_prefixes_do_not_outlive_a_push(engine: VLLMEngine, trainer: Trainer) -> None:
+    prompt = trainer.prompt("A prefix of more than sixteen tokens, so that a block of it is cached: " * 4)
+    sampling = Sampling(temperature=1.0, max_completion_length=4)
+    for _ in range(2):
+        trainer.step(size=0.05)
+        trainer.push(engine)
+        [[completion]] = sample_groups(engine, [prompt], sampling, 1, STOP, [5])
+        expected = trainer.log_probs(prompt + completion.token_ids, len(prompt))
+        assert completion.log_probs == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("limits", [{"top_p": 0.5}, {"top_k": 3}, {"repetition_penalty": 1.3}])
+def test_truncated_log_probs_are_not_passed_off_as_the_policys(
+    limits: dict[str, float], engine: VLLMEngine, trainer: Trainer
+) -> None:
+    trainer.push(engine)
+    sampling = Sampling(temperature=0.7, max_completion_length=4, **limits)
+    [[completion]] = sample_groups(engine, [trainer.prompt("Hello")], sampling, 1, STOP, [5])
+    assert completion.log_probs is None
+
+
+# Whole runs, with a worker that they launch
+
+
+def run_config(
+    folder: Path, model: str, push: type[WeightPush], executable: str = "", **rollouts: Any
+) -> list[str]:
+    """`rlt fit` with a launched worker, 4 iterations, validated greedily after each."""
+    overlay = yaml.safe_load((ROOT / "configs" / "add" / "vllm_launch.yaml").read_text())
+    engine = overlay["rollouts"]["engine"]["init_args"]
+    engine["launch"] |= {"executable": executable or forked_vllm(folder), "max_model_len": 512}
+    engine["push"] = {"class_path": f"rlt_lightning.engines.{push.__name__}"}
+    engine |= rollouts.pop("engine", {})
+    overlay["rollouts"] |= {
+        "sampling": {"max_completion_length": 24},
+        "val_sampling": {"temperature": 0, "max_completion_length": 24},
+    } | rollouts
+    overlay["trainer"] = {"max_steps": 4, "val_check_interval": 1}
+    path = folder / "overlay.yaml"
+    path.write_text(yaml.safe_dump(overlay))
+    verb, config, *options = fit_options(folder / "run", model)
+    return [verb, config, f"--config={path}", *options]
+
+
+def fit_options(run: Path, model: str) -> list[str]:
+    """`rlt fit` of tiny models, which sample in process."""
+    models = [f"--model.teacher={model}", f"--model.student={model}", f"--output_dir={run}"]
+    return ["fit", "--config=tests/rlt.yaml", *models, "--data.val_rows=1", "--data.num_embedded_rows=9"]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    with open(run / "metrics.csv", newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def require_agreement(run: Path, steps: int) -> None:
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    largest = max(row[name] for row in rows for name in ("rollout/mismatch_max", "rollout/val_mismatch_max"))
+    print(f"figure: log-probs differ by {largest:.1e} nats at most")
+    for row in rows:
+        assert row["rollout/mismatch_max"] <= 1e-3  # sampled
+        assert row["rollout/val_mismatch_max"] <= 1e-3  # greedy
+        assert row["policy/grad_norm"] > 0
+
+
+LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs by far more than 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "push", "steps", "options"),
+    [
+        ("miniature", GlooPush, 2, [*CHAINS, "--model.optimizer.lr=1e-3"]),
+        ("smollm2", GlooPush, 8, []),
+        ("tiny_model", DiskPush, 4, []),
+        ("tiny_model", GlooPush, 4, LORA),
+        ("tiny_model", AdapterPush, 4, LORA),
+        ("smollm2", AdapterPush, 4, LORA),
+    ],
+)
+def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
+    model: str, push: type, steps: int, options: list[str], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, request.getfixturevalue(model), push, str(EXECUTABLE))
+    result = rlt(*config, *options, f"--trainer.max_steps={steps}")
+    assert result.returncode == 0, result.stderr
+    require_agreement(tmp_path / "run", steps)
+    assert worker_pids(tmp_path / "run") == []  # nothing is left behind
+    if push is not GlooPush:
+        assert len(list((tmp_path / "run" / "weights").iterdir())) == 1
+    if push is AdapterPush:
+        [folder] = (tmp_path / "run" / "weights").iterdir()
+        assert sorted(file.name for file in folder.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+
+
+@pytest.mark.slow
+def test_thoughts_of_a_worker_are_scored_by_the_policy(tmp_path: Path) -> None:
+    _, _, overlay, *_ = run_config(tmp_path, "miniature", GlooPush, str(EXECUTABLE))
+    options = ["--trainer.max_steps=3", "--data.val_rows=1", f"--output_dir={tmp_path / 'run'}"]
+    result = rlt("fit", "--config=laptop/likelihood", overlay, *options)
+    assert result.returncode == 0, result.stderr
+    require_agreement(tmp_path / "run", 3)
+
+
+@pytest.mark.parametrize(("strategy", "sleep"), [slow("zero3", False), ("fsdp2", True)])
+def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
+    strategy: str, sleep: bool, tiny_model: str, tmp_path: Path
+) -> None:
+    command = run_config(tmp_path, tiny_model, GlooPush, engine={"sleep": sleep})
+    command += [f"--config=configs/hardware/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
+    result = rlt(*command)
+    assert result.returncode == 0, result.stderr
+    require_agreement(tmp_path / "run", 4)  # the weights were compared with every push, too
+    log = (tmp_path / "run" / "workers" / "worker-0.log").read_text()
+    calls = re.findall(r"POST /(sleep|wake_up|update_weights)\b", log)
+    turns = "".join(call[0] for call in calls)  # a sleeping vLLM, on a CPU too, samples nothing
+    assert re.fullmatch(r"w(wuws){8}" if sleep else "u{5}", turns), turns  # 4 steps and 4 validations
+    assert worker_pids(tmp_path / "run") == []
+
+
+def worker_pids(run: Path) -> list[int]:
+    """Every process of the run's workers: those that were started with its log open."""
+    log = str(run / "workers" / "worker-0.log")
+    pids = []
+    for fd in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            if os.readlink(fd) == log:
+                pids.append(int(fd.parts[2]))
+        except OSError:  # it has just ended, or is not ours
+            continue
+    return pids
+
+
+def processes(run: Path) -> list[int]:
+    """Server, engine and model worker, without those whose end costs a run nothing."""
+    others = b"guard.py", b"resource_tracker"
+    found = []
+    for pid in sorted(worker_pids(run)):
+        with suppress(OSError):  # it has just ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if not any(other in command for other in others):
+                found.append(pid)
+    return found
+
+
+def num_iterations(run: Path) -> int:
+    return len(metrics(run)) if (run / "metrics.csv").exists() else 0
+
+
+def run_with_faults(
+    folder: Path, model: str, faults: list[tuple[float, signal.Signals, int]], steps: int
+) -> list[str]:
+    """Run to the end, hit one of the worker's processes a while after each sign of progress, return losses.
+
+    Args:
+        faults: Seconds after an iteration, the signal, and its target: server 0, engine 1 or worker 2.
+    """
+    engine: dict[str, Any] = {"call_timeout_s": 10.0}
+    engine["push"] = {"class_path": "rlt_lightning.engines.GlooPush", "init_args": {"timeout_s": 10.0}}
+    command = run_config(folder, model, GlooPush, engine=engine)
+    process = start(*command, f"--trainer.max_steps={steps}")
+    run = folder / "run"
+
+    def losses() -> list[str]:
+        return [line for line in process.stderr.splitlines() if "Lost vLLM worker" in line]
+
+    for number, (delay, fault, target) in enumerate(faults):
+        # Two more iterations: the second was sampled by the worker that has come back.
+        done = num_iterations(run) + (2 if number else 1)
+        wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 600)
+        time.sleep(delay)
+        end, pids = time.monotonic() + 120, processes(run)
+        while len(pids) < 3:  # a worker that is being started again may have fewer yet
+            assert process.poll() is None, process.stderr
+            assert time.monotonic() < end, "the run stands still"
+            time.sleep(0.05)
+            pids = processes(run)
+        os.kill(pids[target], fault)
+        wait_until(lambda number=number: len(losses()) > number or process.poll() is not None, 120)
+    process.wait()
+    assert process.returncode == 0, process.stderr
+    return losses()
+
+
+def completions(run: Path) -> list[tuple[int, int, int, str]]:
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
+    return [(row["step"], row["row"], row["completion"], row["explanation"]) for row in rows]
+
+
+def test_a_worker_that_is_killed_costs_no_completion(tiny_model: str, tmp_path: Path) -> None:
+    losses = run_with_faults(tmp_path, tiny_model, [(0.3, signal.SIGKILL, 1)], steps=4)
+    assert losses
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 5))
+    found = [row[:3] for row in completions(tmp_path / "run")]
+    assert len(found) == len(set(found)) == 4 * 2 * 4  # steps, problems, completions
+    assert worker_pids(tmp_path / "run") == []
+
+
+STEPS_WITH_FAULTS = 40  # two for each of five faults, and those made while a fault waits for its moment
+
+
+@pytest.fixture(scope="module")
+def calm_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the same data that can lose no worker, since it samples in process."""
+    run = tmp_path_factory.mktemp("calm") / "run"
+    result = rlt(*fit_options(run, tiny_model), f"--trainer.max_steps={STEPS_WITH_FAULTS}")
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
+def test_five_faults_at_random_moments_change_nothing(
+    fault: signal.Signals, calm_run: Path, tiny_model: str, tmp_path: Path
+) -> None:
+    chance = random.Random(fault.name)
+    faults = [(chance.uniform(0, 2), fault, chance.randrange(3)) for _ in range(5)]
+    losses = run_with_faults(tmp_path, tiny_model, faults, STEPS_WITH_FAULTS)
+    print(f"figure: {len(losses)} losses of the worker by {len(faults)} faults")
+    assert len(losses) >= 5
+    calm, hit = completions(calm_run), completions(tmp_path / "run")
+    assert [row[:3] for row in hit] == [row[:3] for row in calm]
+    assert len(metrics(tmp_path / "run")) == STEPS_WITH_FAULTS
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
+    process = start(*run_config(tmp_path, tiny_model, DiskPush), "--trainer.max_steps=1000")
+    run = tmp_path / "run"
+    wait_until(lambda: num_iterations(run) >= 3)
+    assert len(worker_pids(run)) >= 3  # guard, server, engine, model worker
+    process.kill()
+    process.wait()
+    wait_until(lambda: worker_pids(run) == [], 30)
+    assert all(row["rollout/mismatch_max"] <= 1e-3 for row in metrics(run)[:2])
+
+
+@pytest.fixture(scope="module")
+def exported(student: tuple[Path, str]) -> str:
+    """An ordinary model folder: that of a student after stage 4."""
+    return str(student[0] / "model")
+
+
+@pytest.fixture(scope="module")
+def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`vllm serve FOLDER` as anybody types it, without routes of development or our extension: its URL."""
+    port, folder = find_free_port(), tmp_path_factory.mktemp("plain")
+    command = [forked_vllm(folder), "serve", exported, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager"]
+    log = folder / "worker.log"
+    local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log, dev_mode=False)
+    local.start()
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with suppress(httpx2.TransportError):
+            return httpx2.get(f"{url}/health").status_code == 200
+        return False
+
+    wait_until(answers, 240)
+    yield url
+    local.stop()
+
+
+def test_a_servers_chat_route_asks_as_stage_4_trained(
+    plain_server: str,
+    exported: str,
+    bespoke: str,
+    tiny_model: str,
+) -> None:
+    for question, expected in trained_prompts(bespoke, tiny_model).items():
+        message = {"role": "user", "content": question}
+        body = {"model": exported, "messages": [message], "max_tokens": 1, "return_token_ids": True}
+        answer = httpx2.post(f"{plain_server}/v1/chat/completions", json=body, timeout=300).json()
+        assert answer["prompt_token_ids"] == expected
+
+
+def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_model_it_serves(
+    plain_server: str, exported: str, tiny_model: str, tmp_path: Path
+) -> None:
+    trainer = Trainer(exported, tmp_path)
+    prompts = [trainer.prompt(text) for text in ("One and two", "A longer prompt, of some more words")]
+    sampling = Sampling(temperature=0.7, max_completion_length=16)
+    engine = VLLMEngine(urls=[plain_server], push=NoPush())
+    engine.start(None, trainer.tokenizer, trainer.folder)
+    alone = sample_all(engine, build_requests(prompts, [1, 2], 3, [4, 16]), sampling, "")
+    engine.close()
+    assert [{len(c.token_ids) for c in group} for group in alone] == [{4}, {16}]
+    assert {completion.log_probs for group in alone for completion in group} == {None}
+
+    engine = VLLMEngine(urls=[plain_server], push=NoPush(), log_probs="trainer")
+    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
+    trainer.push(engine)
+    text = prompts[1]
+    own = trainer.log_probs(text)
+    assert asyncio.run(engine.fleet.workers[0].score(text, 60.0)) == pytest.approx(own, abs=1e-4)
+    assert own != pytest.approx(Trainer(tiny_model, tmp_path).log_probs(text), abs=1e-3)  # before stage 4
+    engine.verify(text, {0: own})
+    again = sample_groups(engine, prompts, sampling, 3, "", [1, 2], [4, 16])
+    assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in g] for g in alone]
+    trainer.step(size=0.5)
+    with pytest.raises(EngineError, match="It serves another model"):
+        engine.verify(text, {0: trainer.log_probs(text)})
+    engine.close()

@@ -1,0 +1,68 @@
+"""Steps of GRPO of a tiny model: its module, data and sampler, a witness of all steps, and slow log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.engines import Sampling
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.types import PromptBatch
+
+TEMPERATURE = 0.7
+
+
+def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
+    return StratosDataModule(
+        source="arithmetic",
+        num_embedded_rows=8,
+        tokenizer=model,
+        student_tokenizer=model,
+        prompts_per_step=2,
+        output_dir=str(folder),
+        **options,
+    )
+
+
+def rollout_callback(length: int = 12, **options: Any) -> RolloutCallback:
+    sampling = Sampling(temperature=TEMPERATURE, max_completion_length=length)
+    return RolloutCallback(sampling=sampling, **options)
+
+
+def module(model: str, **options: Any) -> RLTModule:
+    options = {"group_size": 4, "optimizer": OptimizerConfig(lr=1e-3, max_grad_norm=0)} | options
+    return RLTModule(teacher=model, student=model, **options)
+
+
+class Witness(Callback):
+    """Keeps what a step saw: the batch, the gradients before clipping, the weights before and after."""
+
+    def __init__(self) -> None:
+        self.batches: list[PromptBatch] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.weights_before: dict[str, Tensor] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.weights_before = {n: p.detach().clone() for n, p in pl_module.policy.named_parameters()}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.gradients = {n: p.grad.clone() for n, p in pl_module.policy.named_parameters()}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.batches.append(batch)
+
+
+def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature: float) -> Tensor:
+    """One sequence, full logits, nothing packed: log-probs of `scored` after `prompt`."""
+    logits = model(input_ids=torch.tensor([prompt + scored])).logits[0] / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(scored)[:, None]).squeeze(1)

@@ -1,0 +1,57 @@
+"""Processes of a run, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import RANK_1, Running
+
+ENDS_WITHIN_S = 15.0  # all processes, after one was killed; a loaded machine is slow to see them off
+
+
+def processes(run: Running) -> list[psutil.Process]:
+    """All that live of a run, rank 0 first."""
+    own = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == run.pid and process.status() != psutil.STATUS_ZOMBIE:
+                own.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return sorted(own, key=lambda process: process.pid)
+
+
+def kill(run: Running, victim: str) -> float:
+    """Kill all ranks, or one; returns the seconds until nothing was left."""
+    killed_at = time.monotonic()
+    if victim == "all":
+        os.killpg(run.pid, signal.SIGKILL)
+    else:
+        ranks = {"rank 0": run.pid}
+        for process in processes(run):
+            if process.name() == RANK_1:
+                ranks[RANK_1] = process.pid
+        os.kill(ranks.get(victim, run.pid), signal.SIGKILL)  # before rank 1 is there: rank 0
+    while left := processes(run):
+        run.poll()
+        if time.monotonic() > killed_at + ENDS_WITHIN_S:
+            os.killpg(run.pid, signal.SIGKILL)
+            pytest.fail(f"{left} outlived {victim}")
+        time.sleep(0.05)
+    run.wait()
+    return time.monotonic() - killed_at
+
+
+def wait_for(condition: Callable[[], bool], run: Running, log: Path) -> None:
+    deadline = time.monotonic() + 600
+    while not condition():
+        if run.poll() is not None or time.monotonic() > deadline:
+            os.killpg(run.pid, signal.SIGKILL)
+            pytest.fail(f"status {run.returncode}: {log.read_text()[-3000:]}")
+        time.sleep(0.001)

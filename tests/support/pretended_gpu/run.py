@@ -1,0 +1,43 @@
+"""Run `rlt` on pretended GPUs, and tell what the host waited for.
+
+PRETENDED_GPUS=1 PYTHONPATH=.:tests/support python -m pretended_gpu.run [--waits] fit --config laptop/rlt …
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+
+import pretended_gpu.device  # before torch
+from pretended_gpu.waits import count_waits, format_waits
+
+
+def skip_measurements() -> None:
+    """Give the device a rate of matrix products: to measure a GPU's takes a minute here."""
+    import rlt_lightning.modules.base as base
+    import rlt_lightning.modules.phases as phases
+
+    base.matmul_rate = phases.matmul_rate = lambda device, dtype: 1e15
+
+
+def main() -> int:
+    """Run the command of the command line; return its exit status."""
+    skip_measurements()
+    from rlt_lightning.__main__ import main as run_rlt
+
+    counts = "--waits" in sys.argv
+    sys.argv = ["rlt", *(argument for argument in sys.argv[1:] if argument != "--waits")]
+    with count_waits() if counts else nullcontext() as waits:
+        try:
+            run_rlt()
+            status = 0
+        except SystemExit as ending:
+            status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    if waits is not None:
+        print(format_waits(waits), file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    assert pretended_gpu.device
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What a run says while it computes: the bar of a terminal, the lines of a log, long waits."""
+
+from __future__ import annotations
+
+import pty
+import sys
+import termios
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from threading import Event
+
+import pytest
+from commands import wait_until
+from grpo import data, module, rollout_callback
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+
+import rlt_lightning
+from rlt_lightning.callbacks.progress import IterationLines, choose_progress_bar
+from rlt_lightning.console import waiting_for
+from rlt_lightning.modules.base import SHOWN
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_only_the_innermost_wait_is_printed(capsys: Captured) -> None:
+    inside, asked = Event(), Counter[str]()
+
+    def told(what: str) -> str:
+        """Return the text once both waits have begun, and count how often it was asked for."""
+        inside.wait()
+        asked[what] += 1
+        return what
+
+    with waiting_for(partial(told, "the push"), after_s=0), waiting_for(partial(told, "a worker"), after_s=0):
+        inside.set()
+        wait_until(lambda: min(asked["the push"], asked["a worker"]) > 1)  # the first lines are decided
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("waiting for a worker: ") for line in lines)
+
+
+@pytest.mark.parametrize(("columns", "kind"), [(0, IterationLines), (100, TQDMProgressBar)])
+def test_only_a_terminal_with_a_size_gets_a_bar(
+    columns: int, kind: type[ProgressBar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (columns // 4, columns))
+    with open(terminal, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        patch.setattr(sys, "stdout", file)
+        assert type(choose_progress_bar()) is kind
+
+
+def test_a_log_gets_a_line_per_iteration_and_batch(tiny_model: str, tmp_path: Path, capsys: Captured) -> None:
+    options = {"accelerator": "cpu", "max_steps": 1, "val_check_interval": 1}
+    trainer = rlt_lightning.Trainer(tmp_path / "run", callbacks=[rollout_callback(4)], **options)
+    trainer.fit(module(tiny_model), data(tiny_model, tmp_path, val_rows=2, val_batch_size=1))
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("iteration 1/1: policy/loss ") for line in lines), lines
+    assert {"validation batch 1/2", "validation batch 2/2"} <= {*lines}
+    assert trainer.progress_bar_metrics.keys() == SHOWN
+
+
+def test_a_dry_run_leaves_no_model(tiny_model: str, tmp_path: Path) -> None:
+    trainer = rlt_lightning.Trainer(
+        tmp_path / "run", accelerator="cpu", fast_dev_run=True, callbacks=[rollout_callback(4)]
+    )
+    trainer.fit(module(tiny_model), data(tiny_model, tmp_path))
+    assert not (tmp_path / "run/model").exists()

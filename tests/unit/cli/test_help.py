@@ -1,0 +1,91 @@
+"""What `--help` prints, at once, and how a misspelled name is answered."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from cases import full
+from commands import ROOT, rlt
+from parsed import parser_of
+
+from rlt_lightning.cli.help import VERBS, print_main_help, print_verb_help, suggest_option
+from rlt_lightning.cli.parser import list_options
+from rlt_lightning.run.shipped import list_shipped_configs
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_is_one_screen(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_verb_help(verb)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: rlt {verb}")
+    assert len(lines) <= 60
+
+
+@cache
+def known(verb: str) -> frozenset[str]:
+    return frozenset(list_options(parser_of(verb)))
+
+
+@pytest.mark.parametrize("verb", ["fit", full("validate"), full("predict"), "test", full("plan")])
+def test_every_option_of_a_help_exists(verb: str) -> None:
+    shown = {*re.findall(r"--([\w.]+)", VERBS[verb][2])} - {"config"}
+    assert shown <= {name.removesuffix(".help") for name in known(verb)}
+
+
+def test_help_of_a_verb_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['rlt', 'fit', '--help']; import rlt_lightning.__main__ as m; m.main()\n"
+        "heavy = {'torch', 'lightning', 'jsonargparse', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "--model.group_size 8 " in done.stdout
+    assert "--model.reward.kl_weight 3.0 " in done.stdout
+
+
+def test_output_that_no_encoding_shows_ends_no_command() -> None:
+    code = "import sys; sys.argv = ['rlt', 'explain', '--help']; import rlt_lightning.__main__ as m; m.main()"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--question" in done.stdout
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    print_main_help()
+    printed = capsys.readouterr().out
+    assert all(f"rlt {verb} " in printed for verb in VERBS)
+
+
+def test_help_all_is_the_parsers_own() -> None:
+    done = rlt("fit", "--help-all")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: rlt fit --config CONFIG")
+    assert "--print_config" in done.stdout
+
+
+def test_nothing_near_is_suggested_for_another_word() -> None:
+    assert suggest_option("zzzz", ["model.group_size", "trainer.max_steps"]) == ""
+
+
+# The next command, which a config names
+
+
+@pytest.mark.parametrize("name", [name for name in list_shipped_configs() if "/" not in name])
+def test_the_next_command_of_a_config_is_read(name: str, tmp_path: Path) -> None:
+    text = list_shipped_configs()[name].read_text()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "distillation.jsonl").touch()
+    for line in re.findall(r"^# Next: (.*)$", text, re.MULTILINE):
+        program, verb, *words = shlex.split(line.replace("RUN", str(tmp_path)))
+        assert program == "rlt"
+        parser_of(verb).parse_args([verb, *words])

@@ -1,0 +1,223 @@
+"""What is refused: one line each, with the setting's name and the key word of the remedy.
+
+A command line is read by its parser in this process, other cases call what refuses: a command costs a
+second. `test_cli.py` has one case for each place that refuses, through a command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlt_lightning import (
+    OptimizerConfig,
+    RLTModule,
+    RolloutCallback,
+    StratosDataModule,
+    Trainer,
+)
+from rlt_lightning import __main__ as program
+from rlt_lightning.callbacks.rollout_checks import require_trainable
+from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
+from rlt_lightning.models.load import require_model_name
+from rlt_lightning.models.lora import LoRA
+from rlt_lightning.models.packed import HeadOptions
+from rlt_lightning.modules import SFTModule
+from rlt_lightning.modules.base import count_steps
+from rlt_lightning.numerics import TruncatedImportanceSampling
+from rlt_lightning.run.folder import choose_run_folder
+from rlt_lightning.types import InputError
+
+CONFIGS = {
+    "key.yaml": "model:\n  class_path: rlt_lightning.modules.RLTModule\n  init_args: {group_sise: 4}\n",
+    "nested.yaml": "model:\n  optimizer: {lrr: 2}\n",
+    "type.yaml": "model:\n  group_size: four\n",
+    "class.yaml": "model:\n  class_path: rlt_lightning.modules.RTLModule\n",
+}
+FIT = "fit --config laptop/rlt"
+# What is typed -> the setting that the line names, and the word of its remedy.
+MISTAKES = {
+    "fitt --config laptop/rlt": ("fitt", "Did you mean rlt fit?"),
+    "train": ("train", "Did you mean rlt fit?"),
+    "help": ("help", "rlt --help"),
+    "fit": ("required", "data"),
+    "fit --config laptop/rtl": ("laptop/rtl", "Did you mean laptop/rlt?"),
+    f"{FIT} --model.group_sise 4": ("group_sise", "Did you mean group_size?"),
+    f"{FIT} --modle.group_size 4": ("modle.group_size", "Did you mean model.group_size?"),
+    f"{FIT} --group_size 4": ("group_size", "Did you mean model.group_size?"),
+    f"{FIT} --max_steps 4": ("max_steps", "Did you mean trainer.max_steps?"),
+    f"{FIT} --rollouts.sampling.temprature 1": ("temprature", "temperature"),
+    "reprot run": ("reprot", "Did you mean rlt report?"),
+    f"{FIT} --lr 1": ("lr", "Did you mean model.optimizer.lr?"),
+    f"{FIT} --model.optimizer.lrr 1": ("optimizer.lrr", "Did you mean optimizer.lr?"),
+    f"{FIT} --model.reward.kl_wieght 1": ("kl_wieght", "Did you mean kl_weight?"),
+    f"{FIT} --config key.yaml": ("group_sise", "Did you mean group_size?"),
+    f"{FIT} --config nested.yaml": ("lrr", "optimizer"),
+    f"{FIT} --config type.yaml": ("group_size", "int"),
+    f"{FIT} --config class.yaml": ("RTLModule", "no attribute"),
+    f"{FIT} --model.reward RLTRewrd": ("reward", "import path"),
+    f"{FIT} --model.dtype fp16": ("dtype", "float16"),
+    f"{FIT} --seed -1": ("seed", "v>=0"),
+    "test --config laptop/rlt": ("RLTModule", "EvaluationModule"),
+    "report": ("run_dir", "required"),
+    "export --ckpt_path x": ("output_dir", "required"),
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_line_with_its_remedy(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in CONFIGS.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rlt", *command.split()])
+    with pytest.raises(SystemExit) as ending:
+        program.main()
+    assert ending.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    setting, remedy = MISTAKES[command]
+    assert line.startswith("rlt: error: ")
+    assert setting in line
+    assert remedy in line
+
+
+ROWS = [{"question": "1 + 1?", "solution": "2", "reasoning_trace": "1 + 1 is 2."}] * 4
+LR = OptimizerConfig(1e-4)
+
+
+def train(module: Any = None, data: Any = None, **options: Any) -> None:
+    options = {"max_steps": 1, "accelerator": "cpu", "overwrite": True} | options
+    Trainer("run", **options).fit(module or make_module(), data or make_data())
+
+
+def make_module(**options: Any) -> RLTModule:
+    return RLTModule(**{"teacher": "miniature", "student": "miniature", "group_size": 2} | options)
+
+
+def make_data(source: Any = ROWS, **options: Any) -> StratosDataModule:
+    return StratosDataModule(source, prompts_per_step=2, tags="r1", **options)
+
+
+def launch(**options: Any) -> Any:
+    return Launch(executable="/no/such/vllm", **options).build_command(0, 8000, "model", "gloo", "name")
+
+
+def check(sampling: Sampling = Sampling(), asynchronous: bool = False, **options: Any) -> None:  # noqa: B008
+    require_trainable(sampling, HFEngine(), asynchronous, make_module(**options))
+
+
+URLS = ["http://127.0.0.1:9"]
+IS = TruncatedImportanceSampling()
+# What is refused -> the setting, and the word of its remedy if that is another.
+REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
+    "a group of one": (lambda: make_module(group_size=1), "model.group_size", "at least 2"),
+    "no micro-batch": (lambda: make_module(micro_batch_tokens=0), "model.micro_batch_tokens", "at least 1"),
+    "none, SFT": (lambda: SFTModule("miniature", micro_batch_tokens=-1), "model.micro_batch_tokens"),
+    "a head without memory": (lambda: make_module(head=HeadOptions(logits_mib=0)), "model.head.logits_mib"),
+    "two batch sizes": (lambda: Trainer("x", accumulate_grad_batches=4), "accumulate_grad_batches", "1"),
+    "clipping": (lambda: Trainer("x", gradient_clip_val=1.0), "optimizer.max_grad_norm"),
+    "a run without a length": (lambda: count_steps(4, -1, None, None), "trainer.max_time", "max_steps"),
+    "a run of no step": (lambda: count_steps(4, 0, None, 1.0), "trainer.max_steps", "at least one"),
+    "greedy sampling": (lambda: check(Sampling(temperature=0)), "rollouts.sampling.temperature", "above 0"),
+    "stale": (lambda: check(asynchronous=True, max_staleness=0), "model.max_staleness", "1"),
+    "truncated": (
+        lambda: check(Sampling(top_p=0.9), importance_sampling=IS),
+        "importance_sampling",
+        "truncated",
+    ),
+    "overlap in process": (lambda: RolloutCallback(asynchronous=True), "rollouts.asynchronous", "engine"),
+    "overlap in turns": (
+        lambda: RolloutCallback(VLLMEngine(URLS, sleep=True), asynchronous=True),
+        "rollouts.asynchronous",
+        "sleep",
+    ),
+    "no trace": (lambda: RolloutCallback(num_traces=0), "rollouts.num_traces", "at least 1"),
+    "greedy traces": (
+        lambda: RolloutCallback(sampling=Sampling(0), num_traces=2),
+        "num_traces",
+        "temperature",
+    ),
+    "a negative temperature": (lambda: Sampling(temperature=-0.5), "temperature >= 0", "sampling"),
+    "two settings": (lambda: OptimizerConfig(lr=-1, max_grad_norm=-2), "lr > 0", "max_grad_norm >= 0"),
+    "an adapter of no rank": (lambda: LoRA(rank=0), "model.lora", "rank >= 1"),
+    "an engine without workers": (lambda: VLLMEngine(), "urls", "launch"),
+    "an engine with both": (lambda: VLLMEngine(URLS, Launch()), "urls", "launch"),
+    "sleep without pushes": (lambda: VLLMEngine(URLS, push=NoPush(), sleep=True), "sleep", "NoPush"),
+    "no vLLM to launch": (launch, "launch.executable", "/no/such/vllm"),
+    "no checkpoint": (lambda: choose_run_folder("fit", "x", ckpt_path="/no.ckpt"), "/no.ckpt", "last, best"),
+    "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path last"),
+    "a model's typo": (lambda: require_model_name("minature"), "Did you mean miniature?"),
+    "no model folder": (lambda: require_model_name("./model"), "./model", "must exist"),
+    # Mistakes in a script.
+    "strategy": (lambda: train(strategy="fsdp"), "strategy"),
+    "accumulation": (lambda: train(accumulate_grad_batches=2), "accumulate_grad_batches must be 1"),
+    "two samplers": (lambda: train(callbacks=[RolloutCallback(), RolloutCallback()]), "RolloutCallback"),
+    "a teacher": (lambda: train(make_module(teacher="minature")), "Did you mean miniature?"),
+    "a folder": (lambda: train(make_module(student="./none")), "model folder './none' must exist"),
+    "a task of SFT": (lambda: train(data=make_data(task="student_sft")), "student_sft"),
+    "a file": (lambda: train(data=make_data("rows.jsonl")), "file or folder 'rows.jsonl' must exist"),
+    "a column": (lambda: train(data=make_data([{"question": "1?", "answer": "2"}])), "lacks solution"),
+    "few rows": (lambda: train(data=make_data(ROWS[:1])), "prompts_per_step=2"),
+    "tags": (lambda: train(data=StratosDataModule(ROWS, tags="qwen")), "stratos or r1"),
+    "a checkpoint": (
+        lambda: Trainer("run").fit(make_module(), make_data(), ckpt_path="no.ckpt"),
+        "ckpt_path",
+    ),
+    "nothing held out": (
+        lambda: Trainer("run", accelerator="cpu").validate(make_module(), make_data()),
+        "val_rows",
+    ),
+    "a full folder": (lambda: Trainer("full").fit(make_module(), make_data()), "output_dir must be empty"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_in_one_line_by_its_name(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    function, *words = REFUSED[case]
+    with pytest.raises(InputError) as raised:
+        function()
+    line = str(raised.value)
+    for word in words:
+        assert word in line
+    assert "\n" not in line
+    assert not list(Path("run").glob("model*"))
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        ('{"question": "1 + 1?", "answer": "2"}', {}, "lacks solution"),
+        ('{"question": "1 + 1?"', {}, "broken_json"),
+        ('{"question": 5, "solution": "2"}', {}, "wrong_type"),
+        ('{"question": "1 + 1?", "solution": "2"}', {"max_prompt_length": 8}, "prompt_too_long"),
+        ('{"question": "1 + 1?", "solution": "2"}', {"prompts_per_step": 9}, "prompts_per_step"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused(
+    row: str, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(f"{row}\n" * 3)
+    data = StratosDataModule(str(source), tokenizer="miniature", **{"prompts_per_step": 1} | options)
+    with pytest.raises(InputError) as raised:
+        data.setup("fit")
+    assert reason in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(InputError, match=r"accelerator .* PyTorch"):
+        Trainer("unused", accelerator="gpu")

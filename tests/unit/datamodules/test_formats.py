@@ -1,0 +1,544 @@
+"""Contexts of teacher and student on real tokenizers: SmolLM2 splits newlines off, Qwen glues them on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import GOLDEN_FOLDER
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
+from rlt_lightning.models.load import ensure_pad_token
+from rlt_lightning.tags import R1, STRATOS, TagStyle, decode_each, tag_style
+from rlt_lightning.types import Completion, InputError
+
+# The token layouts of four model families, in our own words.
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+LLAMA3 = (
+    "<|endoftext|>{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
+)
+OPENS_THOUGHT = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+DROPS_SYSTEM = CHATML.replace("messages %}", "messages if m.role != 'system' %}")
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2: str) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def qwen(shared: Path) -> Any:
+    return AutoTokenizer.from_pretrained(shared / "data/tokenizers/Qwen2.5-Instruct")
+
+
+@pytest.fixture(params=["smol", "qwen"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def text_of(tokenizer: Any, token_ids: list[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+SOLUTION = "\n\nx = \\boxed{7}.\n\n"
+
+
+# Against the released reward code's own contexts
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_contexts_are_those_of_the_released_code(smol: Any, case: int):
+    golden = json.loads((GOLDEN_FOLDER / "rlt_reward.jsonl").read_text().splitlines()[case])
+    teacher_system = golden["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0]
+    chat = ChatFormat(smol, "stratos", teacher_system, golden["student_system_prompt"])
+    problem = chat.build_problem(1, golden["question"], golden["solution"])
+    completion = chat.completion_from_text(problem, golden["completion"])
+    rollout = chat.build_rollout(problem, completion)
+
+    teacher = golden["teacher_prompt"] + golden["completion"]
+    assert problem.teacher_prompt + completion.token_ids == encode(smol, teacher)
+    student = [*problem.student_prefix, *problem.think_prefix, *rollout.views[0].token_ids]
+    student += [*problem.student_suffix, *problem.solution_ids]
+    expected = encode(smol, golden["student_chat"])
+    assert student == expected[: len(student)]
+    assert text_of(smol, expected[len(student) :]) == "\n\n<|end_of_solution|><|im_end|>\n"
+    assert problem.solution_ids == golden["solution_token_ids"]
+    assert len(problem.think_prefix) + rollout.views[0].num_tokens == len(golden["paper"]["thought_kl"])
+    assert rollout.text == golden["think"].strip()
+    assert rollout.closed == (golden["id"] != "missing_end_tag")
+
+
+# Tokenising pieces
+
+
+def test_a_glued_token_belongs_to_the_piece_in_which_it_starts(qwen: Any):
+    thought, tag, rest = encode_pieces(qwen, ["So 7.", "\n\n<|end_of_thought|>", "\n\nDone"])
+    assert text_of(qwen, thought) == "So 7.\n\n"
+    assert text_of(qwen, tag) == "<|end_of_thought|>\n\n"
+    assert text_of(qwen, rest) == "Done"
+
+
+def test_pieces_are_the_tokens_of_the_whole_text_cut_where_they_start(tokenizer: Any):
+    text = "Résous  x + 12 =\t鬱🧮 \n\n ok.  <|im_end|>\n"
+    whole = encode(tokenizer, text)
+    assert whole == tokenizer(text, add_special_tokens=False).input_ids
+    for cut in range(len(text) + 1):
+        left, right = encode_pieces(tokenizer, [text[:cut], text[cut:]])
+        assert left + right == whole
+        # The last token on the left starts before the cut, the first one on the right does not.
+        assert len(text_of(tokenizer, left[:-1]).rstrip("\ufffd")) < cut or not left
+        assert not right or len(text_of(tokenizer, left)) >= cut
+
+
+def test_trimmed_offsets_do_not_move_a_token_into_the_next_piece(smol: Any):
+    # Llama 3's tokenizer takes leading spaces off the offsets: " b" then seems to start at the b.
+    trimming = copy.deepcopy(smol)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert trimming("a b", return_offsets_mapping=True)["offset_mapping"] == [(0, 1), (2, 3)]
+    assert encode_pieces(trimming, ["a ", "b"]) == encode_pieces(smol, ["a ", "b"])
+    assert encode_pieces(trimming, ["a ", "b"])[1] == []
+
+
+def test_empty_pieces_get_no_tokens(tokenizer: Any):
+    assert encode_pieces(tokenizer, ["", "a b", "", ""]) == [[], encode(tokenizer, "a b"), [], []]
+
+
+def test_a_slow_tokenizer_is_refused():
+    class SlowTokenizer:
+        is_fast = False
+
+    with pytest.raises(InputError, match=r"must be a fast one.*SlowTokenizer is slow"):
+        encode_pieces(SlowTokenizer(), ["a"])
+
+
+# Contexts
+
+
+@pytest.mark.parametrize("style", ["stratos", "r1"])
+@pytest.mark.parametrize(
+    ("template", "head"),
+    [
+        (
+            CHATML,
+            "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n1+6?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            QWEN3,
+            "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n1+6?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (LLAMA3, "<|endoftext|>[system]\n\n{}<|im_end|>[user]\n\n1+6?<|im_end|>[assistant]\n\n"),
+        (None, "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n1+6?<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+    ids=["smollm2", "qwen3", "llama3", "own"],
+)
+def test_three_formats_of_one_row(tokenizer: Any, template: str | None, head: str, style: str):
+    tokenizer = tokenizer if template is None else with_template(tokenizer, template)
+    tags = tag_style(style)
+    chat = ChatFormat(tokenizer, style, "Teach.", "Learn.")
+    gap = tags.separator
+    solution = tags.wrap("x = \\boxed{7}.")
+    problem = chat.build_problem(1, "1+6?", solution)
+    trace = "Count up: 7."
+
+    def show(*token_ids: list[int]) -> str:
+        return text_of(tokenizer, list(chain(*token_ids)))
+
+    # RL: the teacher's prompt, and the student's context around an explanation.
+    given = f"{tags.solution_open}{solution}{tags.solution_close}\n\n{tags.explanation_open}{gap}"
+    assert show(problem.teacher_prompt) == head.format("Teach.") + given
+    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, trace))
+    spliced = show(
+        problem.student_prefix, problem.think_prefix, rollout.views[0].token_ids, problem.student_suffix
+    )
+    turn = f"{tags.thought_open}{gap}{trace}{gap}{tags.thought_close}\n\n{tags.solution_open}"
+    context = head.format("Learn.") + turn
+    assert (spliced + show(problem.solution_ids)).startswith(context + solution.removesuffix(gap))
+    assert rollout.text == trace
+
+    # Stage 1: prompt as in RL, the loss counts explanation, end tag and eos.
+    teacher = chat.build_teacher_sft_example(problem, trace)
+    counted = [t for t, count in zip(teacher.token_ids, teacher.loss_mask, strict=True) if count]
+    assert teacher.token_ids == problem.teacher_prompt + counted
+    assert show(counted) == f"{trace}{gap}{tags.explanation_close}{tokenizer.eos_token}"
+
+    # Stage 4: the loss counts the whole assistant turn.
+    student = chat.build_student_sft_example(1, "1+6?", tags.wrap(trace), solution)
+    counted = [t for t, count in zip(student.token_ids, student.loss_mask, strict=True) if count]
+    assert show(student.token_ids[: -len(counted)]) == head.format("Learn.")
+    assert show(counted) == f"{turn}{solution}{tags.solution_close}{tokenizer.eos_token}"
+
+
+def test_separator_tokens_are_those_in_front_of_text(smol: Any, qwen: Any):
+    # SmolLM2 has one token for two newlines (1116), but not in front of a letter; Qwen glues them to the tag.
+    assert ChatFormat(smol).build_problem(1, "q", SOLUTION).think_prefix == [198, 198]
+    problem = ChatFormat(qwen).build_problem(1, "q", SOLUTION)
+    assert problem.think_prefix == []
+    assert (
+        problem.teacher_prefix[-1] == problem.student_prefix[-1] == problem.student_suffix[-1] == 1339
+    )  # >\n\n
+
+
+def test_tags_that_end_differently_share_no_separator(qwen: Any):
+    tags = TagStyle("## Thought", "## End", "<s>", "</s>", "<e>", "</e>")
+    problem = ChatFormat(qwen, tags).build_problem(1, "q", SOLUTION)
+    assert problem.think_prefix == []
+    assert text_of(qwen, problem.teacher_prefix).endswith("<e>\n\n")
+    assert text_of(qwen, problem.student_prefix).endswith("## Thought\n\n")
+
+
+def test_bos_of_the_template_is_not_doubled(smol: Any):
+    tokenizer = with_template(smol, LLAMA3)
+    bos = ("<|endoftext|>", 0)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        f"{bos[0]} $A", special_tokens=[bos]
+    )
+    assert tokenizer("x").input_ids[0] == 0
+    chat_format = ChatFormat(tokenizer)
+    problem = chat_format.build_problem(1, "q", SOLUTION)
+    assert problem.teacher_prompt.count(0) == problem.student_prefix.count(0) == 1
+    assert chat_format.build_student_problem(1, "q", SOLUTION).teacher_prompt.count(0) == 1
+
+
+def test_a_thought_that_the_template_opens_is_ours_to_open(smol: Any):
+    chat = ChatFormat(with_template(smol, OPENS_THOUGHT), "r1")
+    problem = chat.build_problem(1, "q", "\n7\n")
+    assert text_of(smol, problem.student_prefix + problem.think_prefix).endswith("assistant\n<think>\n")
+    assert "<think>\n" not in text_of(smol, problem.teacher_prompt)
+
+
+def test_templates_are_told_that_thinking_is_on(smol: Any):
+    chat = ChatFormat(with_template(smol, CHATML + "{% if not enable_thinking %}[no thoughts]{% endif %}"))
+    assert chat.render_student_chat("q").endswith("<|im_start|>assistant\n")
+
+
+def test_empty_system_prompt_sends_no_system_message(smol: Any):
+    problem = ChatFormat(with_template(smol, NO_SYSTEM), "stratos", "", "").build_problem(1, "q", SOLUTION)
+    assert text_of(smol, problem.student_prefix).startswith("<|im_start|>user\nq<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (NO_SYSTEM, "must accept system and user messages.*no system role"),
+        (DROPS_SYSTEM, "must render the system message"),
+        (None, "must have a chat template"),
+    ],
+)
+def test_templates_that_cannot_carry_the_prompts_are_refused(smol: Any, template: str | None, message: str):
+    with pytest.raises(InputError, match=message):
+        ChatFormat(with_template(smol, template))
+
+
+def test_a_tokenizer_without_eos_is_refused(smol: Any):
+    tokenizer = copy.deepcopy(smol)
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="end-of-sequence"):
+        ChatFormat(tokenizer)
+
+
+def test_own_system_prompts_name_the_tags_in_use(smol: Any):
+    chat = ChatFormat(smol, "r1")
+    assert "<explanation> and </explanation>" in chat.teacher_system_prompt
+    assert "<think> and </think>" in chat.student_system_prompt
+    assert "{" not in chat.teacher_system_prompt + chat.student_system_prompt
+    assert ChatFormat(smol, "r1", "{thought_open} {x}").teacher_system_prompt == "<think> {x}"
+
+
+# Tags
+
+
+def test_tags_must_be_filled_and_not_contain_each_other():
+    tags = {field.name: getattr(STRATOS, field.name) for field in fields(STRATOS)}
+    with pytest.raises(InputError, match="thought_open is empty"):
+        TagStyle(**{**tags, "thought_open": ""})
+    with pytest.raises(InputError, match=r"solution_open.*is in thought_open"):
+        TagStyle(**{**tags, "thought_open": "## T", "solution_open": "##"})
+    with pytest.raises(InputError, match="No tag may occur in another"):
+        TagStyle(**{**tags, "thought_open": tags["solution_open"]})
+
+
+def test_tag_styles_by_name_or_field():
+    assert tag_style("r1") is R1
+    assert tag_style(STRATOS) is STRATOS
+    with pytest.raises(InputError, match=r"data\.tags must be stratos or r1.*got 'xml'"):
+        tag_style("xml")
+
+
+def test_a_separator_that_sticks_to_the_text_is_refused(smol: Any):
+    tags = TagStyle("<t>", "</t>", "<s>", "</s>", "<e>", "</e>", separator=" ")
+    with pytest.raises(InputError, match="separator must be tokenised separately"):
+        ChatFormat(smol, tags)
+
+
+# Completions
+
+
+def test_text_after_the_first_end_tag_is_dropped(tokenizer: Any):
+    chat = ChatFormat(tokenizer)
+    problem = chat.build_problem(1, "q", SOLUTION)
+    completion = chat.completion_from_text(
+        problem, "Yes.\n\n<|end_of_explanation|>\n\nmore<|end_of_explanation|>"
+    )
+    assert text_of(tokenizer, completion.token_ids) == "Yes.\n\n<|end_of_explanation|>"
+    assert completion.finish_reason == "stop"
+    assert chat.completion_from_text(problem, "Yes").finish_reason == "length"
+
+
+@pytest.mark.parametrize("text", ["24 + 12 = 36", "\n\nSo", " a", "é", ""])
+def test_a_given_text_never_changes_the_prompts_tokens(tokenizer: Any, text: str):
+    # SmolLM2 joins two newlines in front of a digit, Qwen joins a third one to the tag.
+    chat = ChatFormat(tokenizer)
+    completion = chat.completion_from_text(chat.build_problem(1, "q", SOLUTION), text)
+    assert text_of(tokenizer, completion.token_ids) == text
+
+
+def test_separator_before_the_end_tag_is_body_but_not_thought(smol: Any):
+    chat = ChatFormat(smol)
+    problem = chat.build_problem(1, "q", SOLUTION)
+    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, " So x is 7.\n"))
+    assert text_of(smol, rollout.views[0].token_ids) == "So x is 7.\n\n"
+    assert text_of(smol, rollout.views[0].compared) == "So x is 7."
+    assert len(rollout.views[0].token_ids) - rollout.views[0].num_tokens == 2
+
+
+def test_a_separator_glued_to_the_last_sentence_stays_in_the_thought(qwen: Any):
+    chat = ChatFormat(qwen)
+    problem = chat.build_problem(1, "q", SOLUTION)
+    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, "So x is 7."))
+    assert rollout.views[0].num_tokens == len(rollout.views[0].token_ids)
+    assert rollout.views[0].token_ids[-1] == 382  # .\n\n
+    # A letter in front leaves the newlines a token of their own.
+    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, "So x is seven"))
+    assert rollout.views[0].num_tokens == len(rollout.views[0].token_ids) - 1
+
+
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n", "\n\n\n", ".\n\n\n", "\n \n\n"])
+def test_only_the_exact_separator_is_taken_off_the_thought(tokenizer: Any, gap: str):
+    chat = ChatFormat(tokenizer)
+    problem = chat.build_problem(1, "q", SOLUTION)
+    rollout = chat.build_rollout(problem, chat.completion_from_text(problem, f"seven{gap}{chat.end_tag}"))
+    body = f"seven{gap}"
+    assert text_of(tokenizer, rollout.views[0].token_ids) == body
+    starts = [
+        len(text_of(tokenizer, rollout.views[0].token_ids[:i]))
+        for i in range(len(rollout.views[0].token_ids))
+    ]
+    in_separator = [start for start in starts if gap.endswith("\n\n") and start >= len(body) - 2]
+    assert len(rollout.views[0].token_ids) - rollout.views[0].num_tokens == len(in_separator)
+    assert rollout.text == body.strip()
+
+
+def test_a_token_that_holds_the_start_of_the_end_tag_does_not_reach_the_student(qwen: Any):
+    chat = ChatFormat(qwen, "r1")
+    problem = chat.build_problem(1, "q", "\n7\n")
+    straddling = qwen.convert_tokens_to_ids(".</")
+    token_ids = [*encode(qwen, "It is seven"), straddling, *encode(qwen, "explanation>")]
+    assert text_of(qwen, token_ids) == "It is seven.</explanation>"
+    rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
+    assert text_of(qwen, rollout.views[0].token_ids) == rollout.text == "It is seven"
+
+
+def test_the_end_tag_may_end_inside_the_last_token(qwen: Any):
+    chat = ChatFormat(qwen)
+    problem = chat.build_problem(1, "q", SOLUTION)
+    token_ids = encode_pieces(qwen, ["Seven\n\n<|end_of_explanation|>", "\n\nx"])[0]
+    assert token_ids[-1] == 1339  # >\n\n
+    rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
+    assert text_of(qwen, rollout.views[0].token_ids) == "Seven\n\n"
+
+
+def test_bodies_of_unclosed_completions(tokenizer: Any):
+    chat = ChatFormat(tokenizer)
+    problem = chat.build_problem(1, "q", SOLUTION)
+    token_ids = encode(tokenizer, "Count to seven")
+    rollout = chat.build_rollout(problem, Completion(token_ids, None, "length"))
+    assert (rollout.views[0].token_ids, rollout.views[0].num_tokens, rollout.closed) == (
+        token_ids,
+        len(token_ids),
+        False,
+    )
+    rollout = chat.build_rollout(problem, Completion([*token_ids, tokenizer.eos_token_id], None, "eos"))
+    assert (rollout.views[0].token_ids, rollout.text, rollout.closed) == (token_ids, "Count to seven", False)
+
+
+def test_empty_completions_have_empty_bodies(tokenizer: Any):
+    chat = ChatFormat(tokenizer)
+    problem = chat.build_problem(1, "q", SOLUTION)
+    rollout = chat.build_rollout(problem, chat.completion_from_text(problem, chat.end_tag))
+    assert (len(rollout.views[0].token_ids), rollout.views[0].num_tokens, rollout.empty, rollout.closed) == (
+        0,
+        0,
+        True,
+        True,
+    )
+    rollout = chat.build_rollout(problem, Completion([tokenizer.eos_token_id], None, "eos"))
+    assert (len(rollout.views[0].token_ids), rollout.empty) == (0, True)
+
+
+def test_a_completion_cut_inside_a_character_keeps_all_tokens(smol: Any):
+    chat = ChatFormat(smol)
+    token_ids = encode(smol, "so 鬱🧮")[:-1]
+    rollout = chat.build_rollout(chat.build_problem(1, "q", SOLUTION), Completion(token_ids, None, "length"))
+    assert rollout.views[0].token_ids == token_ids
+    assert rollout.text.startswith("so 鬱")
+    # Nor does a broken character in front of the tag hide it.
+    token_ids += encode(smol, chat.end_tag)
+    assert (
+        len(
+            chat.build_rollout(chat.build_problem(1, "q", SOLUTION), Completion(token_ids, None, "stop"))
+            .views[0]
+            .token_ids
+        )
+        == len(encode(smol, "so 鬱🧮")) - 1
+    )
+
+
+def test_a_stop_without_end_tag_is_an_error(smol: Any):
+    chat = ChatFormat(smol)
+    with pytest.raises(ValueError, match=r"must end with <\|end_of_explanation\|>.*engine"):
+        chat.build_rollout(
+            chat.build_problem(1, "q", SOLUTION), Completion(encode(smol, "no tag"), None, "stop")
+        )
+
+
+def test_finding_the_spans_costs_a_few_tokens_whatever_the_length(smol: Any, monkeypatch: pytest.MonkeyPatch):
+    chat = ChatFormat(smol)
+    problem = chat.build_problem(1, "q", SOLUTION)
+    token_ids = encode(smol, "step. " * 2000 + f"\n\n{chat.end_tag}")
+    lengths = []
+    decode = smol.decode
+    monkeypatch.setattr(smol, "decode", lambda ids, **how: lengths.append(len(ids)) or decode(ids, **how))
+    rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
+    assert len(rollout.views[0].token_ids) > 3000
+    assert sum(lengths) < len(rollout.views[0].token_ids) + 400  # the body once, for its text
+
+
+def test_solutions_without_the_separator_are_kept_whole(smol: Any):
+    chat = ChatFormat(smol)
+    assert text_of(smol, chat.build_problem(1, "q", "\n\nseven\n").solution_ids) == "\n\nseven\n"
+    assert text_of(smol, chat.build_problem(1, "q", "\n\n7.5\n\n").solution_ids) == "\n\n7.5"
+    assert text_of(smol, chat.build_problem(1, "q", "seven").solution_ids) == "seven"
+
+
+def test_digits_of_the_fixture_are_split_as_the_model_was_trained(smol: Any):
+    assert "Digits" in str(smol.backend_tokenizer.pre_tokenizer)
+    assert isinstance(smol.backend_tokenizer.pre_tokenizer, pre_tokenizers.Sequence)
+
+
+# Padding
+
+
+def test_pad_token_differs_from_eos(smol: Any, qwen: Any):
+    tokenizer = copy.deepcopy(smol)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    assert ensure_pad_token(tokenizer) == tokenizer.pad_token_id == 0  # <|endoftext|>
+    assert ensure_pad_token(copy.deepcopy(qwen)) == 151643
+
+
+def test_a_vocabulary_without_a_spare_token_keeps_its_padding():
+    class Llama3Tokenizer:
+        pad_token = unk_token = None
+        eos_token, eos_token_id = "<|eot_id|>", 9
+
+        def __init__(self) -> None:
+            self.vocabulary = {"<|eot_id|>": 9}
+
+        def get_vocab(self) -> dict[str, int]:
+            return self.vocabulary
+
+    tokenizer = Llama3Tokenizer()
+    with pytest.warns(UserWarning, match="no spare token for padding"):
+        assert ensure_pad_token(tokenizer) == 9
+    assert tokenizer.pad_token == "<|eot_id|>"
+    tokenizer.pad_token = None
+    tokenizer.vocabulary = {
+        "<|eot_id|>": 9,
+        "<|reserved_special_token_0|>": 3,
+        "<|finetune_right_pad_id|>": 4,
+    }
+    assert ensure_pad_token(tokenizer) == 4
+    assert tokenizer.pad_token == "<|finetune_right_pad_id|>"
+
+
+def test_the_texts_of_tokens_make_up_the_whole(smollm2: str, shared: Path) -> None:
+    text = "  So 2·4 + 6 = 14 ✓\n\n我要求解方程, é 👩‍🎓!"
+    for name in (smollm2, shared / "data/tokenizers/Qwen2.5-Instruct"):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        token_ids = tokenizer(text)["input_ids"]
+        texts = decode_each(tokenizer, token_ids)
+        assert len(texts) == len(token_ids)
+        assert "".join(texts) == text
+        assert "✓" in [token.strip() for token in texts]  # several tokens, of which the last has it
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    cut = decode_each(tokenizer, tokenizer("14 ✓")["input_ids"][:-1])  # in the middle of a character
+    assert "".join(cut) == "14 \ufffd"
+
+
+def test_an_indentation_keeps_its_spaces():
+    tokenizer = with_byte_fallback()
+    text = "do: 数\n   do den"
+    assert "".join(decode_each(tokenizer, encode(tokenizer, text))) == text
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_tokens_that_are_no_text_harm_no_other(kind: str, smollm2: str):
+    # A model may write bytes that are no characters.
+    tokenizer = AutoTokenizer.from_pretrained(smollm2) if kind == "byte-level" else with_byte_fallback()
+    texts = {token: tokenizer.decode([token]) for token in range(3, len(tokenizer))}
+    words = [token for token, text in texts.items() if len(text) > 1 and text.isascii()]
+    parts = [token for token, text in texts.items() if text == "\ufffd"]  # of characters
+    assert min(len(words), len(parts)) > 2
+    draws = random.Random(0)
+    for _ in range(300):
+        token_ids = [draws.choice(draws.choice([words, parts, parts])) for _ in range(40)]
+        written = "".join(decode_each(tokenizer, token_ids))
+        whole = tokenizer.decode(token_ids)
+        if kind == "byte-level":
+            assert written == whole
+        assert re.sub("[^\\x00-\\x7f]", "", written) == re.sub("[^\\x00-\\x7f]", "", whole)
+
+
+def with_byte_fallback() -> Any:
+    """A tokenizer that writes spaces as Llama 2's does, and unknown characters as bytes."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581"]
+    words += [*"den:", "en", "do", "\u2581do", "den", "o"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    merges = [("e", "n"), ("d", "o"), ("\u2581", "do"), ("d", "en")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    steps = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -1,0 +1,165 @@
+"""What a teacher reads of a student's answer: by hand, with two tokenizers, any tags and any characters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distillation import answered, data
+from miniatures import PIECES
+from transformers import AutoTokenizer
+
+from rlt_lightning.datamodules import token_cache
+from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
+from rlt_lightning.models.embedded import MINIATURES
+from rlt_lightning.models.load import load_tokenizer
+from rlt_lightning.tags import TAG_STYLES, TagStyle, decode
+from rlt_lightning.types import Completion, Rollout
+
+THOUGHTS = ["3 add 4 is 7.", "So x = \\frac{1}{2}, 12345", "数学 🧮👩🏽‍🏫 é", "</div> <b>", "🧮"]
+
+
+@pytest.fixture(scope="module", params=["miniature", "qwen"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    if request.param == "miniature":
+        return AutoTokenizer.from_pretrained(MINIATURES["miniature"])
+    folder = request.getfixturevalue("shared") / "data" / "tokenizers" / "Qwen2.5-Instruct"
+    if not folder.is_dir():
+        pytest.skip("needs Qwen's tokenizer in shared/data")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def build_views(tokenizer: Any, tags: str | TagStyle, kind: Any = "explanation") -> TeacherViews:
+    chat = ChatFormat(tokenizer, tags, "", "")
+    return TeacherViews(chat, chat, ViewOptions(kind))
+
+
+def turn(style: TagStyle, thought: str) -> str:
+    solution = style.solution_open + style.wrap("7") + style.solution_close
+    return style.thought_open + style.wrap(thought) + style.thought_close + "\n\n" + solution
+
+
+@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize("tags", TAG_STYLES)
+def test_a_teacher_reads_the_thought_and_then_its_own_closing_tag(
+    tags: str, thought: str, tokenizer: Any
+) -> None:
+    made, style = build_views(tokenizer, tags), TAG_STYLES[tags]
+    row = answered(made, turn(style, thought))
+    ids, [view] = row.completion.token_ids, row.views
+    assert made.closing is not None
+    last = view.start + view.num_tokens - 1
+    assert decode(tokenizer, ids[: view.start]) == style.thought_open + style.separator
+    assert decode(tokenizer, ids[view.start : last]) == thought + style.separator
+    assert view.token_ids[:-1] == ids[view.start : last]
+    # The rest of the answer begins with the student's tag; the teacher's last token begins its own.
+    assert decode(tokenizer, ids[last:]).startswith(style.thought_close)
+    assert (ids[last], view.token_ids[-1]) == made.closing
+    for word, tag in zip(made.closing, (style.thought_close, style.explanation_close), strict=True):
+        found = decode(tokenizer, [word])
+        assert tag.startswith(found) or found.startswith(tag)
+    assert (made.exchanged is None) == (made.closing[0] == made.closing[1])
+    view = decode(tokenizer, row.problem.teacher_view)
+    assert view.endswith(style.explanation_open + style.separator)
+
+
+@pytest.mark.parametrize("thought", THOUGHTS)
+def test_an_open_thought_is_judged_to_its_end_without_eos(thought: str, tokenizer: Any) -> None:
+    for closed in (True, False):  # the student ended its turn, or had no room left
+        row = answered(build_views(tokenizer, "r1"), "<think>\n" + thought, closed)
+        [view] = row.views
+        assert decode(tokenizer, view.token_ids) == thought
+        assert view.num_tokens == len(view.token_ids)
+        assert view.start + view.num_tokens == len(row.completion.token_ids) - closed
+
+
+def test_an_empty_thought_leaves_its_end_to_be_judged(tokenizer: Any) -> None:
+    row = answered(build_views(tokenizer, "r1"), "<think>\n</think>\n\n<solution>\n7\n</solution>")
+    [view] = row.views
+    assert view.num_tokens == 1
+
+
+@pytest.mark.parametrize("text", ["7", "<think>", "<thinking>\n7", " <think>\n7\n</think>", "</think>\n"])
+def test_what_does_not_begin_with_a_thought_is_not_judged(text: str, tokenizer: Any) -> None:
+    assert answered(build_views(tokenizer, "r1"), text).views == ()
+
+
+def test_a_separator_in_one_token_with_the_thought_is_not_judged(shared: Path) -> None:
+    qwen = AutoTokenizer.from_pretrained(shared / "data" / "tokenizers" / "Qwen2.5-Instruct")
+    assert [decode(qwen, [i]) for i in qwen.encode("<think>\n\n7")][-2:] == [">\n\n", "7"]
+    assert answered(build_views(qwen, "r1"), "<think>\n\n7\n</think>").views == ()
+
+
+def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MINIATURES["miniature"])
+    made = build_views(tokenizer, "r1")
+    begun = tokenizer.encode("<think>\n7\n", add_special_tokens=False)
+    letters = [word for c in "</think>" for word in tokenizer.encode(c, add_special_tokens=False)]
+    problem = answered(made, "7").problem
+    row = made.build_rollout(problem, Completion([*begun, *letters], None, "length"))
+    [view] = row.views
+    # Its first token is compared with the same token, not with the teacher's closing tag.
+    assert view.token_ids == [*begun[1:], letters[0]]
+    assert made.closing is not None
+    assert letters[0] not in made.closing
+
+
+def test_a_hint_judges_all_tokens_with_the_end(tokenizer: Any) -> None:
+    made = build_views(tokenizer, "r1", "hint")
+    row = answered(made, turn(TAG_STYLES["r1"], "数学"))
+    [view] = row.views
+    assert view.token_ids == row.completion.token_ids
+    assert view.token_ids[-1] == tokenizer.eos_token_id
+    assert made.exchanged is None
+    view = decode(tokenizer, row.problem.teacher_view)
+    assert view.count("3 +4") == view.count("Here is the solution:\n\n7\n\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["explanation", "hint"])
+@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize("names", [("miniature", PIECES), (PIECES, "miniature")])
+def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought: str, kind: Any) -> None:
+    tokenizers = [load_tokenizer(name) for name in names]
+    student, teacher = (ChatFormat(one, "r1", "", "") for one in tokenizers)
+    row: Rollout = answered(TeacherViews(student, teacher, ViewOptions(kind)), turn(student.tags, thought))
+    [view] = row.views
+    assert view.spans is not None
+    plain = [ByteExactTokenizer(one, "model") for one in tokenizers]
+    judged = row.completion.token_ids[view.start : view.start + view.num_tokens]
+    own, theirs = (
+        b"".join(map(p.decode_bytes, i)) for p, i in zip(plain, (judged, view.token_ids), strict=True)
+    )
+    assert own == theirs
+    whole = turn(student.tags, thought) if kind == "hint" else thought + "\n"
+    assert own.decode() == whole  # without eos, which is no text
+    place = [0, 0]
+    for counts in view.spans:
+        pieces = []
+        for side, (p, ids) in enumerate(((plain[1], view.token_ids), (plain[0], judged))):
+            pieces.append(b"".join(map(p.decode_bytes, ids[place[side] : place[side] + counts[side]])))
+            place[side] += counts[side]
+        assert pieces[0] == pieces[1]
+    assert place == [len(view.token_ids), len(judged)]
+
+
+def test_stored_tokens_are_of_one_view(
+    miniature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 100)  # one batch is not worth a file
+    cache = tmp_path / "cache"
+    options = [ViewOptions(), ViewOptions("hint"), ViewOptions(wrong_solutions=True)]
+    options.append(ViewOptions("hint", hint="{question} {solution}"))
+
+    def read(view: ViewOptions, **where: Any) -> list[list[int]]:
+        made = data(tmp_path, view, tokenizer=miniature, **where)
+        made.setup("fit")
+        return [problem.teacher_view for problem in made.problems]
+
+    whole = [read(view) for view in options]
+    assert all(a != b for i, a in enumerate(whole) for b in whole[:i])
+    for _ in range(2):
+        assert [read(view, token_cache=str(cache)) for view in options] == whole
+        assert len(list(cache.rglob("*.arrow"))) == len(options)

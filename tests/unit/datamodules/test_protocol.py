@@ -1,0 +1,402 @@
+"""The paper's protocol: its prompts, its limits, its table, and who gets a place in it; sets of one's own.
+
+The expected user turns are those of SkyThought at 4bb8f3e, whose tasks `recipe_7b/evaluate_paper` repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cases import full
+from commands import ROOT, rlt
+from fake_worker import FakeWorker
+
+from rlt_lightning.callbacks.evaluation_results import (
+    PAPER_ROWS,
+    PAPER_SETS,
+    PAPER_SOURCE,
+    build_paper_table,
+    find_comparable_sets,
+    render,
+)
+from rlt_lightning.datamodules.evaluation_sets import (
+    PUBLISHED,
+    SETS,
+    build_set,
+    compare_with_published,
+    is_known_by_number,
+    read_set,
+)
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.models.load import load_tokenizer
+from rlt_lightning.types import InputError
+
+Row = dict[str, Any]
+PAPER = ROOT / "configs" / "recipe_7b" / "evaluate_paper.yaml"
+BOXED = "Return your final response within \\boxed{}. "
+LETTERED = (
+    "Return your final response within \\boxed{} and only include the letter choice (A, B, C, or D) as your "
+    "final response. "
+)
+# Rows in the columns in which the sets are published, with white space at the ends that the protocol keeps.
+AIME = [
+    {"id": 59, "problem": "Of 2023.", "solution": "7", "answer": "7", "url": "https://x/2023_AIME_II_1"},
+    {
+        "id": 60,
+        "problem": " Find $n+{1}$.\n",
+        "solution": "8",
+        "answer": "8",
+        "url": "https://x/2024_AIME_I_1",
+    },
+]
+MATH = [
+    {
+        "problem": "Is {question} in $\\{1\\}$? ",
+        "solution": "\\boxed{2}",
+        "answer": "2",
+        "subject": "Algebra",
+        "level": 1,
+        "unique_id": "test/algebra/1.json",
+    }
+]
+GPQA = [
+    {
+        "Question": f"Which of {i}?\n",
+        "Correct Answer": f"quokka {i}\n",
+        "Incorrect Answer 1": f"wombat {i}",
+        "Incorrect Answer 2": f" numbat {i}",
+        "Incorrect Answer 3": f"dingo, {i}",
+        "Record ID": f"rec{i}",
+    }
+    for i in range(6)
+]
+# random.shuffle orders options by 2, 0, 1, 3 and then by 0, 2, 3, 1 after random.seed(41).
+TURNS = {
+    "aime24": [BOXED + " Find $n+{1}$.\n"],
+    "math500": [BOXED + "Is {question} in $\\{1\\}$? "],
+    "gpqa_diamond": [
+        LETTERED + "Which of 0?\n\nA)  numbat 0, B) quokka 0\n, C) wombat 0, D) dingo, 0",
+        LETTERED + "Which of 1?\n\nA) quokka 1\n, B)  numbat 1, C) dingo, 1, D) wombat 1",
+    ],
+}
+ROWS = {"aime24": AIME, "math500": MATH, "gpqa_diamond": GPQA}
+
+
+def write(path: Path, rows: list[Row]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def settings_of(name: str, source: str) -> Row:
+    """A set of the shipped config, read from a file."""
+    config = yaml.safe_load(PAPER.read_text())
+    return config["data"]["init_args"]["sets"][name] | {"source": source}
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("name", PAPER_SETS)
+def test_the_user_turns_are_the_protocols(name: str, tmp_path: Path) -> None:
+    questions = read_set(name, settings_of(name, write(tmp_path / "rows.jsonl", ROWS[name])), None, 0)
+    turns = TURNS[name]
+    assert [question.question for question in questions[: len(turns)]] == turns
+    if name == "gpqa_diamond":
+        assert [q.reference["answer"] for q in questions[:2]] == ["B", "A"]
+
+
+def test_options_are_in_the_order_of_one_stream(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", GPQA)
+    random.seed(41)
+    for row, question in zip(
+        GPQA, read_set("gpqa_diamond", settings_of("gpqa_diamond", path), None, 0), strict=True
+    ):
+        texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
+        random.shuffle(texts)
+        listed = ", ".join(f"{letter}) {text}" for letter, text in zip("ABCD", texts, strict=True))
+        assert question.question == f"{LETTERED}{row['Question']}\n{listed}"
+        assert question.reference["answer"] == "ABCD"[texts.index(row["Correct Answer"])]
+
+
+@pytest.mark.parametrize("name", ["aime24", "math500"])
+def test_real_rows_are_asked_unchanged_and_recognised(name: str, shared: Path) -> None:
+    path = shared / "data" / name / "test.jsonl"
+    rows = [json.loads(line) for line in path.open()]
+    questions = read_set(name, settings_of(name, str(path)), None, 0)
+    assert [question.question for question in questions] == [BOXED + row["problem"] for row in rows]
+    plain = [question.plain_question for question in questions]
+    assert compare_with_published(name, plain) is None
+    assert (
+        compare_with_published(name, [f"  {text} \n".replace(" ", "\n") for text in reversed(plain)]) is None
+    )
+    assert compare_with_published(name, [plain[0] + "!", *plain[1:]]) == "its questions are others"
+    assert compare_with_published(name, [plain[1], *plain[1:]]) == "its questions are others"
+
+
+def test_sources_splits_and_sampling_are_the_protocols() -> None:
+    config = yaml.safe_load(PAPER.read_text())
+    sets = {name: build_set(name, value) for name, value in config["data"]["init_args"]["sets"].items()}
+    assert {name: (spec.source, spec.split, spec.judge) for name, spec in sets.items()} == {
+        "aime24": ("AI-MO/aimo-validation-aime", "train", "math"),
+        "math500": ("qq8933/MATH500", "test", "math"),
+        "gpqa_diamond": ("Idavidrein/gpqa:gpqa_diamond", "train", "choice"),
+    }
+    assert sets["aime24"].where == {"url": "2024"}
+    assert [name for name, spec in sets.items() if spec.private] == ["gpqa_diamond"]
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def paper_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row], str]:
+    """The shipped config with rows of files and a worker whose context is shorter than 32,768 tokens."""
+    folder = tmp_path_factory.mktemp("protocol")
+    config = yaml.safe_load(PAPER.read_text())
+    sets = config["data"]["init_args"]["sets"]
+    for name, rows in ROWS.items():
+        sets[name]["source"] = write(folder / f"{name}.jsonl", rows)
+    (folder / "paper.yaml").write_text(yaml.safe_dump(config))
+    with FakeWorker(dev_mode=False, endings=("length",)) as worker:
+        init = f"{{urls: [{worker.url}], push: rlt_lightning.engines.NoPush}}"
+        engine = f"{{class_path: rlt_lightning.engines.VLLMEngine, init_args: {init}}}"
+        result = rlt(
+            "test",
+            f"--config={folder / 'paper.yaml'}",
+            f"--model.pretrained={tiny_model}",
+            f"--rollouts.engine={engine}",
+            "--trainer.accelerator=cpu",
+            f"--output_dir={folder / 'run'}",
+        )
+    assert result.returncode == 0, result.stderr
+    return folder / "run", worker.bodies, result.stdout + result.stderr
+
+
+def test_the_paper_config_is_greedy_and_fills_the_context(paper_run: tuple[Path, list[Row], str]) -> None:
+    folder, bodies, said = paper_run
+    rollouts = yaml.safe_load((folder / "config.yaml").read_text())["rollouts"]
+    sampling = rollouts["sampling"]
+    assert (sampling["temperature"], sampling["top_p"], rollouts["num_samples"]) == (0, 1, 1)
+    assert sampling["max_completion_length"] == 32768
+    assert len(bodies) == 1 + len(MATH) + len(GPQA)
+    assert {body["temperature"] for body in bodies} == {0}
+    assert {len(body["prompt"]) + body["max_tokens"] for body in bodies} == {2048}  # the worker's context
+    assert "leaves responses to 8 of 8 questions fewer than 32768 tokens" in said
+
+
+def test_what_the_model_reads_is_the_protocols_turn(paper_run: tuple[Path, list[Row], str]) -> None:
+    sets = json.loads((paper_run[0] / "evaluation.json").read_text())["sets"]
+    for name in ("aime24", "math500"):
+        assert f"user\n{TURNS[name][0]}<|im_end|>" in sets[name]["prompt"]
+    assert sets["gpqa_diamond"]["prompt"] is None
+
+
+def test_a_template_leaves_gpqa_private(paper_run: tuple[Path, list[Row], str]) -> None:
+    folder, _, said = paper_run
+    written = "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+    assert [word for word in ("quokka", "wombat", "Which of") if word in written + said] == []
+
+
+def test_settings_of_sets_survive_config_yaml(paper_run: tuple[Path, list[Row], str]) -> None:
+    folder = paper_run[0]
+    before = yaml.safe_load((folder.parent / "paper.yaml").read_text())["data"]["init_args"]["sets"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]["sets"] == before
+
+
+def test_wrong_rows_get_no_place_beside_the_paper(paper_run: tuple[Path, list[Row], str]) -> None:
+    folder, _, said = paper_run
+    page = (folder / "evaluation.md").read_text()
+    for line in (
+        "aime24 is not AIME 2024: 1 of 30 rows. ",
+        "math500 is not MATH-500: 1 of 500 rows. ",
+        "gpqa_diamond is not GPQA Diamond: 6 of 198 rows. ",
+    ):
+        assert line in page
+        assert said.count(line) == 2, "before sampling, and with the results"
+    assert PAPER_SOURCE not in page
+    assert "| MATH-500" not in page  # only the published set bears its name
+    summary = json.loads((folder / "evaluation.json").read_text())
+    assert summary["sets"]["math500"]["differs"] == "1 of 500 rows"
+    assert find_comparable_sets(summary) == set()
+    for found in summary["sets"].values():
+        found["differs"] = None
+    assert PAPER_SOURCE in render(summary)
+    assert "GPQA Diamond is recognised only by the number of its rows.\n" in render(summary)
+
+
+def test_only_the_published_sets_fill_the_papers_columns() -> None:
+    rows = [f"Question {i}" for i in range(198)]
+    assert compare_with_published("gpqa_diamond", rows) is None  # only their number is known
+    assert [name for name in SETS if is_known_by_number(name)] == ["gpqa_diamond"]
+    assert compare_with_published("math500", rows * 3) == "594 rows, where it has 500"
+    assert compare_with_published("gsm8k", rows) is None
+    assert PUBLISHED.keys() == set(PAPER_SETS)
+
+
+@pytest.mark.parametrize("budget", ["null", full("{max_thinking_tokens: 4}")])
+def test_a_response_ends_where_the_context_does(budget: str, tiny_model: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    question = "one " * (2048 - 96)
+    rows = [{"question": question, "answer": 1}, {"question": "one", "answer": 1}]
+    result = rlt(
+        "test",
+        "--config=configs/recipe_7b/evaluate.yaml",
+        f"--model.pretrained={tiny_model}",
+        f"--data.sets={{mine: {write(tmp_path / 'rows.jsonl', rows)}}}",
+        "--data.student_system_prompt=",
+        f"--rollouts.budget={budget.replace('}', ', min_answer_tokens: 1}')}",
+        "--rollouts.sampling.max_completion_length=100",
+        "--rollouts.fit_context=true",
+        "--trainer.accelerator=cpu",
+        f"--output_dir={tmp_path / 'run'}",
+    )
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert summary["rollouts"]["fit_context"]
+    prompt = tokenizer(summary["sets"]["mine"]["prompt"], add_special_tokens=False)["input_ids"]
+    room = 2048 - len(prompt)
+    if budget != "null":
+        room -= len(ChatFormat(tokenizer, "stratos").thought_opening)
+    records = [json.loads(line) for line in (tmp_path / "run" / "responses.jsonl").open()]
+    assert [(record["num_tokens"], record["finish_reason"]) for record in records] == [
+        (room, "length"),
+        (100, "length"),
+    ]
+    assert f"responses to 1 of 2 questions fewer than 100 tokens, at least {room}." in result.stderr
+
+
+def test_a_set_of_ones_own_is_asked_as_its_mapping_says(miniature: str, tmp_path: Path) -> None:
+    own = "{source: chains, judge: math, template: 'In \\boxed{}: {question}', title: My chains}"
+    result = rlt(
+        "test",
+        "--config=configs/laptop/evaluate.yaml",
+        f"--model.pretrained={miniature}",
+        f"--data.sets={{chains: null, same: {{source: chains, title: My chains}}, mine: {own}}}",
+        "--data.max_rows=32",
+        "--rollouts.sampling.temperature=0",
+        f"--output_dir={tmp_path / 'run'}",
+    )
+    assert result.returncode == 0, result.stderr
+    sets = json.loads((tmp_path / "run" / "evaluation.json").read_text())["sets"]
+    assert sets["same"]["prompt"] == sets["chains"]["prompt"]
+    assert sets["same"]["pass_at_1"] == sets["chains"]["pass_at_1"] > 0
+    question = sets["chains"]["prompt"].partition("user\n")[2]
+    assert sets["mine"]["prompt"].endswith("user\nIn \\boxed{}: " + question)
+    assert sets["mine"]["template"] == "In \\boxed{}: {question}"
+    assert "| My chains " in (tmp_path / "run" / "evaluation.md").read_text()
+
+
+# Sets of one's own
+
+
+def test_choices_and_countdown_of_ones_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", GPQA)
+    settings = {
+        "source": path,
+        "judge": "choice",
+        "template": "{question} {options}!",
+        "option": "({letter}) {text}",
+    }
+    question = read_set("zoo", settings | {"separator": " / "}, None, 0)[0]
+    letter = question.reference["answer"]
+    assert question.question.startswith("Which of 0? (A) ")
+    assert f"({letter}) quokka 0" in question.question
+    assert question.question.count(" / ") == 3
+    assert not build_set("zoo", settings).private
+    assert build_set("zoo", settings | {"private": True}).private
+    # Without a template, the options are there all the same.
+    assert "A) " in read_set("zoo", {"source": path, "judge": "choice"}, 1, 0)[0].question
+    rows = [{"question": "Make 7.", "numbers": [3, 4], "target": 7}]
+    own = {
+        "source": write(tmp_path / "numbers.jsonl", rows),
+        "judge": "countdown",
+        "template": "Go: {question}",
+    }
+    [question] = read_set("numbers", own, None, 0)
+    assert question.question == "Go: Make 7."
+    assert question.reference == {"kind": "countdown", "numbers": [3, 4], "target": 7}
+
+
+def test_a_mapping_changes_only_the_fields_that_it_names(tmp_path: Path) -> None:
+    changed = build_set("math500", {"template": "{question} Box it."})
+    assert (changed.source, changed.title) == (SETS["math500"].source, "MATH-500")
+    assert build_set("aime24", {"title": "AIME"}).split == "train"
+    # The published split is that of the published source.
+    assert build_set("aime24", {"source": "rows"}) == build_set("aime24", "rows")
+    assert build_set("aime24", {"source": "rows"}).split == "test"
+
+
+def test_gpqa_is_private_under_any_name() -> None:
+    for name in ("gpqa_diamond", "science"):
+        settings = {"source": "Idavidrein/gpqa:gpqa_main", "judge": "choice"}
+        assert build_set(name, settings).private
+    assert build_set("gpqa_diamond", "rows.jsonl").private
+
+
+def test_where_comes_before_max_rows(tmp_path: Path) -> None:
+    rows = [{"problem": f"{i}?", "answer": i, "level": i % 3} for i in range(12)]
+    settings = {"source": write(tmp_path / "rows.jsonl", rows), "where": {"level": "2"}}
+    questions = read_set("levels", settings, 3, 0)
+    assert [question.id for question in questions] == ["levels/3", "levels/6", "levels/9"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "line"),
+    [
+        ("x", {"source": "f", "tmplate": "{question}"}, "data.sets.x may set title, .*, but sets tmplate"),
+        (
+            "x",
+            {"source": "f", "judge": "maths"},
+            "x.judge must be one of math, choice, countdown, .* 'maths'",
+        ),
+        (
+            "x",
+            {"source": "f", "template": "Solve."},
+            r"must contain {question} for the judge math, but 'Solve.'",
+        ),
+        ("x", {"source": "f", "judge": "choice", "template": "{question}"}, "lacks {options}"),
+        (
+            "x",
+            {"source": "f", "template": "\boxed{} {question}"},
+            "no control character .* use single quotes",
+        ),
+        ("x", {"source": "f", "where": {"year": 2024}}, "a text for each column, but gives 2024 for year"),
+        ("x", {"source": "f", "strip": "no"}, "x.strip must be true or false, but is 'no'"),
+        ("x", {"judge": "math"}, "or a set of your own with its file, but names 'x'"),
+        ("gpqa_diamond", {"private": False}, "gpqa_diamond must stay private"),
+    ],
+)
+def test_a_mapping_that_cannot_be_is_one_clear_line(name: str, settings: Row, line: str) -> None:
+    with pytest.raises(InputError, match=line) as error:
+        build_set(name, settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_filter_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", AIME)
+    with pytest.raises(InputError, match=r"none of 2 in '.*' has '2025' in url"):
+        read_set("aime24", {"source": path, "where": {"url": "2025"}}, None, 0)
+
+
+def test_an_option_for_one_field_is_refused() -> None:
+    result = rlt("test", f"--config={PAPER}", "--data.sets.aime24.source=rows.jsonl")
+    assert result.returncode == 2
+    assert "but --data.sets.aime24.source names one, and the others would be lost" in result.stderr
+
+
+# The paper's figures
+
+
+def test_table_1_has_all_rows_and_their_means() -> None:
+    assert len(PAPER_ROWS) == len({model for model, _, _ in PAPER_ROWS}) == 15
+    for model, size, (*parts, overall) in PAPER_ROWS:
+        assert size in ("N.A.", "1K", "17K", "800K+"), model
+        assert abs(sum(parts) / 3 - overall) < 0.0051, model  # two decimals
+    header, *rows = build_paper_table()
+    assert header == ("model", "data", "AIME 2024", "MATH-500", "GPQA Diamond", "overall")
+    assert ("RLT-7B", "17K", "23.30", "82.80", "42.40", "49.50") in rows

@@ -1,0 +1,285 @@
+"""Rows as people have them: columns in several shapes, tags in texts, files that are not what they seem."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.evaluation_sets import read_question
+from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition
+from rlt_lightning.datamodules.rows import RawResponses, parse_row
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.types import BadRowReason, InputError
+
+ROW = {"question": "1+6?", "solution": "7", "reasoning_trace": "Count."}
+
+
+def load(source: str, **options: Any) -> StratosDataModule:
+    data = StratosDataModule(
+        source, **{"tokenizer": "miniature", "prompts_per_step": 1, "token_cache": False} | options
+    )
+    data.setup("fit")
+    return data
+
+
+# Tags in texts
+
+
+@pytest.mark.parametrize("tags", ["stratos", "r1"])
+@pytest.mark.parametrize(
+    "tag",
+    ["<think>", "</think>", *list(STRATOS.tags().values()), "of the style"],
+)
+@pytest.mark.parametrize("column", ["reasoning_trace", "other_trace", "solution", "conversations"])
+def test_a_tag_in_a_text_makes_a_bad_row(tmp_path: Path, tags: str, tag: str, column: str) -> None:
+    if column == "conversations" and tags == "stratos" and tag in R1.tags().values():
+        pytest.skip("the outer tags of a turn count: others in it are text")
+    style = {"stratos": STRATOS, "r1": R1}[tags]
+    text = f"first {tag if tag != 'of the style' else style.solution_open} then more"
+    row: dict[str, Any] = ROW | {"other_trace": "Add.", column: text}
+    if column == "conversations":
+        answer = style.thought_open + text + style.thought_close + style.solution_open
+        answer += "7" + style.solution_close
+        turns = [{"from": "user", "value": "1+6?"}, {"from": "assistant", "value": answer}]
+        row = {"conversations": turns, "other_trace": "Add."}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (ROW | {"other_trace": "Add."}, row))))
+    options = {"trace_columns": ["reasoning_trace", "other_trace"], "max_bad_frac": 0.5, "tags": tags}
+    data = load(str(tmp_path / "rows.jsonl"), task="student_sft", **options)
+    assert data.reports[0].rows_by_reason() == {BadRowReason.EXTRA_TAG: [2]}
+    assert {example.row for example in data.items} == {1}
+
+
+def test_a_trace_may_hold_other_markup() -> None:
+    trace = "If 1 < x and <b>x</b> is in <table>, then <|x|> is |x|. <solution> I think </thinking>"
+    assert parse_row(ROW | {"reasoning_trace": trace}, STRATOS, ["reasoning_trace"]).traces
+
+
+def test_tags_in_texts_name_the_setting_of_whole_responses() -> None:
+    rows = [ROW | {"reasoning_trace": "<think>\n7\n</think>\n7"}]
+    with pytest.raises(InputError, match=r"extra_tag 1 .*data\.raw\.column"):
+        load(rows, task="student_sft")  # type: ignore[arg-type]
+
+
+# Columns
+
+TURN = [{"role": "user", "content": "1+6?"}]
+THOUGHT = "<think>\nCount.\n</think>\n\n\\boxed{7}"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"question": None, "problem": "1+6?"},
+        {"question": "", "prompt": "1+6?"},
+        {"question": " \n", "prompt": None, "problem": "1+6?"},
+        {"question": float("nan"), "problem": "1+6?"},
+        {"question": 17, "problem": "1+6?"},
+        {"question": "17", "problem": "1+6?"},
+        {"prompt": TURN, "problem": "1+6?"},
+        {"prompt": [*TURN, *TURN], "problem": "1+6?"},
+        {"prompt": {"text": "other"}, "problem": "1+6?"},
+        {"prompt": TURN},
+        {"question": "", "prompt": TURN},
+        {"question": "1+6?", "conversations": []},
+        {"question": "1+6?", "conversations": None},
+    ],
+)
+def test_a_question_is_the_column_that_holds_one(columns: dict[str, Any]) -> None:
+    assert parse_row(columns | {"solution": "7"}, STRATOS).question == "1+6?"
+
+
+@pytest.mark.parametrize(
+    "columns", [{"question": None, "problem": "1+6?"}, {"prompt": TURN, "Question": "1+6?"}]
+)
+def test_evaluation_questions_are_chosen_alike(columns: dict[str, Any]) -> None:
+    assert read_question(columns) == "1+6?"
+
+
+@pytest.mark.parametrize("question", [{}, {"question": None}, {"question": ""}, {"prompt": [*TURN, *TURN]}])
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+def test_a_missing_question_is_that_of_the_conversation(question: dict[str, Any], column: str) -> None:
+    turns = [{"from": "user", "value": "1+6?"}, {"from": "assistant", "value": THOUGHT}]
+    rows = [(1, question | {column: turns, "source": None})]
+    [(_, row)] = RawResponses(column).split_rows(rows, STRATOS)
+    assert isinstance(row, dict)
+    parsed = parse_row(row, STRATOS, ["reasoning_trace"])
+    assert (parsed.question, parsed.traces["reasoning_trace"].strip()) == ("1+6?", "Count.")
+
+
+def test_a_rows_own_question_comes_before_the_conversations() -> None:
+    turns = [{"from": "user", "value": "Box it. 1+6?"}, {"from": "assistant", "value": THOUGHT}]
+    [(_, row)] = RawResponses("messages").split_rows([(1, {"problem": "1+6?", "messages": turns})], STRATOS)
+    assert isinstance(row, dict)
+    assert parse_row(row, STRATOS).question == "1+6?"
+
+
+# Files
+
+
+def write_array(path: Path, indent: int | None) -> None:
+    path.write_text(json.dumps([ROW] * 3, indent=indent))
+
+
+def write_objects(path: Path, gap: str, indent: int | None) -> None:
+    path.write_text(gap.join([json.dumps(ROW, indent=indent)] * 3))
+
+
+@pytest.mark.parametrize(
+    ("write", "numbers"),
+    [
+        (lambda path: write_array(path, None), [1, 2, 3]),
+        (lambda path: write_array(path, 2), [1, 2, 3]),
+        (lambda path: path.write_text("[\n" + ",\n".join([json.dumps(ROW)] * 3) + "\n]\n"), [1, 2, 3]),
+        (lambda path: write_objects(path, "\n", 2), [1, 6, 11]),
+        (lambda path: write_objects(path, "\n\n", 2), [1, 7, 13]),
+        (lambda path: write_objects(path, "", 2), [1, 5, 9]),
+        (lambda path: path.write_text("\ufeff\n" + json.dumps([ROW] * 3, indent=1)), [1, 2, 3]),
+        (lambda path: path.write_text("\ufeff" + f"{json.dumps(ROW)}\n" * 3), [1, 2, 3]),
+    ],
+    ids=["array", "pretty array", "array by lines", "pretty", "gaps", "no gaps", "pretty BOM", "lines BOM"],
+)
+def test_json_that_is_called_jsonl_is_read(
+    tmp_path: Path, write: Callable[[Path], None], numbers: list[int]
+) -> None:
+    write(tmp_path / "rows.jsonl")
+    assert read_rows(str(tmp_path / "rows.jsonl")) == [(number, ROW) for number in numbers]
+
+
+@pytest.mark.parametrize("first", ["{", "[", "[1, 2]", "7", '"text"', '{"question": '])
+def test_a_broken_first_line_costs_only_itself(tmp_path: Path, first: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{first}\n" + f"{json.dumps(ROW)}\n" * 2)
+    numbers = [number for number, row in read_rows(str(tmp_path / "rows.jsonl")) if row == ROW]
+    assert numbers == [2, 3]
+
+
+TEXTS = {
+    "gbk": "一加一等于多少？",
+    "shift_jis": "一足す一は",
+    "latin-1": "Où est-ce ?",
+    "utf-16": "1+6?",
+    "big5": "一加一",
+}
+
+
+@pytest.mark.parametrize("encoding", TEXTS)
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "json"])
+def test_another_encoding_is_named_in_one_line(tmp_path: Path, suffix: str, encoding: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    row = json.dumps(ROW | {"question": TEXTS[encoding]}, ensure_ascii=False)
+    table = f"question,solution\n{TEXTS[encoding]},7\n"
+    text = {"jsonl": f"{row}\n" * 3, "csv": table, "json": f"[{row}]"}[suffix]
+    path.write_bytes(text.encode(encoding))
+    if (suffix, encoding) == ("json", "utf-16"):
+        assert len(load(str(path)).items) == 1  # Python knows JSON in UTF-16
+        return
+    with pytest.raises(InputError, match="UTF-8") as raised:
+        load(str(path))
+    assert "iconv -f " in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("place", ["file", "folder", "copy"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, suffix: str, place: str) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    path = tmp_path / f"train.{suffix}"
+    path.write_text(pointer)
+    if place == "copy":
+        (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n---\n")
+    with pytest.raises(InputError, match=r"Git LFS.*`git lfs pull`"):
+        load(str(path if place == "file" else tmp_path))
+
+
+@pytest.mark.parametrize("header", ["question,solution,solution", "question,question,solution,solution"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, header: str) -> None:
+    names = header.split(",")
+    (tmp_path / "rows.csv").write_text(f"{header}\n{','.join('a' * len(names))}\n")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_arrays([pyarrow.array(["a"])] * len(names), names=names), tmp_path / "rows.parquet"
+    )
+    for suffix in ("csv", "parquet"):
+        with pytest.raises(InputError, match="solution") as raised:
+            read_rows(str(tmp_path / f"rows.{suffix}"))
+        assert "\n" not in str(raised.value)
+
+
+def test_empty_columns_at_the_end_of_a_table_are_none(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question,solution,,\n1+6?,7,,\n")
+    assert load(str(tmp_path / "rows.csv")).items[0].row == 1
+
+
+def test_a_data_set_and_its_jsonl_are_alike(tmp_path: Path) -> None:
+    rows = [{"prompt": TURN, "problem": "1+6?", "solution": "7"}] * 2
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = [load(str(tmp_path / f"rows.{suffix}")).problems[0] for suffix in ("parquet", "jsonl")]
+    assert [problem.question for problem in found] == ["1+6?", "1+6?"]
+
+
+# Texts without spaces
+
+SENTENCES = {
+    "Chinese": "我们先把两个数相加，然后检查结果。",
+    "Chinese without marks": "我们先把两个数相加然后检查结果",
+    "Japanese": "まず二つの数を足して、その結果を確かめます。",
+    "Thai": "เราบวกเลขสองตัวก่อนแล้วตรวจสอบผลลัพธ์",
+    "Lao": "ພວກເຮົາບວກສອງຕົວເລກກ່ອນ",
+    "Khmer": "យើងបូកលេខពីរជាមុនសិន",
+    "Burmese": "ကျွန်ုပ်တို့သည်ဂဏန်းနှစ်ခုကို",
+    "Tibetan": "ང་ཚོས་ཨང་ཀི་གཉིས་བསྡོམས་ནས་",
+    "letters": "wefirstaddthetwonumbersthencheck",
+    "English": "We first add the two numbers, and then we check the result. ",
+    "Korean": "먼저 두 수를 더하고 그 다음에 결과를 다시 한 번 천천히 확인합니다. ",
+}
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_repetition_is_found_in_every_script(language: str) -> None:
+    assert repetition(SENTENCES[language] * 60, 10) > 0.9
+    assert repetition(SENTENCES[language], 10) == 0
+
+
+def test_scripts_may_be_mixed() -> None:
+    assert repetition("设 x = 3，那么 x + 1 = 4。所以 solve it " * 60, 10) > 0.9
+
+
+QUESTIONS = {
+    "Chinese": (
+        "小明有三个苹果，又买了五个苹果，请问他一共有多少？",
+        "题目：小明有三个苹果，又买了五个苹果，一共？",
+    ),
+    "Japanese": (
+        "太郎はりんごを三つ持っています。さらに五つ買う。",
+        "問い。太郎はりんごを三つ持っています。いくつ",
+    ),
+    "Thai": ("สมชายมีแอปเปิลสามลูกและซื้อเพิ่มอีกห้าลูก", "ถาม สมชายมีแอปเปิลสามลูกและซื้ออีกสองลูก"),
+}
+
+
+@pytest.mark.parametrize("language", QUESTIONS)
+def test_overlap_is_found_without_spaces(tmp_path: Path, language: str) -> None:
+    published, asked = QUESTIONS[language]
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"question": published, "answer": "8"}) + "\n")
+    overlaps = Overlaps({"mine": {"source": str(path), "judge": "math"}}, 13)
+    assert overlaps.find_overlap(asked) == "mine"
+    assert overlaps.find_overlap(asked[:9]) is None
+
+
+def test_filters_leave_repetitive_chinese_out(tmp_path: Path) -> None:
+    rows = [
+        ROW | {"reasoning_trace": "数一数就知道了，答案是七。"},
+        ROW | {"reasoning_trace": "等一下，再想想。" * 60},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = load(str(tmp_path / "rows.jsonl"), task="student_sft", filters=Filters(max_repetition=0.5))
+    assert [number for number, _, _ in data.reports[0].filtered] == [2]

@@ -1,0 +1,719 @@
+"""Rows from every kind of source, every reason to refuse one, and the batches that come out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from jsonargparse import ArgumentParser
+from lightning.pytorch import LightningModule, Trainer
+
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.loader import DealtLoader
+from rlt_lightning.datamodules.rows import parse_row
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.models.load import load_tokenizer
+from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.types import (
+    BadRowError,
+    BadRowReason,
+    InputError,
+    Problem,
+    PromptBatch,
+    SFTBatch,
+    SFTExample,
+)
+
+MakeData = Callable[..., StratosDataModule]
+
+
+def stratos_row(
+    question: str = "1+6?", thought: str = "Count.", solution: str = "It is 7."
+) -> dict[str, Any]:
+    answer = (
+        f"<|begin_of_thought|>\n\n{thought}\n\n<|end_of_thought|>\n\n"
+        f"<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>"
+    )
+    turns = [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
+    return {"system": "Think between <|begin_of_thought|> and <|end_of_thought|>.", "conversations": turns}
+
+
+def custom_row(question: str = "1+6?", solution: str = "7", trace: str = "Count.") -> dict[str, Any]:
+    return {"question": question, "solution": solution, "reasoning_trace": trace}
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    lines = (row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows)
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def make_data(tiny_model: str, tmp_path: Path) -> MakeData:
+    """Build a datamodule with the tiny model's tokenizer and set it up for fit."""
+
+    def make(
+        rows: list[Any] | str = "arithmetic",
+        stage: str = "fit",
+        sources: list[str] | None = None,
+        **options: Any,
+    ) -> StratosDataModule:
+        source = rows if isinstance(rows, str) else write_jsonl(tmp_path / "rows.jsonl", rows)
+        options = {"tokenizer": tiny_model, "prompts_per_step": 1, "num_embedded_rows": 20, **options}
+        data = StratosDataModule(sources or source, **options)
+        data.setup(stage)
+        return data
+
+    return make
+
+
+def decode(data: StratosDataModule, token_ids: list[int]) -> str:
+    return data.format.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+# Real rows
+
+
+def test_true_rows_of_bespoke_stratos_are_read_as_they_are(make_data: MakeData, shared: Path):
+    path = shared / "data/stratos_format/bespoke_true_2.jsonl"
+    data = make_data(str(path))
+    assert data.reports[0].bad == []
+    for problem, line in zip(data.items, path.read_text().splitlines(), strict=True):
+        row = json.loads(line)
+        answer = row["conversations"][1]["value"]
+        assert isinstance(problem, Problem)
+        assert problem.question == row["conversations"][0]["value"]
+        assert f"<|begin_of_solution|>{problem.solution}<|end_of_solution|>" in answer
+        assert problem.solution.startswith("\n\nTo ")
+        assert decode(data, problem.student_prefix).startswith(
+            f"<|im_start|>system\n{row['system']}<|im_end|>"
+        )
+        assert "step by step how to get" in decode(data, problem.teacher_prefix)
+        assert problem.columns == row
+
+
+@pytest.mark.parametrize("name", ["s1k_5", "gsm8k_train", "math100_qwen_cot"])
+@pytest.mark.parametrize("tokenizer", ["smollm2", "qwen"])
+def test_student_examples_are_the_rows_own_conversation(
+    make_data: MakeData, shared: Path, smollm2: str, name: str, tokenizer: str
+):
+    path = shared / f"data/stratos_format/{name}.jsonl"
+    folder = smollm2 if tokenizer == "smollm2" else str(shared / "data/tokenizers/Qwen2.5-Instruct")
+    data = make_data(str(path), task="student_sft", max_rows=5, tokenizer=folder, prompts_per_step=5)
+    assert data.reports[0].summary().startswith("0 of 5 rows")
+    for example, line in zip(data.items, path.read_text().splitlines(), strict=False):
+        row = json.loads(line)
+        assert isinstance(example, SFTExample)
+        counted = [t for t, count in zip(example.token_ids, example.loss_mask, strict=True) if count]
+        assert decode(data, counted) == row["conversations"][1]["value"] + "<|im_end|>"
+        head = f"<|im_start|>system\n{row['system']}<|im_end|>\n<|im_start|>user\n"
+        assert decode(data, example.token_ids).startswith(head + row["conversations"][0]["value"])
+
+
+def test_custom_rows_with_prompt_and_question(make_data: MakeData, shared: Path):
+    path = shared / "data/rlt_custom_format/aime_1983_2023.jsonl"
+    data = make_data(str(path), max_rows=10)
+    row = json.loads(path.read_text().splitlines()[3])
+    problem = data.problems[3]
+    assert (problem.row, problem.question) == (4, row["question"])
+    assert problem.solution == f"\n\n{row['solution'].strip()}\n\n"
+
+
+# Sources
+
+
+def test_every_kind_of_source_gives_the_same_rows(tmp_path: Path):
+    rows = [custom_row('a, "b"\nc'), custom_row("12", "7"), custom_row("é", "", "")]
+    dataset = datasets.Dataset.from_list(rows)
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    (tmp_path / "c.json").write_text(json.dumps({"data": rows}))
+    dataset.to_parquet(tmp_path / "d.parquet")
+    with (tmp_path / "e.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    dataset.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder/data").mkdir(parents=True)
+    write_jsonl(tmp_path / "folder/data/1.jsonl", rows[:2])
+    write_jsonl(tmp_path / "folder/data/2.jsonl", rows[2:])
+    for name in ("a.jsonl", "b.json", "c.json", "d.parquet", "e.csv", "saved", "splits", "folder"):
+        assert read_rows(str(tmp_path / name)) == list(enumerate(rows, start=1)), name
+
+
+def test_a_csv_cell_longer_than_the_csv_modules_default(tmp_path: Path):
+    trace = "step " * 40000
+    (tmp_path / "a.csv").write_text(f"question,solution,reasoning_trace\nq,s,{trace}\n")
+    assert read_rows(str(tmp_path / "a.csv")) == [(1, custom_row("q", "s", trace))]
+
+
+def test_a_folder_of_splits_gives_the_asked_one(tmp_path: Path):
+    write_jsonl(tmp_path / "train-00000-of-00001.jsonl", [custom_row("train")])
+    write_jsonl(tmp_path / "test-00000-of-00001.jsonl", [custom_row("test")])
+    assert read_rows(str(tmp_path), "test") == [(1, custom_row("test"))]
+    assert read_rows(str(tmp_path)) == [(1, custom_row("train"))]
+
+
+def test_the_embedded_source_has_splits():
+    train, test = read_rows("arithmetic", "train", 30), read_rows("arithmetic", "test", 30)
+    assert [number for number, _ in train] == list(range(1, 31))
+    assert {row["question"] for _, row in train}.isdisjoint(row["question"] for _, row in test)
+
+
+def test_sources_that_cannot_be_read_say_so_in_one_line(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed/a.csv").write_text("question\n")
+    (tmp_path / "mixed/a.jsonl").write_text("{}\n")
+    (tmp_path / "broken.json").write_text('[{"question": "q"')
+    (tmp_path / "number.json").write_text("7")
+    (tmp_path / "broken.parquet").write_text("no table")
+    whole = datasets.Dataset.from_list([custom_row(str(i)) for i in range(5000)])
+    whole.to_parquet(tmp_path / "whole.parquet")
+    table = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "interrupted.parquet").write_bytes(table[: len(table) // 2])
+    (tmp_path / "garbled.parquet").write_bytes(table[:4] + bytes(200) + table[204:])
+    whole.save_to_disk(tmp_path / "interrupted")
+    [arrow] = (tmp_path / "interrupted").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[: arrow.stat().st_size // 2])
+    whole.select(range(0)).save_to_disk(tmp_path / "no_rows")
+    whole.select(range(0)).to_parquet(tmp_path / "no_rows.parquet")
+    (tmp_path / "no_rows.json").write_text("[]")
+    (tmp_path / "header.csv").write_text("question,solution\n")
+    (tmp_path / "nothing.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "latin.csv").write_bytes("question,solution\né,1\n".encode("latin-1"))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list([custom_row()])}).save_to_disk(
+        tmp_path / "splits"
+    )
+    expected = {
+        "none.jsonl": "must exist, but does not",
+        "no/such/folder": "must exist, but does not",
+        "empty": "holds none",
+        "mixed": r"holds \.csv, \.jsonl",
+        "broken.json": "must be valid JSON",
+        "number.json": "must hold a list of objects",
+        "broken.parquet": "could not be loaded.*footer",
+        "interrupted.parquet": "could not be loaded.*footer",
+        "garbled.parquet": "could not be loaded",
+        "interrupted": "could not be loaded",
+        "no_rows": "at least one row",
+        "no_rows.parquet": "at least one row",
+        "no_rows.json": "at least one row",
+        "header.csv": "at least one row",
+        "nothing.jsonl": "at least one row",
+        "notes.txt": r"must be \.jsonl, \.json, \.csv, \.parquet, \.arrow",
+        "blank.jsonl": "at least one row",
+        "latin.csv": "must be readable",
+        "splits": r"split 'train', could not be loaded .*\['test'\]",
+    }
+    for name, message in expected.items():
+        with pytest.raises(InputError, match=message) as error:
+            read_rows(str(tmp_path / name))
+        assert "\n" not in str(error.value)
+
+
+def test_an_unreachable_hub_id_names_the_choices():
+    with pytest.raises(
+        InputError, match=r"'nobody/nothing', split 'dev', could not be loaded.*\.jsonl"
+    ) as error:
+        read_rows("nobody/nothing", "dev")
+    assert "\n" not in str(error.value)
+    assert logging.getLogger("huggingface_hub").level != logging.ERROR
+
+
+def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The library takes a folder in the working directory for the data set of that name.
+    folder = tmp_path / "lab/sums"
+    folder.mkdir(parents=True)
+    for name in ("main", "socratic"):
+        write_jsonl(folder / f"{name}.jsonl", [custom_row(name)])
+    parts = [
+        f"- {{config_name: {name}, data_files: [{{split: test, path: {name}.jsonl}}]}}\n"
+        for name in ("main", "socratic")
+    ]
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(parts)}---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert read_rows("lab/sums:main", "test") == [(1, custom_row("main"))]
+    assert read_rows("lab/sums:socratic", "test") == [(1, custom_row("socratic"))]
+    with pytest.raises(InputError, match=r"'lab/sums:none', split 'test'.*'none' not found.*'main'"):
+        read_rows("lab/sums:none", "test")
+
+
+def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_data: MakeData, tmp_path: Path):
+    stratos = write_jsonl(tmp_path / "stratos.jsonl", ["", stratos_row("a?"), "{", stratos_row("b?")])
+    own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("", "7"), custom_row("d?")])
+    sources = [stratos, "arithmetic", own]
+    options = {"max_rows": 3, "max_bad_frac": 0.4, "output_dir": str(tmp_path / "run")}
+    data = make_data(sources=sources, task="student_sft", **options)
+    assert [item.row for item in data.items] == [2, 4, 5, 6, 7, 8, 10]
+    [reports] = json.loads((tmp_path / "run/data_report.json").read_text()).values()
+    assert [(r["source"], r["first_row"], r["num_rows"], r["num_used"]) for r in reports] == [
+        (stratos, 1, 3, 2),
+        ("arithmetic", 5, 3, 3),
+        (own, 8, 3, 2),
+    ]
+    assert [[bad["row"] for bad in report["bad_rows"]] for report in reports] == [[3], [], [2]]
+    with pytest.raises(InputError, match=rf"max_bad_frac=0\.3.*1 of 3 rows of '{stratos}'"):
+        make_data(sources=sources, task="student_sft", **options | {"max_bad_frac": 0.3})
+
+
+def test_held_out_rows_of_several_sources(make_data: MakeData, tmp_path: Path):
+    own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("d?")])
+    data = make_data(val_source=[own, "arithmetic"], val_rows=3)
+    assert [problem.question for problem in data.problems[20:22]] == ["c?", "d?"]
+    assert [problem.row for problem in data.problems[20:]] == [1, 2, 3]
+    # Held out of all that are mixed, by seed.
+    mixed = make_data(sources=[own, "arithmetic"], val_rows=4)
+    assert {item.row for item in [*mixed.items, *mixed.val_items]} == set(range(1, 23))
+    assert len(mixed.val_items) == 4
+
+
+def test_a_list_of_sources_on_the_command_line():
+    parser = ArgumentParser()
+    parser.add_class_arguments(StratosDataModule, "data")
+    for text, sources in (
+        ("[a.jsonl, lab/set:main]", ["a.jsonl", "lab/set:main"]),
+        ("lab/set:main", ["lab/set:main"]),
+        ("2024", ["2024"]),
+    ):
+        assert parser.instantiate(parser.parse_args([f"--data.source={text}"])).data.sources == sources
+    with pytest.raises(InputError, match=r"data\.source must name at least one source"):
+        StratosDataModule([])
+
+
+# Understanding rows
+
+
+def test_turns_may_be_named_in_either_way():
+    row = stratos_row()
+    question, answer = (turn["value"] for turn in row["conversations"])
+    expected = parse_row(row, STRATOS)
+    assert (expected.question, expected.solution) == ("1+6?", "\n\nIt is 7.\n\n")
+    assert expected.traces == {"reasoning_trace": "\n\nCount.\n\n"}
+    renamed = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    assert parse_row({**row, "conversations": renamed}, STRATOS) == expected
+    # A table fills the columns that a row does not use with None.
+    both = [{"from": None, "value": None, **turn} for turn in renamed]
+    assert parse_row({**row, "conversations": both, "question": None}, STRATOS) == expected
+    inside = [{"from": "system", "value": row["system"]}, *row["conversations"]]
+    assert parse_row({"conversations": inside}, STRATOS) == expected
+
+
+def test_rows_with_other_tags_than_the_chosen_ones_are_translated():
+    parsed = parse_row(stratos_row(), R1)
+    assert (parsed.solution, parsed.traces) == ("\nIt is 7.\n", {"reasoning_trace": "\nCount.\n"})
+    assert parsed.system == "Think between <think> and </think>."
+    r1 = stratos_row()
+    r1["conversations"][1]["value"] = "<think>\n\nCount.</think><solution> 7 </solution>"
+    parsed = parse_row(r1, R1)
+    assert (parsed.solution, parsed.traces) == (" 7 ", {"reasoning_trace": "\n\nCount."})  # as it stands
+
+
+def test_the_question_may_have_other_names():
+    for name in ("question", "prompt", "problem"):
+        assert parse_row({name: "q", "solution": "s"}, STRATOS).question == "q"
+    assert parse_row({"problem": "b", "prompt": "a", "solution": "s"}, STRATOS).question == "a"
+
+
+def without_tag(tag: str) -> dict[str, Any]:
+    row = stratos_row()
+    turn = row["conversations"][1]
+    turn["value"] = turn["value"].replace(tag, "")
+    return row
+
+
+BAD_ROWS = [
+    ('{"question": "q", ', BadRowReason.BROKEN_JSON),
+    (b'{"question": "\xa3\xbf", "solution": "s", "reasoning_trace": "t"}', BadRowReason.WRONG_ENCODING),
+    ("[1, 2]", BadRowReason.WRONG_TYPE),
+    ({"question": 7, "solution": "s", "reasoning_trace": "t"}, BadRowReason.WRONG_TYPE),
+    ({"conversations": "hello"}, BadRowReason.WRONG_TYPE),
+    ({"conversations": [{"from": "user", "value": "q"}]}, BadRowReason.WRONG_TYPE),
+    ({"conversations": stratos_row()["conversations"] * 2}, BadRowReason.WRONG_TYPE),
+    ({"conversations": ["q", "a"]}, BadRowReason.WRONG_TYPE),
+    ({"question": "q", "reasoning_trace": "t"}, BadRowReason.MISSING_COLUMN),
+    *[(without_tag(tag), BadRowReason.MISSING_TAGS) for tag in list(STRATOS.tags().values())[:4]],
+    (stratos_row(question=" "), BadRowReason.EMPTY_QUESTION),
+    (custom_row(question="\n"), BadRowReason.EMPTY_QUESTION),
+    (custom_row(question=None), BadRowReason.EMPTY_QUESTION),  # type: ignore[arg-type]
+    (stratos_row(solution=""), BadRowReason.EMPTY_SOLUTION),
+    (custom_row(solution=" "), BadRowReason.EMPTY_SOLUTION),
+    (stratos_row(thought=""), BadRowReason.EMPTY_TRACE),
+    (custom_row(trace=""), BadRowReason.EMPTY_TRACE),
+    (custom_row(trace="a <|end_of_thought|> b"), BadRowReason.EXTRA_TAG),
+    (custom_row(question="long " * 400), BadRowReason.PROMPT_TOO_LONG),
+    (custom_row(solution="long " * 60), BadRowReason.SOLUTION_TOO_LONG),
+    (custom_row(trace="long " * 600), BadRowReason.TOO_LONG),
+    ({"nums": [2, 3], "target": 99}, BadRowReason.UNSOLVABLE),
+]
+
+
+@pytest.mark.parametrize("task", ["teacher_sft", "score"])
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS, ids=[f"{i}-{r}" for i, (_, r) in enumerate(BAD_ROWS)])
+def test_bad_rows_are_counted_with_their_number_and_reason(
+    make_data: MakeData, tmp_path: Path, row: Any, reason: BadRowReason, task: str
+):
+    limits = {"max_prompt_length": 400, "max_solution_length": 50, "max_length": 600}
+    rows = [custom_row(), row, stratos_row()]
+    data = make_data(rows, task=task, max_bad_frac=0.5, output_dir=str(tmp_path / "run"), **limits)
+    assert data.reports[0].rows_by_reason() == {reason: [2]}
+    assert [item.row for item in data.items] == [1, 3]
+    (report,) = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
+    assert (report["num_rows"], report["num_used"], report["reasons"]) == (3, 2, {str(reason): 1})
+    assert report["bad_rows"][0]["row"] == 2
+    assert report["bad_rows"][0]["detail"]
+
+
+def test_every_reason_is_tested():
+    # Of student_rl alone: test_text_reward.py.
+    elsewhere = {BadRowReason.NO_ANSWER, BadRowReason.BAD_ANSWER}
+    assert {reason for _, reason in BAD_ROWS} == set(BadRowReason) - elsewhere
+
+
+def test_traces_are_needed_only_by_tasks_that_use_them(make_data: MakeData):
+    rows = [custom_row(trace=""), stratos_row(thought=""), {"question": "q", "solution": "s"}]
+    assert len(make_data(rows).items) == 3
+    with pytest.raises(BadRowError, match="empty_trace"):
+        parse_row(rows[0], STRATOS, ["reasoning_trace"])
+
+
+def test_too_many_bad_rows_stop_the_run(make_data: MakeData, tmp_path: Path):
+    rows = ["{", *[custom_row()] * 8, custom_row(question=" ")]
+    with pytest.raises(InputError) as error:
+        make_data(rows, max_bad_frac=0.19, output_dir=str(tmp_path / "run"))
+    message = str(error.value)
+    for part in (
+        "data.max_bad_frac=0.19",
+        "2 of 10 rows",
+        "broken_json 1 (row 1)",
+        "empty_question 1 (row 10)",
+    ):
+        assert part in message
+    assert str(tmp_path / "run/data_report.json") in message
+    assert (tmp_path / "run/data_report.json").is_file()
+    assert len(make_data(rows, max_bad_frac=0.2).items) == 8
+    with pytest.raises(InputError, match="1 of 1 rows"):
+        make_data([custom_row(question="")], max_bad_frac=1.0)
+
+
+def test_long_lists_of_row_numbers_are_cut(make_data: MakeData):
+    with pytest.raises(InputError, match=r"broken_json 7 \(rows 1, 2, 3, 4, 5, …\)"):
+        make_data([*["{"] * 7, custom_row()])
+
+
+def test_columns_that_no_row_has_are_named_once(make_data: MakeData):
+    with pytest.raises(InputError, match="lacks question, solution and has answer, query"):
+        make_data([{"query": "q", "answer": "a"}] * 3)
+    with pytest.raises(InputError, match="lacks reasoning_trace and has question, solution"):
+        make_data([{"question": "q", "solution": "s"}] * 3, task="teacher_sft")
+    make_data([{"question": "q", "solution": "s", "completion": "c"}] * 3, task="score")
+
+
+# Several traces of a row
+
+
+def test_each_trace_of_a_row_is_an_item_of_that_row(make_data: MakeData):
+    rows = [
+        {**custom_row(trace="Count."), "other_trace": " Guess.\n"},
+        {**stratos_row(thought="Add."), "other_trace": "Look up.", "completion": "So seven"},
+    ]
+    both = ["reasoning_trace", "other_trace"]
+    data = make_data(rows, task="score", stage="predict", prompts_per_step=3, trace_columns=both)
+    batches = list(data.predict_dataloader())
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts.rollouts]
+    assert [rollout.text for rollout in rollouts] == ["Count.", "Guess.", "So seven", "Look up."]
+    assert [rollout.problem.row for rollout in rollouts] == [1, 1, 2, 2]
+    columns = [{**row, "trace_column": name} for row in rows for name in both]
+    assert [rollout.problem.columns for rollout in rollouts] == columns
+    assert rollouts[0].problem.teacher_prompt == rollouts[1].problem.teacher_prompt
+    other = make_data(rows, task="score", stage="predict", trace_columns=["other_trace"])
+    assert [problem.columns["trace_column"] for problem in other.problems] == ["other_trace"] * 2
+
+
+def test_students_learn_each_trace_and_hold_out_all_of_a_row(make_data: MakeData):
+    rows = [{**custom_row(f"{i}?"), "other_trace": "Guess."} for i in range(6)]
+    options = {"task": "student_sft", "trace_columns": ["reasoning_trace", "other_trace"]}
+    data = make_data(rows, **options, val_rows=2)
+    assert (len(data.items), len(data.val_items)) == (8, 4)
+    assert {item.row for item in data.items}.isdisjoint(item.row for item in data.val_items)
+    first, second = (decode(data, item.token_ids) for item in data.items[:2] if isinstance(item, SFTExample))
+    assert first == second.replace("Guess.", "Count.")
+
+
+def test_rows_need_all_of_the_traces(make_data: MakeData):
+    whole = {**custom_row(), "other_trace": "Guess."}
+    rows = [whole, custom_row(), {**whole, "other_trace": None}, {**whole, "other_trace": 7}]
+    rows += [{**whole, "reasoning_trace": " "}]
+    both = {"task": "score", "trace_columns": ["reasoning_trace", "other_trace"], "max_bad_frac": 0.8}
+    data = make_data(rows, **both)
+    assert [item.row for item in data.items] == [1, 1]
+    found = [(row, str(error)) for row, error in data.reports[0].bad]
+    assert found == [
+        (2, "missing_column: the row lacks other_trace"),
+        (3, "empty_trace: other_trace has no text"),
+        (4, "wrong_type: other_trace must be text, but is int"),
+        (5, "empty_trace: reasoning_trace has no text"),
+    ]
+    with pytest.raises(InputError, match=r"lacks other_trace and has question, reasoning_trace, solution"):
+        make_data([custom_row()] * 2, **both)
+
+
+# Rows that are longer than a sequence may be
+
+
+@pytest.mark.parametrize("task", ["teacher_sft", "student_sft"])
+def test_long_traces_are_dropped_or_truncated_to_the_token(make_data: MakeData, tmp_path: Path, task: str):
+    rows = [custom_row(), custom_row(trace="long " * 300), custom_row(question="long " * 600), custom_row()]
+    whole = make_data(rows, task=task).items
+    lengths = [len(item.token_ids) for item in whole if isinstance(item, SFTExample)]
+    limit = lengths[1] - 7
+    options = {"task": task, "max_length": limit, "max_bad_frac": 0.5, "output_dir": str(tmp_path / "run")}
+
+    def report() -> tuple[Any, ...]:
+        [report] = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
+        return report["num_used"], report["reasons"], report["num_truncated"], report["truncated_rows"]
+
+    dropped = make_data(rows, **options)
+    assert [item.row for item in dropped.items] == [1, 4]
+    assert report() == (2, {"too_long": 2}, 0, [])
+
+    with pytest.warns(UserWarning, match=r"1 of 4 rows of .* are cut off at data.max_length \(row 2\); see"):
+        data = make_data(rows, long_traces="truncate", **options)
+    assert report() == (3, {"too_long": 1}, 1, [2])  # no prompt is cut
+    assert [item.row for item in data.items] == [1, 2, 4]
+    assert data.items[0] == whole[0]
+    cut, full = data.items[1], whole[1]
+    assert isinstance(cut, SFTExample)
+    assert isinstance(full, SFTExample)
+    assert (cut.row, cut.num_cut) == (2, 7)
+    assert cut.token_ids == full.token_ids[:limit]
+    assert cut.loss_mask == full.loss_mask[:limit]
+    assert cut.loss_mask[-1]
+
+
+# Prompts, tags and vocabularies
+
+
+def test_system_prompts(make_data: MakeData):
+    rows = [stratos_row(), custom_row()]
+
+    def systems(**options: Any) -> list[str]:
+        data = make_data(rows, **options)
+        heads = [decode(data, problem.student_prefix) for problem in data.problems]
+        return [head.split("<|im_end|>")[0].removeprefix("<|im_start|>system\n") for head in heads]
+
+    own, default = systems()
+    assert own == rows[0]["system"]
+    assert default.startswith("Answer the question in two parts.")
+    assert systems(student_system_prompt="Be {thought_open}") == ["Be <|begin_of_thought|>"] * 2
+    teacher = make_data(rows, teacher_system_prompt="Teach well.").problems[0]
+    assert decode(make_data(rows), teacher.teacher_prefix).startswith(
+        "<|im_start|>system\nTeach well.<|im_end|>"
+    )
+
+
+def test_tags_from_a_config(make_data: MakeData):
+    own = {name: f"[{name}]" for name in STRATOS.tags()}
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(StratosDataModule, "data")
+    for tags, expected in ((own, "[explanation_open]"), ("r1", "<explanation>")):
+        config = {"class_path": "rlt_lightning.datamodules.StratosDataModule", "init_args": {"tags": tags}}
+        data = parser.instantiate(parser.parse_object({"data": config})).data
+        assert (
+            make_data([custom_row()], tags=data.format_options.tags).format.tags.explanation_open == expected
+        )
+
+
+@pytest.mark.full
+def test_a_student_of_another_family_has_tokens_of_its_own(make_data: MakeData, smollm2: str, shared: Path):
+    qwen = str(shared / "data/tokenizers/Qwen2.5-Instruct")
+    alike = make_data(tokenizer=smollm2, student_tokenizer=smollm2)
+    data = make_data(tokenizer=smollm2, student_tokenizer=qwen)
+    problem, same = data.problems[0], alike.problems[0]
+    assert type(alike.format) is ChatFormat
+    assert problem.teacher_prompt == same.teacher_prompt
+    assert load_tokenizer(qwen).decode(problem.solution_ids) != data.format.tokenizer.decode(
+        problem.solution_ids
+    )
+    assert data.format.student_tokenizer.decode(problem.solution_ids).strip() == problem.solution.strip()
+
+
+def test_only_a_student_that_lacks_tokens_gets_its_own(make_data: MakeData, smollm2: str, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    larger = AutoTokenizer.from_pretrained(smollm2)
+    larger.add_tokens(["<|extra|>"])
+    larger.save_pretrained(tmp_path / "larger")
+    data = make_data(student_tokenizer=str(tmp_path / "larger"))
+    assert data.format.student_tokenizer is data.format.tokenizer
+    data = make_data(tokenizer=str(tmp_path / "larger"), student_tokenizer=smollm2)
+    assert len(data.format.student_tokenizer) == len(data.format.tokenizer) - 1
+
+
+# Batches
+
+
+def test_held_out_rows_are_not_trained_on(make_data: MakeData):
+    data = make_data(val_rows=5, prompts_per_step=4, val_batch_size=2)
+    train = {item.row for item in data.items}
+    val = [problem.row for batch in data.val_dataloader() for problem in batch.problems]
+    assert len(val) == 5
+    assert val == sorted(val)
+    assert train.isdisjoint(val)
+    assert train.union(val) == set(range(1, 21))
+    assert [item.row for item in make_data(val_rows=5).val_items] == val
+    assert [item.row for item in make_data(val_rows=5, seed=1).val_items] != val
+    assert len(data.problems) == 20
+    # Prediction is of every row.
+    predicted = make_data(val_rows=5, stage="predict", prompts_per_step=8).predict_dataloader()
+    assert [p.row for batch in predicted for p in batch.problems] == list(range(1, 21))
+
+
+def test_prediction_gives_ranks_whole_batches_in_turn(make_data: MakeData):
+    data = make_data(stage="predict", prompts_per_step=6)  # of 20 rows, the last batch has two
+    given = []
+    for rank in range(3):
+        loader = DealtLoader(data.items, 6, data.collate, rank, 3)
+        assert len(loader) == 2
+        given.append([([p.row for p in batch.problems], batch.spare) for batch in loader])
+    assert given[0] == [([*range(1, 7)], False), ([19, 20], False)]
+    assert given[1] == [([*range(7, 13)], False), ([1], True)]
+    assert given[2] == [([*range(13, 19)], False), ([1], True)]
+    assert [len(DealtLoader(data.items[:0], 6, data.collate, rank, 2)) for rank in range(2)] == [0, 0]
+
+
+def test_a_process_without_a_row_to_score_is_refused(
+    make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StratosDataModule, "_world_size", lambda self: 2)
+    for rows, batch_size in ((1, 2), (2, 1)):
+        with pytest.raises(InputError, match=f"Each of the 2 processes needs a row to score.*are {rows} in"):
+            make_data(val_rows=rows, val_batch_size=batch_size, prompts_per_step=2)
+    assert make_data(val_rows=3, val_batch_size=2, prompts_per_step=2).val_items  # the last batch has one
+
+
+def test_held_out_rows_of_another_source(make_data: MakeData):
+    data = make_data(val_source="arithmetic", val_rows=3)
+    assert len(data.items) == 20
+    assert len(data.val_items) == 3
+    assert {p.question for p in data.problems[:20]}.isdisjoint(p.question for p in data.val_items)
+    assert make_data().val_dataloader() == []
+    with pytest.raises(InputError, match="rlt validate needs held-out rows"):
+        make_data(stage="validate")
+
+
+def test_each_task_gives_its_kind_of_batch(make_data: MakeData):
+    for task, kind in (("rlt", PromptBatch), ("teacher_sft", SFTBatch), ("student_sft", SFTBatch)):
+        data = make_data(task=task, prompts_per_step=6)
+        batches = list(data.train_dataloader())
+        assert [type(batch) for batch in batches] == [kind] * 3
+        first = batches[0]
+        assert len(first.problems if isinstance(first, PromptBatch) else first.examples) == 6
+
+
+def test_given_completions_come_with_their_rollouts(make_data: MakeData):
+    rows = [
+        {**custom_row(), "completion": "So seven\n\n<|end_of_explanation|>junk", "note": 1},
+        custom_row(trace=" Count on.\n"),
+        {**custom_row(), "completion": "unclosed"},
+        stratos_row(),
+    ]
+    data = make_data(rows, task="score", stage="predict", prompts_per_step=3)
+    batches = list(data.predict_dataloader())
+    assert [len(batch.problems) for batch in batches] == [3, 1]
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts.rollouts]
+    assert [rollout.text for rollout in rollouts] == ["So seven", "Count on.", "unclosed", "Count."]
+    assert [rollout.closed for rollout in rollouts] == [True, True, False, True]
+    assert [rollout.problem.columns for rollout in rollouts] == rows
+    assert rollouts[0].completion is rollouts[0].problem.given_completion
+    assert (batches[0].rollouts.group_size, batches[0].rollouts.policy_version) == (1, 0)
+
+
+class Counter(LightningModule):
+    """Counts the rows that pass through Lightning's own loops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.rows: dict[str, list[int]] = {"train": [], "val": [], "predict": []}
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.rows["train"] += [problem.row for problem in batch.problems]
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.rows["val"] += [problem.row for problem in batch.problems]
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.rows["predict"] += [problem.row for problem in batch.problems]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("val_rows", [0, 5])
+def test_lightning_runs_on_it(tiny_model: str, tmp_path: Path, val_rows: int):
+    data = StratosDataModule(
+        tokenizer=tiny_model, num_embedded_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
+    )
+    module = Counter()
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, datamodule=data)
+    assert len(set(module.rows["train"])) == (20 - val_rows) // 4 * 4
+    assert len(module.rows["val"]) == val_rows
+    assert not set(module.rows["train"]) & set(module.rows["val"])
+    trainer.predict(module, datamodule=data, return_predictions=False)
+    assert module.rows["predict"] == list(range(1, 21))
+
+
+# Arguments
+
+
+def test_arguments_out_of_range_are_refused(make_data: MakeData):
+    for name in ("prompts_per_step", "max_length", "max_prompt_length", "max_solution_length", "max_rows"):
+        with pytest.raises(InputError, match=rf"data\.{name} must be at least 1, but is 0"):
+            StratosDataModule(**{name: 0})
+    with pytest.raises(InputError, match=r"data\.val_rows must be at least 0"):
+        StratosDataModule(val_rows=-1)
+    with pytest.raises(InputError, match=r"max_bad_frac must be in \[0, 1\], but is 2"):
+        StratosDataModule(max_bad_frac=2)
+    for columns in ([], ["a", "a"]):
+        with pytest.raises(InputError, match=r"trace_columns must name one or several different columns"):
+            StratosDataModule(trace_columns=columns)
+    with pytest.raises(InputError, match=r"trace_columns must name columns of traces, but names completion"):
+        StratosDataModule(trace_columns=["completion"])
+    with pytest.raises(InputError, match=r"data\.task must be one of rlt, score, .*, but is 'sft'"):
+        StratosDataModule(task="sft")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"data\.tokenizer must name"):
+        StratosDataModule().setup("fit")
+    with pytest.raises(
+        InputError, match=r"val_rows must be below the number of usable rows, but is 20 of 20"
+    ):
+        make_data(val_rows=20)
+    with pytest.raises(InputError, match=r"prompts_per_step=21 usable rows, but has 20"):
+        make_data(prompts_per_step=21)
+    assert len(make_data(prompts_per_step=21, stage="predict").items) == 20
+    assert len(make_data(max_rows=7).items) == 7

@@ -1,0 +1,341 @@
+"""Answers of a hostile worker: none is believed, each is bounded in memory and time, and names the worker."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+import zlib
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cases import full
+from commands import rlt
+from fake_worker import END, EOS, TAG, FakeTokenizer, FakeWorker, worker_of
+from fits import small_fit
+from fleets import WEIGHTS
+
+from rlt_lightning.engines import DiskPush, EngineError, NoPush, Sampling, VLLMEngine, build_requests
+from rlt_lightning.modules.step_metrics import require_agreement
+from rlt_lightning.numerics.importance import Mismatch
+from rlt_lightning.types import Completion
+
+pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")
+LIMIT = 4
+SMALL_BYTES = 8 * 2**20  # memory that an answer to a request for 4 tokens may take
+NAN, INFINITY = float("nan"), float("inf")
+JSON = dict[str, Any]
+
+
+def answer(
+    token_ids: Any = (11, 12, 13, 14),
+    log_probs: Any = (-1.0, -2.0, -3.0, -4.0),
+    reason: Any = "length",
+    detail: Any = None,
+) -> JSON:
+    """An answer as vLLM gives it; without arguments it is right for a limit of 4 tokens."""
+    ids = list(token_ids) if isinstance(token_ids, tuple) else token_ids
+    values = list(log_probs) if isinstance(log_probs, tuple) else log_probs
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": values}}
+    return {"choices": [choice | {"finish_reason": reason, "stop_reason": detail}]}
+
+
+def ended(*token_ids: int, reason: Any = "stop", detail: Any = None) -> JSON:
+    return answer(token_ids, (-1.0,) * len(token_ids), reason, detail)
+
+
+def without(name: str) -> JSON:
+    [choice] = answer()["choices"]
+    del choice[name]
+    return {"choices": [choice]}
+
+
+def send_forever(call: BaseHTTPRequestHandler) -> None:
+    call.send_response(200)
+    call.end_headers()
+    while True:
+        call.wfile.write(b" " * 2**16)
+
+
+def send_slowly(call: BaseHTTPRequestHandler) -> None:
+    call.send_response(200)
+    call.end_headers()
+    while True:
+        call.wfile.write(b" ")
+        time.sleep(0.01)
+
+
+def send_compressed(call: BaseHTTPRequestHandler) -> None:
+    packer = zlib.compressobj(wbits=31)
+    content = b"".join(packer.compress(b" " * 10**6) for _ in range(100)) + packer.flush()
+    call.send_response(200)
+    call.send_header("Content-Encoding", "gzip")
+    call.send_header("Content-Length", str(len(content)))
+    call.end_headers()
+    call.wfile.write(content)
+
+
+def send_half(call: BaseHTTPRequestHandler) -> None:
+    call.send_response(200)
+    call.send_header("Content-Length", "1000")
+    call.end_headers()
+    call.wfile.write(json.dumps(answer()).encode())
+
+
+def send_headers_forever(call: BaseHTTPRequestHandler) -> None:
+    call.send_response(200)
+    while True:
+        call.send_header("X", "y" * 10**4)
+        call.flush_headers()
+
+
+def redirect(call: BaseHTTPRequestHandler) -> None:
+    call.send_response(307)
+    call.send_header("Location", "http://127.0.0.1:9/v1/completions")
+    call.send_header("Content-Length", "0")
+    call.end_headers()
+
+
+HOSTILE: dict[str, Any] = {
+    # It ends early, late or otherwise than it says.
+    "length_too_early": ended(11, reason="length"),
+    "length_one_short": ended(11, 12, 13, reason="length"),
+    "length_too_long": ended(11, 12, 13, 14, 15, reason="length"),
+    "length_behind_a_tag": ended(11, TAG, 13, 14, reason="length"),
+    "length_with_a_tag_at_the_end": ended(11, 12, 13, TAG, reason="length"),
+    "length_behind_an_end_token": ended(11, EOS, 13, 14, reason="length"),
+    "length_with_an_end_token_at_the_end": ended(11, 12, 13, EOS, reason="length"),
+    "stop_without_the_tag": ended(11, 12, detail=END),
+    "stop_at_the_limit_without_the_tag": ended(11, 12, 13, 14, detail=END),
+    "stop_behind_the_tag": ended(11, TAG, 13, detail=END),
+    "stop_at_the_second_tag": ended(TAG, TAG, detail=END),
+    "stop_of_another_text": ended(11, TAG, detail="</other>"),
+    "stop_of_no_text": ended(11, 12, detail=""),
+    "stop_with_an_end_token": ended(11, EOS, detail=END),
+    "end_token_that_is_not_there": ended(11, 12),
+    "named_end_token_that_is_not_there": ended(11, 12, detail=EOS),
+    "end_token_in_the_middle": ended(EOS, 12, detail=EOS),
+    "two_end_tokens": ended(EOS, EOS, detail=EOS),
+    "another_end_token_than_it_says": ended(11, EOS, detail=5),
+    "end_token_of_its_own": ended(11, 12, detail=12),
+    "end_token_as_text": ended(11, EOS, detail=str(EOS)),
+    "end_token_as_true": ended(11, 1, detail=True),
+    "end_token_as_fraction": ended(11, EOS, detail=2.0),
+    "aborted": answer(reason="abort"),
+    "unfinished": answer(reason=None),
+    "reason_that_is_a_list": answer(reason=["length"]),
+    # Tokens and log-probs that are none.
+    "no_tokens": answer((), ()),
+    "more_log_probs": answer(log_probs=(-1.0,) * 5),
+    "fewer_log_probs": answer(log_probs=(-1.0,) * 3),
+    "tokens_outside_the_vocabulary": answer((11, 12, 13, 49152)),
+    "token_of_a_billion_digits": answer((11, 12, 13, 10**4000)),
+    "negative_token": answer((11, 12, 13, -1)),
+    "fraction_as_token": answer((11, 12, 13, 14.0)),
+    "true_as_token": answer((11, 12, 13, True)),
+    "text_as_token": answer((11, 12, 13, "14")),
+    "null_as_token": answer((11, 12, 13, None)),
+    "list_as_token": answer((11, 12, 13, [14])),
+    "text_as_tokens": answer("abcd"),
+    "object_as_tokens": answer({"11": 1, "12": 1, "13": 1, "14": 1}),
+    "null_as_tokens": answer(None),
+    "nan": answer(log_probs=(-1.0, NAN, -1.0, -1.0)),
+    "minus_infinity": answer(log_probs=(-1.0, -INFINITY, -1.0, -1.0)),
+    "infinity": answer(log_probs=(-1.0, INFINITY, -1.0, -1.0)),
+    "positive_log_prob": answer(log_probs=(-1.0, 0.5, -1.0, -1.0)),
+    "impossible_log_prob": answer(log_probs=(-1.0, -1e300, -1.0, -1.0)),
+    "huge_whole_log_prob": answer(log_probs=(-1.0, -(10**400), -1.0, -1.0)),
+    "text_as_log_prob": answer(log_probs=(-1.0, "-1.0", -1.0, -1.0)),
+    "null_as_log_prob": answer(log_probs=(-1.0, None, -1.0, -1.0)),
+    "false_as_log_prob": answer(log_probs=(-1.0, False, -1.0, -1.0)),
+    "object_as_log_probs": answer(log_probs={"a": 1, "b": 2, "c": 3, "d": 4}),
+    "null_as_log_probs": answer(log_probs=None),
+    # Another form.
+    "nothing": b"",
+    "no_choices": {"choices": []},
+    "two_choices": {"choices": answer()["choices"] * 2},
+    "null_choices": {"choices": None},
+    "choices_of_numbers": {"choices": [1]},
+    "no_token_ids": without("token_ids"),
+    "no_log_probs": without("logprobs"),
+    "no_reason": without("finish_reason"),
+    "a_list": [answer()],
+    "a_number": 10**3,
+    "no_json": b"<html>\x1b[2J</html>",
+    "half_json": b'{"choices": [{"token_ids": [1',
+    "no_unicode": b'{"choices": "\xff\xfe"}',
+    "zeros": bytes(1000),
+    "number_of_many_digits": b'{"choices": ' + b"1" * 10**5 + b"}",
+    # Too much, too slow, cut off.
+    "deep_lists": b"[" * 10**5 + b"]" * 10**5,
+    "deep_objects": b'{"choices":' * 5 * 10**4 + b"1" + b"}" * 5 * 10**4,
+    "deep_tokens": json.dumps(answer()).encode().replace(b"11", b"[" * 900 + b"1" + b"]" * 900),
+    "long_text": answer() | {"text": "a" * 10**7},
+    "many_lists": b'{"choices": [' + b"[]," * 10**6 + b"[]]}",
+    "endless": send_forever,
+    "slow": send_slowly,
+    "compressed": send_compressed,
+    "cut_off": send_half,
+    "endless_headers": send_headers_forever,
+    "redirect": redirect,
+    "status_with_controls": (503, {"error": "\x1b[2J\x1b]0;mine\x07\u202e"}),
+}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    with FakeWorker() as worker:
+        push = DiskPush(folder=str(tmp_path / "pushed"), timeout_s=60.0)
+        options = {"max_retries": 0, "max_restarts": 0, "backoff_s": 0.01, "request_timeout_s": 3.0}
+        engine = VLLMEngine([worker.url], push=push, **options)
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=49152))
+        eos = SimpleNamespace(eos_token_id=[EOS, 5])
+        model = SimpleNamespace(generation_config=eos, name_or_path="model", config=config)
+        engine.start(model, FakeTokenizer(), tmp_path)
+        engine.update_weights(WEIGHTS, 0)
+        yield engine, worker
+        engine.close()
+
+
+def sample(engine: VLLMEngine) -> Completion:
+    sampling = Sampling(max_completion_length=LIMIT)
+    [(_, completion)] = engine.sample(build_requests([[7, 8]], [0], 1), sampling, END)
+    return completion
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_is_an_engine_error(name: str, engine: Any) -> None:
+    engine, worker = engine
+    hostile = HOSTILE[name]
+    if isinstance(hostile, tuple):
+        status, body = hostile
+
+        def hostile(call: BaseHTTPRequestHandler) -> None:
+            call.send_response(status)
+            call.end_headers()
+            call.wfile.write(body["error"].encode())
+
+    worker.broken["/v1/completions"] = json.dumps(hostile).encode() if name == "a_number" else hostile
+    began = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(EngineError, match=worker.url) as refused:
+            sample(engine)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 1500
+    assert time.monotonic() - began < 60
+    served_bytes = len(hostile) if isinstance(hostile, bytes) else len(json.dumps(hostile, default=str))
+    assert peak_bytes < SMALL_BYTES + 10 * min(served_bytes, 10**7)
+
+
+RIGHT = {
+    "length": (ended(11, 12, 13, 14, reason="length"), "length"),
+    "tag": (ended(11, TAG, detail=END), "stop"),
+    "tag_at_the_limit": (ended(11, 12, 13, TAG, detail=END), "stop"),
+    "own_end_token": (ended(11, EOS), "eos"),
+    "named_end_token": (ended(11, 12, 5, detail=5), "eos"),
+    "end_token_at_the_limit": (ended(11, 12, 13, EOS), "eos"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_answer_is_believed(name: str, engine: Any) -> None:
+    engine, worker = engine
+    worker.broken["/v1/completions"], reason = RIGHT[name]
+    assert sample(engine).finish_reason == reason
+
+
+def test_without_a_trainer_a_worker_ends_with_special_tokens_only(tmp_path: Path) -> None:
+    with FakeWorker(dev_mode=False) as worker:
+        engine = VLLMEngine([worker.url], push=NoPush(), max_retries=0, max_restarts=0)
+        engine.start(None, FakeTokenizer(), tmp_path)
+        worker.broken["/v1/completions"] = ended(11, EOS)
+        assert sample(engine).finish_reason == "eos"
+        for hostile in (ended(11, 12), ended(11, 12, detail=12), answer((11, 12, 13, 10**5))):
+            worker.broken["/v1/completions"] = hostile
+            with pytest.raises(EngineError, match="must send a completion"):
+                sample(engine)
+            engine.health()
+            engine.update_weights(WEIGHTS, 0)
+
+
+STARTS: dict[str, tuple[str, Any]] = {
+    "context_of_no_tokens": ("/v1/models", {"data": [{"id": "teacher", "max_model_len": -1}]}),
+    "infinite_context": ("/v1/models", b'{"data": [{"id": "teacher", "max_model_len": 1e999}]}'),
+    "name_with_controls": ("/v1/models", {"data": [{"id": "\x1b[2J", "max_model_len": 9}]}),
+    "no_model_workers": ("/get_world_size", {"world_size": 0}),
+    "deep_version": ("/version", b"[" * 10**5),
+    "version_with_controls": ("/version", {"version": "\x1b[2J"}),
+    "no_dtype": ("/server_info", {"vllm_config": {"model_config": {"dtype": 1}}}),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_hostile_greeting_is_an_engine_error(name: str, tmp_path: Path) -> None:
+    path, hostile = STARTS[name]
+    with FakeWorker(broken={path: hostile}) as worker:
+        engine = VLLMEngine([worker.url], served_model="teacher", recovery_timeout_s=0.1)
+        model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=EOS), name_or_path="model")
+        model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=49152))
+        with pytest.raises(EngineError, match=worker.url) as refused:
+            engine.start(model, FakeTokenizer(), tmp_path)
+        assert str(refused.value).isprintable()
+
+
+def lying_worker(model: str, nats: float, first: int) -> FakeWorker:
+    """A worker whose log-probs are true at first, and then too low."""
+    worker = worker_of(model)
+    score, told = worker.sampled, 0
+
+    def lie(token_ids: list[int], temperature: float) -> list[float]:
+        nonlocal told
+        told += 1
+        assert score is not None
+        return [value - nats * (told > first) for value in score(token_ids, temperature)]
+
+    worker.sampled = lie
+    return worker
+
+
+@pytest.mark.parametrize("fault", ["log_probs", full("answers")])
+def test_a_worker_that_lies_from_the_second_step_on_costs_no_checkpoint(
+    fault: str, tiny_model: str, tmp_path: Path
+) -> None:
+    options = ["--trainer.max_steps=3", "--checkpoint.every_n_train_steps=3"]
+    options += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+    options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+    options += ["--rollouts.engine.max_retries=0", "--rollouts.engine.max_restarts=0"]
+    with lying_worker(tiny_model, 1.5 * (fault == "log_probs"), first=4) as worker:
+        worker.faults.extend(["", "", "", "", "nan"] if fault == "answers" else [])
+        result = rlt(*small_fit(tiny_model, tmp_path, *options, f"--rollouts.engine.urls=[{worker.url}]"))
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    told = result.stderr.splitlines()[-1]
+    assert (worker.url if fault == "answers" else "model.mismatch_limit 1 nats per token") in told
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=000001.ckpt"]
+
+
+def test_a_worker_that_lies_writes_no_trace(tiny_model: str, tmp_path: Path) -> None:
+    options = ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+    options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush", "--rollouts.engine.max_restarts=0"]
+    with lying_worker(tiny_model, 1.5, first=0) as worker:
+        words = small_fit(tiny_model, tmp_path, *options, f"--rollouts.engine.urls=[{worker.url}]")
+        result = rlt("predict", *words[1:])
+    assert result.returncode == 2, result.stderr
+    assert "model.mismatch_limit 1 nats per token" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "traces.jsonl").exists()
+
+
+def test_only_a_large_mismatch_stops_the_run() -> None:
+    require_agreement(Mismatch(), 1.0, 1)
+    require_agreement(Mismatch(num_tokens=10.0, distance=10.0), 1.0, 1)
+    require_agreement(Mismatch(num_tokens=10.0, distance=1e9), None, 1)
+    for distance in (10.1, NAN, INFINITY):
+        with pytest.raises(EngineError, match=r"Step 7: .* model\.mismatch_limit 1 nats"):
+            require_agreement(Mismatch(num_tokens=10.0, distance=distance), 1.0, 7)

@@ -1,0 +1,157 @@
+"""Workers that share GPUs with training: they sleep while it runs, and nothing is asked of sleeping ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from commands import rlt
+from fake_worker import FakeWorker, worker_of
+from fleets import WEIGHTS, generate, launched, servers_of, start, start_engine, undisturbed
+from fleets import token_ids as ids
+from turns import turns
+
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.engines import AdapterPush, EngineError, VLLMEngine
+from rlt_lightning.engines.client import WorkerClient
+from rlt_lightning.engines.fleet import State
+from rlt_lightning.types import InputError
+
+__all__ = ["start"]  # a fixture
+
+
+def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> None:
+    workers = FakeWorker(), FakeWorker()
+    engine = start(*workers, sleep=True)
+    for step in (1, 2):
+        engine.health()
+        engine.update_weights(WEIGHTS, step)
+        assert ids(generate(engine)) == undisturbed()
+        engine.put_to_sleep()
+        assert all(worker.asleep for worker in workers)
+        assert engine.policy_version == -1  # the weights are gone: a push follows
+        assert {worker.sleep_level for worker in workers} == {2}
+    engine.health()
+    assert not any(worker.asleep for worker in workers)
+    for worker in workers:
+        assert re.fullmatch(r"w+p(w+pc*s){2}w", turns(worker.calls)), turns(worker.calls)
+
+
+def test_a_worker_that_dropped_its_weights_is_verified_again(start: Any) -> None:
+    engine = start(FakeWorker(), sleep=True)
+    engine.fleet.workers[0].state = State.VERIFIED
+    engine.put_to_sleep()
+    engine.health()
+    assert engine.policy_version == -1
+    engine.update_weights(WEIGHTS, 1)
+    assert engine.policy_version == 1
+    assert engine.unverified
+
+
+def test_base_weights_under_an_adapter_wait_in_main_memory(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker, sleep=True)
+    engine.fleet.keeps_weights = VLLMEngine(["http://127.0.0.1:1"], push=AdapterPush()).fleet.keeps_weights
+    before = engine.policy_version
+    engine.put_to_sleep()
+    assert worker.sleep_level == 1
+    assert engine.policy_version == before  # only the adapter changes, and it is kept
+    assert not VLLMEngine(["http://127.0.0.1:1"]).fleet.keeps_weights
+
+
+def test_sleep_and_waking_have_a_deadline_of_their_own(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: dict[str, float] = {}
+    call = WorkerClient.call
+
+    async def note(self: WorkerClient, method: str, path: str, body: Any, deadline_s: float) -> Any:
+        deadlines[path] = deadline_s
+        return await call(self, method, path, body, deadline_s)
+
+    engine = start(FakeWorker(), sleep=True, call_timeout_s=61.0, sleep_timeout_s=62.0)
+    monkeypatch.setattr(WorkerClient, "call", note)
+    engine.put_to_sleep()
+    engine.health()
+    assert deadlines == {
+        "/sleep?level=2": 62.0,
+        "/wake_up": 62.0,
+        **dict.fromkeys(("/health", "/collective_rpc", "/weight_info"), 61.0),
+    }
+    monkeypatch.undo()
+    stuck = FakeWorker(held={"/sleep": Event()})
+    engine = start(stuck, sleep=True, sleep_timeout_s=0.3)
+    engine.put_to_sleep()
+    assert "POST /sleep?level=2 must be answered within 0.3 s" in engine.fleet.down[stuck.url]
+
+
+def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker)
+    engine.health()
+    engine.put_to_sleep()
+    assert turns(worker.calls) == "p"
+
+
+def test_a_worker_that_another_run_left_asleep_is_woken(start: Any) -> None:
+    worker = FakeWorker()
+    worker.asleep = True
+    engine = start(worker, sleep=True)
+    assert ids(generate(engine)) == undisturbed()
+
+
+def test_a_worker_that_would_keep_its_memory_is_refused(start: Any) -> None:
+    with pytest.raises(EngineError, match="Start it with --enable-sleep-mode"):
+        start(FakeWorker(frees=False), sleep=True)
+    start(FakeWorker(frees=False))
+
+
+def test_a_worker_that_does_not_fall_asleep_is_lost(start: Any) -> None:
+    engine = start(FakeWorker(broken={"/sleep": 500}), FakeWorker(), sleep=True)
+    engine.put_to_sleep()
+    assert list(engine.fleet.down) == [engine.fleet.workers[0].url]
+
+
+def test_sampling_during_training_is_refused_for_those_that_take_turns() -> None:
+    engine = VLLMEngine(urls=["http://127.0.0.1:1"], sleep=True)
+    with pytest.raises(InputError, match="samples while the GPUs train"):
+        RolloutCallback(engine=engine, asynchronous=True)
+
+
+def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path) -> None:
+    engine = launched(tmp_path, num_workers=2)
+    engine.fleet.sleeps = True
+    start_engine(engine, tmp_path)
+    try:
+        engine.update_weights(WEIGHTS, 0)
+        first, _ = servers_of(engine)
+        assert first.process is not None
+        os.killpg(first.process.pid, signal.SIGKILL)
+        assert ids(generate(engine)) == undisturbed()
+        assert engine.fleet.down
+        engine.put_to_sleep()  # a start takes memory of the GPU: not while it trains
+        assert not engine.fleet.down
+        assert engine.policy_version == -1  # it needs a push
+    finally:
+        engine.close()
+
+
+def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> None:
+    with worker_of(tiny_model) as worker:
+        command = ["fit", "--config=tests/rlt.yaml"]
+        command += ["--config=configs/add/vllm.yaml", "--trainer.max_steps=2"]
+        command += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
+        command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
+        command += ["--rollouts.engine.init_args.sleep=true", "--trainer.val_check_interval=1"]
+        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
+        command += ["--rollouts.sampling.max_completion_length=4", "--data.num_embedded_rows=8"]
+        command += [f"--output_dir={tmp_path / 'run'}"]
+        result = rlt(*command)
+        assert result.returncode == 0, result.stderr
+        assert "Lost vLLM worker" not in result.stderr  # what a sleeping one is asked for, it refuses
+        # Step, validation with the weights after it, step, validation: each wakes a worker without weights.
+        assert re.fullmatch(r"w(wpwc+s){4}", turns(worker.calls)), worker.calls
+        assert worker.asleep

@@ -1,0 +1,245 @@
+"""`reward.baseline: empty`: r_SS as the gain over saying nothing, with the gradient of r_SS itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from math import log
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import full
+from commands import rlt
+from compared import largest_difference, weights
+from grpo import Witness, module, rollout_callback, slow_log_probs
+from ranks import run
+from tiny import CHAINS
+from trainers import bare_trainer
+
+from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
+from rlt_lightning.commands.scoring import ExplanationScorer
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.engines import Sampling
+from rlt_lightning.models.load import load_model
+from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.numerics.advantages import (
+    AdvantageEstimator,
+    GroupCenteredAdvantages,
+    GroupNormalisedAdvantages,
+    LeaveOneOutAdvantages,
+)
+from rlt_lightning.rewards import RLTReward, explanations
+from rlt_lightning.rewards.explanations import build_empty_view
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.strategies.sharding import ModelEntry
+from rlt_lightning.teacher import EXACT, Teacher
+from rlt_lightning.types import ModelView, Problem
+
+ROWS = [row for _, row in read_rows("chains", num_embedded_rows=4)]
+EMPTY = RLTReward(baseline="empty")
+FORMAT: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+
+
+def chains(folder: Path, student: str) -> StratosDataModule:
+    prompts = {"teacher_system_prompt": "", "student_system_prompt": ""}
+    size = {"num_embedded_rows": 8, "prompts_per_step": 2}
+    options: Any = {"tokenizer": "miniature", "student_tokenizer": student, "output_dir": str(folder)}
+    return StratosDataModule(source="chains", **prompts, **size, **options)
+
+
+def slow_baseline(student: Any, empty: ModelView, reward: RLTReward = EMPTY) -> float:
+    """r_SS of an empty explanation, written out."""
+    problem = empty.problem
+    context = problem.student_prefix + problem.think_prefix + empty.token_ids + problem.student_suffix
+    with torch.no_grad():
+        log_probs = slow_log_probs(student, context, problem.solution_ids, 0.7)
+    return float(log_probs.mean() + reward.min_coef * log_probs.min())
+
+
+def test_r_ss_of_the_empty_explanation_is_subtracted_as_it_would_enter() -> None:
+    # Explanation: p = 1/2 and 1/8, so r_SS = -2 ln 2 - 0.01 * 3 ln 2 = -2.03 ln 2.
+    # Empty: p = 1/4 and 1/64, so r_SS = -4 ln 2 - 0.01 * 6 ln 2 = -4.06 ln 2. The gain is 2.03 ln 2.
+    after, before = torch.tensor([[1 / 2, 1 / 8, 1 / 9]]).log(), torch.tensor([[1 / 4, 1 / 64, 1 / 9]]).log()
+    mask, no_kl = torch.tensor([[True, True, False]]), torch.zeros(1, 0)
+    columns = after, mask, no_kl, no_kl.bool(), torch.tensor([True]), None, before
+    terms = RLTReward(solution_weight=5, baseline="empty")(*columns)
+    torch.testing.assert_close(terms.baseline, torch.tensor([-4.06 * log(2)]))
+    torch.testing.assert_close(terms.reward, torch.tensor([5 * 2.03 * log(2)]))
+    # The level stays visible: -2.03 ln 2.
+    level = terms.solution_log_prob_mean + 0.01 * terms.solution_log_prob_min
+    torch.testing.assert_close(level, torch.tensor([-2.03 * log(2)]))
+    # Clipped at -5 ln 2 the empty one's tokens are p = 1/4 and 1/32: as probabilities 9/64 + 0.01/32.
+    processed = RLTReward(normalise_log_probs="exp", clip_log_probs=-5 * log(2), baseline="empty")(*columns)
+    torch.testing.assert_close(processed.baseline, torch.tensor([9 / 64 + 0.01 / 32]))
+    torch.testing.assert_close(processed.reward, torch.tensor([5 / 16 + 0.01 / 8 - 9 / 64 - 0.01 / 32]))
+    assert set(terms.recorded()) - set(RLTReward()(*columns).recorded()) == {"baseline"}
+
+
+@pytest.mark.parametrize(
+    ("advantages", "estimator"),
+    [
+        (GroupNormalisedAdvantages(), "k1"),
+        full(GroupCenteredAdvantages(), "k1"),
+        full(LeaveOneOutAdvantages(), "exact"),
+    ],
+)
+def test_advantages_and_gradients_are_those_without_it(
+    advantages: AdvantageEstimator, estimator: Any, tmp_path: Path
+) -> None:
+    found = {}
+    for baseline in ("none", "empty"):
+        witness, folder = Witness(), tmp_path / baseline
+        # Rewards of a few nats, whose rounding in float32 is below the bounds.
+        reward = RLTReward(baseline=baseline, kl_estimator=estimator, kl_weight=0.01)
+        # One sequence a forward: others in the same row would round differently.
+        rlt = module("miniature", reward=reward, advantages=advantages, layout="single")
+        diverse = RolloutCallback(sampling=Sampling(temperature=1.5, max_completion_length=24))
+        bare_trainer(folder, diverse, witness).fit(rlt, chains(folder, "miniature"))
+        [batch] = witness.batches
+        found[baseline] = batch.step.score.columns, advantages(batch.step.rewards, 4), witness.gradients
+    (plain, plain_advantages, plain_gradients), (terms, own_advantages, gradients) = found.values()
+    gain = plain["solution_log_prob_reward"] - terms["baseline"]
+    torch.testing.assert_close(terms["solution_log_prob_reward"], gain, atol=1e-6, rtol=0)
+    assert (terms["baseline"] < -0.01).all()
+    assert (own_advantages.abs().view(-1, 4).amax(dim=1) > 0.1).all()
+    torch.testing.assert_close(own_advantages, plain_advantages, atol=1e-6, rtol=1e-6)
+    assert gradients.keys() == plain_gradients.keys()
+    largest = size = 0.0
+    for name, gradient in plain_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-6)
+        largest = max(largest, float((gradients[name] - gradient).abs().max()))
+        size = max(size, float(gradient.abs().max()))
+    difference = float((own_advantages - plain_advantages).abs().max())
+    print(f"figure: advantages differ by {difference:.1e}, gradients of up to {size:.2g} by {largest:.1e}")
+
+
+@pytest.mark.parametrize("student", [full("miniature"), "other"])
+def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
+    student: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def counted(problem: Problem, chat_format: Any) -> ModelView:
+        read.append(problem.row)
+        return build_empty_view(problem, chat_format)
+
+    monkeypatch.setattr(explanations, "build_empty_view", counted)
+    student = tiny_model if student == "other" else student  # of another tokenizer: it reads text
+    witness, rlt = Witness(), module("miniature", reward=EMPTY)
+    rlt.students = Students.of(student, None)
+    data = chains(tmp_path, student)
+    bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, data)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    rows = batch.rollouts.rollouts
+    assert read == [rows[0].problem.row, rows[4].problem.row]
+    terms: Any = batch.step.score.columns
+    slow = [
+        slow_baseline(rlt.list_scoring_models()[0][1].model, build_empty_view(row.problem, data.format))
+        for row in rows
+    ]
+    assert terms["baseline"].tolist() == pytest.approx(slow, abs=1e-5)
+
+    # In chunks: the second and third bring nothing of a problem that the first did not have.
+    step, packed = StepBatch.of_rollouts(batch.rollouts), PhaseStats()
+    counts = []
+    for places in ([1, 6], [0, 4, 5], [2, 3, 7]):
+        rlt.reader.read(step, places, rlt.list_reward_reads, packed)
+        counts.append(len(step.known))
+    assert counts == [2, 2, 2]
+    with torch.no_grad():
+        chunks = rlt.reward.measure(step, range(len(rows)), rlt.students)
+    torch.testing.assert_close(chunks["baseline"], terms["baseline"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
+def test_ranks_train_with_it_as_one_process_without_it(
+    strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    # Uneven completions travel between ranks, and each step is scored in two chunks, the second of one.
+    options: dict[str, Any] = {"uneven": True, "tokens": 100, "steps": 2}
+    run(tiny_model, tmp_path / "single", "single", **options)
+    run(tiny_model, tmp_path / "ranks", strategy, early=True, baseline="empty", **options)
+    assert largest_difference(weights(tmp_path / "ranks"), weights(tmp_path / "single")) < 1e-5
+    steps = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("single", "ranks")]
+    for plain, step in zip(*steps, strict=True):
+        gain = plain["reward/solution"] - step["reward/baseline"]
+        assert step["reward/solution"] == pytest.approx(gain, abs=1e-5)
+        assert step["reward/group_std"] == pytest.approx(plain["reward/group_std"], rel=1e-5)
+
+
+def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> None:
+    class Equal(RLTReward):
+        """All completions earn the same."""
+
+        def __call__(self, *columns: Any, **options: Any) -> Any:
+            terms = super().__call__(*columns, **options)
+            return replace(terms, reward=torch.zeros_like(terms.reward))
+
+    witness, folder = Witness(), tmp_path / "run"
+    rlt = module("miniature", reward=Equal(baseline="empty"))
+    sampling = Sampling(max_completion_length=12)
+    callback = RolloutCallback(sampling=sampling, dynamic_sampling=DynamicSampling(max_rounds=2))
+    data = chains(folder, "miniature")
+    bare_trainer(folder, callback, witness).fit(rlt, data)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    assert batch.step.counts.dropped_groups == 4
+    student = rlt.list_scoring_models()[0][1].model
+    slow = [slow_baseline(student, build_empty_view(r.problem, data.format)) for r in batch.rollouts.rollouts]
+    terms: Any = batch.step.score.columns
+    assert terms["baseline"].tolist() == pytest.approx(slow, abs=1e-5)
+
+
+# Everywhere else
+
+
+@pytest.fixture(scope="module")
+def teachers() -> tuple[Teacher, Teacher]:
+    """Two that score alike, but for the baseline."""
+    rewards = EXACT, replace(EXACT, baseline="empty")
+    plain, gaining = (Teacher("miniature", "miniature", reward=reward, **FORMAT) for reward in rewards)
+    return plain, gaining
+
+
+def test_an_empty_explanation_gains_nothing_in_scores(teachers: tuple[Teacher, Teacher]) -> None:
+    texts = "", ROWS[0]["reasoning_trace"], "Bananas are yellow."
+    rows = [ROWS[0] | {"completion": f"{text}\n</explanation>"} for text in texts]
+    levels, gains = (teacher.score(rows) for teacher in teachers)
+    assert gains[0].r_ss == pytest.approx(0, abs=1e-6)
+    for level, gain in zip(levels, gains, strict=True):
+        assert gain.r_ss == pytest.approx(level.r_ss - levels[0].r_ss, abs=1e-5)
+        assert gain.reward == pytest.approx(level.reward - levels[0].r_ss, abs=1e-5)
+        assert gain.r_kl == pytest.approx(level.r_kl, abs=1e-5)
+        assert gain.reward == pytest.approx(sum(gain.terms.values()), abs=1e-6)
+    assert gains[1].r_ss > 0.5 > gains[2].r_ss  # of a sound explanation, and of another text
+
+
+def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> None:
+    row = ROWS[0] | {"completion": f"{ROWS[0]['reasoning_trace']}\n</explanation>"}
+    scorer = ExplanationScorer("miniature", "miniature", replace(EXACT, baseline="empty"), **FORMAT)
+    problem = scorer.build_problem(1, row)
+    rollout = scorer.format.build_rollout(
+        problem, scorer.format.completion_from_text(problem, row["completion"])
+    )
+    terms: Any = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
+    [score] = teachers[1].score([row])
+    assert float(terms.rewards) == pytest.approx(score.reward, abs=1e-5)
+    assert float(terms.columns["solution_log_prob_reward"]) == pytest.approx(score.r_ss, abs=1e-5)
+
+
+def test_rlt_explain_prints_the_gain_as_the_term() -> None:
+    options = ["--config=configs/recipe_7b/rank.yaml", *CHAINS, "--row=1", "--trainer.accelerator=cpu"]
+    options += ["--model.teacher=miniature", "--model.student=miniature", "--data.tags=r1"]
+    plain, gaining = (rlt("explain", *options, *more) for more in ([], ["--model.reward.baseline=empty"]))
+    assert plain.returncode == gaining.returncode == 0, plain.stderr + gaining.stderr
+    [gain] = re.findall(r"([+-][\d.]+) against an empty explanation", plain.stdout)
+    [term, same] = re.findall(r"^ +solution +(\S+).*?(\S+) against an empty", gaining.stdout, re.M | re.S)[0]
+    assert float(gain) > 0.1
+    assert (term, same) == (gain, gain)

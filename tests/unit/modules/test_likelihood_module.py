@@ -1,0 +1,526 @@
+"""The stage of likelihood rewards: tokens, a step against a slow version, scorers, runs and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import full, slow
+from commands import rlt
+from compared import largest_difference, weights
+from grpo import Witness, slow_log_probs
+from jsonargparse import Namespace
+from outside import Outside, Waiting, scored
+from ranks import run
+from torch import Tensor
+from trainers import bare_trainer
+from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
+
+from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
+from rlt_lightning.cli.stages import frozen_student
+from rlt_lightning.commands.explain import ExplainOptions, explain
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.formats import encode
+from rlt_lightning.engines import Sampling
+from rlt_lightning.models.format import ModelFormat
+from rlt_lightning.models.lora import LoRA
+from rlt_lightning.modules import LikelihoodModule
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.numerics import DrGRPOLoss, GRPOLoss, LeaveOneOutAdvantages, ShuffledAdvantages
+from rlt_lightning.rewards import LogProbReward, NOVERReward, RLPRReward, SolutionScores, VeriFreeReward
+from rlt_lightning.rewards.explanations import read_solution
+from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.tags import R1, STRATOS, TagStyle
+from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
+
+__all__ = ["scored"]  # a fixture
+TEMPERATURE = 1.0
+OWN_TAGS = TagStyle("<t>", "</t>", "<s>", "</s>", "<e>", "</e>", separator="\n")
+
+
+def data(folder: Path, model: str = "miniature", **options: Any) -> StratosDataModule:
+    defaults: dict[str, Any] = {
+        "task": "student_likelihood",
+        "source": "chains",
+        "num_embedded_rows": 8,
+        "tokenizer": model,
+        "prompts_per_step": 2,
+        "tags": "r1",
+        "student_system_prompt": "",
+        "output_dir": str(folder),
+    }
+    return StratosDataModule(**defaults | options)
+
+
+def module(**options: Any) -> LikelihoodModule:
+    defaults: dict[str, Any] = {
+        "pretrained": "miniature",
+        "group_size": 4,
+        "optimizer": OptimizerConfig(lr=1e-3, max_grad_norm=0),
+    }
+    return LikelihoodModule(**defaults | options)
+
+
+def rollouts(length: int = 32, **options: Any) -> RolloutCallback:
+    return RolloutCallback(
+        sampling=Sampling(temperature=TEMPERATURE, max_completion_length=length), **options
+    )
+
+
+def fit(folder: Path, likelihood: LikelihoodModule, *callbacks: Any, steps: int = 1, **options: Any) -> None:
+    bare_trainer(folder, rollouts(), *callbacks, steps=steps).fit(likelihood, data(folder, **options))
+
+
+# The tokens
+
+
+def stratos_row(question: str, thought: str, solution: str) -> dict[str, Any]:
+    answer = f"<|begin_of_thought|>\n\n{thought}\n\n<|end_of_thought|>\n\n"
+    answer += f"<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>"
+    turns = [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
+    return {"system": "Think, then answer.", "conversations": turns}
+
+
+@pytest.mark.parametrize("tags", ["stratos", "r1", OWN_TAGS], ids=["stratos", "r1", "own"])
+def test_tokens_are_those_of_stages_4_and_5(tags: Any, smollm2: str, tmp_path: Path) -> None:
+    thought = "Three fours: 4, 8, 12.\n\nSo $3 \\cdot 4 = 12$, which I check."
+    rows = [stratos_row("What is 3 * 4?", thought, "The product is \\boxed{12}.")]
+    stage = data(tmp_path, smollm2, source=rows, tags=tags, student_system_prompt=None, prompts_per_step=1)
+    stage.setup("fit")
+    [problem] = stage.problems
+    chat = stage.format
+    # Stage 5's prompt, and the tag that its answer begins with.
+    prompt = encode(chat.tokenizer, chat.render_student_chat(problem.question, problem.student_system_prompt))
+    assert problem.teacher_prompt == prompt + chat.thought_opening
+    assert stage.stop == chat.student_tags.thought_close
+    # A thought, as it would be sampled, and the solution: what stage 4 trains on, up to the solution's end.
+    completion = chat.completion_from_trace(problem, thought)
+    rollout = stage.build_rollout(problem, completion)
+    assert (rollout.text, rollout.closed) == (thought, True)
+    sequence = read_solution(Student("policy", 0, stage.format), rollout.views[0], None)
+    tokens = sequence.prefix + sequence.rest
+    wrap = chat.student_tags.wrap
+    system = problem.student_system_prompt
+    example = chat.build_student_sft_example(1, problem.question, wrap(thought), problem.solution, system)
+    assert tokens == example.token_ids[: len(tokens)]
+    scored = [token for token, counts in zip(tokens, sequence.scored, strict=True) if counts]
+    assert scored == problem.solution_ids == tokens[-len(scored) :]
+    # As in RLT, the separator after the opening tag is scored where it is a token of its own.
+    assert chat.tokenizer.decode(scored).lstrip("\n") == "The product is \\boxed{12}."
+    # The thought's tokens are those that were sampled, the closing tag's not.
+    sampled = sequence.rest[: len(rollout.views[0].token_ids)]
+    assert completion.token_ids[: len(sampled)] == sampled
+    assert len(problem.teacher_prompt) + len(sampled) < len(tokens)
+
+
+def test_a_cut_thought_is_followed_by_its_closing_tag(tmp_path: Path) -> None:
+    stage = data(tmp_path)
+    stage.setup("fit")
+    problem = stage.problems[0]
+    ids = encode(stage.format.tokenizer, "4 times 3 is")
+    rollout = stage.build_rollout(problem, Completion(ids, None, "length"))
+    assert not rollout.closed
+    sequence = read_solution(Student("policy", 0, stage.format), rollout.views[0], None)
+    text = stage.format.tokenizer.decode(sequence.prefix + sequence.rest)
+    assert "<think>\n4 times 3 is</think>\n\n<solution>\n" in text
+
+
+# A step
+
+
+def solution_scores(model: Any, rows: list[Rollout], empty: list[list[int]] | None = None) -> SolutionScores:
+    """What plain transformers computes of the solutions, one by one, with gradient."""
+
+    def one(problem: Problem, body: list[int]) -> Tensor:
+        context = problem.teacher_prompt + body + problem.student_suffix
+        return slow_log_probs(model, context, problem.solution_ids, TEMPERATURE)
+
+    found = torch.stack([one(row.problem, row.views[0].token_ids) for row in rows])
+    return SolutionScores(
+        log_probs=found,
+        token_mask=torch.ones_like(found, dtype=torch.bool),
+        closed=torch.tensor([row.closed for row in rows]),
+        lengths=torch.tensor([len(row.views[0].token_ids) - 1 for row in rows]),  # without the line end
+        groups=torch.tensor([row.problem.row for row in rows]),
+        empty_log_probs=torch.stack(
+            [one(row.problem, body) for row, body in zip(rows, empty, strict=True)]
+        ).detach()
+        if empty
+        else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "policy_loss"),
+    [
+        (LogProbReward(), None),
+        full(LogProbReward(reduction="mean"), DrGRPOLoss(kl_coef=0.0, max_completion_length=32)),
+        (VeriFreeReward(), GRPOLoss(kl_coef=0.0)),
+        full(RLPRReward(), None),
+        full(NOVERReward(), None),
+    ],
+    ids=["sum", "mean", "verifree", "rlpr", "nover"],
+)
+def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any, tmp_path: Path) -> None:
+    witness = Witness()
+    likelihood = module(reward=reward, policy_loss=policy_loss, micro_batch_tokens=300)
+    fit(tmp_path, likelihood, witness)
+    policy = module().load("miniature", "float32").model
+    policy.load_state_dict(witness.weights_before, strict=False)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    rows = batch.rollouts.rollouts
+    # The tokens of an empty thought are a line end, and then its closing tag.
+    newline = encode(policy_tokenizer(tmp_path), "\n")
+    scores = solution_scores(policy, rows, [newline] * len(rows) if reward.baseline == "empty" else None)
+    rewards = reward(scores).reward.detach()
+    torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=0)
+
+    advantages = LeaveOneOutAdvantages()(rewards, 4)
+    loss = torch.zeros(())
+    for row, advantage, score in zip(rows, advantages, reward.score_solution(scores), strict=True):
+        ids = row.completion.token_ids
+        log_probs = slow_log_probs(policy, row.problem.teacher_prompt, ids, TEMPERATURE)
+        # A completion's sum of both terms has the weight of one of its tokens.
+        weight = {"DrGRPOLoss": 1 / 32, "GRPOLoss": 1 / len(ids), "NoneType": 1}[type(policy_loss).__name__]
+        answer = score if reward.has_answer_term else 0.0
+        loss = loss - weight * (advantage * log_probs.sum() + answer) / len(rows)
+    loss.backward()
+    assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) > 1e-3
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None
+        bound = 1e-4 * parameter.grad.abs().max().item() + 1e-7
+        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
+
+
+def policy_tokenizer(folder: Path) -> Any:
+    stage = data(folder)
+    stage.setup("fit")
+    return stage.format.tokenizer
+
+
+def test_without_the_answer_term_the_gradient_is_another(tmp_path: Path) -> None:
+    witnesses = [Witness(), Witness()]
+    for weight, witness in enumerate(witnesses):
+        fit(tmp_path / str(weight), module(answer_weight=float(weight)), witness)
+    differences = [
+        float((witnesses[0].gradients[name] - gradient).abs().max())
+        for name, gradient in witnesses[1].gradients.items()
+    ]
+    assert max(differences) > 0.1
+
+
+def test_two_groups_of_one_row_are_compared_apart(tmp_path: Path) -> None:
+    stage = data(tmp_path)
+    stage.setup("fit")
+    texts = ("1</think>", "1 1</think>", "1 1 1</think>", "1 1 1 1</think>")
+    ids = [encode(stage.format.tokenizer, text) for text in texts]
+    rows = [stage.build_rollout(stage.problems[0], Completion(one, None, "stop")) for one in ids]
+    reward, students = NOVERReward(), Students(("a",), (1.0,)).with_formats([stage.format])
+
+    def score(first: int, number: int, group_size: int) -> torch.Tensor:
+        step = StepBatch.of_rollouts(Rollouts(rows[first : first + number], group_size, 0, 1.0))
+        step.tokens["solution"] = {i: torch.tensor([-1.0 - first - i]) for i in range(number)}
+        step.put_numbers(range(number), reward.measure(step, range(number), students))
+        return reward.score(step, students).rewards
+
+    torch.testing.assert_close(score(0, 4, 2), torch.cat([score(0, 2, 2), score(2, 2, 2)]))
+    assert not torch.equal(score(0, 4, 2), score(0, 4, 4))
+
+
+# Who scores
+
+
+def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
+    class Move(ReferenceSync):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            torch.manual_seed(1)
+            for parameter in pl_module.reference.model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+
+    for scorer, callbacks in (("reference", [Move()]), ("miniature-teacher", [])):
+        witness, likelihood = Witness(), module(scorer=scorer)
+        options = {} if scorer == "reference" else {"force_format": True, "student_tokenizer": scorer}
+        fit(tmp_path / scorer, likelihood, witness, *callbacks, **options)
+        [batch] = witness.batches
+        assert batch.rollouts is not None
+        frozen = likelihood.reference or likelihood.list_scoring_models()[0][1]
+        assert len(likelihood.models) == (scorer != "reference")
+        assert likelihood.answer_weight == 0
+        rows = batch.rollouts.rollouts
+        with torch.no_grad():
+            slow = LogProbReward()(solution_scores(frozen.model, rows)).reward
+            of_policy = LogProbReward()(solution_scores(likelihood.policy, rows)).reward
+        torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=0)
+        assert float((slow - of_policy).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
+def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_path: Path) -> None:
+    witness, scorer = Witness(), "miniature-teacher"
+    reward = RLPRReward(kl_weight=2.0, kl_estimator=estimator)
+    likelihood = module(scorer=scorer, reward=reward, optimizer=OptimizerConfig(lr=1e-12))
+    fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorer)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    score, expected = batch.step.score, []
+    for row in batch.rollouts.rollouts:
+        context, thought = row.problem.teacher_prompt, row.views[0].compared
+        log_p, log_q = (
+            model(torch.tensor([context + thought])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+            for model in (likelihood.policy, likelihood.list_scoring_models()[0][1].model)
+        )  # (K, V)
+        if estimator == "exact":
+            values = (log_p.exp() * (log_p - log_q)).sum(-1)
+        else:
+            ids = torch.tensor(thought)[:, None]
+            own, other = (one.gather(1, ids)[:, 0] for one in (log_p, log_q))
+            values = own - other if estimator == "k1" else (other - own).expm1() - (other - own)
+        expected.append(-2.0 * values.mean())
+    torch.testing.assert_close(score.terms["kl"], torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
+    assert score.terms.keys() == {"solution", "format", "kl"}
+    torch.testing.assert_close(score.rewards, sum(score.terms.values()))
+    assert "kl_reward" in likelihood.reward.columns()
+
+
+def test_the_policy_reads_thoughts_once_for_all_scorers(tmp_path: Path) -> None:
+    scorers = ["miniature-teacher", "miniature"]
+    likelihood = module(scorer=scorers, reward=RLPRReward(kl_weight=1.0, temperature=0.5))
+    passes, run_policy = [], likelihood.run
+
+    def count(function: Any, *arguments: Any) -> Any:
+        passes.append(torch.is_grad_enabled())
+        return run_policy(function, *arguments)
+
+    class Count(Witness):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            pl_module.run = count
+
+    witness = Count()
+    with pytest.warns(UserWarning, match=r"reward\.temperature is 0\.5: the k1 and k3 estimates .* biased"):
+        fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorers)
+    # The engine's log-probs are at another temperature, so the policy scores its thoughts, and then trains.
+    assert passes == [False, True]
+    score = witness.batches[0].step.score
+    of_teacher, of_itself = (by_student.terms["kl"] for by_student in score.by_student.values())
+    torch.testing.assert_close(of_itself, torch.zeros(8), atol=1e-5, rtol=0)
+    assert float(of_teacher.abs().max()) > 0.01
+    torch.testing.assert_close(score.rewards, sum(score.terms.values()))
+
+
+@pytest.mark.parametrize("reward", [full(RLPRReward()), full(NOVERReward())], ids=["rlpr", "nover"])
+def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: str, tmp_path: Path) -> None:
+    weights = {"miniature-teacher": 1.0, smollm2: 3.0}
+    found = {}
+    for scorer in (weights, *weights):
+        witness = Witness()
+        names = scorer if isinstance(scorer, str) else [*scorer]
+        options = {"force_format": True, "student_tokenizer": names}
+        fit(tmp_path / str(len(found)), module(scorer=scorer, reward=reward), witness, **options)
+        found[str(scorer)] = witness.batches[0].step.score.columns
+        if isinstance(scorer, dict):
+            assert [*witness.batches[0].step.score.by_student] == Students.of(None, scorer).labels
+    several, first, second = found.values()
+    assert not torch.allclose(first["reward"], second["reward"], atol=1e-3)
+    for name in several:
+        torch.testing.assert_close(several[name], (first[name] + 3 * second[name]) / 4, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "named"),
+    [("policy", None), ("reference", None), ("a", "a"), (["a", "b"], ["a", "b"]), ({"a": 1.0}, ["a"])],
+)
+def test_the_command_line_tells_the_data_whose_tokens_score(scorer: Any, named: Any) -> None:
+    assert frozen_student(Namespace(init_args=Namespace(pretrained="m", scorer=scorer))) == named
+
+
+def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:
+    likelihood = module()
+    fit(tmp_path, likelihood, steps=2)
+    assert (likelihood.models, likelihood.reference) == ({}, None)
+
+
+# Bad input
+
+
+def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"data\.task must be student_likelihood for LogProbReward, but is rlt"
+    ):
+        fit(tmp_path, module(), task="rlt", student_tokenizer="miniature")
+    with pytest.raises(
+        InputError, match=r"NOVERReward compares the thoughts .* rollouts\.val_completions is 1"
+    ):
+        fit(tmp_path, module(reward=NOVERReward()), val_rows=2)
+    with pytest.raises(InputError, match="LikelihoodModule trains a student"):
+        bare_trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
+    with pytest.raises(InputError, match="group_size must be at least 2"):
+        module(group_size=1)
+    with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 where the policy scores"):
+        module(reward=LogProbReward(kl_weight=1.0))
+    with pytest.raises(InputError, match=r"must be frozen models, but model\.scorer lists policy"):
+        module(scorer=["miniature", "policy"])
+    with pytest.raises(InputError, match=r"A weight of model\.scorer must be a number above 0"):
+        module(scorer={"miniature": -1.0})
+    with pytest.raises(InputError, match="trained as a teacher"):
+        fit(tmp_path, module(scorer="miniature-teacher"), tokenizer=None)
+    asynchronous = rollouts()
+    asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
+    with pytest.raises(InputError, match=r"With model\.scorer policy rollouts\.asynchronous must be false"):
+        bare_trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
+
+
+def test_a_control_by_shuffled_advantages_asks_for_no_answer_term(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"no control here.* set model\.answer_weight to 0"):
+        fit(tmp_path, module(advantages=ShuffledAdvantages()))
+
+
+def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer"
+    shutil.copytree(miniature, scorer)
+    rows, own = [stratos_row("1 + 1?", "One and one.", "2")], "Think, then answer."
+
+    def read(tags: TagStyle, prompt: str, **options: Any) -> None:
+        record = ModelFormat("student", tags, prompt).to_plain()
+        (scorer / "rlt_format.json").write_text(json.dumps(record))
+        known = {"student_tokenizer": str(scorer), "source": rows, "prompts_per_step": 1}
+        data(tmp_path, **known | {"student_system_prompt": None} | options).setup("fit")
+
+    read(R1, own)
+    message = rf"The scorer reads .* the system prompt '{own}'. But .*scorer was trained with"
+    for tags, prompt, given in ((STRATOS, own, None), (R1, "Act.", None), (R1, "Act.", own)):
+        with pytest.raises(InputError, match=message):
+            read(tags, prompt, student_system_prompt=given)
+        read(tags, prompt, student_system_prompt=given, force_format=True)
+
+
+def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="must be an RLTReward, but is LogProbReward"):
+        explain(module(), data(tmp_path), rollouts(), ExplainOptions())
+    with pytest.raises(InputError, match="needs a reward that is a RLTReward, but it is VeriFreeReward"):
+        RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 for TRL"):
+        LikelihoodRewardFunction("miniature", reward=LogProbReward(kl_weight=1.0))
+
+
+def test_rows_without_a_solution_that_fits_are_named(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + 1?", "solution": f"\\boxed{{{i + 1}}}"} for i in range(3)]
+    rows[1]["solution"] = " "
+    stage = data(tmp_path, source=rows, max_bad_frac=0.5)
+    stage.setup("fit")
+    assert [(number, str(error.reason)) for number, error in stage.reports[0].bad] == [(2, "empty_solution")]
+    stage = data(tmp_path, source=rows, max_bad_frac=1.0, max_solution_length=1)
+    with pytest.raises(InputError, match="solution_too_long"):
+        stage.setup("fit")
+    long = [{"question": "Q?", "solution": "1 " * 2000}]
+    with pytest.raises(
+        InputError, match=r"must fit into the student's context of \d+ tokens, but row 1 needs"
+    ):
+        fit(tmp_path, module(), source=long, prompts_per_step=1)
+
+
+# Runs
+
+
+@pytest.mark.parametrize("strategy", [full("ddp"), slow("fsdp2"), full("zero3")])
+def test_two_processes_train_as_one(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    for name in ("single", strategy):
+        run(tiny_model, tmp_path / name, name, tokens=500, uneven=True, steps=3, likelihood=True)
+    assert largest_difference(weights(tmp_path / strategy), weights(tmp_path / "single")) < 1e-5
+    steps = [json.loads((tmp_path / name).with_suffix(".json").read_text()) for name in (strategy, "single")]
+    assert len(steps[0]) == 3
+    for ours, whole in zip(*steps, strict=True):
+        for name in ("reward/mean", "policy/answer_loss", "policy/grad_norm"):
+            assert whole[name] != 0
+            assert ours[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+    # Both passes of a step, the sampled tokens' and the solutions', are divided.
+    counts = [json.loads((tmp_path / strategy).with_suffix(f".rank{r}.json").read_text()) for r in (0, 1)]
+    assert all(len(own) == 6 and min(own) >= 1 for own in counts)
+
+
+def test_a_run_of_the_config_has_its_files_and_resumes_exactly(tmp_path: Path) -> None:
+    small = ["--data.num_embedded_rows=8", "--data.prompts_per_step=2", "--model.group_size=4"]
+    small += ["--rollouts.sampling.max_completion_length=16", "--checkpoint.every_n_train_steps=1"]
+    small += ["--checkpoint.save_top_k=-1"]
+    command = ["fit", "--config", "configs/laptop/likelihood.yaml", *small]
+    whole, first = tmp_path / "whole", tmp_path / "first"
+    result = rlt(*command, "--trainer.max_steps=3", f"--output_dir={whole}")
+    assert result.returncode == 0, result.stderr
+    assert "rlt test" in result.stdout
+    metrics = (whole / "metrics.csv").read_text().splitlines()[0]
+    assert {"reward/solution", "reward/format", "policy/answer_loss"} <= set(metrics.split(","))
+    row = json.loads((whole / "rollouts.jsonl").read_text().splitlines()[0])
+    assert row["reward"] == pytest.approx(row["solution_log_prob_reward"] + row["format_reward"])
+    # The learning rate depends on max_steps: the second run goes on from the first one's second checkpoint.
+    checkpoint = sorted((whole / "checkpoints").glob("step*"))[1]
+    result = rlt(*command, "--trainer.max_steps=3", f"--output_dir={first}", f"--ckpt_path={checkpoint}")
+    assert result.returncode == 0, result.stderr
+    ours, theirs = ((folder / "model" / "model.safetensors").read_bytes() for folder in (whole, first))
+    assert ours == theirs
+    recorded = [line for line in (whole / "rollouts.jsonl").open() if json.loads(line)["step"] == 3]
+    assert recorded == (first / "rollouts.jsonl").read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("scorer", ["policy", full("reference")])
+def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> None:
+    class Watch(Witness):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            adapter = [p for n, p in pl_module.policy.named_parameters() if "lora_B" in n]
+            self.trained = any(float(p.grad.abs().max()) > 0 for p in adapter)
+
+    plain, adapted = Watch(), Watch()
+    fit(tmp_path / "plain", module(scorer=scorer), plain)
+    fit(tmp_path / "lora", module(scorer=scorer, lora=LoRA(rank=2)), adapted)
+    ours, theirs = (one.batches[0].step.score.columns for one in (adapted, plain))
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name], values, atol=1e-5, rtol=0)
+    assert adapted.trained
+
+
+def test_early_scores_are_those_of_scoring_at_the_end(scored: Any, tmp_path: Path) -> None:
+    found, waits = [], Waiting(patience_s=60)
+    scored(waits)  # its last group comes when another was scored
+    for early, engine in ((False, Outside()), (True, waits)):
+        witness = Witness()
+        callback = rollouts(engine=engine, score_early=early)
+        likelihood = module(reward=RLPRReward(), micro_batch_tokens=16)
+        bare_trainer(tmp_path / str(early), callback, witness).fit(likelihood, data(tmp_path / str(early)))
+        found.append(witness.batches[0].step.score.columns)
+    for name, values in found[0].items():
+        torch.testing.assert_close(found[1][name], values, atol=1e-5, rtol=0)
+
+
+def test_dynamic_sampling_replaces_groups_that_earn_the_same(tmp_path: Path) -> None:
+    # No thought of two tokens is closed, so VeriFree gives all of them 0, and LogProbReward differs.
+    counts = {}
+    for reward in (VeriFreeReward(), LogProbReward()):
+        witness, likelihood = Witness(), module(reward=reward)
+        callback = rollouts(2, dynamic_sampling=DynamicSampling(1))
+        bare_trainer(tmp_path, callback, witness).fit(likelihood, data(tmp_path))
+        [batch] = witness.batches
+        counts[type(reward)] = batch.step.counts.dropped_groups, batch.step.counts.rounds
+        with torch.no_grad():
+            policy = module().load("miniature", "float32").model
+            policy.load_state_dict(witness.weights_before, strict=False)
+            # In float64, so that only the rounding of ours counts: that of log-probs as low as -40 nats.
+            slow = reward(solution_scores(policy.double(), batch.rollouts.rollouts)).reward.float()
+        torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=1e-5)
+    assert counts == {VeriFreeReward: (2, 1), LogProbReward: (0, 0)}
+
+
+def test_its_accuracy_is_measured_while_it_trains(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + 1?", "solution": f"\\boxed{{{i + 1}}}"} for i in range(2)]
+    asked = [{"question": question, "answer": "1"} for question in ("0 + 1?", "What is 7 + 7?")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    sampling = Sampling(max_completion_length=8)
+    evaluate = EvaluateEvery(1, {"own": str(tmp_path / "rows.jsonl")}, sampling, at_start=False)
+    likelihood = module()
+    with pytest.warns(UserWarning, match="1 of its 2 problems are in the training rows"):
+        fit(tmp_path, likelihood, evaluate, source=rows)
+    assert "eval/own/pass_at_1" in likelihood.step_metrics

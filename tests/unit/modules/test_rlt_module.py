@@ -1,0 +1,610 @@
+"""GRPO of a tiny model through the real trainer, against a slow and obvious version of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import full, needs_gpu
+from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from trainers import bare_trainer
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
+from rlt_lightning.checkpoints.io import FolderCheckpointIO
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.models.packed import HeadOptions
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.phases import forward_flops
+from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
+from rlt_lightning.numerics.losses import BNPOLoss, GRPOLoss, PolicyLoss
+from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
+from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.strategies.sharding import Unsharded
+from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
+
+
+def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
+    """The released recipe's reward of one rollout, written out."""
+    problem, think = rollout.problem, rollout.views[0].compared
+    prefix = problem.student_prefix + problem.think_prefix
+    with torch.no_grad():
+        teacher = slow_log_probs(policy, problem.teacher_prompt, think, 0.7)
+        kl = teacher - slow_log_probs(student, prefix, think, 0.7)
+        context = prefix + rollout.views[0].token_ids + problem.student_suffix
+        solution = slow_log_probs(student, context, problem.solution_ids, 0.7)
+    r_ss = solution.mean() + 0.01 * solution.min()
+    r_kl = kl.mean() + 0.01 * kl.max()
+    return float(r_ss - 3 * r_kl - (0 if rollout.closed else 1))
+
+
+def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Path) -> None:
+    # A reference that differs from the policy, so that the KL penalty has a gradient.
+    class MovedReference(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            torch.manual_seed(1)
+            for parameter in pl_module.reference.model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+
+    witness = Witness()
+    rlt = module(tiny_model, micro_batch_tokens=300, head=HeadOptions(1))  # several micro-batches and blocks
+    bare_trainer(tmp_path, rollout_callback(), MovedReference(), witness).fit(
+        rlt, datamodule=data(tiny_model, tmp_path)
+    )
+
+    policy = module(tiny_model).load(tiny_model, "float32").model
+    policy.load_state_dict(witness.weights_before, strict=False)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    assert rlt.reference is not None
+    rows = batch.rollouts.rollouts
+    rewards = torch.tensor([slow_reward(policy, rlt.list_scoring_models()[0][1].model, row) for row in rows])
+    torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=1e-5)
+
+    advantages = GroupNormalisedAdvantages()(batch.step.rewards, 4)  # their scale magnifies rounding
+    loss = torch.zeros(())
+    for row, advantage in zip(rows, advantages, strict=True):
+        prompt, completion = row.problem.teacher_prompt, row.completion.token_ids
+        log_probs = slow_log_probs(policy, prompt, completion, TEMPERATURE)
+        with torch.no_grad():
+            ref = slow_log_probs(rlt.reference.model, prompt, completion, TEMPERATURE)
+        ratio = (log_probs - log_probs.detach()).exp()
+        k3 = (ref - log_probs).exp() - (ref - log_probs) - 1
+        loss = loss + (0.04 * ratio * k3 - ratio * advantage).mean() / len(rows)
+    loss.backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None
+        bound = 1e-5 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(("checkpointing", "loss"), [(False, GRPOLoss), (True, BNPOLoss)])
+def test_micro_batches_and_gradient_checkpointing_do_not_change_the_step(
+    checkpointing: bool, loss: type[PolicyLoss], tiny_model: str, tmp_path: Path
+) -> None:
+    gradients = []
+    for tokens in (100_000, 300):
+        witness = Witness()
+        rlt = module(
+            tiny_model,
+            micro_batch_tokens=tokens,
+            gradient_checkpointing=checkpointing and tokens == 300,
+            policy_loss=loss(),  # a mean over the tokens of the step, not of the micro-batch
+        )
+        bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        gradients.append(witness.gradients)
+    # Rewards agree to 1e-6; dividing by a group's standard deviation, 0.05 here, makes 2e-5 of that.
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=5e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "single"])
+def test_layouts_do_not_change_the_step(layout: str, tiny_model: str, tmp_path: Path) -> None:
+    witnesses = {"auto": Witness(), layout: Witness()}
+    for name, witness in witnesses.items():
+        rlt = module(tiny_model, layout=name)
+        bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    for name, gradient in witnesses["auto"].gradients.items():
+        torch.testing.assert_close(
+            witnesses[layout].gradients[name], gradient, atol=5e-6, rtol=1e-4, msg=name
+        )
+
+
+Scored = tuple[RLTModule, Rollouts, StepBatch]
+
+
+@pytest.fixture(scope="module")
+def one_step(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Scored:
+    """A module that has made one step at a learning rate of almost 0, its rollouts and their scores."""
+    witness, folder = Witness(), tmp_path_factory.mktemp("one_step")
+    rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-30))
+    bare_trainer(folder, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, folder))
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    return rlt, batch.rollouts, batch.step
+
+
+@pytest.fixture
+def scored(one_step: Scored, monkeypatch: pytest.MonkeyPatch) -> Scored:
+    """The same, with settings of the reward that each test may change for itself."""
+    rlt, rollouts, scores = one_step
+    for name in ("reward", "teacher_log_probs"):
+        monkeypatch.setattr(rlt, name, getattr(rlt, name))
+    return rlt, rollouts, scores
+
+
+def count_forwards(model: Any, function: Any) -> tuple[list[int], Any]:
+    """Tokens of every forward of the model while the function runs, and what that returns."""
+    tokens: list[int] = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    result = function()
+    hook.remove()
+    return tokens, result
+
+
+def test_the_reward_takes_the_teachers_log_probs_from_the_rollouts(scored: Scored) -> None:
+    rlt, rollouts, scores = scored
+    forwards, _ = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
+    assert forwards == []  # one forward, the student's
+    rlt.teacher_log_probs = "recompute"
+    forwards, recomputed = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
+    assert len(forwards) == 1
+    torch.testing.assert_close(recomputed.rewards, scores.rewards, atol=1e-4, rtol=0)
+    for row, values in scores.tokens["kl"].items():
+        torch.testing.assert_close(values, recomputed.tokens["kl"][row], atol=1e-4, rtol=0)
+
+
+class LyingEngine(HFEngine):
+    """Reports log-probs that are too low."""
+
+    def __init__(self, nats: float) -> None:
+        super().__init__()
+        self.nats = nats
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        for number, completion in super().sample(requests, sampling, stop):
+            assert completion.log_probs is not None
+            told = [value - self.nats for value in completion.log_probs]
+            yield number, replace(completion, log_probs=told)
+
+
+@pytest.mark.parametrize(
+    ("options", "believed"),
+    [
+        full({"reward": RLTReward(kl_estimator="exact")}, False),
+        full({"reward": RLTReward(teacher_temperature=1.0)}, False),
+        ({"teacher_log_probs": "recompute"}, False),
+        ({}, True),  # nothing else has computed them when the reward is due
+    ],
+)
+def test_reward_takes_the_engines_log_probs_only_by_default(
+    options: dict[str, Any], believed: bool, tiny_model: str, tmp_path: Path
+) -> None:
+    rewards = []
+    for nats in (0.0, 0.5):
+        rlt, witness = module(tiny_model, **options), Witness()
+        bare_trainer(tmp_path, rollout_callback(engine=LyingEngine(nats)), witness).fit(
+            rlt, datamodule=data(tiny_model, tmp_path)
+        )
+        rewards.append(witness.batches[0].step.rewards)
+    assert torch.equal(*rewards) != believed
+
+
+@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
+def test_held_out_rewards_take_the_trainers_log_probs(
+    temperature: float, tiny_model: str, tmp_path: Path
+) -> None:
+    found = []
+    for nats in (0.0, 0.5):
+        sampling = Sampling(temperature=temperature, max_completion_length=12)
+        rollouts = rollout_callback(engine=LyingEngine(nats), val_sampling=sampling)
+        validated = bare_trainer(tmp_path, rollouts)
+        validated.validate(module(tiny_model), data(tiny_model, tmp_path, val_rows=3), verbose=False)
+        found.append({name: float(value) for name, value in validated.callback_metrics.items()})
+    honest, lying = found
+    name = "rollout/val_mismatch_max"
+    assert lying.pop(name) == pytest.approx(honest.pop(name) + 0.5, abs=1e-3)
+    assert lying == honest
+
+
+def test_given_tokens_cost_one_pass_over_each_prompt(scored: Scored) -> None:
+    rlt, rollouts, _ = scored
+    rlt.reward = RLTReward(score_given=True)
+    forwards, found = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
+    prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rollouts.rollouts}
+    assert forwards == [sum(prompts.values())]
+    rlt.teacher_log_probs = "recompute"
+    torch.testing.assert_close(found.rewards, rlt.score(rollouts).rewards, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
+@pytest.mark.parametrize("source", ["rollout", "recompute"])
+def test_score_given_adds_the_given_tokens_and_nothing_else(
+    estimator: Any, source: Any, scored: Scored
+) -> None:
+    rlt, rollouts, _ = scored
+    rlt.teacher_log_probs = source
+    rlt.reward = RLTReward(kl_estimator=estimator)
+    step = rlt.score(rollouts)
+    plain = [rlt.reward.list_tokens(step, i, rlt.students)[0] for i in range(len(step))]
+    rlt.reward = RLTReward(kl_estimator=estimator, score_given=True)
+    step = rlt.score(rollouts)
+    for i, row in enumerate(rollouts.rollouts):
+        given = row.problem.think_prefix
+        assert given  # of SmolLM2's tokenizer
+        [tokens] = rlt.reward.list_tokens(step, i, rlt.students)
+        assert plain[i].thought == row.views[0].compared
+        assert tokens.thought == given + plain[i].thought
+        assert tokens.kl[len(given) :] == pytest.approx(plain[i].kl, abs=1e-5, rel=1e-5)
+        assert tokens.solution_log_probs == pytest.approx(plain[i].solution_log_probs, abs=1e-5)
+        assert len(tokens.kl) == len(tokens.thought)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored) -> None:
+    rlt, rollouts, _ = scored
+    rlt.teacher_log_probs = "recompute"
+    rlt.reward = RLTReward(kl_estimator=estimator)
+    nothing = {"token_ids": [], "num_tokens": 0, "num_own": 0}
+    empty = [
+        replace(row, views=(replace(row.views[0], **nothing),), text="")  # type: ignore[arg-type]
+        for row in rollouts.rollouts
+    ]
+    scores = rlt.score(replace(rollouts, rollouts=empty))
+    assert {len(values) for values in scores.tokens["kl"].values()} == {0}
+    assert scores.score is not None
+    assert scores.score.terms["kl"].abs().max() == 0
+    assert scores.score.terms["format"].tolist() == [-1.0] * len(empty)
+
+
+@pytest.mark.parametrize("case", ["no log-probs", "another temperature", "exact KL"])
+def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Scored) -> None:
+    rlt, rollouts, _ = scored
+    if case == "no log-probs":
+        build = rlt.trainer.datamodule.build_rollout
+        rows = [build(r.problem, replace(r.completion, log_probs=None)) for r in rollouts.rollouts]
+        rollouts = replace(rollouts, rollouts=rows)
+    elif case == "another temperature":
+        rlt.reward = RLTReward(teacher_temperature=0.8)
+    else:
+        rlt.reward = RLTReward(kl_estimator="exact")
+    forwards, scores = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
+    assert len(forwards) == 1
+    if case == "no log-probs":
+        student = rlt.list_scoring_models()[0][1].model
+        for row, reward in zip(rollouts.rollouts, scores.rewards.tolist(), strict=True):
+            assert reward == pytest.approx(slow_reward(rlt.policy, student, row), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_frozen_models_are_on_the_device_only_while_they_are_used(name: str, tiny_model: str) -> None:
+    entry = module(tiny_model).load(tiny_model, "float32")
+    device, whole = torch.device(name), Unsharded(None)
+
+    def devices() -> set[str]:
+        return {tensor.device.type for tensor in FrozenModel(entry).tensors()}
+
+    frozen = FrozenModel(entry, offload=True)
+    frozen.place(device, whole)
+    kept = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
+    with frozen.loaded_on(device):
+        assert devices() == {name}
+    for key, tensor in frozen.model.state_dict().items():
+        assert torch.equal(tensor, kept[key]), key
+    stays = FrozenModel(entry)
+    stays.place(device, whole)
+    with stays.loaded_on(torch.device("cpu")):
+        assert devices() == {name}
+
+
+def test_offloaded_models_are_loaded_into_main_memory(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lightning makes the root device the default one while models are loaded; here it is cpu:0, not cpu.
+    defaults: dict[str, torch.device] = {}
+    load = RLTModule.load
+
+    def watched(self: Any, name: str, dtype: Any, role: str = "", *options: Any) -> Any:
+        defaults[role] = torch.get_default_device()
+        return load(self, name, dtype, role, *options)
+
+    monkeypatch.setattr(RLTModule, "load", watched)
+    rlt = module(tiny_model, offload_frozen=True, policy_loss=GRPOLoss(kl_coef=0.1))
+    strategy = SingleDeviceStrategy(torch.device("cpu", 0))
+    bare_trainer(tmp_path, rollout_callback(), strategy=strategy).fit(
+        rlt, datamodule=data(tiny_model, tmp_path)
+    )
+    assert defaults == {
+        "the trained model": torch.device("cpu", 0),
+        "the frozen student": torch.device("cpu"),
+        "the reference of the KL penalty": torch.device("cpu"),
+    }
+
+
+def test_offloading_does_not_change_the_step(tiny_model: str, tmp_path: Path) -> None:
+    gradients = []
+    for offload in (False, True):
+        witness = Witness()
+        bare_trainer(tmp_path, rollout_callback(), witness).fit(
+            module(tiny_model, offload_frozen=offload), datamodule=data(tiny_model, tmp_path)
+        )
+        gradients.append(witness.gradients)
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][name], gradient), name
+
+
+def test_speed_and_memory_are_logged_by_phase(scored: Scored) -> None:
+    rlt, rollouts, _ = scored
+    metrics, rows = rlt.step_metrics, rollouts.rollouts
+    assert metrics["perf/generate_tokens_per_s"] * metrics["perf/generate_s"] == pytest.approx(
+        sum(len(r.completion.token_ids) for r in rows)
+    )
+    prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rows}
+    computed = sum(prompts.values()) + sum(len(r.completion.token_ids) for r in rows)
+    assert metrics["perf/train_tokens_per_s"] * metrics["perf/train_s"] == pytest.approx(computed)
+    unshared = sum(len(r.problem.teacher_prompt) + len(r.completion.token_ids) for r in rows)
+    assert metrics["perf/shared_frac"] == pytest.approx(1 - computed / unshared)
+    assert metrics["perf/padding_frac"] == 0
+    assert 0 < metrics["perf/mfu"] < 1
+    for phase in ("generate", "push", "score", "train"):
+        assert 0.1 < metrics[f"perf/{phase}_peak_gib"] < 100
+
+
+def test_floating_point_operations_by_hand(tiny_model: str) -> None:
+    model = module(tiny_model).load(tiny_model, "float32").model
+    # Per layer: q and o 64 x 64, k and v 64 x 32 (one head of 32), three of the MLP 64 x 128.
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    mask = [False] * 4 + [True]
+    packed = PackedSequences.from_sequences([ScoredSequence([1, 2, 3], [4, 5], mask)] * 2, ((0, 1),))
+    # A prefix of 3 sees 6 pairs; each continuation of 2 sees 3 of its own and 2 x 3 of the prefix.
+    pairs = 6 + 2 * (3 + 6)
+    expected = 2 * weights * 7 + 4 * 2 * 64 * pairs + 2 * 2 * 64 * 8192
+    norms = 2 * 2 * 64 + 64  # vectors: not multiplied
+    assert sum(p.numel() for p in model.parameters()) == weights + 64 * 8192 + norms
+    assert forward_flops(model, packed) == expected
+
+
+def test_a_token_goes_through_the_chosen_experts_alone() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "intermediate_size": 48}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2))
+    sequence = ScoredSequence([], [1, 2, 3], [False, False, True])
+    packed = PackedSequences.from_sequences([sequence])
+    # q and o 32 x 32, k and v 32 x 16, the router 32 x 8, two experts of three 32 x 48.
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 2 * 3 * 32 * 48)
+    assert forward_flops(model, packed) == 2 * weights * 3 + 4 * 2 * 32 * 6 + 2 * 32 * 64
+
+
+def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.01))
+    fitted = bare_trainer(tmp_path, rollout_callback(), witness)
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    norm = torch.stack([gradient.norm() for gradient in witness.gradients.values()]).norm()
+    torch.testing.assert_close(norm, torch.tensor(0.01), rtol=1e-3, atol=0)
+    assert fitted.callback_metrics["policy/grad_norm"] > 0.1  # as it was before
+
+
+def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model: str, tmp_path: Path) -> None:
+    rlt, fitted = module(tiny_model), bare_trainer(tmp_path, rollout_callback())
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    fitted.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("entry.model.") for name in saved)
+    assert {id(p) for p in rlt.parameters()} == {id(p) for p in rlt.policy.parameters()}
+    optimized = sum(len(group["params"]) for group in rlt.optimizers().param_groups)  # type: ignore[union-attr]
+    assert optimized == len(list(rlt.policy.parameters()))
+    initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
+    for name, tensor in rlt.list_scoring_models()[0][1].model.state_dict().items():
+        torch.testing.assert_close(tensor, initial[name], atol=0, rtol=0)
+
+
+def test_reference_moves_by_alpha_every_n_steps(tiny_model: str, tmp_path: Path) -> None:
+    rlt = module(tiny_model)
+    sync = ReferenceSync(every_n_steps=2, alpha=0.9)
+    initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
+    bare_trainer(tmp_path, rollout_callback(), sync, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.reference is not None
+    for (name, reference), policy in zip(
+        rlt.reference.model.named_parameters(), rlt.policy.parameters(), strict=True
+    ):
+        torch.testing.assert_close(reference, 0.9 * policy + 0.1 * initial[name])
+        assert not reference.requires_grad
+    assert (tmp_path / "reference" / "step=000002" / "model.safetensors").is_file()
+
+
+def test_a_resumed_run_has_the_reference_that_had_moved(tiny_model: str, tmp_path: Path) -> None:
+    class AtStart(Callback):
+        """Keeps the reference before the first step."""
+
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            weights = pl_module.reference.model.state_dict()
+            self.weights = {name: tensor.clone() for name, tensor in weights.items()}
+
+    checkpoint, moved = tmp_path / "checkpoints" / "step=000001.ckpt", module(tiny_model)
+    options: dict[str, Any] = {"plugins": [FolderCheckpointIO()]}
+    first = bare_trainer(tmp_path, rollout_callback(4), ReferenceSync(every_n_steps=1), **options)
+    first.fit(moved, datamodule=data(tiny_model, tmp_path))
+    first.save_checkpoint(checkpoint)
+    start, sync = AtStart(), ReferenceSync(every_n_steps=5)
+    resumed = bare_trainer(tmp_path, rollout_callback(4), sync, start, steps=2, **options)
+    resumed.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path), ckpt_path=str(checkpoint))
+    assert moved.reference is not None
+    expected = moved.reference.model.state_dict()
+    given = module(tiny_model).load(tiny_model, "float32").model.state_dict()
+    assert any((expected[name] != tensor).any() for name, tensor in given.items())
+    assert start.weights.keys() == expected.keys()
+    assert all(torch.equal(start.weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_without_kl_penalty_no_reference_is_held(tiny_model: str, tmp_path: Path) -> None:
+    rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0))
+    bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.reference is None
+
+
+def test_forgetting_the_rollout_callback_is_loud(tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rlt_lightning\.callbacks\.RolloutCallback"):
+        bare_trainer(tmp_path).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+
+
+def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
+    class Late(RolloutCallback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            request = self.sampler.request
+            self.kept = request(batch.problems) if pl_module.global_step == 0 else self.kept
+            self.sampler.request = lambda problems: self.kept  # type: ignore[method-assign]
+
+    late = Late(sampling=Sampling(max_completion_length=4))
+    with pytest.raises(RuntimeError, match=r"max_staleness=0 .* version 0 at step 1"):
+        bare_trainer(tmp_path, late, steps=2).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+
+
+def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str, tmp_path: Path) -> None:
+    class Poison(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            pl_module.list_scoring_models()[0][1].model.get_output_embeddings().weight.data[0] = torch.nan
+
+    with pytest.raises(
+        NonFiniteError, match=r"student log-prob of the solution must be finite, but row\(s\) \d+"
+    ):
+        bare_trainer(tmp_path, rollout_callback(), Poison()).fit(
+            module(tiny_model), datamodule=data(tiny_model, tmp_path)
+        )
+
+
+def test_groups_with_equal_rewards_have_no_gradient_and_are_counted(tiny_model: str, tmp_path: Path) -> None:
+    # All weights zero but the format penalty, which no random model escapes: every reward is -1.
+    reward = RLTReward(solution_weight=0.0, kl_weight=0.0)
+    witness = Witness()
+    rlt = module(tiny_model, reward=reward, policy_loss=GRPOLoss(kl_coef=0.0))
+    fitted = bare_trainer(tmp_path, rollout_callback(), witness)
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert all(not gradient.any() for gradient in witness.gradients.values())
+
+
+def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rlt = module(tiny_model, reward=RLTReward(kl_estimator="exact"), head=HeadOptions(1))
+
+    class OtherStudent(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            torch.manual_seed(2)
+            for parameter in pl_module.list_scoring_models()[0][1].model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+
+    bare_trainer(tmp_path, rollout_callback(), OtherStudent(), witness).fit(
+        rlt, datamodule=data(tiny_model, tmp_path)
+    )
+    policy = module(tiny_model).load(tiny_model, "float32").model
+    policy.load_state_dict(witness.weights_before, strict=False)
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    for place, row in enumerate(batch.rollouts.rollouts):
+        kl = batch.step.tokens["kl"][place]
+        think = row.views[0].compared
+        distributions = []
+        for model, prefix in (
+            (policy, row.problem.teacher_prompt),
+            (rlt.list_scoring_models()[0][1].model, row.problem.student_prefix + row.problem.think_prefix),
+        ):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prefix + think])).logits[0, len(prefix) - 1 : -1]
+            distributions.append((logits / 0.7).log_softmax(-1))
+        p, q = distributions
+        torch.testing.assert_close(kl, (p.exp() * (p - q)).sum(-1), atol=1e-5, rtol=1e-4)
+        assert (kl >= -1e-6).all()
+
+
+def test_validation_inside_fit_logs_held_out_reward_and_its_terms(tiny_model: str, tmp_path: Path) -> None:
+    fitted = bare_trainer(
+        tmp_path, rollout_callback(), steps=2, val_check_interval=2, check_val_every_n_epoch=None
+    )
+    fitted.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path, val_rows=3))
+    metrics = {name: float(value) for name, value in fitted.callback_metrics.items() if "val_" in name}
+    assert metrics.keys() == {
+        "reward/val_mean",
+        "reward/val_solution",
+        "reward/val_kl",
+        "reward/val_format",
+        "rollout/val_length_mean",
+        "rollout/val_closed_frac",
+        "rollout/val_mismatch_max",
+    }
+    terms = metrics["reward/val_solution"] + metrics["reward/val_kl"] + metrics["reward/val_format"]
+    assert metrics["reward/val_mean"] == pytest.approx(terms, abs=1e-4)
+
+
+def test_a_completion_that_cannot_fit_the_context_stops_before_a_model_is_loaded(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    rlt = module(tiny_model)
+    with pytest.raises(InputError, match=r"teacher's context of 2048 tokens, but row \d+ needs"):
+        bare_trainer(tmp_path, rollout_callback(length=2040)).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.policy is None
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        ({"precision": "bf16-true"}, {}, "trainer.precision must be 32-true or bf16-mixed, but is bf16-true"),
+        ({"precision": "64-true"}, {}, "trainer.precision must be 32-true or bf16-mixed, but is 64-true"),
+        ({}, {"dtype": "float16"}, "model.dtype of a trained model must be float32 or bfloat16"),
+    ],
+)
+def test_number_types_that_training_does_not_work_in_are_refused(
+    options: dict[str, Any], settings: dict[str, Any], message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    rlt = module(tiny_model, **settings)
+    with pytest.raises(InputError, match=message):
+        bare_trainer(tmp_path, rollout_callback(), **options).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.policy is None
+
+
+def test_auto_weighs_nothing_that_the_trained_model_samples(tiny_model: str, tmp_path: Path) -> None:
+    weights = []
+    for options in ({}, {"importance_sampling": None}):
+        rlt = module(tiny_model, **options)
+        bare_trainer(tmp_path, rollout_callback(), steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        assert rlt.importance_weights is None
+        weights.append(rlt.policy.state_dict())
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+
+
+class EqualEngine(HFEngine):
+    """Gives all completions of a problem the same tokens, with log-probs that rounding tells apart."""
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        firsts: dict[tuple[int, ...], Completion] = {}
+        prompts = {number: tuple(requests[number // 4].prompt) for number in range(4 * len(requests))}
+        for number, completion in super().sample(requests, sampling, stop):
+            first = firsts.setdefault(prompts[number], completion)
+            assert first.log_probs is not None
+            yield number, replace(first, log_probs=[value - 1e-7 * number for value in first.log_probs])
+
+
+def test_group_of_equal_completions_has_no_spread(tiny_model: str, tmp_path: Path) -> None:
+    witness = Witness()
+    rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0), micro_batch_tokens=700)
+    fitted = bare_trainer(tmp_path, rollout_callback(engine=EqualEngine()), witness)
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert not any(gradient.any() for gradient in witness.gradients.values())

@@ -1,0 +1,363 @@
+"""Rewards of a completion's text: the correctness reward by hand, in a step, and from the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands import ROOT, rlt, start
+from fits import assert_one_clear_line, metrics, wait_for
+from grpo import TEMPERATURE, Witness, rollout_callback, slow_log_probs
+from lightning.pytorch import Callback
+from seeded import SeededReward
+from trainers import bare_trainer
+
+from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.rewards import CorrectnessReward
+from rlt_lightning.rewards.correctness import judge_texts
+from rlt_lightning.tags import R1, TagStyle
+from rlt_lightning.types import Completion, InputError, Problem, Rollout
+
+# One-letter tags, which a model with random weights writes now and then.
+LETTERS = TagStyle("e", "t", "a", "o", "{", "}", separator="\n")
+
+
+def answer(text: str, **columns: Any) -> Rollout:
+    """An answer to a problem with these columns."""
+    problem = Problem(1, "?", columns.get("solution", ""), [], [], [], [], [], columns=columns)
+    return Rollout(problem, Completion([1], None, "eos"), text, closed=True)
+
+
+def in_tags(solution: str) -> str:
+    return f"<think>\nHm.\n</think>\n\n<solution>\n{solution}\n</solution>"
+
+
+def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
+    settings = {"source": "arithmetic", "task": "student_rl", "num_embedded_rows": 8, "prompts_per_step": 2}
+    return StratosDataModule(tokenizer=model, output_dir=str(folder), **settings | options)
+
+
+def student_fit(model: str, folder: Path, *options: str) -> list[str]:
+    """`rlt fit` of traditional RL at tiny size: a few seconds."""
+    return [
+        "fit",
+        "--config=research/configs/correctness.yaml",
+        f"--model.teacher={model}",
+        "--model.group_size=2",
+        "--model.optimizer.lr=1e-3",
+        "--model.optimizer.scheduler=constant",
+        "--data.num_embedded_rows=10",
+        "--data.prompts_per_step=2",
+        "--data.val_rows=2",
+        "--rollouts.sampling.max_completion_length=6",
+        f"--output_dir={folder}",
+        *options,
+    ]
+
+
+# The reward
+
+MAKE_35 = {"kind": "countdown", "numbers": [3, 4, 5], "target": 35}
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "expected"),  # reward, correct, formatted
+    [
+        (in_tags(r"It is \boxed{7}."), {"answer": "7"}, (1.0, 1, 1)),
+        (in_tags(r"It is \boxed{7}."), {"answer": 7}, (1.0, 1, 1)),
+        (in_tags(r"\boxed{\frac{1}{2}}"), {"solution": r"So \boxed{0.5}."}, (1.0, 1, 1)),
+        (in_tags("#### 18"), {"answer": "9 * 2 = 18\n#### 18"}, (1.0, 1, 1)),
+        (in_tags(r"\boxed{(3 + 4) * 5}"), MAKE_35, (1, 1, 1)),
+        (in_tags(r"\boxed{3 * 4 + 5}"), MAKE_35, (-0.5, 0, 1)),
+        (in_tags(r"\boxed{B}"), {"kind": "choice", "answer": "B"}, (1.0, 1, 1)),
+        (in_tags(r"It is \boxed{8}."), {"answer": "7"}, (-0.5, 0, 1)),
+        (in_tags("I do not know."), {"answer": "7"}, (-0.5, 0, 1)),
+        (r"It is \boxed{7}.", {"answer": "7"}, (-1.0, 1, 0)),
+        ("<think>\nHm.\n</think>\n\n<solution>\n7", {"answer": "7"}, (-1.0, 1, 0)),
+        ("<solution>\n7\n</solution>\n<think>\nHm.\n</think>", {"answer": "8"}, (-1.0, 0, 0)),
+        ("", {"answer": "7"}, (-1.0, 0, 0)),
+    ],
+)
+def test_an_answer_earns_what_the_paper_says(
+    text: str, columns: dict[str, Any], expected: tuple[float, int, int], judging: CorrectnessReward
+) -> None:
+    terms = judging([answer(text, **columns)], R1)
+    assert (terms.reward.item(), terms.correct.item(), terms.formatted.item()) == expected
+    assert terms.timed_out.item() == 0
+
+
+@pytest.fixture(scope="module")
+def judging() -> Any:
+    reward = CorrectnessReward()
+    yield reward
+    reward.close()
+    assert reward.judge is not None
+    assert reward.judge._pool is None
+    reward.close()
+
+
+def test_a_better_answer_may_not_earn_less() -> None:
+    CorrectnessReward(right=2.0, wrong=0.0, unformatted=0.0)
+    for figures in ((0.0, 0.0, -1.0), (1.0, -1.0, -0.5), (float("nan"), 0.0, 0.0)):
+        with pytest.raises(InputError, match="right must be above wrong"):
+            CorrectnessReward(*figures)
+
+
+# Its rows
+
+
+def rows_of(tmp_path: Path, model: str, rows: list[dict[str, Any]]) -> StratosDataModule:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = data(model, tmp_path, source=str(source), prompts_per_step=1, max_bad_frac=0.9)
+    made.setup("fit")
+    return made
+
+
+def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"question": "9 * 2?", "answer": "9 * 2 = 18\n#### 18"},  # GSM8K
+        {"problem": "1 + 1?", "answer": 2, "solution": None},  # AMC
+        {"question": "1 + 2?", "solution": r"So \boxed{3}."},
+        {"question": "Which?", "answer": "B", "kind": "choice"},
+        {"numbers": [3, 4, 5], "target": 35},
+        {"question": "Prove it.", "solution": "Clear."},
+        {"question": "1 + 3?", "answer": "4", "kind": "puzzle"},
+        {"question": "Make 35.", "solution": "35", "kind": "countdown", "numbers": "3 4 5", "target": 35},
+        {"question": "1 + 4?"},
+        {"question": "1 + 5?", "answer": {"value": 6}},
+        {"question": "1 + 6?", "answer": "???", "solution": r"\boxed{7}"},
+    ]
+    made = rows_of(tmp_path, tiny_model, rows)
+    assert [problem.row for problem in made.problems] == [1, 2, 3, 4, 5]
+    reasons = {row: str(error.reason) for row, error in made.reports[0].bad}
+    assert reasons == {6: "no_answer", 7: "wrong_type", 8: "wrong_type", 9: "missing_column"} | dict.fromkeys(
+        (10, 11), "bad_answer"
+    )
+    terms = CorrectnessReward()
+    answers = ["18", "2", "3", "B", r"\boxed{(3 + 4) * 5}"]
+    right = [
+        Rollout(problem, Completion([1], None, "eos"), in_tags(text), True)
+        for problem, text in zip(made.problems, answers, strict=True)
+    ]
+    assert terms(right, R1).reward.tolist() == [1.0] * 5
+    terms.close()
+
+
+def test_a_prompt_is_what_the_student_sees_and_an_answer_its_whole_turn(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    made = data(tiny_model, tmp_path, tags="r1", student_system_prompt="Think.")
+    made.setup("fit")
+    tokenizer = made.format.tokenizer
+    problem = made.problems[0]
+    chat = f"<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{problem.question}<|im_end|>\n"
+    assert tokenizer.decode(problem.teacher_prompt) == chat + "<|im_start|>assistant\n"
+    assert made.stop == ""
+    turn = in_tags("7")
+    ids = tokenizer(turn).input_ids
+    ended = made.build_rollout(problem, Completion([*ids, tokenizer.eos_token_id], None, "eos"))
+    assert (ended.text, ended.closed) == (turn, True)
+    cut = made.build_rollout(problem, Completion(ids, None, "length"))
+    assert (cut.text, cut.closed) == (turn, False)
+
+
+# In a step
+
+
+def test_one_step_goes_from_answers_to_rewards_to_advantages_to_the_loss(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    witness, reward = Witness(), CorrectnessReward()
+    student = RLTModule(
+        tiny_model,
+        student=None,
+        reward=reward,
+        group_size=8,
+        policy_loss=GRPOLoss(kl_coef=0.0),
+        optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0),
+    )
+    bare_trainer(tmp_path, rollout_callback(16), witness).fit(
+        student, data(tiny_model, tmp_path, tags=LETTERS)
+    )
+    assert reward.judge is not None
+    assert reward.judge._pool is None, "the judge's processes end with the run"
+
+    [batch] = witness.batches
+    assert batch.rollouts is not None
+    rows, score = batch.rollouts.rollouts, batch.step.score
+    formatted = torch.tensor([bool(re.search("e.*t.*a.*o", row.text, re.DOTALL)) for row in rows])
+    assert 0 < formatted.sum() < len(rows)
+    assert score.terms["correct"].sum() == 0
+    rewards = torch.where(formatted, -0.5, -1.0)
+    torch.testing.assert_close(score.rewards, rewards)
+
+    groups = rewards.view(2, 8)  # (P, G)
+    centred = groups - groups.mean(dim=1, keepdim=True)
+    advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).flatten()
+    policy = RLTModule(tiny_model).load(tiny_model, "float32").model
+    policy.load_state_dict(witness.weights_before, strict=False)
+    loss = torch.zeros(())
+    for row, advantage in zip(rows, advantages, strict=True):
+        log_probs = slow_log_probs(policy, row.problem.teacher_prompt, row.completion.token_ids, TEMPERATURE)
+        ratio = (log_probs - log_probs.detach()).exp()
+        loss = loss - (ratio * advantage).mean() / len(rows)
+    loss.backward()
+    expected = dict(policy.named_parameters())
+    for name, gradient in witness.gradients.items():
+        torch.testing.assert_close(gradient, expected[name].grad, atol=2e-6, rtol=1e-4)
+
+
+def test_the_judge_ends_with_a_run_that_fails(tiny_model: str, tmp_path: Path) -> None:
+    class Failure(Callback):
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            assert reward.judge is not None
+            assert reward.judge._pool is not None
+            raise OSError("no space left on device")
+
+    reward = CorrectnessReward()
+    student = RLTModule(tiny_model, student=None, reward=reward, group_size=2)
+    with pytest.raises(OSError, match="no space"):
+        bare_trainer(tmp_path, rollout_callback(4), Failure()).fit(student, data(tiny_model, tmp_path))
+    assert reward.judge is not None
+    assert reward.judge._pool is None
+
+
+# From the command line
+
+
+@pytest.mark.full
+def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path) -> None:
+    run, options = tmp_path / "run", ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    result = rlt(*student_fit(tiny_model, run, "--checkpoint.every_n_train_steps=1", *options))
+    assert result.returncode == 0, result.stderr
+    assert f"{run / 'model'}: the trained model" in result.stdout
+    evaluate = f"rlt test --config laptop/smollm2_evaluate --model.pretrained {run / 'model'}"
+    assert evaluate in result.stdout
+    assert "--data.tags" not in result.stdout  # r1, as that config has it
+    found = metrics(run)[2]
+    for prefix in ("reward/", "reward/val_"):
+        assert {found[prefix + name] for name in ("correct", "formatted", "timed_out")} == {0.0}
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
+    assert {(row["reward"], row["correct"], row["formatted"]) for row in rows} == {(-1.0, 0.0, 0.0)}
+    card = (run / "model" / "README.md").read_text()
+    assert "# CorrectnessReward and GRPO (arXiv:2402.03300) from …/" in card
+    assert "student" not in card
+    exported = rlt("export", f"--ckpt_path={run}", f"--output_dir={tmp_path / 'model'}")
+    assert exported.returncode == 0, exported.stderr
+    assert card.startswith((tmp_path / "model" / "README.md").read_text())
+    validated = rlt("validate", *student_fit(str(run / "model"), tmp_path / "validated")[1:])
+    assert validated.returncode == 0, validated.stderr
+    assert "reward/val_correct" in validated.stdout
+
+
+@pytest.mark.full
+def test_two_processes_judge_their_own(tiny_model: str, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = ["--trainer.max_steps=2", "--rollouts.sampling.max_completion_length=16"]
+    options += [f"--data.tags={json.dumps(vars(LETTERS))}"]
+    result = rlt(*student_fit(tiny_model, one, *options))
+    assert result.returncode == 0, result.stderr
+    result = rlt(*student_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
+    assert result.returncode == 0, result.stderr
+    for name in ("reward/mean", "reward/formatted", "reward/correct"):
+        assert metrics(two)[1][name] == pytest.approx(metrics(one)[1][name]), name
+
+
+def test_a_term_may_have_no_name_of_a_column() -> None:
+    with pytest.raises(InputError, match=r"of SeededReward must have names .*, but have seed\. Choose"):
+        judge_texts(SeededReward(), [], R1)
+
+
+@pytest.mark.full
+def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "import torch\n"
+        "from rlt_lightning.rewards import TextReward\n"
+        "from rlt_lightning.types import RewardTerms\n\n\n"
+        "class Brevity(TextReward):\n"
+        "    def __init__(self, per_letter: float = -0.1) -> None:\n"
+        "        self.per_letter = per_letter\n\n"
+        "    def __call__(self, rollouts, tags):\n"
+        "        return RewardTerms(torch.tensor([self.per_letter * len(r.text) for r in rollouts]))\n"
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = ["--model.reward=my_rewards.Brevity", "--model.reward.per_letter=-0.5"]
+    options += ["--trainer.max_steps=5", "--checkpoint.every_n_train_steps=1"]
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    result = rlt(*student_fit(tiny_model, whole, *options), **path)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (whole / "rollouts.jsonl").open()]
+    assert all(row["reward"] == pytest.approx(-0.5 * len(row["explanation"])) for row in rows)
+    assert len({row["reward"] for row in rows}) > 1
+
+    process = start(*student_fit(tiny_model, killed, *options), **path)
+    wait_for((killed / "checkpoints" / "step=000002.ckpt").exists, process)
+    process.kill()
+    process.wait()
+    result = rlt(*student_fit(tiny_model, killed, *options, "--ckpt_path=last"), **path)
+    assert result.returncode == 0, result.stderr
+    expected, found = metrics(whole), metrics(killed)
+    assert found.keys() == expected.keys() == set(range(1, 6))
+    for step, row in expected.items():
+        assert found[step] == pytest.approx(row, abs=1e-6), step
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--model.student=smollm2-135m"],
+            "model.student must be null, since CorrectnessReward asks no model",
+        ),
+        (
+            ["--model.reward=rlt_lightning.rewards.RLTReward"],
+            "model.student must be a model, which RLTReward asks, but is null",
+        ),
+        (["--data.task=rlt"], "data.task must be student_rl for CorrectnessReward, but is rlt"),
+        (["--model.reward.wrong=2"], "reward.right must be above wrong"),
+        (["--data.source=arithmetic:geometry"], "'arithmetic:KIND' such as 'arithmetic:addition'"),
+    ],
+)
+def test_what_does_not_go_together_is_one_clear_line(
+    options: list[str], expected: str, tiny_model: str, tmp_path: Path
+) -> None:
+    assert_one_clear_line(rlt(*student_fit(tiny_model, tmp_path / "run", *options)), expected)
+
+
+def test_explanations_are_not_for_a_module_that_answers(tiny_model: str, tmp_path: Path) -> None:
+    teacher = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={tiny_model}"]
+    teacher += [f"--model.student={tiny_model}", "--data.task=student_rl", f"--output_dir={tmp_path / 'rlt'}"]
+    assert_one_clear_line(rlt(*teacher), "data.task must be rlt or score for RLTReward, but is student_rl")
+
+
+def test_settings_of_the_rlt_reward_are_still_named_directly(tiny_model: str, tmp_path: Path) -> None:
+    command = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={tiny_model}"]
+    command += [f"--model.student={tiny_model}", "--model.group_size=2", "--trainer.max_steps=1"]
+    command += ["--rollouts.sampling.max_completion_length=4", "--model.reward.kl_weight=2"]
+    result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    reward = resolved["model"]["init_args"]["reward"]
+    assert reward["init_args"]["kl_weight"] == 2.0
+    row = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
+    assert row["kl_reward"] == pytest.approx(-2 * (row["kl_mean"] + 0.01 * row["kl_max"]), abs=1e-4)
+
+
+def test_traditional_rl_is_planned_without_a_student(tiny_model: str) -> None:
+    command = ["plan", "--config=configs/recipe_7b/grpo.yaml", f"--model.teacher={tiny_model}"]
+    found = rlt(*command, "--data.source=arithmetic:addition", "--trainer.devices=8")
+    assert found.returncode == 0, found.stderr
+    assert f"policy {tiny_model}" in found.stdout
+    assert "student" not in found.stdout
+    assert "score" not in found.stdout

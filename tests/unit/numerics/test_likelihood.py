@@ -1,0 +1,332 @@
+"""Likelihood rewards: values worked by hand, slow versions, and the gradient over all thoughts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from math import exp, log, log10
+from typing import Any
+
+import pytest
+import torch
+from cases import GOLDEN_FOLDER
+from torch import Tensor, nn
+
+from rlt_lightning.modules.likelihood import choose_answer_weight
+from rlt_lightning.numerics import DrGRPOLoss, LeaveOneOutAdvantages
+from rlt_lightning.numerics.rewards import reduce_tokens
+from rlt_lightning.rewards import (
+    LikelihoodReward,
+    LogProbReward,
+    NOVERReward,
+    RLPRReward,
+    RLTReward,
+    SolutionScores,
+    VeriFreeReward,
+)
+from rlt_lightning.types import InputError
+
+
+def scores(*probs: list[float], closed: list[bool] | None = None, **options: Any) -> SolutionScores:
+    """Thoughts of one problem, whose solution's tokens have these probabilities; 5 is padding."""
+    columns = torch.tensor(probs, dtype=torch.float64)
+    number = len(probs)
+    fields: dict[str, Any] = {
+        "log_probs": columns.log(),
+        "token_mask": columns < 5,
+        "closed": torch.tensor([True] * number if closed is None else closed),
+        "lengths": torch.full((number,), 10),
+        "groups": torch.zeros(number, dtype=torch.long),
+    }
+    return SolutionScores(**fields | options)
+
+
+def equals(found: Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=found.dtype))
+
+
+def test_log_prob_is_the_sum_or_the_mean() -> None:
+    # ln(1/2 * 1/8) = -4 ln 2, a mean of -2 ln 2; the second is not closed: ln(1/4) - 1.
+    given = scores([1 / 2, 1 / 8], [1 / 4, 5], closed=[True, False])
+    equals(LogProbReward()(given).reward, [-4 * log(2), -2 * log(2) - 1])
+    mean = LogProbReward(reduction="mean", format_penalty=0)(given)
+    equals(mean.reward, [-2 * log(2), -2 * log(2)])
+    equals(mean.solution_log_prob_min, [-3 * log(2), -2 * log(2)])
+
+
+def test_rlpr_is_the_gain_in_mean_probability() -> None:
+    # B = (1/2 + 1/4) / 2 = 3/8, A = 1/8: 0.9 * 1/4 + 0.1. The second is below A, the third is not closed.
+    empty = torch.full((3, 2), 1 / 8, dtype=torch.float64).log()
+    given = scores([1 / 2, 1 / 4], [1 / 16, 1 / 16], [1 / 2, 1 / 2], closed=[True, True, False])
+    terms = RLPRReward()(replace(given, empty_log_probs=empty))
+    equals(terms.reward, [0.9 / 4 + 0.1, 0.1, 0.0])
+    assert terms.baseline is not None
+    equals(terms.baseline, [1 / 8] * 3)
+    assert (RLPRReward().baseline, RLPRReward(subtract_empty=False).baseline) == ("empty", "none")
+    equals(RLPRReward(subtract_empty=False)(given).reward, [0.9 * 3 / 8 + 0.1, 0.9 / 16 + 0.1, 0.0])
+    # bfloat16 has 8 bits of mantissa: 0.3 becomes 0.30078125.
+    rounded = RLPRReward(subtract_empty=False, format_coef=0, round_bf16=True)(scores([0.3, 0.3]))
+    equals(rounded.reward, [0.30078125])
+
+
+def test_verifree_is_the_probability_of_the_whole_solution() -> None:
+    given = scores([1 / 2, 1 / 8], [1 / 4, 5], [1 / 2, 1 / 2], closed=[True, True, False])
+    equals(VeriFreeReward()(given).reward, [1 / 16, 1 / 4, 0.0])
+
+
+def test_nover_is_rank_and_efficiency_within_the_group() -> None:
+    # All have 10 tokens, so N = 2 and PPL = p^(-1/2): 2, 4, 3. The fourth is not closed, the fifth elsewhere.
+    given = scores([1 / 4], [1 / 16], [1 / 9], [1 / 2], [1 / 99], closed=[True, True, True, False, True])
+    given = replace(given, groups=torch.tensor([7, 7, 7, 7, 8]))
+    nats = NOVERReward().nats(given)
+    equals(nats[:3].exp(), [2.0, 4.0, 3.0])
+    terms = NOVERReward()(given)
+    equals(terms.solution_log_prob_reward, [1.0, 1 / 3, 2 / 3, 0.0, 1.0])
+    equals(terms.reward, [2.0, 4 / 3, 5 / 3, 0.0, 2.0])
+    # Of 1, 100 and 10 tokens N is 1, 3 and 2. p = 1/8: PPL 8, 2, 2.83. The last is shorter, but not better.
+    given = replace(scores([1 / 8], [1 / 8], [1 / 8]), lengths=torch.tensor([1, 100, 10]))
+    equals(NOVERReward().nats(given), [log(8), log(8) / 3, log(8) / 2])
+    equals(NOVERReward()(given).parts()["efficiency"], [0.0, 0.0, 0.0])
+    # The first is the shortest and the best: it beats both others, and the second one of two.
+    given = replace(scores([1 / 2], [1 / 64], [1 / 4096]), lengths=torch.tensor([1, 2, 3]))
+    equals(NOVERReward(efficiency_weight=4)(given).parts()["efficiency"], [4.0, 2.0, 0.0])
+
+
+def test_equal_perplexities_are_ranked_in_order_or_alike() -> None:
+    given = scores([1 / 4], [1 / 2], [1 / 4], [1 / 4])
+    equals(NOVERReward()(given).solution_log_prob_reward, [3 / 4, 1.0, 2 / 4, 1 / 4])
+    # The ranks 1, 2 and 3 have the mean 2.
+    equals(NOVERReward(ties="mean")(given).solution_log_prob_reward, [2 / 4, 1.0, 2 / 4, 2 / 4])
+
+
+def slow_nover(given: SolutionScores, i: int) -> float:
+    """The reward of thought i, written out."""
+    if not given.closed[i]:
+        return 0.0
+
+    def perplexity(j: int) -> float:
+        values = given.log_probs[j][given.token_mask[j]].tolist()
+        return exp(-sum(values) / len(values) / max(1, 1 + log10(max(1, int(given.lengths[j])))))
+
+    group = [j for j in range(len(given.closed)) if given.closed[j] and given.groups[j] == given.groups[i]]
+    ranked = sorted(group, key=perplexity)
+    beaten = sum(
+        perplexity(i) < perplexity(j) and bool(given.lengths[i] < given.lengths[j]) for j in group if j != i
+    )
+    rank = (len(group) - ranked.index(i)) / len(group)
+    return rank + (beaten / (len(group) - 1) if len(group) > 1 else 0.0) + 1.0
+
+
+def test_nover_equals_a_slow_version() -> None:
+    torch.manual_seed(0)
+    log_probs = (torch.rand(40, 6, dtype=torch.float64) * 0.98 + 0.01).log()
+    lengths = torch.randint(0, 300, (40,))
+    given = SolutionScores(
+        log_probs, torch.arange(6) < torch.randint(1, 7, (40, 1)), torch.rand(40) < 0.8, lengths,
+        torch.arange(40) // 8,
+    )  # fmt: skip
+    equals(NOVERReward()(given).reward, [slow_nover(given, i) for i in range(40)])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        *(("mean", -3.75), ("sum", -15.0), ("min", -8.0), ("max", -1.0), ("median", -4.0)),
+        # Sorted -8, -4, -2, -1: a quarter of the way is 0.75 steps from the first.
+        *(("first_quartile", -8 + 0.75 * 4), ("last_quartile", -2 + 0.25)),
+    ],
+)
+def test_reductions_are_those_of_the_released_code(reduction: Any, expected: float) -> None:
+    values = torch.tensor([[-1.0, -8.0, -2.0, -4.0, 99.0]])
+    mask = torch.tensor([[True, True, True, True, False]])
+    equals(reduce_tokens(values, mask, reduction), [expected])
+    equals(LogProbReward(reduction=reduction).score_solution(scores_of(values, mask)), [expected])
+    # RLT's r_SS with it, and r_KL of the same values.
+    rlt = RLTReward(reduction=reduction, kl_reduction=reduction, min_coef=0, max_coef=0, kl_weight=2)
+    terms = rlt(values, mask, values, mask, torch.tensor([True]))
+    equals(terms.solution_log_prob_reward, [expected])
+    # An empty row gets one 0 in r_KL; a row with tokens is as it is.
+    equals(terms.kl_reward, [-2 * expected])
+
+
+def scores_of(values: Tensor, mask: Tensor) -> SolutionScores:
+    number = len(values)
+    unused = torch.zeros(number, dtype=torch.long)
+    return SolutionScores(values, mask, torch.ones(number, dtype=torch.bool), unused, unused)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    for make, message in [
+        (lambda: LogProbReward(reduction="most"), "reward.reduction must be one of mean, sum"),  # type: ignore[arg-type]
+        (lambda: RLTReward(kl_reduction="most"), "reward.kl_reduction must be one of"),  # type: ignore[arg-type]
+        (lambda: LogProbReward(format_penalty=1), "reward.format_penalty must be at most 0"),
+        (lambda: RLPRReward(format_coef=2), "reward.format_coef must be between 0 and 1. It is 2."),
+        (lambda: VeriFreeReward(temperature=0), "reward.temperature must be positive, or null"),
+        (lambda: LogProbReward(kl_weight=-1), "reward.kl_weight must be at least 0"),
+        (lambda: LogProbReward(kl_estimator="k2"), "reward.kl_estimator must be k1, k3 or exact"),  # type: ignore[arg-type]
+        (lambda: NOVERReward(rank_weight=-1), "reward.rank_weight must be at least 0"),
+        (lambda: NOVERReward(ties="random"), "reward.ties must be order or mean"),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
+    with pytest.raises(ValueError, match="at least one solution token"):
+        LogProbReward()(scores([5.0]))
+
+
+def test_the_answer_term_needs_policy_and_reward() -> None:
+    assert choose_answer_weight(None, "policy", LogProbReward()) == 1
+    assert choose_answer_weight(None, "policy", NOVERReward()) == 0
+    assert choose_answer_weight(None, "reference", VeriFreeReward()) == 0
+    assert choose_answer_weight(0.5, "policy", VeriFreeReward()) == 0.5
+    for scorer, reward in (("reference", LogProbReward()), ("policy", RLPRReward())):
+        with pytest.raises(InputError, match=r"model\.answer_weight must be 0 or"):
+            choose_answer_weight(1.0, scorer, reward)
+    with pytest.raises(InputError, match=r"but model\.reward is RLTReward"):
+        choose_answer_weight(None, "policy", RLTReward())
+
+
+# The gradient, over all thoughts
+
+NUM_WORDS, THOUGHT, SOLUTION = 5, 3, [1, 4]
+
+
+class Recurrent(nn.Module):
+    """A model of five words: an embedding, a recurrence, a head. Not causal in any other way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = nn.Embedding(NUM_WORDS, 4)
+        self.step = nn.RNN(4, 4, batch_first=True)
+        self.head = nn.Linear(4, NUM_WORDS)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Log-probs of all tokens but the first, (N, T - 1)."""
+        states, _ = self.step(self.words(tokens))
+        found = (2 * self.head(states)).log_softmax(-1)[:, :-1]
+        return found.gather(2, tokens[:, 1:, None]).squeeze(2)
+
+
+def exact_gradient(model: Recurrent, rows: Tensor, reward: LikelihoodReward) -> Tensor:
+    """Autograd's gradient of E r(z), every thought weighed by its probability."""
+    found = model(rows)
+    value = reward.score_solution(scores_of(found[:, THOUGHT:], torch.ones(len(rows), len(SOLUTION)).bool()))
+    return flat_gradient(model, (found[:, :THOUGHT].sum(1).exp() * value).sum())
+
+
+def flat_gradient(model: nn.Module, objective: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(model.parameters()))])
+
+
+def estimated_gradient(
+    model: Recurrent, rows: Tensor, reward: LikelihoodReward, answer_weight: float
+) -> Tensor:
+    """The mean of the estimator over all groups of two thoughts, each with its probability."""
+    number = len(rows)
+    first, second = (one.flatten() for one in torch.meshgrid(*[torch.arange(number)] * 2, indexing="ij"))
+    members = torch.stack([first, second], dim=1).flatten()  # groups of two in adjacent rows
+    found = model(rows)
+    sampled, solution = found[:, :THOUGHT], found[:, THOUGHT:]
+    prob = sampled.sum(1).exp().detach()
+    score = reward.score_solution(scores_of(solution, torch.ones_like(solution, dtype=torch.bool)))
+    advantages = LeaveOneOutAdvantages()(score.detach()[members], 2)
+    of_group = (prob[first] * prob[second]).repeat_interleave(2)
+    loss, _ = DrGRPOLoss(kl_coef=0.0, max_completion_length=1)(
+        log_probs=sampled[members],
+        advantages=advantages,
+        token_mask=torch.ones(len(members), THOUGHT, dtype=torch.bool),
+        importance_weights=of_group.unsqueeze(1).expand(-1, THOUGHT),
+        num_sequences=2,  # the mean over a group; groups are weighed by their probability
+        num_tokens=1,
+    )
+    answers = -(of_group * score[members]).sum() / 2
+    return -flat_gradient(model, loss + answer_weight * answers)
+
+
+@pytest.mark.parametrize("reward", [LogProbReward(), LogProbReward(reduction="mean"), VeriFreeReward()])
+def test_the_mean_over_all_thoughts_is_the_gradient_only_with_the_answer_term(
+    reward: LikelihoodReward,
+) -> None:
+    model = Recurrent()
+    rows = torch.tensor([[0, *z, *SOLUTION] for z in product(range(NUM_WORDS), repeat=THOUGHT)])
+    exact = exact_gradient(model, rows, reward)
+    found = estimated_gradient(model, rows, reward, answer_weight=1)
+    torch.testing.assert_close(found, exact, atol=1e-6, rtol=0)
+    without = estimated_gradient(model, rows, reward, answer_weight=0)
+    size = float(exact.abs().max())
+    assert float((without - exact).abs().max()) > 0.1 * size > 1e-4
+    print(f"figure: the gradient, up to {size:.2g}, is met to {float((found - exact).abs().max()):.1e}")
+
+
+# Parity with what the authors released
+
+GOLDEN = json.loads((GOLDEN_FOLDER / "likelihood.json").read_text())
+
+
+def golden_scores(**options: Any) -> SolutionScores:
+    """Six thoughts of one problem, as tests/support/golden/make_likelihood.py had SmolLM2 score them."""
+    log_probs = torch.tensor(GOLDEN["log_probs"])
+    fields = {
+        "log_probs": log_probs,
+        "token_mask": torch.ones_like(log_probs, dtype=torch.bool),
+        "closed": torch.tensor(GOLDEN["closed"]),
+        "lengths": torch.tensor(GOLDEN["lengths"]),
+        "groups": torch.zeros(len(log_probs)),
+        "empty_log_probs": torch.tensor(GOLDEN["empty_log_probs"]).expand_as(log_probs),
+    }
+    return SolutionScores(**fields | options)
+
+
+def is_near(found: Tensor, expected: Any) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+def test_rlpr_equals_the_released_code() -> None:
+    rlpr = RLPRReward()
+    after = rlpr.mean_prob(golden_scores().log_probs, golden_scores().token_mask)
+    # The code rounds B to bfloat16, by up to 0.2 %, and only B.
+    rounded = after.bfloat16().float().masked_fill(~golden_scores().closed, 0.0)
+    is_near(rounded, GOLDEN["rlpr"]["after"])
+    is_near(RLPRReward(round_bf16=True)(golden_scores()).reward, GOLDEN["rlpr"]["reward"])
+    exact = rlpr(golden_scores()).reward
+    torch.testing.assert_close(exact, torch.tensor(GOLDEN["rlpr"]["reward"]), atol=0.9 * 2**-9, rtol=0)
+    assert exact.std() > 0.01
+
+
+def test_verifree_equals_the_released_code_with_its_gradient() -> None:
+    golden = GOLDEN["verifree"]
+    given = golden_scores(log_probs=golden["scale_of_log_probs"] * golden_scores().log_probs)
+    is_near(VeriFreeReward()(given).reward, golden["reward"])
+    log_probs = given.log_probs.clone().requires_grad_()
+    rewards = VeriFreeReward().score_solution(replace(given, log_probs=log_probs))
+    # The code's answer loss is -r(z) log p(y | z), r without gradient, of one thought at a time.
+    rewards.sum().backward()
+    assert log_probs.grad is not None
+    is_near(-log_probs.grad, golden["answer_gradient"])
+    sampled = torch.full((6, 3), 0.5).log().requires_grad_()
+    mask = torch.ones(6, 3, dtype=torch.bool)
+    advantages = LeaveOneOutAdvantages()(rewards.detach(), 6)
+    loss = DrGRPOLoss(kl_coef=0.0, max_completion_length=1)
+    loss(log_probs=sampled, advantages=advantages, token_mask=mask, num_sequences=1)[0].backward()
+    assert sampled.grad is not None
+    is_near(sampled.grad, golden["thought_gradient"])
+    assert min(float(found.abs().max()) for found in (sampled.grad, log_probs.grad)) > 0.01
+
+
+def test_nover_equals_the_released_code() -> None:
+    terms = NOVERReward()(golden_scores())
+    is_near(terms.solution_log_prob_reward, GOLDEN["nover"]["rank"])
+    is_near(terms.parts()["efficiency"], GOLDEN["nover"]["efficiency"])
+    is_near(terms.format_reward, GOLDEN["nover"]["format"])
+    assert len(set(GOLDEN["nover"]["rank"])) == 6
+    assert max(GOLDEN["nover"]["efficiency"]) > 0
+
+
+def test_log_prob_is_that_of_the_recorded_tokens() -> None:
+    # The paper has no released code: the sum and the mean of what the others judge.
+    for reduction in ("sum", "mean"):
+        reward = LogProbReward(reduction=reduction, format_penalty=0)(golden_scores()).reward  # type: ignore[arg-type]
+        number = 1 if reduction == "sum" else len(GOLDEN["empty_log_probs"])
+        is_near(reward, [sum(row) / number for row in GOLDEN["log_probs"]])

@@ -1,0 +1,138 @@
+"""Last-digit chains: steps, splits, kinds of traces, and the tiny models that were pretrained on them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from commands import rlt
+from safetensors.torch import load_file
+
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.models.embedded import MINIATURES
+from rlt_lightning.tasks.stepwise import (
+    CHAIN_SPLITS,
+    CHAIN_WORDING,
+    Mixture,
+    build_chain,
+    chain_kind,
+    chain_rows,
+    draw_chains,
+    draw_ending,
+    draw_trace,
+    parse_chain,
+)
+from rlt_lightning.types import InputError
+
+QUESTION = "start 2, add 1, add 3, times 7?"  # 2 -> 3 -> 6 -> 42, of which 2 is kept
+
+
+def test_a_chain_keeps_the_last_digit() -> None:
+    problem = build_chain(2, [("add", 1), ("add", 3), ("times", 7)])
+    assert problem.question == QUESTION
+    assert problem.steps == ["2 add 1 is 3", "3 add 3 is 6", "6 times 7 is 2"]
+    assert problem.answer == "2"
+    assert parse_chain(QUESTION).steps == problem.steps
+
+
+@pytest.mark.parametrize(
+    ("trace", "kind", "num_right"),
+    [
+        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2.", "steps", 3),
+        ("2 add 1 is 3, 3 add 3 is 7, 7 times 7 is 9.", "wrong", 1),
+        ("2 add 1 is 3, one looks at the numbers, one keeps going like this.", "filler", 1),
+        ("one looks at the numbers, one looks at the numbers, one takes the next part.", "filler", 0),
+        ("clearly it must be 2.", "leap", 0),
+        ("2 add 1 is 3, clearly the answer is 8.", "leap", 1),
+        ("2 add 1 is 3, 3 add 3 is 6.", "other", 2),
+        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2, clearly it must be 2.", "other", 3),
+        ("6 times 7 is 2.", "wrong", 0),
+        ("clearly it must be 2, one looks at the numbers.", "other", 0),
+        ("", "other", 0),
+        ("2 add 1 is 3 3 add 3 is 6 6 times 7 is 2.", "other", 0),  # no joints
+        ("2 add 1 is 4 and so on.", "other", 0),
+        ("2 add 1 is 4, clearly it must be 2.", "wrong", 0),
+        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2", "steps", 3),
+    ],
+)
+def test_the_kind_of_a_trace_is_told_from_its_text(trace: str, kind: str, num_right: int) -> None:
+    assert chain_kind(QUESTION, trace) == (kind, num_right)
+
+
+def test_every_drawn_trace_is_of_the_kind_that_was_drawn() -> None:
+    rng = Random(0)
+    for _ in range(300):
+        [problem] = draw_chains(rng, 1, 5, "train")
+        place, kind = rng.randrange(5), rng.choice(("filler", "leap", "wrong"))
+        sentences = [*problem.steps[:place], *draw_ending(problem, CHAIN_WORDING, place, kind, rng)]
+        assert chain_kind(problem.question, CHAIN_WORDING.trace(sentences)) == (kind, place)
+
+
+def test_the_mixture_sets_how_traces_break_off() -> None:
+    rng, mixture = Random(0), Mixture(hazard=0.25, filler=0.5, leap=0.3)
+    problems = [draw_chains(rng, 1, 3, "train")[0] for _ in range(4000)]
+    kinds = Counter(chain_kind(p.question, draw_trace(p, CHAIN_WORDING, mixture, rng))[0] for p in problems)
+    broken = 1 - 0.75**3  # no break at three steps
+    for kind, expected in {"steps": 0.75**3, "filler": broken / 2, "wrong": broken * 0.2}.items():
+        assert kinds[kind] / 4000 == pytest.approx(expected, abs=0.025)  # 3 standard errors
+
+
+def test_no_question_is_in_two_splits() -> None:
+    found = {split: {row["question"] for row in chain_rows(2000, 1, split)} for split in ("train", "test")}
+    found["pretrain"] = {draw_chains(Random(i), 1, 5, "pretrain")[0].question for i in range(2000)}
+    assert all(
+        CHAIN_SPLITS.find_split(question) == split for split, some in found.items() for question in some
+    )
+    assert not found["train"] & found["test"] | found["pretrain"] & (found["train"] | found["test"])
+
+
+def test_raw_and_right_traces_are_of_the_same_problems() -> None:
+    raw, right = chain_rows(64, 5), chain_rows(64, 5, mixture=None)
+    assert [row["question"] for row in raw] == [row["question"] for row in right]
+    assert {chain_kind(row["question"], row["reasoning_trace"])[0] for row in right} == {"steps"}
+    assert set(raw[0]) == {"question", "solution", "reasoning_trace", "answer"}  # no kind
+
+
+def test_chains_are_an_embedded_source() -> None:
+    assert [row for _, row in read_rows("chains", "train", 8, 3)] == chain_rows(8, 3)
+    with pytest.raises(InputError, match="splits train and test"):
+        read_rows("chains", "validation", 8, 3)
+    with pytest.raises(InputError, match="Lower data"):
+        chain_rows(100, length=1)
+
+
+# The embedded models
+
+SHA256 = {
+    "miniature": "30a07cc29a29b8962f30db812f59ea23fbf1baea8c4a84050a30efb8ada5ab2e",
+    "miniature-teacher": "68619331d413974cc735b6069a9e0b1c561fe01d731a282bf32a50c201567192",
+}
+
+
+def test_the_embedded_weights_are_those_that_were_made() -> None:
+    found = {
+        name: hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        for name, folder in MINIATURES.items()
+    }
+    assert found == SHA256
+
+
+@pytest.mark.full
+def test_the_warmed_up_teacher_is_made_by_one_command(tmp_path: Path) -> None:
+    readme = (MINIATURES["miniature"].parent / "README.md").read_text()
+    [command] = re.findall(r"`rlt (fit --config laptop/warmup [^`]*)`", readme)
+    assert rlt(*shlex.split(command), f"--output_dir={tmp_path}").returncode == 0
+    made, shipped = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "model", MINIATURES["miniature-teacher"])
+    )
+    assert made.keys() == shipped.keys()
+    for name, weight in made.items():
+        # Sums in another order, on another processor, change the last digits.
+        torch.testing.assert_close(weight, shipped[name], atol=1e-3, rtol=0)

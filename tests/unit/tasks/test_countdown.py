@@ -1,0 +1,233 @@
+"""Countdown: the solver finds what there is, two other judges confirm it, rows are the same everywhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from cases import GOLDEN_FOLDER, full
+from commands import ROOT
+
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.judging.answers import solves_countdown
+from rlt_lightning.tasks.countdown import countdown_rows, solve
+from rlt_lightning.types import BadRowError, BadRowReason, InputError
+
+OPERATORS: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def evaluate(node: ast.AST) -> tuple[Fraction, list[int]]:
+    """The exact value of a parsed expression, and the numbers that it uses."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value), [node.value]
+    assert isinstance(node, ast.BinOp)
+    (left, some), (right, others) = evaluate(node.left), evaluate(node.right)
+    return OPERATORS[type(node.op)](left, right), some + others
+
+
+def check(numbers: list[int], target: int, expression: str) -> None:
+    value, used = evaluate(ast.parse(expression, mode="eval").body)
+    assert value == target, expression
+    assert sorted(used) == sorted(numbers), expression
+
+
+@cache
+def all_values(numbers: tuple[Fraction, ...]) -> frozenset[Fraction]:
+    """Every value of the numbers, by replacing any two by what an operation makes of them."""
+    if len(numbers) == 1:
+        return frozenset(numbers)
+    found: set[Fraction] = set()
+    for i, j in combinations(range(len(numbers)), 2):
+        a, b = numbers[i], numbers[j]
+        made = {a + b, a - b, b - a, a * b} | ({a / b} if b else set()) | ({b / a} if a else set())
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        for value in made:
+            found |= all_values(tuple(sorted([*rest, value])))
+    return frozenset(found)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[7], [0, 4], [3, 5], [2, 2, 9], [0, 0, 5], [8, 3, 8, 3], [1, 3, 4, 6], [97, 11, 50, 7], [0, 5, 5, 1]],
+    ids=str,
+)
+def test_a_target_is_solved_if_and_only_if_another_search_reaches_it(numbers: list[int]):
+    reached = all_values(tuple(sorted(map(Fraction, numbers))))
+    for target in range(150):
+        found = solve(numbers, target)
+        assert (found is not None) == (target in reached), target
+        if found:
+            check(numbers, target, found.text())
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [0, 2, 5, 5, 7],
+        full([3, 4, 5, 7, 50]),
+        full([1, 1, 2, 2, 3, 3]),
+    ],
+    ids=str,
+)
+def test_the_search_from_the_target_back_misses_nothing(numbers: list[int]):
+    reached = all_values(tuple(sorted(map(Fraction, numbers))))
+    for target in [*range(0, 60), *range(300, 1000, 7)]:
+        found = solve(numbers, target)
+        assert (found is not None) == (target in reached), target
+        if found:
+            check(numbers, target, found.text())
+
+
+def test_fractions_on_the_way_only_where_nothing_else_helps():
+    found = solve([8, 3, 8, 3], 24)  # 8 / (3 - 8/3), the only way
+    assert found is not None
+    assert found.text() == "8 / (3 - 8 / 3)"
+    assert found.steps() == ["8 / 3 = 8/3", "3 - (8/3) = 1/3", "8 / (1/3) = 24"]
+    for numbers, target in ([6, 2, 3], 9), ([12, 5, 7, 3], 27), ([1, 2, 3, 4, 5, 6], 360):
+        whole = solve(numbers, target)
+        assert whole is not None
+        assert "/" not in "".join(step.split("=")[1] for step in whole.steps())
+
+
+def test_the_order_of_the_numbers_does_not_matter():
+    expressions = {solve(Random(i).sample([3, 25, 50, 7], 4), 82) for i in range(10)}
+    assert len(expressions) == 1
+
+
+def test_every_row_is_confirmed_by_exact_evaluation():
+    rows = countdown_rows(60, seed=3) + countdown_rows(5, seed=3, split="test")
+    assert {len(row["numbers"]) for row in rows} == {3, 4}
+    for row in rows:
+        numbers, target, answer = row["numbers"], row["target"], row["answer"]
+        check(numbers, target, answer)
+        assert row["solution"].endswith(f" The expression is \\boxed{{{answer}}}.")
+        steps = row["solution"].split(". The expression")[0].split("; ")
+        assert len(steps) == len(numbers) - 1
+        for step in steps:
+            left, right = step.split(" = ")
+            assert evaluate(ast.parse(left, mode="eval").body)[0] == Fraction(right)
+        assert Fraction(right) == target
+        shown = [int(n) for n in re.findall(r"\d+", row["question"])]
+        assert shown == [target, *numbers]
+
+
+@pytest.mark.slow
+def test_rows_are_the_same_in_another_process_and_others_for_another_seed():
+    code = "from rlt_lightning.tasks.countdown import countdown_rows\nprint(countdown_rows(20, 7)[19])"
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)},
+    ).stdout
+    rows = countdown_rows(20, 7)
+    assert other == f"{rows[19]}\n"
+    assert countdown_rows(10, 7) == rows[:10]
+    problems = {json.dumps([row["numbers"], row["target"]]) for row in rows}
+    neighbours = {json.dumps([row["numbers"], row["target"]]) for row in countdown_rows(20, 8)}
+    assert len(problems) == 20
+    assert len(problems & neighbours) < 3
+
+
+@pytest.mark.full
+def test_splits_share_no_problem_even_across_seeds_and_orders():
+    def problems(split: str, num_rows: int) -> set[str]:
+        rows = [row for seed in range(2) for row in countdown_rows(num_rows, seed, split)]
+        return {f"{sorted(row['numbers'])} {row['target']}" for row in rows}
+
+    assert problems("train", 60).isdisjoint(problems("test", 10))
+
+
+def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match="splits train and test, but got 'dev'"):
+        countdown_rows(1, split="dev")
+    monkeypatch.setattr("rlt_lightning.tasks.draw.MAX_MISSES", 0)
+    with pytest.raises(
+        InputError, match=r"about \d+ different rows of these settings, but 1000 were asked for"
+    ):
+        countdown_rows(1000)
+
+
+def test_expressions_are_judged_as_reasoning_gym_judges_them():
+    # Its full score or not, by version 0.1.25: expression, numbers, target, verdict.
+    lines = (GOLDEN_FOLDER / "countdown_verdicts.jsonl").read_text().splitlines()
+    for expression, numbers, target, verdict in map(json.loads, lines):
+        assert solves_countdown(expression, numbers, target) == verdict, expression
+
+
+@pytest.mark.parametrize("text", ["(" * 120, "-" * 199 + "1", "(" * 99 + "1" + ")" * 99, "1/" * 99 + "1"])
+def test_long_expressions_end_without_an_error(text: str):
+    assert not solves_countdown(text, [2], 2)
+
+
+# Rows of one's own
+
+
+def test_rows_with_numbers_and_target_get_question_and_solution(tmp_path: Path):
+    own = {"question": "q", "solution": "s", "numbers": [1, 2], "target": 3}
+    rows = [{"nums": [95, 21, 38], "target": 36, "id": 9}, {"numbers": [5], "target": 5, "nums": None}, own]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, single, third = (columns for _, columns in read_rows(str(tmp_path / "rows.jsonl")))
+    assert first == {
+        "nums": [95, 21, 38],
+        "target": 36,
+        "id": 9,
+        "question": (
+            "Make 36 from the numbers 95, 21 and 38. Use each of the numbers exactly once, with +, -, *, / "
+            "and parentheses. Write the expression, without an equals sign, in \\boxed{}."
+        ),
+        "solution": "95 - 38 = 57; 57 - 21 = 36. The expression is \\boxed{95 - 38 - 21}.",
+        "answer": "95 - 38 - 21",
+        "numbers": [95, 21, 38],
+        "kind": "countdown",
+    }
+    assert isinstance(single, dict)
+    assert single["solution"] == "The expression is \\boxed{5}."
+    assert third == own
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "detail"),
+    [
+        ({"nums": [2, 3], "target": 99}, BadRowReason.UNSOLVABLE, "no expression makes 99 of [2, 3]"),
+        ({"nums": [2, 3], "target": 2.5}, BadRowReason.WRONG_TYPE, "but are [2, 3] and 2.5"),
+        ({"nums": [2, -3], "target": 5}, BadRowReason.WRONG_TYPE, "none below 0"),
+        ({"nums": "2 3", "target": 5}, BadRowReason.WRONG_TYPE, "must be integers"),
+        ({"nums": [True, 3], "target": 4}, BadRowReason.WRONG_TYPE, "must be integers"),
+        ({"nums": [], "target": 5}, BadRowReason.WRONG_TYPE, "but there are 0"),
+        ({"numbers": [1] * 7, "target": 5}, BadRowReason.WRONG_TYPE, "1 to 6 numbers, but there are 7"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_problems_that_cannot_be_solved_are_bad_rows(
+    tmp_path: Path, row: dict[str, Any], reason: BadRowReason, detail: str
+):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    [(number, error)] = read_rows(str(tmp_path / "rows.jsonl"))
+    assert isinstance(error, BadRowError)
+    assert (number, error.reason) == (1, reason)
+    assert detail in error.detail
+
+
+def test_only_the_rows_that_are_read_are_solved(tmp_path: Path):
+    hard = {"nums": [97, 89, 83, 79, 73, 71], "target": 100003}  # no way; a fifth of a second each
+    rows = [{"nums": [1, 2], "target": 3}, *[hard] * 2000]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(read_rows(str(tmp_path / "rows.jsonl"), max_rows=1)) == 1
