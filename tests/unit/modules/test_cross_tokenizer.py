@@ -511,7 +511,7 @@ def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
     [problem] = ours.build_problems(rows)
     rollout = ours.format.build_rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))
     terms = ours.score([rollout], ModelEntry(load_model(tiny_model)), torch.device("cpu"))
-    assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
+    assert terms.rewards.item() == pytest.approx(theirs.reward, abs=1e-5)
     with pytest.raises(InputError, match="exact sums over a vocabulary"):
         ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]
 
