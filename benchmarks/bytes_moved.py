@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from rlt_lightning.models import kernels
 from rlt_lightning.models.packed import HeadOptions, scored_hidden_states
-from rlt_lightning.numerics import Head, LogitScale, head, linear_log_probs
+from rlt_lightning.numerics import head
+from rlt_lightning.numerics.head import Head, LogitScale
+from rlt_lightning.numerics.log_probs import linear_log_probs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

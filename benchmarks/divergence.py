@@ -16,7 +16,9 @@ import torch
 from side_by_side import alternate, bars, benchmark_parser, finish, measure, read_options
 from torch import Tensor
 
-from rlt_lightning.numerics import Divergence, Head, divergence, linear_divergence
+from rlt_lightning.numerics import Divergence
+from rlt_lightning.numerics.divergence import divergence, linear_divergence
+from rlt_lightning.numerics.head import Head
 
 MEMORY_GOAL, TIME_GOAL = 1 / 4, 1.5
 LOSSES = {"reverse": Divergence(), "jsd": Divergence("jsd"), "top": Divergence(top_k=100)}

@@ -18,7 +18,7 @@ from side_by_side import benchmark_parser, finish, read_options
 
 from rlt_lightning import Trainer
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StudentRLData
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -78,9 +78,8 @@ def run(dynamic: bool, seed: int, steps: int, every: int, held_out: int) -> Curv
             micro_batch_tokens=4096,
             seed=seed,
         )
-        data = StratosDataModule(
+        data = StudentRLData(
             source="chains",
-            task="student_rl",
             num_embedded_rows=2048,
             val_source="chains",
             val_rows=held_out,

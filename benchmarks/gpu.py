@@ -30,8 +30,9 @@ from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.lora import LoRA, add_adapter, without_adapter
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.phases import forward_flops, matmul_rate
-from rlt_lightning.numerics import GRPOLoss, PackedSequences, ScoredSequence, to_padded
+from rlt_lightning.numerics import GRPOLoss
 from rlt_lightning.numerics.attention import KERNELS
+from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence, to_padded
 
 GOAL = 0.45
 SHAPES: dict[str, dict[str, Any]] = {

@@ -22,8 +22,9 @@ from side_by_side import benchmark_parser, finish, measure, read_options
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import compute_log_probs
-from rlt_lightning.numerics import Head, PackedSequences, ScoredSequence, linear_log_probs
-from rlt_lightning.numerics.packing import SHARING_COST
+from rlt_lightning.numerics.head import Head
+from rlt_lightning.numerics.log_probs import linear_log_probs
+from rlt_lightning.numerics.packing import SHARING_COST, PackedSequences, ScoredSequence
 from rlt_lightning.rewards import RLTReward
 
 GOAL = 0.99  # of the variance in time that a straight line explains

@@ -15,7 +15,8 @@ import torch
 from side_by_side import alternate, bars, benchmark_parser, finish, measure, read_options
 from torch import Tensor
 
-from rlt_lightning.numerics import Head, linear_log_probs
+from rlt_lightning.numerics.head import Head
+from rlt_lightning.numerics.log_probs import linear_log_probs
 
 MEMORY_GOAL, TIME_GOAL = 1 / 8, 1.05
 

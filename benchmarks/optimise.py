@@ -25,9 +25,8 @@ from side_by_side import alternate, bars, benchmark_parser, finish, measure, rea
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
-from rlt_lightning.numerics import (
-    GroupNormalisedAdvantages,
-    GRPOLoss,
+from rlt_lightning.numerics import GroupNormalisedAdvantages, GRPOLoss
+from rlt_lightning.numerics.packing import (
     PackedSequences,
     ScoredSequence,
     SequenceLengths,

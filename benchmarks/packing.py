@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from side_by_side import alternate, benchmark_parser, finish, measure, read_options
 
-from rlt_lightning.numerics import PackedSequences, ScoredSequence
+from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 
 GOAL = 5  # times as fast as the loop
 

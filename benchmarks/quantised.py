@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from side_by_side import bars, benchmark_parser, finish, read_options
 from torch import Tensor
 
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, merge_weights
 from rlt_lightning.models.quantised import quantised_layers
@@ -83,9 +83,8 @@ def fit(model: str, steps: int, seed: int, lora: LoRA | None, states: Any) -> Ke
         )
         lr = 1e-3 if lora else 3e-4
         module = SFTModule(model, OptimizerConfig(lr=lr, states=states), lora=lora, seed=seed)
-        data = StratosDataModule(
+        data = TeacherSFTData(
             source="chains",
-            task="teacher_sft",
             num_embedded_rows=256,
             prompts_per_step=8,
             tokenizer=model,

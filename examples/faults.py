@@ -31,6 +31,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
@@ -40,10 +41,10 @@ from rlt_lightning import (
     RLTModule,
     RolloutCallback,
     Sampling,
-    StratosDataModule,
     Trainer,
 )
 from rlt_lightning.checkpoints.folder import STATE, find_newest_checkpoint
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.digests import SUFFIX, write_digests
 from rlt_lightning.engines import DiskPush, EngineError, HFEngine, SampleRequest, VLLMEngine
 from rlt_lightning.models.embedded import resolve
@@ -106,7 +107,7 @@ class Run:
             optimizer=OptimizerConfig(lr=1e-3),
             micro_batch_tokens=1024,
         )
-        data = StratosDataModule(
+        data = TeacherRLData(
             "chains",
             num_embedded_rows=16,
             prompts_per_step=2,
@@ -134,7 +135,7 @@ class Run:
                     **dict(self.options),
                 )
                 trainer.fit(module, data)
-            except (EngineError, InputError) as found:
+            except (EngineError, InputError, MisconfigurationException) as found:
                 error = found
         logging.getLogger("rlt_lightning").removeHandler(logged)
         lines = [line for line in printed.getvalue().splitlines() if line.startswith(("rlt: alarm", "Lost"))]

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from rlt_lightning.commands.scoring import ExplanationScorer
-from rlt_lightning.datamodules.tokenize import StudentLikelihoodTask
+from rlt_lightning.datamodules import StudentLikelihoodData
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.load import Dtype, can_replace_attention
 from rlt_lightning.models.template import find_eos_token_ids
@@ -75,7 +75,9 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         problems = [self.build_problem(number, row) for number, row in enumerate(rows, start=1)]
         default = self.format.student_system_prompt
         prompts = (p.student_system_prompt for p in problems)
-        self.task.chosen.check_rows(Counter(default if prompt is None else prompt for prompt in prompts))
+        self.student_views.chosen[0].check_rows(
+            Counter(default if prompt is None else prompt for prompt in prompts)
+        )
         return [p.columns | {"question": p.question, "prompt": self.build_prompt(p)} for p in problems]
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -210,7 +212,7 @@ class LikelihoodRewardFunction(RLTRewardFunction):
 
     __name__ = "likelihood"
     reward_type = LikelihoodReward
-    task_type = StudentLikelihoodTask
+    data_type = StudentLikelihoodData
     reward: LikelihoodReward
 
     def __init__(

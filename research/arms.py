@@ -258,7 +258,7 @@ class Arms:
             ranked = self.stages(
                 f"{self.name}/{name}/ranked",
                 "predict",
-                "rank",
+                "recipe_7b/rank",
                 "groups.json",
                 trainer__accelerator="cpu",
                 model__teacher=self.train_teacher("warmup"),

@@ -13,7 +13,17 @@ from rlt_lightning.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
-    from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+    from rlt_lightning.datamodules import (
+        EvaluationDataModule,
+        ScoringData,
+        StratosDataModule,
+        StudentLikelihoodData,
+        StudentOPDData,
+        StudentRLData,
+        StudentSFTData,
+        TeacherRLData,
+        TeacherSFTData,
+    )
     from rlt_lightning.engines import Sampling
     from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
     from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -35,8 +45,15 @@ __all__ = [
     "SFTModule",
     "Sampling",
     "Score",
+    "ScoringData",
     "StratosDataModule",
+    "StudentLikelihoodData",
+    "StudentOPDData",
+    "StudentRLData",
+    "StudentSFTData",
     "Teacher",
+    "TeacherRLData",
+    "TeacherSFTData",
     "Trainer",
     "score",
 ]
@@ -46,7 +63,10 @@ warnings.filterwarnings("ignore", ".*IProgress not found.*")
 
 PLACES = {
     "callbacks": ("ResponseCallback", "RolloutCallback"),
-    "datamodules": ("EvaluationDataModule", "StratosDataModule"),
+    "datamodules": (
+        *("EvaluationDataModule", "ScoringData", "StratosDataModule", "StudentLikelihoodData"),
+        *("StudentOPDData", "StudentRLData", "StudentSFTData", "TeacherRLData", "TeacherSFTData"),
+    ),
     "engines": ("Sampling",),
     "modules": ("EvaluationModule", "LikelihoodModule", "OPDModule", "RLTModule", "SFTModule"),
     "modules.optimizer": ("OptimizerConfig",),

@@ -145,9 +145,3 @@ def redraws_lines() -> bool:
         return os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):  # a stream that is no file, such as a notebook's
         return True
-
-
-def has_styles() -> bool:
-    """Return whether standard output is a terminal with colours that the user has not switched off."""
-    allowed = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return sys.stdout.isatty() and allowed

@@ -19,13 +19,9 @@ from rlt_lightning.callbacks.predictions import warn_of_foreign_traces
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.scoring import NoReward, score_problems
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
-from rlt_lightning.environment import (
-    TRAINER_DEFAULTS,
-    quiet_third_parties,
-    require_models,
-)
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.students import Reduction
@@ -34,6 +30,7 @@ from rlt_lightning.rewards.base import ReadTokens
 from rlt_lightning.rewards.students import Student, StudentNames, split_student_setting
 from rlt_lightning.rollouts.step import Score as StepScore
 from rlt_lightning.tags import TagStyle, decode_each
+from rlt_lightning.trainer import TRAINER_DEFAULTS, quiet_third_parties
 from rlt_lightning.types import FinishReason, InputError, Rollout
 
 # For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
@@ -221,7 +218,8 @@ class Teacher:
             InputError: If question and solution are not usable or leave no room in the models' contexts.
         """
         rows = [{"question": question, "solution": solution}]
-        [(rollout, score)] = self._ask(rows, "rlt", TRACE_COLUMN, seed)
+        data = TeacherRLData(rows, max_bad_frac=0.0, **self.data_options)
+        [(rollout, score)] = self._ask(data, seed)
         completion = rollout.completion
         ids, reason = completion.token_ids, completion.finish_reason
         return Explanation(question, solution, rollout.text, ids, reason, score)
@@ -241,25 +239,23 @@ class Teacher:
             raise InputError(
                 "A score needs a student, but this Teacher has none. Name it as second argument."
             )
-        return [score for _, score in self._ask(rows, "score", trace_column, 0) if score is not None]
-
-    def _ask(self, rows: Any, task: Any, trace_column: str, seed: int) -> list[tuple[Rollout, Score | None]]:
-        """Let the models score rows as in `rlt predict`, and return their completions with their scores."""
-        quiet_third_parties()
-        data = StratosDataModule(
+        data = ScoringData(
             list(rows) if isinstance(rows, Iterator) else rows,
-            task=task,
             trace_columns=[trace_column],
             prompts_per_step=ROWS_AT_ONCE,
             max_bad_frac=0.0,
             **self.data_options,
         )
+        found = self._ask(data, seed=0)
+        warn_of_foreign_traces(data.items, self.module)
+        return [score for _, score in found if score is not None]
+
+    def _ask(self, data: StratosDataModule, seed: int) -> list[tuple[Rollout, Score | None]]:
+        """Let the models score rows as in `rlt predict`, and return their completions with their scores."""
+        quiet_third_parties()
         rollouts = RolloutCallback(sampling=self.sampling, seed=seed)
         settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
-        require_models(self.module)
         batches = score_problems(self.module, data, rollouts, **settings)
-        if task == "score":
-            warn_of_foreign_traces(data.items, self.module)
         students = list(self.module.students)
         scored: list[tuple[Rollout, Score | None]] = []
         for batch in batches:

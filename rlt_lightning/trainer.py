@@ -1,5 +1,6 @@
-"""The one place where a run is put together: run folder, loggers, checkpoints, completions, callbacks.
+"""Lightning's Trainer with what every run of this project has: a folder, callbacks, checkpoints, metrics.csv.
 
+None of it is needed to train: an unmodified `lightning.Trainer` does with a RolloutCallback (docs/python.md).
 Scripts and the command line make the same Trainer:
 
     script     Trainer(output_dir, callbacks=[…], …)
@@ -12,18 +13,21 @@ Scripts and the command line make the same Trainer:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.loggers import Logger
-from typing_extensions import override
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ProgressBar
 
 from rlt_lightning.callbacks import (
     Alarms,
@@ -39,20 +43,11 @@ from rlt_lightning.callbacks import (
 )
 from rlt_lightning.callbacks.checkpoint import MetricsResume
 from rlt_lightning.callbacks.interrupt import Interrupted
-from rlt_lightning.callbacks.progress import choose_progress_bar
+from rlt_lightning.callbacks.progress import IterationLines, has_terminal
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
-from rlt_lightning.environment import (
-    TRAINER_DEFAULTS,
-    quiet_third_parties,
-    require_accelerator,
-    require_known_strategy,
-    require_models,
-    require_one_batch_size,
-    require_own_clipping,
-)
 from rlt_lightning.metrics.catalogue import write_entries
-from rlt_lightning.models import template
+from rlt_lightning.modules.base import require_strategy
 from rlt_lightning.run.folder import (
     RunFolder,
     choose_run_folder,
@@ -62,10 +57,9 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.run.ranks import find_global_rank
-from rlt_lightning.run.result import FitResult, read_fit_result
 from rlt_lightning.types import InputError, as_list
 
-# The callbacks of every run, by the names of their settings: those of `rlt test`, and those of other verbs.
+# The callbacks of every run, by the names of their settings: of `rlt test`, and of other verbs.
 TESTING: dict[str, type[Callback]] = {"rollouts": ResponseCallback, "records": EvaluationWriter}
 TRAINING: dict[str, type[Callback]] = {
     "rollouts": RolloutCallback,
@@ -77,31 +71,96 @@ TRAINING: dict[str, type[Callback]] = {
     "scores": ScoreWriter,
     "distillation": DistillationWriter,
 }
+# Arguments of Lightning's Trainer, and of its verbs, that a run has unless others are set.
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": 0,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,  # our loader distributes the rows itself
+}
+VERB_DEFAULTS: dict[str, dict[str, Any]] = {
+    "test": {"verbose": False},  # EvaluationWriter prints the table
+    "predict": {"return_predictions": False},  # they are in files
+}
+# Warnings of other packages that say nothing about the user's run.
+STRAY = (
+    # Our loaders make batches of lists and want no workers.
+    ".*does not have many workers.*",
+    # Our checkpoint callback saves at the end of a step.
+    ".*Using `?ModelCheckpoint`? with manual optimization.*",
+    # The folder of a resumed run is not empty.
+    ".*exists and is not empty.*",
+    ".*have overridden `transfer_batch_to_device`.*",
+    # No validation set was asked for.
+    ".*Total length of `list` across ranks is zero.*",
+    ".*defined a `validation_step` but have no `val_dataloader`.*",
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+    ".*gradient_checkpointing_enable` is deprecated.*",
+    # DeepSpeed calls these two.
+    ".*all_gather_into_tensor.*deprecated.*",
+    ".*reduce_scatter_tensor.*deprecated.*",
+)
+ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    # Of wandb: command line, terminal output, code, host and git remote stay here: each may hold a secret.
+    "WANDB_CONSOLE": "off",
+    "WANDB_DISABLE_CODE": "true",
+    "WANDB_DISABLE_GIT": "true",
+    "WANDB_HOST": "-",
+    "WANDB_X_DISABLE_META": "true",
+}
+
+
+def quiet_third_parties() -> None:
+    """Silence tips, hardware lists and warnings that say nothing about the user's run."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without it DeepSpeed warns
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    # It tells of a kernel that it has not found, even where nothing is quantised.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for pattern in STRAY:
+        warnings.filterwarnings("ignore", pattern)
+
+
+def in_run_folder(verb: str) -> Any:
+    """Return Lightning's method of a verb, run in the folder of the run."""
+    method: Callable[..., Any] = getattr(lightning.pytorch.Trainer, verb)
+
+    @wraps(method)
+    def run(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        call = signature(method).bind(self, *args, **kwargs)
+        given = call.arguments = VERB_DEFAULTS.get(verb, {}) | call.arguments
+        data = given.get("datamodule") or given.get("train_dataloaders", given.get("dataloaders"))
+        with self.enter_run_folder(verb, data, given.get("ckpt_path")) as given["ckpt_path"]:
+            return method(*call.args, **call.kwargs)
+
+    return run
 
 
 class Trainer(lightning.pytorch.Trainer):
     """Lightning's Trainer for the modules of this package; a run equals that of `rlt` with the same settings.
 
     The first verb writes into `output_dir`, and each further one, such as `validate` after `fit`, into a
-    folder of its name inside it. `fit` leaves the trained model in `output_dir/model`.
+    folder of its name inside it. `fit` leaves the trained model in `output_dir/model`. The first Ctrl-C stops
+    a fit with a KeyboardInterrupt once its iteration is finished and its checkpoint written.
 
     Args:
         output_dir: The run folder. If it contains a run, resume or overwrite must be set. A RunFolder is
             open already, for the one verb that the trainer then runs.
         resume: Resume the run in output_dir; start it if there is none.
         overwrite: Replace the run in output_dir.
-        callbacks: Further callbacks. Every run has those of `TRAINING`, or of `TESTING` for `test`: one of
-            these classes replaces the run's own, as `Checkpoint(every_n_train_steps=10)`.
-        logger: Further loggers; `metrics.csv` is always written.
-        plugins: Further plugins.
-        enable_progress_bar: Show Lightning's bar on a terminal, elsewhere a line per iteration.
-        enable_checkpointing: Write checkpoints.
-        options: All other arguments of `lightning.pytorch.Trainer`, such as max_steps, accelerator, devices.
+        options: Arguments of `lightning.pytorch.Trainer`. `callbacks` add to those of `TRAINING`, or of
+            `TESTING` for `test`, or replace one of the same class; `logger` and `plugins` add to the run's
+            own. Where there is no terminal, a line per iteration is printed in place of a bar.
 
     Raises:
-        InputError: If two callbacks bring completions, the strategy is not known, or a step would be
-            several batches.
+        InputError: If two callbacks bring completions, or a strategy does not work.
     """
+
+    fit, validate, test, predict = map(in_run_folder, ("fit", "validate", "test", "predict"))
 
     def __init__(
         self,
@@ -109,150 +168,55 @@ class Trainer(lightning.pytorch.Trainer):
         *,
         resume: bool = False,
         overwrite: bool = False,
-        callbacks: list[Callback] | Callback | None = None,
-        logger: Logger | Iterable[Logger] | None = None,
-        plugins: Any = None,
-        enable_progress_bar: bool | None = True,
-        enable_checkpointing: bool | None = True,
         **options: Any,
     ) -> None:
         quiet_third_parties()
-        given = as_list(callbacks)
-        require_known_strategy(options.get("strategy", "auto"))
-        require_one_batch_size(options.get("accumulate_grad_batches", 1))
-        require_own_clipping(options.get("gradient_clip_val"))
-        require_accelerator(options.get("accelerator", "auto"))
+        options = TRAINER_DEFAULTS | options
         self._opened = output_dir if isinstance(output_dir, RunFolder) else None
         self.output_dir = output_dir.folder if isinstance(output_dir, RunFolder) else Path(output_dir)
         self.resume, self.overwrite = resume, overwrite
         self._is_open = False
-        self._training = complete_callbacks(TRAINING, given)
-        self._testing = complete_callbacks(TESTING, given)
-        if enable_checkpointing is False:
-            # Lightning refuses one that is given.
-            self._training = [p for p in self._training if p in given or not isinstance(p, ModelCheckpoint)]
-        named = [part for part in given if part not in [*self._training, *self._testing]]
-        has_bar = enable_progress_bar is False or any(isinstance(part, ProgressBar) for part in named)
-        bar = [] if has_bar else [choose_progress_bar()]
+        named = as_list(options.pop("callbacks", None))
+        missing = build_missing(named, with_checkpoints=options.get("enable_checkpointing") is not False)
+        has_bar = has_terminal() or any(isinstance(part, ProgressBar) for part in named)
+        if options.get("enable_progress_bar") is not False and not has_bar:
+            named.insert(0, IterationLines())
+            options["enable_progress_bar"] = False
         self._metrics = MetricsCSV(str(self.output_dir))
-        super().__init__(
-            default_root_dir=self.output_dir,
-            enable_progress_bar=enable_progress_bar,
-            enable_checkpointing=enable_checkpointing,
-            logger=[self._metrics, *as_list(logger)],
-            plugins=[FolderCheckpointIO(), *as_list(plugins)],
-            callbacks=[*named, *bar, MetricsResume(), *self._training],
-            **(TRAINER_DEFAULTS | options),
-        )
-
-    @override
-    def fit(  # type: ignore[override]
-        self,
-        model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        datamodule: LightningDataModule | None = None,
-        ckpt_path: str | Path | None = None,
-        weights_only: bool | None = None,
-    ) -> FitResult:
-        """Train a module on a datamodule: `trainer.fit(module, data)`; ckpt_path may be last or best.
-
-        Returns:
-            What the run has learned, the same on every rank: its figures first and last.
-
-        Raises:
-            KeyboardInterrupt: After Ctrl-C, once the iteration is finished and its checkpoint written. A
-                second Ctrl-C ends the process.
-        """
-        try:
-            with self.enter_run_folder("fit", datamodule or train_dataloaders, ckpt_path, model) as path:
-                super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
-        except Interrupted as stop:
-            if self._opened is not None:
-                raise  # `rlt` says how to resume
-            raise KeyboardInterrupt(
-                f"{stop} To resume it: Trainer({str(self.output_dir)!r}, resume=True)"
-            ) from None
-        folder = Path(self.default_root_dir)
-        # Only rank 0 is sure to see the files that it has just written.
-        found = read_fit_result(folder) if self.is_global_zero else FitResult(folder)
-        self.fit_result: FitResult = self.strategy.broadcast(found)
-        return self.fit_result
-
-    @override
-    def validate(
-        self,
-        model: LightningModule | None = None,
-        dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
-        verbose: bool = True,
-        datamodule: LightningDataModule | None = None,
-        weights_only: bool | None = None,
-    ) -> list[Mapping[str, float]]:
-        """Measure held-out rows: `trainer.validate(module, data)`."""
-        with self.enter_run_folder("validate", datamodule or dataloaders, ckpt_path, model) as path:
-            return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
-
-    @override
-    def test(
-        self,
-        model: LightningModule | None = None,
-        dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
-        verbose: bool = False,
-        datamodule: LightningDataModule | None = None,
-        weights_only: bool | None = None,
-    ) -> list[Mapping[str, float]]:
-        """Evaluate a student: `trainer.test(EvaluationModule(…), EvaluationDataModule(…))`."""
-        with self.enter_run_folder("test", datamodule or dataloaders, ckpt_path, model) as path:
-            return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
-
-    @override
-    def predict(
-        self,
-        model: LightningModule | None = None,
-        dataloaders: Any = None,
-        datamodule: LightningDataModule | None = None,
-        return_predictions: bool | None = False,
-        ckpt_path: str | Path | None = None,
-        weights_only: bool | None = None,
-    ) -> list[Any] | list[list[Any]] | None:
-        """Write traces or scores into the run folder: `trainer.predict(module, data)`."""
-        with self.enter_run_folder("predict", datamodule or dataloaders, ckpt_path, model) as path:
-            options = (datamodule, return_predictions, path, weights_only)
-            return super().predict(model, dataloaders, *options)
+        options["logger"] = [self._metrics, *as_list(options.get("logger"))]
+        options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]
+        # Lightning moves Checkpoint behind all others.
+        options["callbacks"] = [*named, *missing, MetricsResume()]
+        super().__init__(default_root_dir=self.output_dir, **options)
+        require_strategy(self.strategy)
 
     @contextmanager
-    def enter_run_folder(
-        self, verb: str, data: Any, ckpt_path: str | Path | None, module: LightningModule | None = None
-    ) -> Iterator[str | None]:
+    def enter_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
         """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load."""
+        path = None if ckpt_path is None else str(ckpt_path)
         if self._opened is None:
-            require_models(module)
-        path = self._open(verb, None if ckpt_path is None else str(ckpt_path))
-        template.run_folder = Path(self.default_root_dir)
-        own = self._testing if verb == "test" else self._training
-        others = [part for part in self.callbacks if part not in [*self._training, *self._testing]]  # type: ignore[has-type]
-        self.callbacks = sorted([*others, *own], key=place_in_order)
+            path = self._open(verb, path)
         if isinstance(data, EvaluationDataModule) and data.responses is None:
-            data.num_samples = next(p.num_samples for p in own if isinstance(p, ResponseCallback))
+            data.num_samples = next(p.num_samples for p in self.callbacks if isinstance(p, ResponseCallback))  # type: ignore[attr-defined]
         lends = getattr(data, "output_dir", "") is None
         if lends:
             data.output_dir = self.default_root_dir
         try:
             yield path
+        except Interrupted as stop:
+            if self._opened is not None:
+                raise  # `rlt` says how to resume
+            resumed = f"Trainer({str(self.output_dir)!r}, resume=True)"
+            raise KeyboardInterrupt(f"{stop} To resume it: {resumed}") from None
         except BaseException:
             remove_empty_folders()
             raise
         finally:
-            template.run_folder = None
             if lends:
                 data.output_dir = None
 
     def _open(self, verb: str, ckpt_path: str | None) -> str | None:
-        """Open the folder of a verb, unless it is open, and return the checkpoint to load."""
-        if self._opened is not None:
-            return ckpt_path
+        """Open the folder of a verb, and return the checkpoint to load."""
         output_dir, again, is_fit = str(self.output_dir), self._is_open, verb == "fit"
         if again:
             choice = choose_run_folder(verb, output_dir, ckpt_path=ckpt_path, overwrite=not is_fit)
@@ -272,26 +236,19 @@ class Trainer(lightning.pytorch.Trainer):
         return choice.ckpt_path
 
 
-def complete_callbacks(kinds: dict[str, type[Callback]], given: list[Callback]) -> list[Callback]:
-    """Return the callbacks of every run: the given ones, and a default one of each other class.
+def build_missing(named: list[Callback], with_checkpoints: bool) -> list[Callback]:
+    """Return the callbacks that every run has and that are not named, with their defaults.
+
+    Each is idle in the verbs that are not its own.
 
     Raises:
         InputError: If several bring completions.
     """
-    found: list[Callback] = []
-    for name, kind in kinds.items():
-        own = [part for part in given if isinstance(part, kind)]
-        if name == "rollouts" and len(own) > 1:
+    for kind in (RolloutCallback, ResponseCallback):
+        if (number := sum(isinstance(part, kind) for part in named)) > 1:
             raise InputError(
-                f"Every run has one {kind.__name__}, but callbacks has {len(own)}. Remove all but one."
+                f"A run has one {kind.__name__}, but callbacks has {number}. Remove all but one."
             )
-        found += own or [kind()]
-    return found
-
-
-def place_in_order(callback: Callback) -> int:
-    """Return where a callback stands among those of a run: settings are saved once all others checked them.
-
-    Lightning, too, lets checkpoints be written last.
-    """
-    return 2 if isinstance(callback, ModelCheckpoint) else int(isinstance(callback, SaveConfigCallback))
+    kinds = [*TRAINING.values(), *TESTING.values()]
+    missing = [kind for kind in kinds if not any(isinstance(part, kind) for part in named)]
+    return [kind() for kind in missing if with_checkpoints or kind is not Checkpoint]

@@ -172,8 +172,8 @@ class Problem:
         student_system_prompt: The row's system prompt; None: the format's.
         given_completion: The completion to be scored, if the row has one.
         columns: The source row as it was read.
-        teacher_view: In student_opd, where the prompt above is the student's: what the teacher reads before
-            the student's tokens, in its own tokens.
+        teacher_view: In on-policy distillation, where the prompt above is the student's: what the teacher
+            reads before the student's tokens, in its own tokens.
     """
 
     row: int
@@ -224,7 +224,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class ModelView:
-    """A completion as another model reads it: a student of RLT, or the teacher of student_opd.
+    """A completion as another model reads it: a student of RLT, or the teacher of StudentOPDData.
 
     Both models compare tokens of the completion, which the policy sampled, with tokens of their own:
 
@@ -273,7 +273,7 @@ class Rollout:
         completion: The completion.
         text: The explanation, or a student's whole answer, for people.
         closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
-        views: As each student reads it; in student_opd as the teacher does, none if it can judge nothing.
+        views: As each student reads it; in StudentOPDData as the teacher does, none if it can judge nothing.
     """
 
     problem: Problem

@@ -13,16 +13,12 @@ from torch import Tensor
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.packed import compute_log_probs, layout_fault
-from rlt_lightning.numerics import (
-    Divergence,
-    Head,
-    PackedSequences,
-    ScoredSequence,
-    linear_divergence,
-    linear_log_probs,
-)
+from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
-from rlt_lightning.numerics.head import LogitScale
+from rlt_lightning.numerics.divergence import linear_divergence
+from rlt_lightning.numerics.head import Head, LogitScale
+from rlt_lightning.numerics.log_probs import linear_log_probs
+from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 
 WORDS = 3000 if TINY else 49152
 LAYOUTS = {

@@ -25,9 +25,9 @@ from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules.phases import forward_flops, matmul_rate
-from rlt_lightning.numerics import Head, linear_log_probs
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, segment_attention
-from rlt_lightning.numerics.head import LogitScale
+from rlt_lightning.numerics.head import Head, LogitScale
+from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.types import first_line
 
 TOKENS = 256 if TINY else 16384

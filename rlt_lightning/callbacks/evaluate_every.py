@@ -36,7 +36,6 @@ from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.datamodules.tokenize import TASKS
 from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.judge import Judge
@@ -62,7 +61,7 @@ SECONDS = "perf/evaluate_s"
 class EvaluateEvery(Callback):
     """Log the accuracy of the trained student on evaluation sets, as `rlt test` of its export would find it.
 
-    Only for students (`data.task` student_sft, student_rl, student_opd or student_likelihood). It leaves
+    Only for students, whose data are StudentSFTData, StudentRLData and the like. It leaves
     training as it is.
 
     Args:
@@ -132,7 +131,7 @@ class EvaluateEvery(Callback):
             return
         data, module = get_stratos_data(trainer), pl_module
         assert isinstance(module, PolicyModule)
-        require_student_task(data.task)
+        require_student(data)
         self.questions = self._build_questions(data)
         context = context_length(module.pretrained, module.trust_remote_code)
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
@@ -297,18 +296,18 @@ def build_asked_format(data: StratosDataModule) -> ChatFormat:
     return ChatFormat(tokenizer, trained.tags, student_system_prompt=prompt, fills=False)
 
 
-def require_student_task(task: str) -> None:
+def require_student(data: StratosDataModule) -> None:
     """Check that the trained model answers questions.
 
     Raises:
         InputError: If it is a teacher.
     """
-    if TASKS[task].role != "student":
+    if data.role != "student":
         raise InputError(
-            f"EvaluateEvery asks a student, but data.task is {task}: a teacher explains given solutions and "
-            "answers no question. Remove it from trainer.callbacks, and watch a teacher by held-out rows: "
-            "data.val_rows, trainer.val_check_interval and checkpoint.monitor (reward/val_mean, or "
-            "policy/val_loss with checkpoint.mode min)."
+            f"EvaluateEvery asks a student, but {type(data).__name__} is for a teacher, which explains "
+            "given solutions and answers no question. Remove it from trainer.callbacks, and watch a teacher "
+            "by held-out rows: data.val_rows, trainer.val_check_interval and checkpoint.monitor "
+            "(reward/val_mean, or policy/val_loss with checkpoint.mode min)."
         )
 
 

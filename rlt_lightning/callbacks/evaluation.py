@@ -94,9 +94,11 @@ class ResponseCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that responses fit; say whether one must be loaded."""
+        if stage != "test" or not isinstance(pl_module, EvaluationModule):
+            return
         data = get_evaluation_data(trainer)
         self.context = sys.maxsize
-        if stage != "test" or not isinstance(pl_module, EvaluationModule) or data.format is None:
+        if data.format is None:
             return
         if trainer.world_size > 1 and not self.engine.in_process:
             raise InputError(

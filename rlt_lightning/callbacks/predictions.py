@@ -1,9 +1,9 @@
 """Callbacks that write what `rlt predict` makes, batch by batch; a resumed run makes only what is missing.
 
-data.task    rows                                      file            at the end
-score        the source's, with their scores           scores.jsonl    groups by reward, or a comparison
-rlt          a teacher's explanations of solutions     traces.jsonl    distillation.jsonl, .parquet, README.md
-student_rl   a model's answers, each with a verdict    traces.jsonl    the same, of right answers only
+data           rows                                    file          at the end
+ScoringData    the source's, with their scores         scores.jsonl  groups by reward, or a comparison
+TeacherRLData  a teacher's explanations of solutions   traces.jsonl  distillation.jsonl, .parquet, README.md
+StudentRLData  a model's answers, each with a verdict  traces.jsonl  the same, of right answers only
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing_extensions import override
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.rollout_rows import (
@@ -35,6 +36,7 @@ from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
+WRITTEN = (TeacherRLData, StudentRLData)  # the data whose completions make a distillation set
 TRACES, SELECTED, CARD = "traces.jsonl", "distillation.jsonl", "README.md"
 
 
@@ -45,8 +47,8 @@ class ScoreWriter(Callback):
 
     Args:
         per_token: Also write every token with its log-prob or KL, see `build_token_columns`.
-        rank_groups: Divide the scored rows by reward into so many groups of equal size, each in a file, and
-            plot them. Not for several data.trace_columns: then the traces of one problem are compared.
+        rank_groups: Divide the scored rows by reward into so many groups of equal size, each in a file. Not
+            for several data.trace_columns: then the traces of one problem are compared.
     """
 
     def __init__(self, per_token: bool = False, rank_groups: int | None = None) -> None:
@@ -56,13 +58,12 @@ class ScoreWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in the source's order."""
-        data = get_stratos_data(trainer)
-        if stage != "predict" or data.task != "score":
+        if stage != "predict" or not isinstance(data := get_stratos_data(trainer), ScoringData):
             return
         if not hasattr(pl_module, "reward"):
             raise InputError(
                 f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
-                "none. Choose RLTModule, as in the config score."
+                "none. Choose RLTModule, as in recipe_7b/score."
             )
         module: Any = pl_module
         if self.per_token and not module.reward.has_tokens:
@@ -88,7 +89,7 @@ class ScoreWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if get_stratos_data(trainer).task != "score":
+        if not isinstance(get_stratos_data(trainer), ScoringData):
             return
         if self.per_token:
             module: Any = pl_module
@@ -101,8 +102,10 @@ class ScoreWriter(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Rank and compare. Lightning does not call this after a failure."""
+        if stage != "predict" or not trainer.is_global_zero:
+            return
         data = get_stratos_data(trainer)
-        if stage != "predict" or data.task != "score" or not trainer.is_global_zero:
+        if not isinstance(data, ScoringData):
             return
         rows, folder = list(read_json_rows(self._path(trainer))), self._path(trainer).parent
         terms = list_columns(pl_module)
@@ -174,10 +177,9 @@ class DistillationWriter(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
-        data = get_stratos_data(trainer)
-        if stage != "predict" or data.task not in ("rlt", "student_rl"):
+        if stage != "predict" or not isinstance(data := get_stratos_data(trainer), WRITTEN):
             return
-        is_answers = data.task == "student_rl"
+        is_answers = isinstance(data, StudentRLData)
         if is_answers and isinstance(pl_module, RLTModule):
             require_verdicts(pl_module)
         num_traces = RolloutCallback.of(trainer).num_traces
@@ -196,16 +198,18 @@ class DistillationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if get_stratos_data(trainer).task in ("rlt", "student_rl"):
+        if isinstance(get_stratos_data(trainer), WRITTEN):
             append_from_ranks(trainer, self._folder(trainer) / TRACES, outputs)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the set. Lightning does not call this after a failure."""
-        data = get_stratos_data(trainer)
-        if stage != "predict" or data.task not in ("rlt", "student_rl") or not trainer.is_global_zero:
+        if stage != "predict" or not trainer.is_global_zero:
             return
-        folder, is_answers = self._folder(trainer), data.task == "student_rl"
+        data = get_stratos_data(trainer)
+        if not isinstance(data, WRITTEN):
+            return
+        folder, is_answers = self._folder(trainer), isinstance(data, StudentRLData)
         rows = list(read_json_rows(folder / TRACES))
         candidates = [row for row in rows if is_usable(row)] if is_answers else rows
         if not candidates:
@@ -259,7 +263,7 @@ def require_verdicts(module: RLTModule) -> None:
     """Check that the reward says which answers are right."""
     if not module.reward.judges_answers:
         raise InputError(
-            "`rlt predict` keeps right answers, so with data.task student_rl model.reward must be "
+            "`rlt predict` keeps right answers, so with StudentRLData model.reward must be "
             f"CorrectnessReward, but is {type(module.reward).__name__}. Set it, and model.student to null."
         )
 

@@ -1,4 +1,4 @@
-"""Callbacks that record the completions of training: in `rollouts.jsonl`, in W&B and in TensorBoard.
+"""Callbacks that record the completions of training: in `rollouts.jsonl`, and in W&B.
 
 A resumed run makes the iterations after its checkpoint again, and the file continues.
 """
@@ -10,10 +10,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from rlt_lightning.engines.replay import build_replay_columns
 from rlt_lightning.modules.rollout_rows import (
     build_token_columns,
     rollout_rows,
@@ -22,13 +21,11 @@ from rlt_lightning.modules.rollout_rows import (
 from rlt_lightning.rollouts.collectives import waiting_for_ranks
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
-from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
+from rlt_lightning.types import InputError, PromptBatch
 
 T = TypeVar("T")
 
-TABLE = "completions"  # name of the table in W&B and of the texts in TensorBoard
-DROPPED = "dropped.jsonl"  # the completions that dynamic sampling replaced
-TEXTS = ("question", "solution", "explanation")
+TABLE = "completions"  # name of the table in W&B
 NOT_SHOWN = ("policy_version", "seed", "worker")
 # The table in W&B is sent again when it has grown by this factor, so that all uploads together stay small.
 GROWTH = 1.1
@@ -42,26 +39,21 @@ class RolloutRecorder(Callback):
         every_n_steps: Record the completions of every n-th iteration; 0 is off.
         tokens: Completions whose tokens are recorded with the student's value of each: every problem's best
             and worst, all, or none.
-        token_ids: Record the ids and log-probs of every completion, about 15 bytes a token, so that
-            ReplayEngine can return them. What dynamic sampling replaced goes to `dropped.jsonl`.
     """
 
     def __init__(
         self,
         every_n_steps: int = 1,
         tokens: Literal["extremes", "all", "none"] = "extremes",
-        token_ids: bool = False,
     ) -> None:
         self.every_n_steps = every_n_steps
         self.tokens = tokens
-        self.token_ids = token_ids
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop the iterations that a killed run recorded after the checkpoint: they are made again."""
         if trainer.is_global_zero:
-            for path in (self._path(trainer), self._path(trainer).with_name(DROPPED)):
-                keep_rows(path, lambda row: row["step"] <= trainer.global_step)
+            keep_rows(self._path(trainer), lambda row: row["step"] <= trainer.global_step)
 
     @override
     def on_train_batch_end(
@@ -75,9 +67,6 @@ class RolloutRecorder(Callback):
         rows = [row for _, row in sorted(measured, key=lambda numbered: numbered[0])]
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
-            if self.token_ids and batch.step.dropped:
-                dropped = build_dropped_rows(step, batch.step.dropped, batch.step.temperature)
-                append_rows(self._path(trainer).with_name(DROPPED), dropped)
 
     def _build_rows(self, number: int, step: StepBatch, module: Any) -> list[tuple[int, Row]]:
         """Return what is recorded of the completions that this rank has measured, with their rows."""
@@ -90,11 +79,6 @@ class RolloutRecorder(Callback):
             if row in chosen:
                 tokens = module.reward.list_tokens(step, row, module.students)
                 columns |= build_token_columns(tokens, module.students)
-            if self.token_ids:
-                rollout = step.rollout(row)
-                columns |= build_replay_columns(
-                    rollout.problem.teacher_prompt, rollout.completion, step.temperature
-                )
             rows.append((row, {"step": number, **columns}))
         return rows
 
@@ -110,11 +94,9 @@ class RolloutRecorder(Callback):
 
 
 class CompletionsTable(Callback):
-    """Show some training completions of each iteration in W&B, as one table, and in TensorBoard, as texts.
+    """Show some training completions of each iteration in W&B, as one table; without W&B do nothing.
 
     W&B keeps whole tables, so each upload has all rows of this session and no iteration replaces another.
-    TensorBoard also gets histograms of the rewards, their terms and the lengths of all completions. Without
-    these loggers nothing happens.
 
     Args:
         every_n_steps: Show completions of every n-th iteration; 0 shows none.
@@ -129,7 +111,7 @@ class CompletionsTable(Callback):
             )
         self.every_n_steps = every_n_steps
         self.num_completions = num_completions
-        self.rows: list[Row] = []  # of the table in W&B
+        self.rows: list[Row] = []  # of the table
         self.num_new = 0  # rows since the last upload
 
     @override
@@ -139,20 +121,16 @@ class CompletionsTable(Callback):
         step = trainer.global_step
         if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
             return
-        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if not boards and not self._wandb(trainer):
+        if not self._wandb(trainer):
             return
         rows = gather_rows([{"iteration": step, **row} for row in build_table_rows(batch)], trainer)
         if not trainer.is_global_zero:
             return
         shown = spread_evenly(rows, self.num_completions)
-        for board in boards:
-            show_in_tensorboard(board.experiment, step, rows, shown)
-        if self._wandb(trainer):
-            self.rows = [*self.rows, *shown][-MOST_ROWS:]
-            self.num_new += len(shown)
-            if self.num_new >= (GROWTH - 1) * (len(self.rows) - self.num_new):
-                self._send(trainer)
+        self.rows = [*self.rows, *shown][-MOST_ROWS:]
+        self.num_new += len(shown)
+        if self.num_new >= (GROWTH - 1) * (len(self.rows) - self.num_new):
+            self._send(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -176,17 +154,6 @@ class CompletionsTable(Callback):
         return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
 
 
-def build_dropped_rows(
-    step: int, dropped: list[tuple[Problem, int, Completion]], temperature: float
-) -> list[Row]:
-    """Build one row per completion that dynamic sampling replaced, with what ReplayEngine reads of it."""
-    return [
-        {"step": step, "row": problem.row, "completion": number}
-        | build_replay_columns(problem.teacher_prompt, completion, temperature)
-        for problem, number, completion in dropped
-    ]
-
-
 def build_table_rows(batch: PromptBatch) -> list[Row]:
     """Build one row per completion: its texts, the reward and its terms, and lengths in tokens."""
     rows = []
@@ -200,26 +167,6 @@ def build_table_rows(batch: PromptBatch) -> list[Row]:
         }
         rows.append({"problem": shown.pop("row"), **shown, **lengths})
     return rows
-
-
-def show_in_tensorboard(writer: Any, step: int, rows: list[Row], shown: list[Row]) -> None:
-    """Write histograms of all completions, and the texts of some."""
-    numbers = [n for n, v in rows[0].items() if isinstance(v, float) or n == "num_tokens"]
-    for name in numbers:
-        writer.add_histogram(f"{TABLE}/{name}", torch.tensor([float(row[name]) for row in rows]), step)
-    for number, row in enumerate(shown):
-        writer.add_text(f"{TABLE}/{number}", format_markdown(row), step)
-
-
-def format_markdown(row: Row) -> str:
-    """Return a row for TensorBoard: figures, then texts, indented so that they are not read as markup."""
-    numbers = {name: value for name, value in row.items() if name not in TEXTS}
-    figures = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in numbers.items()
-    )
-    texts = ["".join(f"    {line}\n" for line in str(row[name]).splitlines()) for name in TEXTS]
-    return figures + "".join(f"\n\n{name}\n\n{text}" for name, text in zip(TEXTS, texts, strict=True))
 
 
 def gather_rows(rows: list[T], trainer: Trainer) -> list[T]:

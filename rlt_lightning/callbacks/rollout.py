@@ -28,6 +28,7 @@ from rlt_lightning.callbacks.rollout_checks import (
     require_room,
     require_trainable,
 )
+from rlt_lightning.datamodules.stages import ScoringData, StudentRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
@@ -178,22 +179,18 @@ class RolloutCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
-        data = get_stratos_data(trainer)
         if not isinstance(pl_module, OnPolicyModule):
             return
-        if data.items.is_examples:
-            raise InputError(
-                f"{type(pl_module).__name__} needs problems to sample, but data.task is {data.task}, which "
-                "is for SFTModule. Set data.task, for RLT to rlt."
-            )
+        data = get_stratos_data(trainer)
+        pl_module.require_data(data)
         self.sampler.bind(trainer, pl_module)
         pl_module.sampler = self.sampler
-        if stage == "predict" and data.task == "student_rl" and self.max_resamples:
+        if stage == "predict" and isinstance(data, StudentRLData) and self.max_resamples:
             raise InputError(
-                "With data.task student_rl rollouts.max_resamples must be 0, since pass_rate counts every "
+                "With StudentRLData rollouts.max_resamples must be 0, since pass_rate counts every "
                 f"answer, but is {self.max_resamples}. Set it to 0, and raise rollouts.num_traces instead."
             )
-        if not (stage == "predict" and data.task == "score"):  # which uses no engine
+        if not (stage == "predict" and isinstance(data, ScoringData)):  # which uses no engine
             require_gathering(self.engine, trainer)
         if stage == "fit":
             require_rewarded(self.dynamic_sampling, pl_module)
@@ -216,7 +213,7 @@ class RolloutCallback(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if get_stratos_data(trainer).task != "score":
+        if not isinstance(get_stratos_data(trainer), ScoringData):
             self._start_engine(trainer, pl_module)
 
     @override

@@ -13,7 +13,6 @@ from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Sampling
-from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.opd import OPDModule
@@ -124,10 +123,7 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
             gathers nothing.
     """
     sharded = trainer.world_size > 1 and get_sharding(trainer.strategy).sharded
-    kind = type(engine)
-    gathers = kind.gather_weights is not Engine.gather_weights
-    if kind.gather_weights is ServedEngine.gather_weights:  # for engines that send no weights
-        gathers = kind.update_weights is ServedEngine.update_weights
+    gathers = type(engine).gather_weights is not Engine.gather_weights
     if sharded and not engine.in_process and not gathers:
         raise InputError(
             f"With weights in shards on {trainer.world_size} processes, an engine outside the process must "

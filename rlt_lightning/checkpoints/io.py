@@ -30,6 +30,7 @@ from typing_extensions import override
 from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_whole_state, write_checkpoint
 from rlt_lightning.console import announce_reading
 from rlt_lightning.models.weights import NamedTensor, WeightFiles, fill_in_place, set_whole, trained_tensors
+from rlt_lightning.types import InputError
 
 # The LightningModule's prefix of the names of the policy's weights.
 MODULE_PREFIX = "entry.model."
@@ -65,10 +66,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
         self, path: Any, map_location: Any = None, weights_only: bool | None = True
     ) -> dict[str, Any]:
         folder = Path(path)
-        announce_reading(folder)
-        state = read_whole_state(folder)
-        weights = {module_name(n): t for n, t in read_all(folder / WEIGHTS)}
-        state["state_dict"] = weights | {n: weights[other] for n, other in state.pop("aliases").items()}
+        state = read_checkpoint(folder)
         if "optimizer_groups" in state:
             groups, numbers = state.pop("optimizer_groups"), state.pop("optimizer_numbers")
             names = map_numbers_to_names(groups)
@@ -83,6 +81,15 @@ class FolderCheckpointIO(TorchCheckpointIO):
     @override
     def remove_checkpoint(self, path: Any) -> None:
         discard(Path(path))
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint of any strategy without the optimizer's moments, as Lightning has it."""
+    announce_reading(folder)
+    state = read_whole_state(folder)
+    weights = {module_name(n): t for n, t in read_all(folder / WEIGHTS)}
+    state["state_dict"] = weights | {n: weights[other] for n, other in state.pop("aliases").items()}
+    return state
 
 
 def split_moments(
@@ -200,10 +207,27 @@ class NamedCheckpoints:
             if name not in numbers:
                 continue
             optimizer.state[parameter] = dict(numbers[name])
-            optimizer.state[parameter]["step"] = place_step(optimizer, parameter, numbers[name]["step"])
+            if "step" in numbers[name]:
+                optimizer.state[parameter]["step"] = place_step(optimizer, parameter, numbers[name]["step"])
             for key, file in files.items():
                 optimizer.state[parameter][key] = moment = torch.zeros_like(parameter)
                 set_whole(moment, file(name))
+
+
+def name_parameters(optimizer: Any, policy: Any) -> None:
+    """Give an optimizer's groups the names of their parameters in the policy, by which checkpoints keep them.
+
+    Raises:
+        InputError: If it steps others too.
+    """
+    names = {id(parameter): name for name, parameter in policy.named_parameters()}
+    for group in optimizer.param_groups:
+        if not all(id(parameter) in names for parameter in group["params"]):
+            raise InputError(
+                "configure_optimizers must give the optimizer only weights of module.policy, which "
+                "checkpoints hold, but some are others. Leave them out."
+            )
+        group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
 
 
 def keep_implementation(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Let a teacher write a distillation set (generate), or score given explanations (score, rank).",
         f"{RUN}\n{MACHINE}\n{MODELS}{REWARD}\n{DATA}"
-        """  --data.trace_columns [NAME]         columns of explanations to score
+        """  --data.trace_columns [NAME]         columns of explanations to score, with ScoringData
   --data.student_context N            most tokens that a student will take
 
 """
@@ -122,7 +122,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
   --plan.completion_length N          longest completion, tokens; else the limit
   --plan.json FILE                    also write the plan there
 
-and all options of rlt fit, or of rlt test where the config is one of its.
+and all options of rlt fit.
 """,
     ),
     "check": (
@@ -130,6 +130,7 @@ and all options of rlt fit, or of rlt test where the config is one of its.
         "Check on your rows and models, before a stage, whether its run can teach anything.",
         """  --check.rows 32                     problems to sample completions of
   --check.completions 4               completions of each problem
+  --check.bad_traces [NAME]           columns of traces that the reward must rank below reasoning_trace
 
 and all options of rlt fit.
 """,
@@ -142,8 +143,6 @@ and all options of rlt fit.
   --question, --solution TEXT         in place of a row
   --explanation TEXT                  an explanation of your own
   --row 1                             number of the row in data.source
-  --recorded FILE                     take the explanation of the row from a run's rollouts.jsonl
-  --step N, --completion 1            which one; else the first of the last iteration
   --top 20                            number of tokens in the table, largest KL first
   --html FILE                         also write a page with the tokens' colours
 

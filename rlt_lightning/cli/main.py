@@ -33,11 +33,11 @@ from rlt_lightning.cli.shared_settings import (
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine
 from rlt_lightning.commands.report import report
 from rlt_lightning.engines import EngineError
-from rlt_lightning.environment import quiet_third_parties
 from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
+from rlt_lightning.trainer import quiet_third_parties
 from rlt_lightning.types import InputError
 
 # Errors whose message says what to do in one line; a traceback would add nothing.

@@ -75,6 +75,10 @@ def replace_config_names(words: Sequence[str]) -> list[str]:
 class OneLineParser(LightningArgumentParser):
     """A parser that knows the shipped configs by name and says in one line what is wrong with an argument."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # `--lr` would be `--lr_scheduler`.
+        super().__init__(*args, **{"allow_abbrev": False} | options)
+
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *others: Any, **options: Any
     ) -> Namespace:

@@ -1,6 +1,6 @@
 """Verbs that take the settings of another verb, and make no run folder.
 
-rlt plan       the settings of `rlt fit`, or of `rlt test`
+rlt plan       the settings of `rlt fit`, which include those of `rlt predict`; commands/plan.py does the work
 rlt check      those of `rlt fit`; commands/check.py does the work
 rlt explain    those of `rlt predict`; commands/explain.py does the work
 """
@@ -8,23 +8,21 @@ rlt explain    those of `rlt predict`; commands/explain.py does the work
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import fields
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from rlt_lightning.cli.parser import replace_config_names, split_words
-from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student
+from rlt_lightning.cli.parser import split_words
+from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student, propose_data
 from rlt_lightning.commands.check import CheckOptions, check_run
-from rlt_lightning.commands.explain import ExplainOptions, explain, find_row, find_settings
+from rlt_lightning.commands.explain import ExplainOptions, change_stage, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
+from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.types import InputError, as_list
 
@@ -57,10 +55,10 @@ class SharedSettingsCommandLine(RLTCommandLine):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
         self.shared_parser.prog = f"rlt {self.typed_verb}"
-        self.config = parser.parse_args([self.settings_verb, *self.build_words(self.words)])
+        words = propose_data(self.build_words(self.words))
+        self.config = parser.parse_args([self.settings_verb, *words])
         self.take_rollouts()
         self.spread_seed()
-        self.share_gpus()
 
     def build_words(self, given: list[str]) -> list[str]:
         """Return what the parser reads for the words of the command line."""
@@ -68,17 +66,9 @@ class SharedSettingsCommandLine(RLTCommandLine):
 
 
 class PlanCommandLine(SharedSettingsCommandLine):
-    """`rlt plan`: the memory that a run would need. It loads no model and makes no folder.
-
-    The parser of `rlt fit` reads the settings of `rlt predict` too; `rlt test` has other classes.
-    """
+    """`rlt plan`: the memory that a run would need. It loads no model and makes no folder."""
 
     settings_verb, group = "fit", (PlanOptions, "plan")
-
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return `rlt test` for an evaluation, else `rlt fit`."""
-        self.settings_verb = "test" if names_evaluation(self.words) else "fit"
-        return super().subcommands()
 
     def before_instantiate_classes(self) -> None:
         """Make no run folder."""
@@ -118,21 +108,13 @@ class CheckCommandLine(SharedSettingsCommandLine):
         made = self.made
         lengths = {name: made.trainer[name] for name in ("max_steps", "max_epochs", "limit_train_batches")}
         machine = {name: made.trainer[name] for name in ("accelerator", "precision")}
-        found = []
+        statuses = []
         for check in check_run(made.model, made.data, made.rollouts, made.check, lengths, **machine):
             print(check.line(), flush=True)
-            found.append(check.status)
-        self.status = int("fail" in found)
-        counts = ", ".join(f"{found.count(status)} {status}" for status in dict.fromkeys(found))
-        print(f"{len(found)} checks: {counts}")
-
-
-def names_evaluation(words: list[str]) -> bool:
-    """Tell whether options, or configs that they name, choose the module of `rlt test`."""
-    words = [part for word in replace_config_names(words) for part in word.split("=", 1)]
-    named = [Path(value) for option, value in pairwise(words) if option == "--config"]
-    texts = [*words, *(path.read_text() for path in named if path.is_file())]
-    return any(re.search(r"^[^#\n]*\bEvaluationModule\b", text, re.MULTILINE) for text in texts)
+            statuses.append(check.status)
+        self.status = int("fail" in statuses)
+        counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        print(f"{len(statuses)} checks: {counts}")
 
 
 class ExplainCommandLine(SharedSettingsCommandLine):
@@ -173,14 +155,16 @@ class ExplainCommandLine(SharedSettingsCommandLine):
         config = self.config["predict"]
         model, data = config.model.init_args, config.data.init_args
         self.options = options = ExplainOptions(**{f.name: config[f.name] for f in fields(ExplainOptions)})
-        sample = self.names_teacher and not (options.explanation or options.recorded)
+        sample = self.names_teacher and not options.explanation
         students = as_list(frozen_student(config.model))
         chosen = choose_formats(FormatOptions.from_settings(data.as_dict()), model.get("teacher"), students)
-        score_given = bool(config.get("model.init_args.reward.init_args.score_given"))
-        self.row = find_row(options, data.as_dict(), chosen[0].tags, sample, score_given)
-        task = "rlt" if sample else "score"
-        data.update(Namespace(task=task, source=[self.row], trace_columns=[TRACE_COLUMN], max_rows=None))
-        data.update(Namespace(val_batch_size=1, max_bad_frac=0.0, output_dir=None))
+        self.row = find_row(options, data.as_dict(), chosen[0].tags, sample)
+        settings = {"class_path": config.data.class_path, "init_args": vars(data)}
+        settings = change_stage(settings, TeacherRLData if sample else ScoringData)
+        data = Namespace(**settings["init_args"])
+        data.update(Namespace(source=[self.row], max_rows=None, val_batch_size=1, max_bad_frac=0.0))
+        data.update(Namespace(output_dir=None, **({} if sample else {"trace_columns": [TRACE_COLUMN]})))
+        config.data = Namespace(class_path=settings["class_path"], init_args=data)
         config.rollouts.update(Namespace(num_traces=1, val_sampling=None, asynchronous=False))
         # A strategy of the settings may need packages and processes that are not here.
         config.trainer.update(Namespace(logger=None, callbacks=None, strategy="auto"))

@@ -1,6 +1,6 @@
 """The life of `rlt fit|validate|predict|test`, in Lightning's command line.
 
-parse_arguments               read the configs and options; --seed sets the seeds, launch.share the devices
+parse_arguments               read the configs and options; --seed sets the seeds
 before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (trainer.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
@@ -16,7 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
+from inspect import isabstract
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,28 @@ import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+    instantiate_class,
+)
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from torch.optim.lr_scheduler import LRScheduler
 
 from rlt_lightning.cli.help import VERBS
-from rlt_lightning.cli.parser import OneLineParser
+from rlt_lightning.cli.parser import (
+    NAME,
+    OneLineParser,
+    list_leaves,
+    replace_config_names,
+    split_words,
+)
+from rlt_lightning.commands.explain import load_class
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.engines.launch import choose_trainer_devices
-from rlt_lightning.environment import TRAINER_DEFAULTS
 from rlt_lightning.metrics.catalogue import write_entries
+from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.rollouts.step import POLICY, REFERENCE
@@ -48,8 +62,9 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.ranks import announce_restart, find_global_rank, require_restartable
 from rlt_lightning.run.redaction import redact
+from rlt_lightning.run.result import read_fit_result
 from rlt_lightning.run.shipped import read_next_command
-from rlt_lightning.trainer import TESTING, TRAINING, Trainer
+from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
 from rlt_lightning.version import __version__
 
@@ -204,18 +219,22 @@ class RLTCommandLine(LightningCLI):
         parser.link_arguments("model", "data.init_args.tokenizer", compute_fn=trained_model)
         for name, kind in (TESTING if self.verb == "test" else TRAINING).items():
             parser.add_lightning_class_args(kind, name)
+        if self.verb != "test":
+            parser.add_optimizer_args()
+            parser.add_lr_scheduler_args((LRScheduler,))
         if self.verb == "test":
             parser.link_arguments("rollouts.num_samples", "data.init_args.num_samples")
             return
-        parser.link_arguments("model", "data.init_args.student_tokenizer", compute_fn=frozen_student)
+        for name in ("student_tokenizer", "teacher_tokenizer"):  # of the data that have it
+            parser.link_arguments("model", f"data.init_args.{name}", compute_fn=frozen_student)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line, and let --seed set the other seeds."""
         require_whole_sets(self.words)
-        super().parse_arguments(parser, args)
+        words = self.words if self.verb == "test" else propose_data(self.words)
+        self.config = parser.parse_args([self.typed_verb, *words])
         self.take_rollouts()
         self.spread_seed()
-        self.share_gpus()
 
     def take_rollouts(self) -> None:
         """Read the settings of a RolloutCallback in trainer.callbacks as those of `rollouts`."""
@@ -240,13 +259,6 @@ class RLTCommandLine(LightningCLI):
                 config[name] = int(config.seed)
         # A run repeated from config.yaml would let it override a seed that was an option.
         config.seed = None
-
-    def share_gpus(self) -> None:
-        """Let as many GPUs train as the share of the workers says."""
-        config = self.config[self.config.subcommand]
-        share = config.rollouts.get("engine.init_args.launch.share")
-        if share is not None:
-            config.trainer.devices = choose_trainer_devices(share, config.trainer.devices)
 
     def before_instantiate_classes(self) -> None:
         """Choose and make the run folder before anything is built."""
@@ -284,6 +296,26 @@ class RLTCommandLine(LightningCLI):
         name = Path(str(configs[0])).stem if configs else str(self.subcommand)
         return os.environ.setdefault(RUN_FOLDER, f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
+    def after_instantiate_classes(self) -> None:
+        """Let --optimizer and --lr_scheduler replace those of model.optimizer.
+
+        LightningCLI would make them here, before there are weights.
+        """
+        config = self.config_init[self.subcommand]
+        if config.get("optimizer") or config.get("lr_scheduler"):
+            self.model.configure_optimizers = self.build_optimizers
+
+    def build_optimizers(self) -> dict[str, Any]:
+        """Return what --optimizer and --lr_scheduler name; a step of the schedule is an optimizer step."""
+        config, model = self.config_init[self.subcommand], self.model
+        weights = [*trained_parameters(model.policy)]
+        named = config.optimizer
+        optimizer = instantiate_class(weights, named) if named else model.build_optimizer()
+        if not config.lr_scheduler:
+            return {"optimizer": optimizer}
+        schedule = {"scheduler": instantiate_class(optimizer, config.lr_scheduler), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
     def instantiate_trainer(self, **kwargs: Any) -> lightning.pytorch.Trainer:
         """Build the Trainer of scripts, which adds what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
@@ -309,7 +341,7 @@ class RLTCommandLine(LightningCLI):
     def after_fit(self) -> None:
         """Say where everything is and what to do next."""
         if self.trainer.is_global_zero:
-            result = self.trainer.fit_result  # type: ignore[attr-defined]
+            result = read_fit_result(self.choice.folder)
             print(f"\nDone: {result.steps} steps.")
             if line := result.line():
                 print(f"First and last figures: {line}.")
@@ -351,6 +383,38 @@ def find_code_version() -> dict[str, Any]:
     if (folder / ".git").exists() and (commit := git("rev-parse", "HEAD")):
         found |= {"commit": commit, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
     return found
+
+
+def propose_data(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line, and before them the data class that the named module proposes.
+
+    What a config or a later option says of the data overrides it.
+    """
+    name = str(find_class(words, "model"))
+    modules = {kind.__name__: kind for kind in list_leaves(PolicyModule)}
+    kind: Any = modules.get(name)
+    if kind is None and "." in name:
+        with suppress(ImportError, AttributeError):  # the parser says it
+            kind = load_class(name)
+    classes = [stage for stage in getattr(kind, "data_classes", ())[:1] if not isabstract(stage)]
+    return [*(f"--data={stage.__module__}.{stage.__name__}" for stage in classes), *words]
+
+
+def find_class(words: Sequence[str], key: str) -> str | None:
+    """Return the class that configs and options name last under a key; None if none does."""
+    named = None
+    for option in split_words(replace_config_names(words))[1]:
+        name, value = option if len(option) == 2 else option[0].partition("=")[::2]
+        settings: Any = None
+        with suppress(yaml.YAMLError, OSError, UnicodeDecodeError):  # the parser says it
+            if name in ("--config", "-c"):
+                text = Path(value).read_text() if NAME.fullmatch(value) else value
+                settings = yaml.safe_load(text)
+                settings = settings.get(key) if isinstance(settings, dict) else None
+            elif name in (f"--{key}", f"--{key}.class_path"):
+                settings = yaml.safe_load(value)
+        named = (settings.get("class_path") if isinstance(settings, dict) else settings) or named
+    return named
 
 
 def trained_model(model: Any) -> str | None:

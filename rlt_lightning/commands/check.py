@@ -2,7 +2,18 @@
 
     rows    ─▶ lengths, steps                               nothing is loaded
     model   ─▶ closed, right, spread   of a few completions that it samples
-    student ─▶ ranking                 of right traces above leaps and filler (ranking.py)
+    student ─▶ ranking                 of right traces above leaps and filler
+
+A ranking says whether the frozen students can reward right traces, or would rather have a teacher write
+something else:
+
+    a row's right trace ─┬▶ leap     straight to the answer
+                         └▶ filler   as many sentences that say nothing
+    teacher, students ───▶ the reward of each, under the exact KL ─▶ Ranking
+
+RLT teaches what earns most. A student that does not know a step finds it unlikely even when it reads it, and
+pays more for leaps and filler (research/rounds.md). Both are made of the rows' own sentences, as a teacher
+that is warmed up on them does.
 
 The figures come from what a run uses: the datamodule's reports, `score_problems`, the judge of evaluations.
 """
@@ -10,29 +21,24 @@ The figures come from what a run uses: the datamodule's reports, `score_problems
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from rlt_lightning.callbacks.alarms import GROUP_STD_BELOW
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.commands.ranking import (
-    ADVICE,
-    JUDGED,
-    VARIANTS,
-    DrawnRow,
-    Phrases,
-    Ranking,
-    build_variants,
-    choose_good_rows,
-    choose_reward,
-)
 from rlt_lightning.commands.scoring import ScoredBatch, score_problems
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, require_judgeable
+from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.datamodules.student_views import StudentViews
+from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.likelihood import LikelihoodModule
@@ -53,6 +59,17 @@ LEFT_OUT = (0.01, 0.1)
 # Optimizer steps below which a run hardly changes a model: the shortest shipped run that is meant to has 24.
 MIN_STEPS = 20
 MORE_STEPS = "Add rows, raise trainer.max_epochs or max_steps, or lower data.prompts_per_step"
+REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
+SENTENCE = re.compile(r"(?<=[.,;!?\n])\s+")
+MARKS = " .,;:!?"  # what may follow a sentence
+WORD = re.compile(r"[^\W\d_]+")
+ADVICE = (
+    "RLT teaches what earns most: let the student learn some traces first (examples/rounds.sh), or warm the "
+    "teacher up longer."
+)
+VARIANTS = {"leap": "a leap to the answer", "filler": "filler"}  # of a right trace, and how they are called
+JUDGED = 8  # rows that are judged, for each that is ranked
+NUM_PHRASES = 16  # the most sentences of filler, and words
 
 
 @dataclass(frozen=True)
@@ -62,10 +79,12 @@ class CheckOptions:
     Args:
         rows: Problems that completions are sampled of, and traces that are ranked.
         completions: Completions of each problem.
+        bad_traces: Columns of traces that the reward must rank below reasoning_trace.
     """
 
     rows: int = 32
     completions: int = 4
+    bad_traces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rows < 2 or self.completions < 2:
@@ -134,14 +153,14 @@ def check_run(
     yield check_rows(data, limit)
     yield check_lengths(data)
     yield check_steps(data, length)
-    rows = draw_rows(data, JUDGED * options.rows)
+    rows = draw_rows(data, JUDGED * options.rows, options.bad_traces)
     with Judge(data.format.student_tags) as judge:
         right = judge_traces(judge, rows)
-        yield check_given_traces(data.task, rows, right)
+        yield check_given_traces(rows, right, isinstance(data, StudentSFTData))
         sampling = build_sampling_module(module)
         if sampling is None:
             reason = "before the warm-up the model does not know the format: check stage 2 with its model/"
-            if data.task == "student_sft":
+            if isinstance(data, StudentSFTData):
                 reason = "before the fine-tuning the student does not know the format: see `rlt test`"
             yield Check("closed", "cannot", reason)
         else:
@@ -149,7 +168,7 @@ def check_run(
             yield from check_completions(sampling, data, rollouts, options, asked, judge, trainer)
     phrases = Phrases.find(row for row in rows if row.trace)
     good = choose_good_rows(rows, right, phrases)[: options.rows]
-    yield check_ranking(module, data, rollouts, good, phrases, trainer)
+    yield check_ranking(module, data, rollouts, good, phrases, options.bad_traces, trainer)
 
 
 # The rows
@@ -199,31 +218,28 @@ def can_be_judged(reference: dict[str, Any]) -> bool:
     return True
 
 
-def draw_rows(data: StratosDataModule, number: int) -> list[DrawnRow]:
+def draw_rows(data: StratosDataModule, number: int, bad_traces: Sequence[str]) -> list[DrawnRow]:
     """Return usable rows, drawn by the seed of the data."""
-    names = list_bad_traces(data)
-    found = [
-        DrawnRow.of(columns, texts, names) for columns, texts in islice(data.read_usable_rows(), READ_ROWS)
+    usable = [
+        DrawnRow.of(columns, texts, bad_traces)
+        for columns, texts in islice(data.read_usable_rows(), READ_ROWS)
     ]
-    return Random(data.seed).sample(found, min(number, len(found)))
-
-
-def list_bad_traces(data: StratosDataModule) -> list[str]:
-    """Return the columns whose traces the reward must rank below reasoning_trace."""
-    return [name for name in data.trace_columns if name != TRACE_COLUMN]
+    return Random(data.seed).sample(usable, min(number, len(usable)))
 
 
 def judge_traces(judge: Judge, rows: Sequence[DrawnRow]) -> list[bool | None]:
     """Return whether each row's trace ends with the right answer; None without a trace or an answer."""
     known = [i for i, row in enumerate(rows) if row.trace and can_be_judged(row.reference)]
     verdicts = judge.judge_all((rows[i].trace, rows[i].reference) for i in known)
-    found: list[bool | None] = [None] * len(rows)
+    right: list[bool | None] = [None] * len(rows)
     for i, verdict in zip(known, verdicts, strict=True):
-        found[i] = verdict.correct
-    return found
+        right[i] = verdict.correct
+    return right
 
 
-def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool | None]) -> Check:
+def check_given_traces(
+    rows: Sequence[DrawnRow], right: Sequence[bool | None], student_learns: bool = False
+) -> Check:
     """Check that enough of the rows' own traces end with the right answer."""
     known = [float(value) for value in right if value is not None]
     if not known:
@@ -231,7 +247,7 @@ def check_given_traces(task: str, rows: Sequence[DrawnRow], right: Sequence[bool
         return Check("traces", "cannot", f"the {len(rows)} rows that were read {missing}")
     part = fmean(known)
     # A student learns what it is shown; a warm-up may show traces of uneven quality.
-    limits = (0.1, 0.5) if task == "student_sft" else RIGHT
+    limits = (0.1, 0.5) if student_learns else RIGHT
     return Check(
         "traces",
         grade(part, limits),
@@ -273,18 +289,18 @@ def check_completions(
     if is_answer and not all(can_be_judged(row.reference) for row in rows):
         yield Check("closed", "cannot", "rows without an answer: answers to them cannot be judged")
         return
-    own = [
+    texts = [
         {"question": row.texts.question, "solution": row.texts.solution.strip(), **row.columns}
         for row in rows
     ]
-    asked = data.replace_rows(own, "student_rl" if is_answer else "rlt", [TRACE_COLUMN])
+    asked = data.copy_settings(StudentRLData if is_answer else TeacherRLData, texts)
     asked.student_names = tuple(module.students.names)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     scored = score_problems(module, asked, rollouts, **trainer)
-    found = [rollout for batch in scored for rollout in batch.rollouts]
-    number = len(found)
-    closed = fmean(r.closed for r in found)
-    cut = fmean(r.completion.finish_reason == "length" for r in found)
+    sampled = [rollout for batch in scored for rollout in batch.rollouts]
+    number = len(sampled)
+    closed = fmean(r.closed for r in sampled)
+    cut = fmean(r.completion.finish_reason == "length" for r in sampled)
     yield Check(
         "closed",
         grade(closed, CLOSED),
@@ -293,7 +309,7 @@ def check_completions(
         f"at least {100 * CLOSED[1]:g} %",
         "Warm up longer, or raise rollouts.sampling.max_completion_length",
     )
-    yield check_sampled(found, judge)
+    yield check_sampled(sampled, judge)
     yield check_spread(scored, options.completions)
 
 
@@ -327,6 +343,178 @@ def check_spread(scored: Sequence[ScoredBatch], size: int) -> Check:
     )
 
 
+# Right traces, leaps and filler
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """A row with its texts, and the columns by which an answer to it is judged."""
+
+    texts: ParsedRow
+    columns: dict[str, Any]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any], texts: ParsedRow, names: Sequence[str] = ()) -> DrawnRow:
+        """Return a row with these texts; it keeps further columns of these names."""
+        kept = {name: columns[name] for name in (*REFERENCE, *names) if columns.get(name) is not None}
+        return cls(texts, kept)
+
+    @property
+    def trace(self) -> str:
+        """Return the row's reasoning trace; '' without one."""
+        return self.texts.traces.get(TRACE_COLUMN, "").strip()
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Return what an answer is judged by."""
+        return {"question": self.texts.question, "solution": self.texts.solution} | self.columns
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """What traces of a task say whatever the problem.
+
+    Example: of last-digit chains `Phrases(("one looks at the numbers", …), ("clearly it must be ", ""), …)`.
+
+    Attributes:
+        filler: Sentences without a number that stand in several traces.
+        leap: What stands before and after the answer in the most frequent last sentence that has no other
+            number; None if there is none in several traces.
+        words: The most frequent words.
+    """
+
+    filler: tuple[str, ...]
+    leap: tuple[str, str] | None
+    words: tuple[str, ...]
+
+    @classmethod
+    def find(cls, rows: Iterable[DrawnRow]) -> Phrases:
+        """Return the phrases of some rows' traces."""
+        filler, leaps, words = Counter[str](), Counter[tuple[str, str]](), Counter[str]()
+        for row in rows:
+            sentences = split_sentences(row.trace)
+            filler.update({text for text in sentences if WORD.search(text) and not re.search(r"\d", text)})
+            words.update(WORD.findall(row.trace))
+            if sentences and (leap := read_leap(sentences[-1], row.reference)):
+                leaps[leap] += 1
+        frequent = tuple(text for text, number in filler.most_common(NUM_PHRASES) if number > 1)
+        several = [leap for leap, number in leaps.most_common(1) if number > 1]
+        most = tuple(word for word, _ in words.most_common(NUM_PHRASES))
+        return cls(frequent, several[0] if several else None, most)
+
+    def measure_share(self, row: DrawnRow) -> float:
+        """Return the part of a trace's sentences that are phrases."""
+        sentences = split_sentences(row.trace)
+        leaps = self.leap is not None and read_leap(sentences[-1], row.reference) is not None
+        return (sum(text in self.filler for text in sentences) + leaps) / len(sentences)
+
+    def build_leap(self, row: DrawnRow) -> str:
+        """Return a row's trace without its steps: a leap to the answer, else its last sentence."""
+        last = SENTENCE.split(row.trace)[-1]
+        answer = reference_answer(row.reference)
+        if self.leap is None or answer is None:
+            return last
+        end = last[len(last.rstrip(MARKS)) :]
+        return answer.join(self.leap) + end
+
+    def build_filler(self, row: DrawnRow, rng: Random) -> str:
+        """Return filler in place of each sentence of a row's trace, with the trace's marks between them.
+
+        Where traces have no filler, each sentence becomes as many of their frequent words.
+        """
+        pieces = re.split(f"({SENTENCE.pattern})", row.trace)  # sentences, and what is between them
+        filler = cycle(rng.sample(self.filler, len(self.filler)))
+        for place in range(0, len(pieces), 2):
+            sentence = pieces[place].rstrip(MARKS)
+            words = rng.choices(self.words or ("so",), k=len(sentence.split()))
+            pieces[place] = next(filler, " ".join(words)) + pieces[place][len(sentence) :]
+        return "".join(pieces)
+
+
+def split_sentences(trace: str) -> list[str]:
+    """Return the sentences of a trace, without the marks behind them."""
+    return [text.rstrip(MARKS) for text in SENTENCE.split(trace) if text.rstrip(MARKS)]
+
+
+def read_leap(sentence: str, reference: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what stands around the answer in a sentence that names no other number; None if it does."""
+    answer = reference_answer(reference)
+    matches = [*re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", sentence)] if answer else []
+    if not matches:
+        return None
+    before, after = sentence[: matches[-1].start()], sentence[matches[-1].end() :]
+    return None if re.search(r"\d", before + after) else (before, after)
+
+
+def choose_good_rows(
+    rows: Sequence[DrawnRow], right: Sequence[bool | None], phrases: Phrases
+) -> list[DrawnRow]:
+    """Return the rows whose trace has several sentences and is right, as far as that can be judged.
+
+    Those with the fewest phrases come first: a trace of right steps that leaps in the end is right too.
+    """
+    judged = any(value is not None for value in right)
+    good = [row for row, value in zip(rows, right, strict=True) if value or not judged]
+    return sorted((row for row in good if len(split_sentences(row.trace)) > 1), key=phrases.measure_share)
+
+
+def build_variants(rows: Sequence[DrawnRow], phrases: Phrases) -> Iterator[dict[str, Any]]:
+    """Yield each row with its trace and the worse variants of it, in columns of their names."""
+    for number, row in enumerate(rows):
+        yield {
+            "question": row.texts.question,
+            "solution": row.texts.solution.strip(),
+            TRACE_COLUMN: row.trace,
+            "leap": phrases.build_leap(row),
+            "filler": phrases.build_filler(row, Random(number)),
+            **row.columns,
+        }
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The rewards of right traces and of what is worse, by problem.
+
+    Example: `Ranking([{"reasoning_trace": -0.2, "leap": -0.9, "filler": -0.8}], VARIANTS)`.
+
+    Attributes:
+        rewards: Of each problem the rewards, nats, by column.
+        kinds: What the worse ones are, by column.
+    """
+
+    rewards: list[dict[str, float]]
+    kinds: dict[str, str]
+
+    @classmethod
+    def of(cls, rewards: Iterable[tuple[Rollout, float]], kinds: dict[str, str]) -> Ranking:
+        """Return the ranking of scored rollouts; problems of which limits left a variant out do not count."""
+        by_question: dict[str, dict[str, float]] = {}
+        for rollout, reward in rewards:
+            columns = rollout.problem.columns
+            by_question.setdefault(columns["question"], {})[columns["trace_column"]] = reward
+        return cls([row for row in by_question.values() if len(row) == 1 + len(kinds)], kinds)
+
+    def measure_mean(self, column: str) -> float:
+        """Return the mean reward of a column."""
+        return fmean(row[column] for row in self.rewards)
+
+    def measure_won(self, column: str) -> float:
+        """Return the part of problems whose right trace earns more than this variant."""
+        return fmean(row[TRACE_COLUMN] > row[column] for row in self.rewards)
+
+    def describe(self) -> str:
+        """Return what right traces and their variants earn, as a clause."""
+        variants = (f"{text} {self.measure_mean(kind):.2f}" for kind, text in self.kinds.items())
+        right = f"{len(self.rewards)} right traces earn {self.measure_mean(TRACE_COLUMN):.2f} nats"
+        return f"{right} on average, {' and '.join(variants)}"
+
+
+def choose_reward(reward: Any, views: StudentViews) -> Any:
+    """Return the reward by which given texts are scored: sampled estimators hold for samples only."""
+    crosses = any(isinstance(form, CrossTokenizerFormat) for form in views.formats)
+    return reward if crosses else replace(reward, kl_estimator="exact")
+
+
 # Ranking
 
 
@@ -336,6 +524,7 @@ def check_ranking(
     rollouts: RolloutCallback,
     good: Sequence[DrawnRow],
     phrases: Phrases,
+    bad_traces: Sequence[str],
     trainer: dict[str, Any],
 ) -> Check:
     """Check that the reward ranks right traces above leaps and filler, and above the user's bad ones."""
@@ -344,8 +533,9 @@ def check_ranking(
     if len(good) < 2:
         reason = f"it needs rows with a right reasoning_trace of several sentences, and found {len(good)}"
         return Check("ranking", "cannot", reason)
-    kinds = VARIANTS | {name: name for name in list_bad_traces(data)}
-    asked = data.replace_rows([*build_variants(good, phrases)], "score", [TRACE_COLUMN, *kinds])
+    kinds = VARIANTS | {name: name for name in bad_traces}
+    variants = [*build_variants(good, phrases)]
+    asked = data.copy_settings(ScoringData, variants, trace_columns=[TRACE_COLUMN, *kinds])
     module.reward = choose_reward(module.reward, data.student_views)
     scored = score_problems(module, asked, rollouts, **trainer)
     rewards = (

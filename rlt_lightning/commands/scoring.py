@@ -9,6 +9,7 @@ ExplanationScorer   row ────────▶ Problem ┐
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,11 +23,9 @@ from typing_extensions import override
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import list_model_contexts
 from rlt_lightning.console import waiting_for
-from rlt_lightning.datamodules.format_choice import FormatOptions
+from rlt_lightning.datamodules.stages import ReadData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.student_views import StudentViews
-from rlt_lightning.datamodules.teacher_views import ViewOptions
-from rlt_lightning.datamodules.tokenize import TRACE_COLUMN, ItemLimits, RLTTask
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.load import Dtype, load_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
@@ -90,7 +89,7 @@ def score_problems(
 
     Args:
         module: The teacher, its students and the reward.
-        data: The rows; with `task` score they bring their completions. With `task` rlt and one row its
+        data: The rows; those of ScoringData bring their completions. Of a TeacherRLData with one row
             completions end where the models' contexts do.
         rollouts: How completions are sampled, if the rows bring none.
         with_empty: Whether the students score an empty explanation too.
@@ -127,7 +126,7 @@ class ScoreCollector(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = get_stratos_data(trainer)
-        if data.task == "rlt" and len(data.items) == 1:
+        if isinstance(data, TeacherRLData) and len(data.items) == 1:
             fit_context(trainer, cast(RLTModule, pl_module))
 
     @override
@@ -139,7 +138,7 @@ class ScoreCollector(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if get_stratos_data(trainer).task == "rlt":
+        if isinstance(get_stratos_data(trainer), TeacherRLData):
             self.waiting.enter_context(waiting_for("the explanation"))
 
     @override
@@ -221,7 +220,7 @@ class ExplanationScorer:
     """
 
     reward_type: ClassVar[type[Reward]] = RLTReward
-    task_type: ClassVar[type[RLTTask]] = RLTTask
+    data_type: ClassVar[type[ReadData]] = TeacherRLData
 
     def __init__(
         self,
@@ -243,15 +242,23 @@ class ExplanationScorer:
                 f"{type(self).__name__} needs a reward that is a {self.reward_type.__name__}, but it is "
                 f"{type(reward).__name__}. Pass one; rlt fit trains with the others."
             )
-        prompts = teacher_system_prompt, student_system_prompt
-        options = FormatOptions(tags, *prompts, force_format=force_format, group="")
         students = Students.of(*split_student_setting(student), student_reduction)
         names = students.names
-        # Without limits: the caller has chosen its rows.
-        self.task = self.task_type.load(
-            options, teacher, names, trust_remote_code, [TRACE_COLUMN], ItemLimits(), ViewOptions()
+        self.data = self.data_type(
+            tokenizer=teacher,
+            student_tokenizer=[*names],
+            tags=tags,
+            teacher_system_prompt=teacher_system_prompt,
+            student_system_prompt=student_system_prompt,
+            force_format=force_format,
+            trust_remote_code=trust_remote_code,
+            # No limits: the caller has chosen its rows.
+            max_prompt_length=sys.maxsize,
+            max_length=sys.maxsize,
         )
-        self.student_views, self.format = self.task.student_views, self.task.format
+        self.data.format_options = replace(self.data.format_options, group="")  # for messages
+        self.data.load_formats()
+        self.student_views, self.format = self.data.student_views, self.data.format
         self.tokenizer = self.format.tokenizer
         self.students = students.with_formats(self.student_views.formats)
         require_scorable(reward, self.students)
@@ -278,7 +285,7 @@ class ExplanationScorer:
             InputError: If the row cannot be used; it names the number and the reason.
         """
         try:
-            return self.task.build_problem(number, self.task.parse(row), row)
+            return self.data.build_problem(number, self.data.parse(row), row)
         except BadRowError as error:
             raise InputError(
                 f"Row {number} must have a question and a solution, but cannot be used: {error.detail}. "

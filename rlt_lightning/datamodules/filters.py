@@ -95,11 +95,11 @@ class RowFilter:
 
     Args:
         filters: Which rows are left out.
-        traces: Columns of the traces that the task reads; none for tasks without traces.
+        traces: Columns of the traces that the task reads; none for stages without traces.
         tags: The tags in use.
 
     Raises:
-        InputError: If a filter needs what the rows of this task do not have, or an evaluation set cannot be
+        InputError: If a filter needs what the rows of this stage do not have, or an evaluation set cannot be
             read.
     """
 
@@ -108,7 +108,7 @@ class RowFilter:
         of_traces |= {"duplicates: trace"} if filters.duplicates == "trace" else set()
         if of_traces and not traces:
             raise InputError(
-                "This data.task reads no traces, so data.filters may set no filter of traces, but sets "
+                "These data read no traces, so data.filters may set no filter of traces, but sets "
                 f"{', '.join(sorted(of_traces))}. Remove it."
             )
         self.filters = filters
@@ -246,7 +246,7 @@ def check_pass_rates(rows: Iterable[Row], source: str) -> Iterator[Row]:
     if found == {False}:
         raise InputError(
             "data.filters.min_pass_rate and max_pass_rate need rows with pass_rate, which `rlt predict` "
-            f"writes with data.task student_rl, but '{source}' has none. Remove these filters."
+            f"writes with StudentRLData, but '{source}' has none. Remove these filters."
         )
 
 

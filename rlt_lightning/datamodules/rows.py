@@ -111,7 +111,7 @@ def check_columns(
     missing = find_missing_columns(first[0], trace_columns, allows_completion)
     found = sorted({str(name) for row in first for name in row})
     raise InputError(
-        "Rows must have the columns question and solution (for student_rl an answer will do; for "
+        "Rows must have the columns question and solution (for StudentRLData an answer will do; for "
         "fine-tuning and scoring also reasoning_trace), or conversations, but "
         f"'{source}' lacks {', '.join(missing)} and has "
         f"{', '.join(found) or 'no columns'}. Rename its columns, or add what is missing."

@@ -1,21 +1,36 @@
-"""The datamodule of all training stages: it reads rows and serves batches of tokenised items."""
+"""The base of the datamodules of all stages: rows become items, and items batches.
+
+    read ─ row ─▶ complete ─▶ parse ─▶ filters ─▶ build_items ─ MadeItem ─▶ cache     see `make_items`
+                     └──────────┴─────────┴───────────┴──▶ BadRowReport: why a row is not used
+
+A stage is a subclass (stages.py). It says which columns its rows need, what becomes of a row and of a
+completion, and what a batch holds; it has the settings that only this stage reads.
+"""
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowReport, NumberedRow, write_reports
+from rlt_lightning.console import show_count
+from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow, write_reports
 from rlt_lightning.datamodules.filters import Filters, RowFilter
-from rlt_lightning.datamodules.format_choice import FormatOptions, describe_tags, require_model
+from rlt_lightning.datamodules.format_choice import (
+    ChosenFormat,
+    FormatOptions,
+    choose_format,
+    describe_tags,
+    require_model,
+)
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.loader import (
     ByDifficulty,
@@ -27,9 +42,16 @@ from rlt_lightning.datamodules.loader import (
     Weighted,
     hold_out,
 )
-from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, RawResponses, find_tag
+from rlt_lightning.datamodules.rows import (
+    TRACE_COLUMN,
+    ParsedRow,
+    RawResponses,
+    Row,
+    check_columns,
+    find_tag,
+    parse_row,
+)
 from rlt_lightning.datamodules.sources import (
-    MemoryRows,
     Source,
     SourceReader,
     name_sources,
@@ -37,29 +59,24 @@ from rlt_lightning.datamodules.sources import (
     parse_weights,
 )
 from rlt_lightning.datamodules.student_views import StudentViews
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
 from rlt_lightning.datamodules.token_cache import (
     Item,
+    MadeItem,
     StoredItems,
     StoredSource,
     TokenCache,
     count_system_prompts,
+    describe_format,
     find_token_folder,
+    hash_code,
+    hash_value,
     join_items,
 )
-from rlt_lightning.datamodules.tokenize import (
-    TASKS,
-    ItemLimits,
-    LongTraces,
-    Task,
-    TaskName,
-    build_keys,
-    tokenize_rows,
-)
-from rlt_lightning.models.format import ModelFormat
+from rlt_lightning.models.format import ModelFormat, Role
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
     BadRowError,
+    BadRowReason,
     Completion,
     InputError,
     Problem,
@@ -67,16 +84,18 @@ from rlt_lightning.types import (
     Rollout,
     SFTBatch,
     SFTExample,
-    as_list,
 )
 
+# A file, folder, hub id or embedded task, rows themselves, or a list of such sources.
+Rows = str | Path | list[str] | Iterable[dict[str, Any]]
+Data = TypeVar("Data", bound="StratosDataModule")
 
-class StratosDataModule(LightningDataModule):
+
+class StratosDataModule(LightningDataModule, ABC):
     """Questions with solutions, in Bespoke-Stratos' format or in your own columns.
 
     `setup` reads, checks and tokenises all rows before any model is loaded. Rows that cannot be used are left
-    out, counted, and listed in `data_report.json`. `data.task` names a class in `tokenize.py`, which says
-    what the rows are made into.
+    out, counted, and listed in `data_report.json`.
 
     Args:
         source: "arithmetic", one kind of it such as "arithmetic:addition", "chains", "new_chains",
@@ -84,17 +103,9 @@ class StratosDataModule(LightningDataModule):
             rows themselves (a list of dictionaries or a `datasets.Dataset`), or a list of such sources, each
             with a weight or none, whose row numbers continue.
         split: Split of each source, where it has any.
-        task: What the rows are made into: prompts for RL and generation (rlt), fine-tuning examples of the
-            teacher or the student, given completions to be scored (score), or questions that the trained
-            model answers without a teacher (student_rl) or before one that knows the solution (student_opd),
-            or that it thinks about before the solution is spliced in (student_likelihood).
-        trace_columns: Columns of the traces; a row must have all of them, and becomes one item per trace.
-            Scored rows name theirs as `trace_column`, unless `reasoning_trace` is the only one.
         raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
         filters: Which usable rows of `source` are left out.
-        tokenizer: Name of the teacher's (or trained) model; None: that of the run's module.
-        student_tokenizer: Name of the student's model, which may have another vocabulary, or of several
-            students' models; None likewise.
+        tokenizer: Name of the trained model; None: that of the run's module.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
             a file. May hold placeholders such as {explanation_open}.
@@ -103,11 +114,6 @@ class StratosDataModule(LightningDataModule):
         force_format: Use these settings although a model records that it was trained in others.
         prompts_per_step: Rows per optimizer step, over all processes.
         max_prompt_length: Most tokens of a prompt; longer rows are left out.
-        max_solution_length: Most tokens of a solution; None for no limit.
-        max_length: Most tokens of a whole sequence; see `long_traces` for longer rows.
-        long_traces: What fine-tuning does with longer rows: "drop" leaves them out, "truncate" keeps their
-            first `max_length` tokens.
-        student_context: Context of the students that learn from generated traces, tokens; None for no limit.
         val_source: Source or sources of held-out rows.
         val_split: Its split, where it has any.
         val_rows: Without `val_source`: rows of `source` that are held out by seed. With it: the most rows
@@ -123,24 +129,35 @@ class StratosDataModule(LightningDataModule):
         order: An order of training by difficulty; None: a new random order every epoch.
         streaming: Read data sets of the hub row by row, with max_rows only those, and do not download them
             first.
-        view: What the teacher of student_opd sees.
         token_cache: Folder in which tokenised rows are kept for the other processes and for later starts.
             True: a folder of the user's cache; False: none, and every process keeps its own in memory.
+
+    Attributes:
+        role: The model that a run of this stage trains, or whose work it scores.
+        samples: What the completions are: explanations, answers or thoughts; '' in fine-tuning.
+        takes_completions: Whether a row may have a completion in place of a trace.
+        student_views: The formats in which teacher and students read; set by `load_formats`.
     """
 
+    role: ClassVar[Role]
+    samples: ClassVar[str] = ""
+    takes_completions: ClassVar[bool] = False
+    student_views: StudentViews
+    # Settings that some stages have, as `trace_columns`; in the others they have these values.
+    student_names: tuple[str, ...] = ()  # the frozen models that read
+    student_context: int | None = None
+    max_solution_length: int | None = None
+    max_length: int = sys.maxsize
     num_finished = 0  # items that an interrupted prediction has finished
     _prepared_for: tuple[Any, ...] | None = None  # stage, tokenizers
 
     def __init__(
         self,
-        source: str | Path | list[str] | Iterable[dict[str, Any]] = "arithmetic",
+        source: Rows = "arithmetic",
         split: str = "train",
-        task: TaskName = "rlt",
-        trace_columns: Sequence[str] = (TRACE_COLUMN,),
         raw: RawResponses = RawResponses(),
         filters: Filters = Filters(),
         tokenizer: str | None = None,
-        student_tokenizer: str | list[str] | None = None,
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
@@ -148,11 +165,7 @@ class StratosDataModule(LightningDataModule):
         force_format: bool = False,
         prompts_per_step: int = 16,
         max_prompt_length: int = 16384,
-        max_solution_length: int | None = None,
-        max_length: int = 16384,
-        long_traces: LongTraces = "drop",
-        student_context: int | None = None,
-        val_source: str | Path | list[str] | Iterable[dict[str, Any]] | None = None,
+        val_source: Rows | None = None,
         val_split: str = "test",
         val_rows: int = 0,
         val_batch_size: int | None = None,
@@ -165,31 +178,25 @@ class StratosDataModule(LightningDataModule):
         order: Difficulty | None = None,
         streaming: bool = False,
         token_cache: bool | str = True,
-        view: ViewOptions = ViewOptions(),
     ) -> None:
         super().__init__()
         self.sources, self.val_sources = parse_sources(source), parse_sources(val_source)
         self.weights, self.val_weights = parse_weights(source), parse_weights(val_source)
         self.source = name_sources(source)  # for messages
         self.reader = SourceReader(split, num_embedded_rows, seed, max_rows, streaming)
-        self.task: TaskName = task
-        self.trace_columns = list(trace_columns)
         self.raw, self.filters = raw, filters
+        self.trace_columns: list[str] = []
         self.follows_module = tokenizer is None
-        self.tokenizer_name, self.student_names = tokenizer, tuple(as_list(student_tokenizer))
+        self.tokenizer_name = tokenizer
         self.format_options = FormatOptions(
             tags, teacher_system_prompt, student_system_prompt, format_from, force_format
         )
-        self.prompts_per_step = prompts_per_step
-        self.max_prompt_length, self.max_solution_length = max_prompt_length, max_solution_length
-        self.max_length, self.student_context = max_length, student_context
-        self.long_traces: LongTraces = long_traces
+        self.prompts_per_step, self.max_prompt_length = prompts_per_step, max_prompt_length
         self.val_split, self.val_rows = val_split, val_rows
         self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
         self.max_bad_frac, self.seed = max_bad_frac, seed
         self.output_dir, self.trust_remote_code = output_dir, trust_remote_code
         self.order, self.token_cache = order, token_cache
-        self.view = view
         require_settings(self)
 
     # Lightning's hooks
@@ -201,13 +208,17 @@ class StratosDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read, check and tokenise everything, so that bad data is reported before a model is loaded."""
-        if self.follows_module and self.trainer is not None:
-            self.tokenizer_name, self.student_names = find_models(self.trainer)
+        if self.trainer is not None:
+            module: Any = self.trainer.lightning_module
+            if hasattr(module, "require_data"):
+                module.require_data(self)
+            if self.follows_module:
+                self.tokenizer_name, self.student_names = find_models(self.trainer)
         wanted = (stage, self.tokenizer_name, self.student_names)
         if self._prepared_for == wanted:
             return
-        task = self._task = self._load_task()
-        row_filter = RowFilter(self.filters, task.needed_traces, task.format.tags)
+        self.load_formats()
+        row_filter = RowFilter(self.filters, self.trace_columns, self.format.tags)
         sources = self._tokenize(self.sources, self.reader, row_filter)
         items = join_items(sources)
         val_items = items[:0]
@@ -232,25 +243,44 @@ class StratosDataModule(LightningDataModule):
             self.val_dataloader()
         self._prepared_for = wanted
 
-    def replace_rows(
-        self, rows: list[dict[str, Any]], task: TaskName, trace_columns: Sequence[str]
-    ) -> StratosDataModule:
-        """Return a datamodule of other rows in the same format, without held-out rows or filters."""
-        found = copy(self)
-        found.sources, found.val_sources, found.weights, found.order = [MemoryRows(rows)], [], [], None
-        found.task, found.trace_columns, found.filters = task, list(trace_columns), Filters()
-        found.reader, found.val_rows, found.max_bad_frac = replace(self.reader, max_rows=None), 0, 1.0
-        found.output_dir, found._prepared_for = None, None
-        return found
+    def copy_settings(self, kind: type[Data], rows: list[dict[str, Any]], **options: Any) -> Data:
+        """Return the data of another stage: other rows in the same format, none held out or filtered.
+
+        Args:
+            kind: The class of the stage.
+            rows: The rows.
+            options: Settings that only this stage has.
+        """
+        written = self.format_options
+        data = kind(
+            rows,
+            raw=self.raw,
+            tokenizer=None if self.follows_module else self.tokenizer_name,
+            tags=written.tags,
+            teacher_system_prompt=written.teacher_system_prompt,
+            student_system_prompt=written.student_system_prompt,
+            format_from=written.format_from,
+            force_format=written.force_format,
+            prompts_per_step=self.prompts_per_step,
+            val_batch_size=self.val_batch_size,
+            max_prompt_length=self.max_prompt_length,
+            max_bad_frac=1.0,
+            seed=self.seed,
+            trust_remote_code=self.trust_remote_code,
+            token_cache=self.token_cache,
+            **options,
+        )
+        data.student_names = self.student_names
+        data.max_length, data.max_solution_length = self.max_length, self.max_solution_length
+        return data
 
     def read_usable_rows(self) -> Iterator[tuple[dict[str, Any], ParsedRow]]:
-        """Yield columns and texts of the source's rows that have what the task needs, after `setup`."""
-        task = self._task
+        """Yield columns and texts of the source's rows that have what the stage needs, after `setup`."""
         for source in self.sources:
             for _, columns in self._read(source, self.reader):
                 if isinstance(columns, dict):
                     with suppress(BadRowError):
-                        yield columns, task.parse(columns)
+                        yield columns, self.parse(columns)
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return batches of one optimizer step, resumable in the middle of an epoch."""
@@ -285,35 +315,93 @@ class StratosDataModule(LightningDataModule):
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:
         """Make a batch; completions that the rows bring are attached as rollouts."""
-        return self._task.build_batch(items)
+        return PromptBatch(items)
 
-    @property
-    def student_views(self) -> StudentViews:
-        """Return the formats in which teacher and students read."""
-        return self._task.student_views
+    # What a stage says of its rows
 
-    @property
-    def format(self) -> ChatFormat:
-        """Return the contexts of the teacher and of the first student."""
-        return self._task.format
+    def choose_formats(self, model: str) -> list[ChosenFormat]:
+        """Choose the format of each student; of a student that is trained, its own."""
+        return [choose_format(self.format_options, None, model)]
 
-    @property
-    def views(self) -> TeacherViews | None:
-        """Return what the teacher of student_opd sees; None in other tasks."""
-        return self._task.views
+    def load_formats(self) -> None:
+        """Choose the formats, and load the tokenizers.
+
+        Raises:
+            InputError: If a setting contradicts what a model was trained in, or a tokenizer cannot be loaded.
+        """
+        model = require_model(self.tokenizer_name)
+        formats = self.choose_formats(model)
+        self.student_views = StudentViews(formats, model, self.list_readers(), self.trust_remote_code)
+
+    def list_readers(self) -> Sequence[str]:
+        """Return the names of the students that read completions."""
+        return ()
+
+    def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of a row, with what the stage can tell from the others."""
+        return columns
+
+    def parse(self, columns: dict[str, Any]) -> ParsedRow:
+        """Parse a row with the tags of this run.
+
+        Raises:
+            BadRowError: If it cannot be used.
+        """
+        tags, student_tags = self.format.tags, self.format.student_tags
+        return parse_row(columns, tags, self.trace_columns, self.takes_completions, student_tags)
+
+    def change_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Return the parsed rows, with what one of them takes from others."""
+        return rows
+
+    @abstractmethod
+    def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
+        """Make one item of a row, or one for each of its traces.
+
+        Args:
+            number: Number of the row, from 1.
+            row: The row as it was parsed.
+            columns: The row as it was read.
+
+        Raises:
+            BadRowError: If the row is too long, or an answer to it cannot be judged.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that decide items beside the formats, as plain values, for the cache key."""
+        limits = ("max_prompt_length", "max_solution_length", "max_length")
+        return {
+            "stage": f"{type(self).__module__}.{type(self).__qualname__}",
+            "traces": self.trace_columns,
+            "row_prompts": self.student_views.chosen[0].keeps_row_prompts,
+            **{name: getattr(self, name) for name in limits},
+        }
+
+    # What a stage says of its completions
 
     @property
     def stop(self) -> str:
         """Return the text that ends a completion; '' if only an end-of-sequence token does."""
-        return self._task.stop
+        return self.format.end_tag
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """Attach a completion to its problem."""
-        return self._task.build_rollout(problem, completion)
+        """Attach a completion to its problem, as every student reads it."""
+        return self.student_views.build_rollout(problem, completion)
 
     def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
-        """Return thought and solution of the turn that stage 4 makes of a completion; None without both."""
-        return self._task.split_turn(rollout)
+        """Return thought and solution of the turn that stage 4 makes of a completion.
+
+        An explanation is the thought before the problem's solution. An answer has a thought and a solution of
+        its own; None if it cannot be split into them.
+        """
+        return rollout.text, rollout.problem.solution
+
+    # For all stages
+
+    @property
+    def format(self) -> ChatFormat:
+        """Return the contexts of the teacher and of the first student."""
+        return self.student_views.formats[0]
 
     def count_turn_tokens(self, rollout: Rollout) -> int | None:
         """Return the number of tokens of the example that stage 4 makes of a completion; None without one."""
@@ -349,7 +437,7 @@ class StratosDataModule(LightningDataModule):
 
     def trained_format(self) -> ModelFormat:
         """Return the format in which this run trains its model."""
-        if self._task.role == "teacher":
+        if self.role == "teacher":
             prompts = Counter([self.format.teacher_system_prompt])
             return ModelFormat.from_rows("teacher", self.format.tags, prompts)
         return ModelFormat.from_rows("student", self.format.student_tags, self.system_prompts)
@@ -367,9 +455,92 @@ class StratosDataModule(LightningDataModule):
 
     @property
     def examples(self) -> Sequence[SFTExample]:
-        """Return all examples of fine-tuning, the held-out ones last; none in other tasks."""
+        """Return all examples of fine-tuning, the held-out ones last; none in other stages."""
         items = self.all_items
         return cast(Sequence[SFTExample], items if items.is_examples else items[:0])
+
+    # Items
+
+    def build_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
+        """Tokenise question and solution for the model that writes, and for the one that reads.
+
+        Raises:
+            BadRowError: If the row is too long.
+        """
+        problem = self.format.build_problem(
+            number, row.question, row.solution, self.find_row_prompt(row), columns
+        )
+        self.require_prompt(len(problem.teacher_prompt))
+        if self.max_solution_length is not None:
+            num_solution = len(problem.solution_ids)
+            require_length(BadRowReason.SOLUTION_TOO_LONG, num_solution, self.max_solution_length)
+        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0, 0), self.max_length)
+        return problem
+
+    def require_prompt(self, length: int) -> None:
+        """Reject a row whose prompt is too long."""
+        require_length(BadRowReason.PROMPT_TOO_LONG, length, self.max_prompt_length)
+
+    def find_row_prompt(self, row: ParsedRow) -> str | None:
+        """Return the row's own system prompt; None if it does not count."""
+        return row.system if self.student_views.chosen[0].keeps_row_prompts else None
+
+    def make_items(
+        self, rows: Iterable[NumberedRow], report: BadRowReport, row_filter: RowFilter | None = None
+    ) -> Iterator[MadeItem]:
+        """Yield the items of a source, and report the rows that are not used.
+
+        Args:
+            rows: Rows as they were read.
+            report: Gets the rows that are bad or left out; it is complete after the last item.
+            row_filter: The filters; None for rows that pass none.
+
+        Raises:
+            InputError: If no row has the columns that the stage needs.
+        """
+        rows = self._complete_rows(rows, report)
+        rows = check_columns(rows, report.source, self.trace_columns, self.takes_completions)
+        parsed = self.change_rows(self._parse_rows(rows, report))
+        if row_filter is not None:
+            parsed = row_filter.filter_rows(parsed, report)
+        for number, columns, row in show_count(parsed, f"tokenising {report.source}"):
+            if row_filter is not None and row_filter.is_duplicate(row):
+                report.filtered.append((number, FilterReason.DUPLICATE, "an earlier row is used"))
+                continue
+            try:
+                items = self.build_items(number, row, columns)
+            except BadRowError as error:
+                report.add(number, error)
+                continue
+            own_prompt = self.find_row_prompt(row)
+            prompt = self.format.student_system_prompt if own_prompt is None else own_prompt
+            yield from (MadeItem(item, prompt, columns) for item in items)
+            if any(isinstance(item, SFTExample) and item.num_cut for item in items):
+                report.truncated.append(number)
+            if row_filter is not None:
+                row_filter.remember(row)
+        report.sort()
+        if row_filter is not None:
+            row_filter.num_sources += 1
+
+    def _complete_rows(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[NumberedRow]:
+        """Yield rows with what the stage adds, and count them."""
+        for number, columns in rows:
+            report.num_rows += 1
+            report.last_row = number
+            yield number, columns if isinstance(columns, BadRowError) else self.complete(columns)
+
+    def _parse_rows(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[Row]:
+        """Yield the rows that can be parsed, and report the others."""
+        for number, columns in rows:
+            try:
+                if isinstance(columns, BadRowError):
+                    raise columns
+                texts = self.parse(columns)
+            except BadRowError as error:
+                report.add(number, error)
+            else:
+                yield number, columns, texts
 
     # Helpers
 
@@ -379,21 +550,6 @@ class StratosDataModule(LightningDataModule):
     def _world_size(self) -> int:
         return self.trainer.world_size if self.trainer else 1
 
-    def _load_task(self) -> Task:
-        """Choose the formats, load the tokenizers, and return what turns rows into items."""
-        limits = ItemLimits(
-            self.max_prompt_length, self.max_solution_length, self.max_length, self.long_traces
-        )
-        return TASKS[self.task].load(
-            self.format_options,
-            require_model(self.tokenizer_name),
-            self.student_names,
-            self.trust_remote_code,
-            self.trace_columns,
-            limits,
-            self.view,
-        )
-
     def _tokenize(
         self, sources: list[Source], reader: SourceReader, row_filter: RowFilter | None = None
     ) -> list[StoredSource]:
@@ -401,7 +557,7 @@ class StratosDataModule(LightningDataModule):
         cache = TokenCache(find_token_folder(self.token_cache))
         keys = [""] * len(sources)  # without a folder nothing is looked up
         if cache.folder:
-            keys = build_keys(sources, reader, self.raw, self._task, row_filter)
+            keys = self.build_keys(sources, reader, row_filter)
 
         found: list[StoredSource] = []
         first_row = 1
@@ -411,20 +567,34 @@ class StratosDataModule(LightningDataModule):
                 for earlier in sources[row_filter.num_sources : number]:
                     # It was in the cache, so that the filter has not seen its rows.
                     rows = self._read(earlier, reader)
-                    deque(tokenize_rows(rows, self._task, BadRowReport(str(earlier)), row_filter), maxlen=0)
+                    deque(self.make_items(rows, BadRowReport(str(earlier)), row_filter), maxlen=0)
             if stored is None:
                 report = BadRowReport(str(source))
                 rows = self._read(source, reader)
-                items = tokenize_rows(rows, self._task, report, row_filter)
-                stored = cache.save(key, items, report)
+                stored = cache.save(key, self.make_items(rows, report, row_filter), report)
             stored.report.first_row = first_row
             first_row += stored.report.last_row
             found.append(stored)
         return found
 
+    def build_keys(
+        self, sources: Sequence[Source], reader: SourceReader, row_filter: RowFilter | None = None
+    ) -> list[str]:
+        """Return a hash of all that decides the items of each source: its key in the cache."""
+        settings = {"code": hash_code(), "raw": asdict(self.raw), **self.describe()}
+        settings["format"] = describe_format(self.format)
+        if row_filter is not None and row_filter.filters.list_active():
+            settings["filters"] = row_filter.describe()
+        keys: list[str] = []
+        for source in sources:
+            # A row may be the duplicate of one in an earlier source.
+            earlier = keys[-1:] if row_filter is not None and row_filter.finds_duplicates else []
+            keys.append(hash_value([settings, reader.fingerprint(source), earlier]))
+        return keys
+
     def _read(self, source: Source, reader: SourceReader) -> Iterator[NumberedRow]:
         """Read the rows of a source; a row with several whole responses becomes several."""
-        return self.raw.split_rows(reader.read(source), self._task.format.tags)
+        return self.raw.split_rows(reader.read(source), self.format.tags)
 
     def _check_rows(self) -> None:
         """Report the rows that are not used, and stop if they are too many, or not those of the model."""
@@ -435,12 +605,12 @@ class StratosDataModule(LightningDataModule):
             report.check(self.max_bad_frac, path)
             for line in report.lines():
                 rank_zero_warn(line + (f"; see {path}" if path else ""))
-        self._task.chosen.check_rows(self.system_prompts)
+        self.student_views.chosen[0].check_rows(self.system_prompts)
 
 
 def get_stratos_data(trainer: Trainer) -> StratosDataModule:
     """Return a run's datamodule, which Lightning's types do not know."""
-    return cast(StratosDataModule, trainer.datamodule)  # type: ignore[attr-defined]
+    return cast(StratosDataModule, getattr(trainer, "datamodule", None))
 
 
 # Checks of the settings, made when the datamodule is built
@@ -455,26 +625,20 @@ def require_settings(data: StratosDataModule) -> None:
     require_sizes(
         prompts_per_step=data.prompts_per_step,
         max_prompt_length=data.max_prompt_length,
-        max_solution_length=data.max_solution_length,
-        max_length=data.max_length,
-        student_context=data.student_context,
         val_batch_size=data.val_batch_size,
         max_rows=data.reader.max_rows,
         num_embedded_rows=data.reader.num_embedded_rows,
     )
-    require_trace_columns(data.trace_columns)
-    require_held_out(data.val_rows, data.max_bad_frac)
+    if data.val_rows < 0:
+        raise InputError(f"data.val_rows must be at least 0, but is {data.val_rows}. 0 holds none out.")
+    if not 0 <= data.max_bad_frac <= 1:
+        raise InputError(
+            f"data.max_bad_frac must be in [0, 1], but is {data.max_bad_frac}. Set a part of the rows."
+        )
     if not data.sources:
         raise InputError("data.source must name at least one source, but is an empty list. Name one.")
     if data.val_weights:
         raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
-    if data.task not in TASKS:
-        raise InputError(f"data.task must be one of {', '.join(TASKS)}, but is '{data.task}'. Correct it.")
-    if not TASKS[data.task].shows_teacher and data.view != ViewOptions():
-        raise InputError(
-            f"data.view says what the teacher of student_opd sees, but data.task is {data.task}. Leave it "
-            "out, or set data.task to student_opd."
-        )
     if data.weights and data.order:
         raise InputError(
             "Sources may have weights, or data.order may be set, but not both: an order by difficulty "
@@ -493,35 +657,41 @@ def require_sizes(**sizes: int | None) -> None:
             raise InputError(f"data.{name} must be at least 1, but is {size}. Raise it.")
 
 
-def require_trace_columns(columns: list[str]) -> None:
-    """Check that columns of traces are different ones, and no column of completions.
+def read_trace_columns(columns: Sequence[str]) -> list[str]:
+    """Return the columns of traces: different ones, and no column of completions.
 
     Raises:
         InputError: If they are not.
     """
     if len(set(columns)) != len(columns) or not columns:
         raise InputError(
-            f"data.trace_columns must name one or several different columns, but is {columns}. Change it."
+            f"data.trace_columns must name one or several different columns, but is {[*columns]}. Change it."
         )
     if "completion" in columns:
         raise InputError(
             "data.trace_columns must name columns of traces, but names completion. Name "
             f"{TRACE_COLUMN} instead: a row's completion is scored in its place."
         )
+    return [*columns]
 
 
-def require_held_out(val_rows: int, max_bad_frac: float) -> None:
-    """Check the number of held-out rows, and the part of rows that may be unusable.
+def require_length(reason: BadRowReason, length: int, limit: int) -> None:
+    """Reject a row that has more tokens than the limit."""
+    if length > limit:
+        raise BadRowError(reason, f"{length} tokens, limit {limit}")
 
-    Raises:
-        InputError: Naming the setting.
+
+def longest_sequence(problem: Problem, num_completion: int, num_read: int) -> int:
+    """Return the tokens of the longer sequence, the teacher's or the student's.
+
+    Args:
+        problem: The problem.
+        num_completion: Tokens of the completion.
+        num_read: The same in the student's tokens.
     """
-    if val_rows < 0:
-        raise InputError(f"data.val_rows must be at least 0, but is {val_rows}. 0 holds none out.")
-    if not 0 <= max_bad_frac <= 1:
-        raise InputError(
-            f"data.max_bad_frac must be in [0, 1], but is {max_bad_frac}. Set a part of the rows."
-        )
+    student = len(problem.student_prefix) + len(problem.think_prefix) + len(problem.student_suffix)
+    student += num_read + len(problem.solution_ids)
+    return max(len(problem.teacher_prompt) + num_completion, student)
 
 
 def find_models(trainer: Trainer) -> tuple[str | None, tuple[str, ...]]:

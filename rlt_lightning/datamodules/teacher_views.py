@@ -1,4 +1,4 @@
-"""What the teacher of `student_opd` sees: its own context with the solution, and then the student's tokens.
+"""What the teacher of StudentOPDData sees: its own context with the solution, and then the student's tokens.
 
     student   <user>question                     <think> first, second </think> <solution>...
     teacher   <user>question solution<explanation> first, second </explanation>       view explanation
@@ -32,7 +32,7 @@ View = Literal["explanation", "hint"]
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """What the teacher of `data.task` student_opd sees.
+    """What the teacher of on-policy distillation sees.
 
     Args:
         kind: "explanation": what an RLT teacher sees, question and solution, and it judges the student's

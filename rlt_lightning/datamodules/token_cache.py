@@ -1,6 +1,6 @@
 """Tokenised sources: items as Arrow tables, in files that one process writes and all map into memory.
 
-    tokenize_rows ─ MadeItem ─▶ build_batches ─ RecordBatch ─▶ TokenCache.save ─▶ StoredSource  of one source
+    make_items    ─ MadeItem ─▶ build_batches ─ RecordBatch ─▶ TokenCache.save ─▶ StoredSource  of one source
                                                                TokenCache.load ─────▲ │
     a batch asks for items[7] ◀─ SFTExample or Problem ◀─ StoredItems ◀───────────────┘         of all sources
 

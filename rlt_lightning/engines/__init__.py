@@ -16,8 +16,6 @@ from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
 from rlt_lightning.engines.push import AdapterPush, DiskPush, GlooPush, NoPush, WeightPush
-from rlt_lightning.engines.replay import ReplayEngine
-from rlt_lightning.engines.served import ServedEngine
 from rlt_lightning.engines.vllm import VLLMEngine
 
 __all__ = [
@@ -33,10 +31,8 @@ __all__ = [
     "Launch",
     "NCCLPush",
     "NoPush",
-    "ReplayEngine",
     "SampleRequest",
     "Sampling",
-    "ServedEngine",
     "VLLMEngine",
     "WeightPush",
     "WorkerSettings",

@@ -53,8 +53,6 @@ class Launch:
         data_parallel_size: Copies behind one server.
         gpus: GPUs of each worker, one list per worker, counted from 0 among the GPUs that this process
             sees (CUDA_VISIBLE_DEVICES); None: each worker sees all of them.
-        share: GPUs that sample + GPUs that train, such as 3+5, in place of num_workers and gpus: the first
-            train, and the command line sets trainer.devices; workers get the rest.
         port: Port of the first worker, the others follow; 0: free ports.
         start_deadline_s: Time to load the model and answer.
         arguments: Further arguments of `vllm serve`, such as --enforce-eager.
@@ -69,7 +67,6 @@ class Launch:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     gpus: list[list[int]] | None = None
-    share: str | None = None
     port: int = 0
     start_deadline_s: float = 900.0
     arguments: list[str] = field(default_factory=list)
@@ -83,27 +80,11 @@ class Launch:
                 f"{sizes}. Correct them."
             )
         needed = self.tensor_parallel_size * self.data_parallel_size
-        if self.share is not None:
-            self._apply_share(self.share, needed)
         if self.gpus is not None and [len(ids) for ids in self.gpus] != [needed] * self.num_workers:
             raise InputError(
                 f"launch.gpus must name {needed} GPU(s) for each of the {self.num_workers} worker(s), but is "
                 f"{self.gpus}. Correct it, or the sizes."
             )
-
-    def _apply_share(self, share: str, needed: int) -> None:
-        """Set the number of workers and their GPUs: those behind the trainer's."""
-        samples, trains = split_share(share)
-        number, rest = divmod(samples, needed)
-        gpus = [[trains + i * needed + j for j in range(needed)] for i in range(number)]
-        if rest or self.num_workers not in (1, number) or self.gpus not in (None, gpus):
-            raise InputError(
-                f"launch.share {share} gives {samples} GPU(s) to workers of {needed} GPU(s) each, and sets "
-                f"num_workers and gpus, but num_workers is {self.num_workers} and gpus is {self.gpus}. Leave "
-                "both out, and share out a multiple of tensor_parallel_size * data_parallel_size."
-            )
-        object.__setattr__(self, "num_workers", number)
-        object.__setattr__(self, "gpus", gpus)
 
     def build_command(
         self, index: int, port: int, model: str, backend: str | None, served_model: str
@@ -243,18 +224,18 @@ def read_visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
     """
     if VARIABLE not in environment:
         return None
-    found: list[str] = []
+    names: list[str] = []
     for word in environment[VARIABLE].split(","):
         name = word.strip()
         if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", name):
             break
-        if name in found:
+        if name in names:
             raise InputError(
                 f"{VARIABLE} must name each GPU once, but names {name} twice: "
                 f"'{environment[VARIABLE]}'. Correct it."
             )
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str], number: int | None = None) -> str:
@@ -280,47 +261,6 @@ def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str], number: 
             f"and {shown} {len(visible)}. Correct it, or show the process more GPUs."
         )
     return ",".join(visible[i] for i in gpus)
-
-
-def split_share(share: str) -> tuple[int, int]:
-    """Return how many GPUs sample and how many train, from a share such as 3+5.
-
-    Raises:
-        InputError: If the share has another form.
-    """
-    numbers = re.fullmatch(r"\s*(\d+)\s*\+\s*(\d+)\s*", share)
-    if numbers is None or int(numbers.group(1)) < 1:
-        raise InputError(
-            "launch.share must be two numbers, the GPUs that sample and the GPUs that train, such as 3+5, "
-            f"but is '{share}'. Correct it."
-        )
-    return int(numbers.group(1)), int(numbers.group(2))
-
-
-def choose_trainer_devices(share: str, devices: object) -> object:
-    """Return trainer.devices for a share: its number of GPUs that train.
-
-    Args:
-        share: GPUs that sample + GPUs that train.
-        devices: trainer.devices as it is set; auto and -1 leave the number to the share.
-
-    Raises:
-        InputError: If both are set and do not agree.
-    """
-    _, trains = split_share(share)
-    if trains == 0:
-        return devices
-    if str(devices) in ("auto", "-1"):
-        return trains
-    ids = devices if isinstance(devices, list) else re.findall(r"\d+", str(devices))
-    listed = isinstance(devices, list) or "," in str(devices)
-    agree = [int(i) for i in ids] == list(range(trains)) if listed else str(devices) == str(trains)
-    if not agree:
-        raise InputError(
-            f"launch.share {share} lets the first {trains} GPU(s) train, so trainer.devices must be {trains} "
-            f"or left out, but is {devices}. Correct one of them."
-        )
-    return devices
 
 
 def find_free_port(host: str = LOOPBACK) -> int:

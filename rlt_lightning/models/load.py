@@ -42,7 +42,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: An
         name: See `load_model`.
         trust_remote_code: Run code that comes with the tokenizer.
         chat_template: The template of a run; None: the model's, as it was before our training, with the date
-            of the run's start where it prints one (`fix_date`).
+            `DATE` where it prints one (`fix_date`).
 
     Raises:
         InputError: If nothing can be loaded under that name, or its tokenizer has no chat template.

@@ -16,10 +16,7 @@ import re
 from datetime import date
 from functools import cache
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from rlt_lightning.console import announce
 from rlt_lightning.models.format import jinja_string
@@ -34,9 +31,8 @@ ANSWER = {"role": "assistant", "content": "It makes two."}
 THOUGHT = "I count both."
 DATE_CALL = re.compile(r"""\bstrftime_now\s*\(\s*('[^'\\]*'|"[^"\\]*")\s*\)""")
 ASKS_NO_DATE = re.compile(r"{#.*?#}|\bstrftime_now\s+is\b", re.DOTALL)
-DATE_FILE = "template_date.txt"  # in a run folder, if a template prints the date
-
-run_folder: Path | None = None  # of the run of this process
+# What a template prints as today's date: the same prompts on every day, in every stage.
+DATE = date(2026, 1, 1)
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, str]], opens_turn: bool = True) -> str:
@@ -147,9 +143,9 @@ def find_eos_token_ids(model: Any, tokenizer: Any) -> set[int]:
 
 
 def fix_date(template: Any, name: str) -> Any:
-    """Return a chat template, or several by name, that prints the date of the run's start for today's.
+    """Return a chat template, or several by name, that prints `DATE` for today's date.
 
-    Later stages get the date with the exported template.
+    Servers get the date with the exported template.
 
     Args:
         template: The template.
@@ -165,29 +161,16 @@ def fix_date(template: Any, name: str) -> Any:
     if "strftime_now" in ASKS_NO_DATE.sub("", DATE_CALL.sub("", template)):
         raise InputError(
             f"The chat template of '{name}' must write out the format of the date that it prints, as in "
-            "strftime_now('%Y'), but does not, so that the date of this run cannot be fixed. Put the date "
+            "strftime_now('%Y'), but does not, so that the date cannot be fixed. Put the date "
             "into the template."
         )
     if not DATE_CALL.search(template):
         return template
-    day = load_run_date()
-    announce_date(name, day)
-    return DATE_CALL.sub(lambda call: jinja_string(day.strftime(call[1][1:-1])), template)
-
-
-def load_run_date() -> date:
-    """Return the date that the run folder keeps, from its first start on; without a run that of today."""
-    folders = [] if run_folder is None else [run_folder, run_folder.parent]  # validate has a folder inside it
-    for path in (folder / DATE_FILE for folder in folders):
-        if path.is_file():
-            return date.fromisoformat(path.read_text().strip())
-    today = date.today()
-    if run_folder is not None and not getattr(rank_zero_only, "rank", None):
-        (run_folder / DATE_FILE).write_text(f"{today.isoformat()}\n")
-    return today
+    announce_date(name)
+    return DATE_CALL.sub(lambda call: jinja_string(DATE.strftime(call[1][1:-1])), template)
 
 
 @cache
-def announce_date(name: str, day: date) -> None:
+def announce_date(name: str) -> None:
     """Say once that a template prints a date, and which."""
-    announce(f"the chat template of {name} prints the date, which stays {day.isoformat()}")
+    announce(f"the chat template of {name} prints the date, which is always {DATE.isoformat()}")

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
+from inspect import isroutine, signature
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, Self, TypedDict, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.core.saving import _load_state
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
+from rlt_lightning.checkpoints.folder import find_checkpoint
+from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters, read_checkpoint
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
-from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.digests import fingerprint_weights
 from rlt_lightning.engines import EngineError
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
@@ -31,7 +35,12 @@ from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_lay
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
 from rlt_lightning.modules.frozen import ReadModel, RunModel
-from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
+from rlt_lightning.modules.optimizer import (
+    OptimizerConfig,
+    build_optimizer,
+    build_schedule,
+    require_usable,
+)
 from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
 from rlt_lightning.modules.reader import PassKey, Reader
 from rlt_lightning.modules.step_metrics import speed_metrics
@@ -42,8 +51,10 @@ from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.step import POLICY
 from rlt_lightning.run.ranks import EndTogether, gather_from_ranks
+from rlt_lightning.run.redaction import redact
+from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, as_list
 
 Init = TypeVar("Init", bound=Callable[..., None])
 # What the progress bar shows of a step.
@@ -92,7 +103,12 @@ class PolicyModule(LightningModule):
         seed: Seed of everything random inside a step.
         lora: Train low-rank adapters, in fp32, and freeze the weights; None: train all.
         kernels: Which fused kernels compute the same numbers faster.
+
+    Attributes:
+        data_classes: The datamodules that the module takes; `rlt` proposes the first.
     """
+
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (StratosDataModule,)
 
     def __init__(
         self,
@@ -141,6 +157,7 @@ class PolicyModule(LightningModule):
         # configure_model sets both: the way into the trained model, and how its weights are stored.
         self.entry: ModelEntry | None = None
         self.sharding = Unsharded(None)
+        self.is_configured = False
 
     @property
     def policy(self) -> Any:
@@ -158,11 +175,13 @@ class PolicyModule(LightningModule):
         return 3 if self.lora is None else 2
 
     def configure_callbacks(self) -> list[Callback]:
-        """Let all ranks end with the first that fails."""
+        """Refuse strategies that do not work, and let all ranks end with the first that fails."""
+        require_strategy(self.trainer.strategy)
         return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
 
     def setup(self, stage: str) -> None:
-        """Refuse number types in which training does not work, before anything is loaded."""
+        """Refuse data of another stage, and number types in which training does not work."""
+        self.require_data(getattr(self.trainer, "datamodule", None))
         precision = self.trainer.precision
         require_precision(str(precision))
         if stage == "fit" and self.dtype_name == "float16":
@@ -179,13 +198,43 @@ class PolicyModule(LightningModule):
                 f"{self.dtype_name}. Set trainer.precision to bf16-mixed: models then run in bfloat16."
             )
 
+    def require_data(self, data: Any) -> None:
+        """Check that data are of this module's stage; they ask before they read anything.
+
+        Raises:
+            InputError: If they are not; it names the classes that are.
+        """
+        if not isinstance(data, self.data_classes):
+            named = " or ".join(kind.__name__ for kind in self.data_classes)
+            raise InputError(
+                f"The data of {type(self).__name__} must be {named}, but are {type(data).__name__}. Choose "
+                "another class for data, or another module."
+            )
+
     def configure_model(self) -> None:
-        """Load the weights, after the data have been checked."""
-        if self.entry is not None:
+        """Load the weights, after the data have been checked.
+
+        `load_from_checkpoint` has no trainer: it loads the trained model, and a verb later the other ones.
+        """
+        if self.is_configured:
             return
-        self.sharding = get_sharding(self.trainer.strategy)
-        self.fingerprints = self.fingerprint_models()
-        announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
+        if self._trainer is not None:
+            self.is_configured = True
+            self.sharding = get_sharding(self.trainer.strategy)
+            self.fingerprints = self.fingerprint_models()
+            announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
+        if self.entry is None:
+            self.load_policy()
+        elif isinstance(self.sharding, Sharded):
+            raise InputError(
+                "A module of load_from_checkpoint has its weights whole, but trainer.strategy shards them. "
+                "Make the module anew, and give the checkpoint as ckpt_path."
+            )
+        if self.is_configured:
+            self.load_frozen_models()
+
+    def load_policy(self) -> None:
+        """Load the model that is trained."""
         self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora)
         # In eval mode, as it is loaded, gradient checkpointing would silently be off.
         self.entry.train()
@@ -193,6 +242,9 @@ class PolicyModule(LightningModule):
         disable_dropout(self.entry)
         if self.gradient_checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def load_frozen_models(self) -> None:
+        """Load the models that are only read."""
 
     def types(self) -> dict[str, str]:
         """Return the settings that choose the types in which the models compute, by name."""
@@ -235,9 +287,39 @@ class PolicyModule(LightningModule):
         """Load what `state_dict` returned; the frozen weights stay."""
         return super().load_state_dict(state_dict, strict and self.lora is None, assign)
 
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **options: Any
+    ) -> Self:
+        """Return a module with a checkpoint's weights, on the CPU, and the arguments that it was made with.
+
+        Args:
+            checkpoint_path: A checkpoint of any strategy, a run's folder for its newest one, or a file that
+                Lightning's own ModelCheckpoint has written.
+            options: Arguments of the module in place of those in the checkpoint, and of Lightning's method.
+
+        Raises:
+            InputError: If the folder has no checkpoint, or it is damaged.
+        """
+        if Path(checkpoint_path).is_file():
+            return cast(Self, super().load_from_checkpoint(checkpoint_path, **options))
+        return cast(
+            Self, _load_state(cls, read_checkpoint(find_checkpoint(Path(checkpoint_path))), **options)
+        )
+
+    def _set_hparams(self, hp: Any) -> None:
+        """Keep what `save_hyperparameters` has found as plain values without secrets.
+
+        So a checkpoint can be read with `weights_only`, and a reward may hold what cannot be copied.
+        """
+        super()._set_hparams(redact(to_plain(hp)))
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the metadata from which, with the checkpoint's weights, a model folder can be made."""
         checkpoint["model"] = self.build_metadata()
+        if "hyper_parameters" in checkpoint:
+            # It makes objects of the class paths again.
+            checkpoint["hyper_parameters"]["_instantiator"] = "lightning.pytorch.cli.instantiate_module"
 
     def build_metadata(self) -> dict[str, Any]:
         """Return plain values: how the trained model is loaded, and how it was trained."""
@@ -255,10 +337,18 @@ class PolicyModule(LightningModule):
             "training": {
                 "method": type(self).__name__,
                 "optimizer steps": self.global_step,
-                "peak learning rate": self.optimizer_config.lr,
+                "peak learning rate": self.peak_lr,
                 "data": f"{data.source} ({len(data.items)} rows)",
             },
         }
+
+    @property
+    def peak_lr(self) -> float:
+        """Return the learning rate that the schedule scales."""
+        if not self.trainer.optimizers:
+            return self.optimizer_config.lr
+        group = self.trainer.optimizers[0].param_groups[0]
+        return float(group.get("initial_lr", group["lr"]))
 
     def fingerprint_models(self) -> dict[str, str | None]:
         """Return a digest of the weights of each model that is loaded from a folder, by name."""
@@ -267,7 +357,8 @@ class PolicyModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another adapter, and tell if a model's files are others than at its time."""
-        if self.trainer.training:
+        is_training = self._trainer is not None and self.trainer.training
+        if is_training:
             before = checkpoint["model"]["weights"]
             for name, digest in self.fingerprints.items():
                 if name in before and before[name] != digest:
@@ -281,7 +372,7 @@ class PolicyModule(LightningModule):
                 f"The checkpoint's run must have the same model.lora as this one, but had {theirs}, and this "
                 f"one has {ours}. Set it as it was, or start from the model that rlt export makes."
             )
-        if self.trainer.training:
+        if is_training:
             require_same_states(checkpoint["model"]["states"], self.optimizer_config.states)
         base = checkpoint["model"]["pretrained"]
         if ours and base != self.pretrained:
@@ -334,11 +425,14 @@ class PolicyModule(LightningModule):
         torch.manual_seed(mix_seed(self.seed, self.global_step, self.global_rank))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW and its schedule over the whole run."""
-        optimizer, schedule = optimizer_and_schedule(
-            self.optimizer_config, trained_parameters(self.policy), self.total_steps(), fused_adamw(self)
-        )
+        """Return AdamW and its schedule over the whole run; a subclass may return others, as in Lightning."""
+        optimizer = self.build_optimizer()
+        schedule = build_schedule(self.optimizer_config, optimizer, self.total_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """Return AdamW of the trained weights."""
+        return build_optimizer(self.optimizer_config, trained_parameters(self.policy), fused_adamw(self))
 
     def total_steps(self) -> int:
         """Return the optimizer steps of the whole run.
@@ -354,6 +448,10 @@ class PolicyModule(LightningModule):
 
     def on_fit_start(self) -> None:
         """Get ready, and measure the device's peak FLOP/s, of which perf/mfu is a fraction."""
+        trainer = self.trainer
+        require_usable(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs])
+        if not isinstance(trainer.strategy, DeepSpeedStrategy):  # which needs the names before
+            name_parameters(trainer.optimizers[0], self.policy)
         self.get_ready()
         self.phase.device = self.device
         precision = self.trainer.precision
@@ -424,7 +522,7 @@ class PolicyModule(LightningModule):
         return numbers.tolist()
 
     def optimizer_step_now(self) -> dict[str, Any]:
-        """Clip, step the optimizer and the schedule, and return gradient norm and learning rate."""
+        """Clip, step the optimizer and its schedules, and return gradient norm and learning rate."""
         optimizer: Any = self.optimizers()
         lr = optimizer.param_groups[0]["lr"]
         max_norm = self.optimizer_config.max_grad_norm
@@ -434,7 +532,8 @@ class PolicyModule(LightningModule):
                 f"Every gradient must be finite, but after step {self.global_step} one is not. Resume from "
                 "an earlier checkpoint with a lower learning rate, or use fp32."
             )
-        self.lr_schedulers().step()  # type: ignore[union-attr]
+        for schedule in as_list(self.lr_schedulers()):
+            schedule.step()
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
@@ -469,6 +568,30 @@ class PolicyModule(LightningModule):
             self.log("step", float(self.global_step))
 
 
+def to_plain(value: Any) -> Any:
+    """Return an argument of a class as plain values: an object as its class path and its own arguments.
+
+    An object keeps an argument under the argument's name. One that does not is made with the default again.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {name: to_plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, type) or isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    kind = type(value)
+    try:
+        names = [name for name in signature(kind).parameters if hasattr(value, name)]
+    except ValueError:  # a class of C that says nothing of its arguments
+        names = []
+    arguments = {name: to_plain(getattr(value, name)) for name in names}
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
+
+
 def count_steps(
     steps_per_epoch: int, max_steps: int, max_epochs: int | None, limit_train_batches: int | float | None
 ) -> int:
@@ -496,6 +619,21 @@ def count_steps(
             f"{max_epochs} and limit_train_batches {limit}. Raise the one that is 0."
         )
     return steps
+
+
+def require_strategy(strategy: Any) -> None:
+    """Check that steps of several micro-batches, checkpoints and our ranks work under a strategy.
+
+    Raises:
+        InputError: If they do not: the numbers would be wrong.
+    """
+    known = isinstance(strategy, (NamedCheckpoints, DDPStrategy, SingleDeviceStrategy))
+    if not known or getattr(strategy, "_start_method", "popen") != "popen":
+        raise InputError(
+            f"strategy must be one of auto, ddp, {', '.join(NAMED)}, but is {type(strategy).__name__} of "
+            "Lightning, in a form that does not work here. For weights in shards use fsdp2 or "
+            "deepspeed_stage_3 (docs/scaling.md)."
+        )
 
 
 def require_precision(precision: str) -> None:

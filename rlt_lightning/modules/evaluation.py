@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from rlt_lightning.datamodules.evaluation import EvaluationBatch, get_evaluation_data
+from rlt_lightning.datamodules.evaluation import (
+    EvaluationBatch,
+    EvaluationDataModule,
+    get_evaluation_data,
+)
 from rlt_lightning.engines import EngineError
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
@@ -68,6 +72,14 @@ class EvaluationModule(LightningModule):
     def policy(self) -> Any:
         """Return the model; None if it is not needed here, or before `configure_model`."""
         return self.entry and self.entry.model
+
+    def require_data(self, data: Any) -> None:
+        """Refuse data of a training stage, which ask before they read anything."""
+        if not isinstance(data, EvaluationDataModule):
+            raise InputError(
+                f"The data of {type(self).__name__} must be EvaluationDataModule, but are "
+                f"{type(data).__name__}. Choose another class for data, or another module."
+            )
 
     def configure_model(self) -> None:
         """Load the weights if they are needed, once the data are checked, as the strategy stores them."""

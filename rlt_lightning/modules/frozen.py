@@ -43,12 +43,15 @@ class FrozenModel(ReadModel):
 
     def __init__(self, entry: ModelEntry, offload: bool = False) -> None:
         super().__init__(entry)
+        self.is_placed = False
         self.model: Any = entry.model.eval().requires_grad_(False)
         self.offload = offload
 
     def place(self, device: torch.device, sharding: Unsharded) -> None:
         """Move the model to a device or, when offloading to a GPU, pin its weights in host memory."""
-        self.run = sharding.freeze(self.run)
+        if not self.is_placed:  # a second verb of a trainer would give it to a second engine
+            self.run = sharding.freeze(self.run)
+        self.is_placed = True
         if sharding.sharded:
             return
         if not self.offload:

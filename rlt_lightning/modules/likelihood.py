@@ -19,6 +19,7 @@ from typing import Any, Literal, Unpack
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from rlt_lightning.datamodules.stages import StudentLikelihoodData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
@@ -33,6 +34,9 @@ from rlt_lightning.rewards import LikelihoodReward, LogProbReward, Reward
 from rlt_lightning.rewards.students import StudentNames, Students, split_student_setting
 from rlt_lightning.rollouts.step import POLICY, REFERENCE
 from rlt_lightning.types import InputError
+
+# Arguments of RLTModule that this module gives it.
+RENAMED = ("teacher", "student", "students", "student_reduction", "student_dtype", "teacher_log_probs")
 
 
 class LikelihoodModule(RLTModule):
@@ -59,6 +63,7 @@ class LikelihoodModule(RLTModule):
         InputError: If settings contradict each other.
     """
 
+    data_classes = (StudentLikelihoodData,)
     reference_role = "the reference"
 
     @follow_options
@@ -99,6 +104,7 @@ class LikelihoodModule(RLTModule):
             student_reduction="mean",
             **options,
         )
+        self.save_hyperparameters(logger=False, ignore=RENAMED)
         self.scored_by = scored_by or self.students.describe()
         if self.scored_by in (POLICY, REFERENCE):
             self.students = replace(self.students, model=self.scored_by)

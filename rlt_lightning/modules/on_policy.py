@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRLData
+from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.models.kernels import fuse_blocks
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.base import PolicyModule, PolicyOptions, check_model
@@ -51,6 +53,8 @@ class OnPolicyModule(PolicyModule):
         options: Those of `PolicyModule`.
     """
 
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (ReadData, StudentRLData, StudentOPDData)
+
     def __init__(
         self,
         *,
@@ -83,9 +87,8 @@ class OnPolicyModule(PolicyModule):
         """Return the frozen models that read completions, with their names."""
         return [(name, model) for name, model in self.models.items() if isinstance(model, FrozenModel)]
 
-    def configure_model(self) -> None:
-        """Load the trained model, and refuse to move shards of frozen ones."""
-        super().configure_model()
+    def load_frozen_models(self) -> None:
+        """Refuse to move shards of frozen models."""
         if self.offload_frozen and self.sharding.sharded:
             raise InputError(
                 "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "

@@ -22,6 +22,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from rlt_lightning.datamodules.stages import StudentOPDData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.datamodules.teacher_views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
@@ -70,6 +71,8 @@ class OPDModule(OnPolicyModule):
         InputError: If settings contradict each other.
     """
 
+    data_classes = (StudentOPDData,)
+
     @follow_options
     def __init__(
         self,
@@ -88,6 +91,7 @@ class OPDModule(OnPolicyModule):
         # The full divergence is no mean over samples of the engine that could be weighed.
         weights = importance_sampling if estimator == "sampled" else None
         super().__init__(pretrained=pretrained, group_size=group_size, importance_sampling=weights, **options)
+        self.save_hyperparameters(logger=False)
         weighted = importance_sampling not in (None, "auto")
         require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted, temperature)
         self.teacher_name = teacher
@@ -100,11 +104,6 @@ class OPDModule(OnPolicyModule):
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that data and settings fit."""
         super().setup(stage)
-        data = get_stratos_data(self.trainer)
-        if data.task != "student_opd":
-            raise InputError(
-                f"OPDModule needs data.task student_opd, but it is {data.task}. Set it, or another module."
-            )
         if stage == "predict":
             raise InputError(
                 "`rlt predict` scores or writes explanations, but OPDModule trains a student, which does "
@@ -115,7 +114,7 @@ class OPDModule(OnPolicyModule):
                 "model.teacher_weights averaged and the callback ReferenceSync need each other, but "
                 f"teacher_weights is {self.teacher_weights}. Set both or none."
             )
-        if data.views is not None and data.views.byte_tokenizers is not None and self.estimator == "full":
+        if self.views.byte_tokenizers is not None and self.estimator == "full":
             raise InputError(
                 f"The divergence sums over words that both models share, but the tokenizer of the teacher "
                 f"{self.teacher_name} is not the student's. Set model.estimator to sampled, which compares "
@@ -132,11 +131,9 @@ class OPDModule(OnPolicyModule):
         """Return the name of the teacher, if it is another model."""
         return () if self.teacher_name is None else (self.teacher_name,)
 
-    def configure_model(self) -> None:
-        """Load the student, and the teacher or a copy of the initial student."""
-        if self.entry is not None:
-            return
-        super().configure_model()
+    def load_frozen_models(self) -> None:
+        """Load the teacher, or a copy of the initial student."""
+        super().load_frozen_models()
         if self.teacher_name is not None:
             model = self.load_frozen(self.teacher_name, self.teacher_dtype, "the teacher")
             self.models[self.teacher_name] = model
@@ -208,9 +205,9 @@ class OPDModule(OnPolicyModule):
     @property
     def views(self) -> TeacherViews:
         """Return what the teacher sees."""
-        views = get_stratos_data(self.trainer).views
-        assert views is not None, "`setup` requires the task student_opd, which has them"
-        return views
+        data = get_stratos_data(self.trainer)
+        assert isinstance(data, StudentOPDData), "as `require_data` has checked"
+        return data.views
 
     @property
     def copies_student(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from rlt_lightning.checkpoints.io import keep_implementation
 from rlt_lightning.models.weights import full_shape
-from rlt_lightning.types import require_limits
+from rlt_lightning.types import InputError, require_limits
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,17 @@ class OptimizerConfig:
         require_limits(self, limits, "The optimizer must have", "Correct model.optimizer")
 
 
-def optimizer_and_schedule(
-    config: OptimizerConfig, named_parameters: Iterable[tuple[str, Any]], total_steps: int, fused: bool | None
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return AdamW and its schedule: a linear warm-up into a constant, linear or cosine learning rate.
+def build_optimizer(
+    config: OptimizerConfig, named_parameters: Iterable[tuple[str, Any]], fused: bool | None
+) -> torch.optim.Optimizer:
+    """Return AdamW.
 
     Args:
         config: The settings.
         named_parameters: The trained parameters, by name; matrices get weight decay, vectors do not.
-        total_steps: Optimizer steps of the whole run.
         fused: Whether AdamW runs in one pass over memory; None: PyTorch's choice. A checkpoint does
             not change it.
     """
-    from transformers import get_scheduler
-
     named = list(named_parameters)
     matrices = [(name, p) for name, p in named if len(full_shape(p)) > 1]
     vectors = [(name, p) for name, p in named if len(full_shape(p)) <= 1]
@@ -69,17 +66,42 @@ def optimizer_and_schedule(
     ]
     # A LoRA has no vectors, and AdamW takes no empty group.
     groups = [group for group in groups if group["params"]]
-    optimizer: torch.optim.Optimizer
     if config.states == "8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas)
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
-        optimizer.register_load_state_dict_pre_hook(keep_implementation)
+        optimizer_8bit: torch.optim.Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas)
+        return optimizer_8bit
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
+    optimizer.register_load_state_dict_pre_hook(keep_implementation)
+    return optimizer
+
+
+def build_schedule(
+    config: OptimizerConfig, optimizer: torch.optim.Optimizer, total_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a linear warm-up into a constant, linear or cosine learning rate over a run of so many steps."""
+    from transformers import get_scheduler
+
     name = "constant_with_warmup" if config.scheduler == "constant" else config.scheduler
-    schedule = get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
-    return optimizer, schedule
+    return get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
+
+
+def require_usable(optimizers: list[Any], schedulers: list[Any]) -> None:
+    """Check what a module's `configure_optimizers` has returned: a step has one optimizer, and no figure.
+
+    Raises:
+        InputError: If there are several optimizers or none, or a scheduler waits for a figure.
+    """
+    if len(optimizers) != 1 or not optimizers[0].param_groups:
+        raise InputError(
+            "configure_optimizers must return one optimizer, with all weights that are trained, but returned "
+            f"{sum(bool(optimizer.param_groups) for optimizer in optimizers)}. Put them into one, in groups."
+        )
+    if any(isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) for schedule in schedulers):
+        raise InputError(
+            "lr_scheduler must be a function of the step, but is ReduceLROnPlateau, which waits for a figure "
+            "of a validation. Choose another."
+        )
 
 
 def states_8bit_bytes(sizes: Iterable[int]) -> int:

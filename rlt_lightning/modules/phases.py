@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from rlt_lightning.models.memory import list_heads
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence
 
@@ -156,6 +155,16 @@ def count_flops(model: Any, num_tokens: float, pairs: float, num_scored: float) 
     # Layers may differ in their heads (Gemma 4).
     per_pair = sum(4 * heads * size for heads, size in list_heads(config))
     return 2 * weights * num_tokens + per_pair * pairs + 2 * num_scored * head.in_features * head.out_features
+
+
+def list_heads(config: Any) -> list[tuple[int, int]]:
+    """Return how many attention heads each layer has, and their size; 0 heads where there is no attention."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    all_heads = []
+    for layer in layers:
+        heads = getattr(layer, "num_attention_heads", None) or 0
+        all_heads.append((heads, getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads)))
+    return all_heads
 
 
 @cache

@@ -2,7 +2,7 @@
 
 The life of a step, on every rank; the steps marked * wait for the other ranks:
 
-    StratosDataModule         batch.problems: this rank's part of the step (`collate` in stratos.py)
+    TeacherRLData             batch.problems: this rank's part of the step (`collate` in stratos.py)
     training_step
       ├ sampler.request*      the problems of all ranks (rollouts/sampler.py, from RolloutCallback)
       ├ collect               for each chunk of completions, alike on every rank:
@@ -31,11 +31,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 
-from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
@@ -93,6 +94,7 @@ class RLTModule(OnPolicyModule):
         InputError: If group_size is below 2, since a group of one has no baseline.
     """
 
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (TeacherRLData, ScoringData, StudentRLData)
     reference_role = "the reference of the KL penalty"
 
     @follow_options
@@ -115,6 +117,7 @@ class RLTModule(OnPolicyModule):
         super().__init__(
             pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
         )
+        self.save_hyperparameters(logger=False)
         require_group(group_size)
         self.students = Students.of(student, students, student_reduction).register()
         require_student(reward, self.students.first)
@@ -128,20 +131,23 @@ class RLTModule(OnPolicyModule):
         """Check, before any model is loaded, that the reward can judge completions for this data."""
         super().setup(stage)
         data = get_stratos_data(self.trainer)
-        if data.task not in self.reward.tasks:
-            raise InputError(
-                f"data.task must be {' or '.join(self.reward.tasks)} for {type(self.reward).__name__}, but "
-                f"is {data.task}. Set it, or another model.reward."
-            )
         self.reward.check(data.problems)
         self.students = self.students.with_formats(data.student_views.formats)
         require_scorable(self.reward, self.students)
 
-    def configure_model(self) -> None:
-        """Load teacher, student and, where the loss has a KL penalty, the reference."""
-        if self.entry is not None:
-            return
-        super().configure_model()
+    def require_data(self, data: Any) -> None:
+        """See `PolicyModule.require_data`; the reward must judge what is sampled."""
+        super().require_data(data)
+        if data.samples not in self.reward.judges:
+            raise InputError(
+                f"{type(self.reward).__name__} judges {' or '.join(self.reward.judges)}, but the completions "
+                f"of {type(data).__name__} are {data.samples}. Choose another class for data, or another "
+                "model.reward."
+            )
+
+    def load_frozen_models(self) -> None:
+        """Load the student and, where the loss has a KL penalty, the reference."""
+        super().load_frozen_models()
         for name in self.frozen_names:
             self.models[name] = self.load_frozen(name, self.student_dtype, "the frozen student")
         # The policy without its adapter is the initial teacher.

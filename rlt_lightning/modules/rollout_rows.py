@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.metrics.catalogue import OF_STUDENT, OURS
 from rlt_lightning.rewards.base import ReadTokens
@@ -63,16 +64,16 @@ def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[Row]:
 
 
 def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
-    """Yield one row per scored completion, in the form of the data's task.
+    """Yield one row per scored completion, in the form of the data's stage.
 
     Args:
         batch: A scored batch.
         data: The datamodule that it comes from.
         model: The name of the model that has sampled what is not given.
     """
-    if data.task == "rlt":
+    if isinstance(data, TeacherRLData):
         yield from build_trace_rows(batch, data, model)
-    elif data.task == "student_rl":
+    elif isinstance(data, StudentRLData):
         yield from build_answer_rows(batch, data, model)
     else:
         yield from (

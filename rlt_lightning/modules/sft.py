@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
+from rlt_lightning.datamodules.stages import StudentSFTData, TeacherSFTData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import context_length
@@ -31,6 +32,8 @@ class SFTModule(PolicyModule):
         options: Those of `PolicyModule`, such as dtype and lora.
     """
 
+    data_classes = (StudentSFTData, TeacherSFTData)
+
     @follow_options
     def __init__(
         self,
@@ -41,6 +44,7 @@ class SFTModule(PolicyModule):
         **options: Unpack[PolicyOptions],
     ) -> None:
         super().__init__(pretrained=pretrained, optimizer=optimizer, layout=layout, **options)
+        self.save_hyperparameters(logger=False)
 
     def setup(self, stage: str) -> None:
         """Check that every example fits into the model's context, before anything is loaded."""
@@ -48,11 +52,6 @@ class SFTModule(PolicyModule):
         data = get_stratos_data(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
         items = data.all_items
-        if len(items) and not items.is_examples:
-            raise InputError(
-                f"data.task must be teacher_sft or student_sft for {type(self).__name__}, but is "
-                f"{data.task}. Set it."
-            )
         lengths = items.sum_columns("token_ids") if items.is_examples else items.rows[:0]
         for place in np.flatnonzero(lengths > context)[:1]:
             raise InputError(

@@ -12,7 +12,6 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.engines import EngineError
-from rlt_lightning.models.memory import GIB
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
@@ -147,7 +146,7 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: fl
     metrics = {"perf/tokens_per_s": num_tokens / sum(stats.seconds for stats in phases.values())}
     for phase, stats in phases.items():
         metrics[f"perf/{phase}_s"] = stats.seconds
-        metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / GIB
+        metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / 2**30
         if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
     if score := phases.get("score"):

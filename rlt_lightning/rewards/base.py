@@ -72,8 +72,8 @@ class ReadTokens(NamedTuple):
 class Reward(ABC):
     """What a completion is worth; `model.reward` is one."""
 
-    # The values of data.task for which the reward is made.
-    tasks: ClassVar[tuple[str, ...]] = ("rlt", "score", "student_rl")
+    # What the reward judges: `samples` of the data that it fits.
+    judges: ClassVar[tuple[str, ...]] = ("explanations", "answers")
     # Whether a student reads completions for it.
     asks_student: ClassVar[bool] = True
     # Whether a completion's reward depends on the others of its group.

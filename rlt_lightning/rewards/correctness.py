@@ -92,7 +92,7 @@ class CorrectnessReward(TextReward):
         InputError: If a better answer would earn less.
     """
 
-    tasks = ("student_rl",)
+    judges = ("answers",)
     judges_answers = True
 
     def __init__(self, right: float = 1.0, wrong: float = -0.5, unformatted: float = -1.0) -> None:

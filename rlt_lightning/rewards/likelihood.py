@@ -130,7 +130,7 @@ class LikelihoodReward(StudentReward, ABC):
         kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
     """
 
-    tasks = ("student_likelihood",)
+    judges = ("thoughts",)
     terms_type = LikelihoodTerms
     # Whether the solution is also read after an empty thought.
     baseline: ClassVar[Literal["none", "empty"]] = "none"

@@ -140,7 +140,7 @@ class RLTReward(StudentReward):
         ValueError: If an option is out of range.
     """
 
-    tasks = ("rlt", "score")
+    judges = ("explanations",)
     terms_type = RLTRewardTerms
     has_tokens = True
     # The names of the terms that a subclass adds, in lower case.

@@ -23,7 +23,7 @@ from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.shards import Shards
-from rlt_lightning.types import Completion, Problem, RewardTerms, Rollout, Rollouts, SFTExample
+from rlt_lightning.types import RewardTerms, Rollout, Rollouts, SFTExample
 
 # The models that are no frozen ones by name: the weights that train, and the initial ones.
 POLICY, REFERENCE = "policy", "reference"
@@ -158,7 +158,6 @@ class StepBatch:
         score: Rewards and terms, alike on every rank.
         stds: Standard deviation of the rewards of each group, by request, replaced ones included.
         counts: What dynamic sampling has cost.
-        dropped: The completions that it replaced: problem, number in the group, completion.
         advantages: One per row, (N,).
         metrics: Those of the update, added up over its micro-batches.
         mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
@@ -180,7 +179,6 @@ class StepBatch:
     score: Score | None = None
     stds: list[Tensor] = field(default_factory=list)
     counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
-    dropped: list[tuple[Problem, int, Completion]] = field(default_factory=list)
     advantages: Tensor | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     mismatches: list[Tensor] = field(default_factory=list)
@@ -352,12 +350,7 @@ class StepBatch:
         size = self.group_size
         target = [place * size + i for place in places for i in range(size)]
         for row in target:
-            source = self.sources[row]
-            assert isinstance(source, tuple)
-            completion = source[0].completions[source[1]]
-            problem = source[0].problems[source[1] // source[0].num_completions]
-            self.dropped.append((problem, row % size, completion))
-            self.counts.dropped_tokens += len(completion.token_ids)
+            self.counts.dropped_tokens += len(self.token_ids(row))
         for row, source in zip(target, others.sources, strict=True):
             self.sources[row] = source
         replaced = set(target)

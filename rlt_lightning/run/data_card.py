@@ -1,4 +1,4 @@
-"""The card of a distillation set: how it was made, what it holds, and how its figures are distributed."""
+"""The card of a distillation set: how it was made, what it holds, and its figures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from rlt_lightning.run.jsonl import Row
 from rlt_lightning.version import __version__
 
 TABLE = "distillation.parquet"  # the file of a set that lies beside its card
-BINS = 12  # of a histogram
-BAR = 40  # characters of its longest bar
-
 
 EXPLANATIONS = (
     "Explanations of a Reinforcement-Learned Teacher",
     "Each row has a `question`, its `solution` and the teacher's `reasoning_trace`, with the terms of "
     "its reward (RLT, arXiv:2506.08388, section 3.3), and the same text as `system` and "
     "`conversations` in the form of Bespoke-Stratos-17k. Rows with the same `row` are of one problem.",
-    {"reward": "Reward"},
 )
 ANSWERS = (
     "A model's own right answers",
@@ -27,12 +23,11 @@ ANSWERS = (
     "model sampled and that was judged right by the column `answer`. `pass_rate` is the part of the "
     "problem's sampled answers that were right. The same text is there as `system` and `conversations` in "
     "the form of Bespoke-Stratos-17k. Rows with the same `row` are of one problem.",
-    {"pass_rate": "Pass rate"},
 )
 
 
 def write_data_card(
-    kind: tuple[str, str, dict[str, str]],
+    kind: tuple[str, str],
     metadata: dict[str, Any],
     counts: dict[str, Any],
     selected: list[Row],
@@ -42,21 +37,22 @@ def write_data_card(
     """Return the card as Markdown, with the header by which `datasets.load_dataset(FOLDER)` finds the rows.
 
     Args:
-        kind: EXPLANATIONS or ANSWERS: title, what a row is, and the columns whose histogram is shown.
+        kind: EXPLANATIONS or ANSWERS: the title, and what a row is.
         metadata: Settings that the traces were made with, by name.
         counts: How many there are of what, by name.
         selected: The rows of the set.
         terms: Columns whose figures are shown, beside lengths.
         file_name: File of the set, beside the card.
     """
-    title, about, histograms = kind
+    from huggingface_hub import DatasetCardData
+
+    title, about = kind
+    header = DatasetCardData(
+        configs=[{"config_name": "default", "data_files": file_name}],
+        tags=["rlt_lightning", "reasoning", "distillation"],
+    )
     lines = [
-        "---",
-        "configs:",
-        "  - config_name: default",
-        f"    data_files: {file_name}",
-        "tags: [rlt_lightning, reasoning, distillation]",
-        "---",
+        f"---\n{header.to_yaml()}\n---",
         f"# {title}",
         "",
         about,
@@ -78,24 +74,9 @@ def write_data_card(
         values = [row[name] for row in selected]
         figures = fmean(values), pstdev(values), min(values), median(values), max(values)
         lines.append(f"| `{name}` | " + " | ".join(f"{value:.4g}" for value in figures) + " |")
-    for name, heading in {**histograms, "student_tokens": "Length for the student, tokens"}.items():
-        lines += ["", f"## {heading}", "", "```text", *draw_histogram([row[name] for row in selected]), "```"]
     return "\n".join(lines) + "\n"
 
 
 def write_table(entries: dict[str, Any]) -> list[str]:
     """Return the lines of a Markdown table with two columns."""
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in entries.items())]
-
-
-def draw_histogram(values: list[float]) -> list[str]:
-    """Return a line for each of equal bins from the least to the largest value: lower bound, bar, count."""
-    least, width = min(values), (max(values) - min(values)) / BINS or 1.0
-    counts = [0] * BINS
-    for value in values:
-        counts[min(BINS - 1, int((value - least) / width))] += 1
-    bars = ["█" * round(BAR * count / max(counts)) or "▏" * bool(count) for count in counts]
-    return [
-        f"{least + i * width:>10.4g}  {bar:<{BAR}} {count}"
-        for i, (bar, count) in enumerate(zip(bars, counts, strict=True))
-    ]

@@ -43,9 +43,9 @@ RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # 
 # What a run may leave in its folder, and all that --overwrite may delete.
 RUN_FILES = {
     *("config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json", "report.html"),
-    *("catalogue.json", "dropped.jsonl", "template_date.txt"),
+    "catalogue.json",
     *("traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"),
-    *("groups.json", "groups.svg", "comparison.jsonl", "comparison.md"),
+    *("groups.json", "comparison.jsonl", "comparison.md"),
     *("responses.jsonl", "evaluation.json", "evaluation.md"),
 }
 RUN_ENTRIES = {
@@ -57,7 +57,7 @@ RUN_ENTRIES = {
 # What a start leaves whatever became of it; `is_leftover` says when the rest is nothing but a failed start's.
 ALWAYS_LEFTOVER = {
     *("config.tmp", "data_report.json", "data_report.tmp", ".writable"),
-    *("catalogue.json", "catalogue.tmp", "template_date.txt"),
+    *("catalogue.json", "catalogue.tmp"),
     *("wandb", "tensorboard", "lightning_logs"),
 }
 # Matches what VLLMEngine calls a version of the weights, and DiskPush the folder that it writes it into.
@@ -207,14 +207,15 @@ def tell_changes(folder: Path, config: dict[str, Any]) -> None:
 
 
 def list_changes(folder: Path, config: dict[str, Any]) -> list[str]:
-    """Return which settings of model, data and rollouts differ from a run's config.yaml.
+    """Return which settings of model, optimizer, data and rollouts differ from a run's config.yaml.
 
     FREE_SETTINGS and the trainer's may change.
     """
     before = read_settings(folder)
 
     def select_fixed(settings: dict[str, Any]) -> dict[str, Any]:
-        found = flatten({name: settings.get(name) for name in ("model", "data", "rollouts")})
+        groups = ("model", "optimizer", "lr_scheduler", "data", "rollouts")
+        found = flatten({name: settings.get(name) for name in groups})
         found |= flatten((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
         return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
 

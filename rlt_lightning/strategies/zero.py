@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS
-from rlt_lightning.checkpoints.io import NamedCheckpoints, place_step
+from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters, place_step
 from rlt_lightning.models.weights import (
     Deferred,
     Read,
@@ -105,6 +106,12 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         if "bf16" in self.config:
             self.start_from(read)
 
+    @override
+    def _init_optimizers(self) -> Any:
+        optimizer, lr_scheduler = super()._init_optimizers()
+        name_parameters(optimizer, self.lightning_module.policy)
+        return optimizer, lr_scheduler
+
     def start_from(self, read: Read) -> None:
         """Set the optimizer's fp32 weights from the files, since DeepSpeed made them from rounded ones."""
         for name, parameter in trained_parameters(self.lightning_module.policy):
@@ -150,12 +157,12 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         if not states:
             return
         self.link_moments()
-        step = states[0]["step"]
         keys = [key for key, value in states[0].items() if torch.is_tensor(value) and value.ndim]
+        numbers = {key: copy(value) for key, value in states[0].items() if key not in keys}  # step
         for name, parameter in trained_parameters(policy):
             get = partial(safe_get_full_optimizer_state, parameter)
             moments = {key: fp32_state(parameter, partial(get, key)) for key in keys}
-            yield name, {"step": step.clone()} | moments
+            yield name, numbers | moments
 
     def link_moments(self) -> None:
         """Let stages 1 and 2 find each parameter's part of the moments.
@@ -186,11 +193,12 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         if not numbers:
             return
         zero = self.optimizers[0]
-        step = next(iter(numbers.values()))["step"]
+        counts = next(iter(numbers.values()))
         [flats] = [getattr(zero, name) for name in FLAT_WEIGHTS if hasattr(zero, name)]
         for flat in flats:
             moments = {key: torch.zeros_like(flat) for key in files}
-            zero.optimizer.state[flat] = {"step": place_step(zero.optimizer, flat, step), **moments}
+            counted = {key: place_step(zero.optimizer, flat, value) for key, value in counts.items()}
+            zero.optimizer.state[flat] = counted | moments
         self.link_moments()
         for name, parameter in trained_parameters(policy):
             for key, file in files.items():

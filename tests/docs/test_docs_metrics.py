@@ -20,16 +20,25 @@ from rlt_lightning.callbacks import (
     RolloutRecorder,
     ScoreWriter,
 )
-from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules import (
+    EvaluationDataModule,
+    ScoringData,
+    StratosDataModule,
+    StudentLikelihoodData,
+    StudentOPDData,
+    StudentRLData,
+    TeacherRLData,
+    TeacherSFTData,
+)
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.rewards import CorrectnessReward, LogProbReward, NOVERReward, RLTReward
 
 
-def data(model: str, **options: object) -> StratosDataModule:
+def data(model: str, kind: type[StratosDataModule] = TeacherRLData, **options: object) -> StratosDataModule:
     size = {"num_embedded_rows": 6, "prompts_per_step": 2}
-    return StratosDataModule(tokenizer=model, student_tokenizer=model, **(size | options))  # type: ignore[arg-type]
+    return kind(tokenizer=model, **(size | options))  # type: ignore[arg-type]
 
 
 def trainer(folder: Path, *callbacks: Callback) -> Trainer:
@@ -69,12 +78,11 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     trainer(rlt, rollouts, RolloutRecorder()).fit(teacher, datamodule=data(tiny_model, val_rows=1))
     of_other = RLTModule(teacher=tiny_model, student="miniature", group_size=2)
     short = {"teacher_system_prompt": "", "student_system_prompt": "", "prompts_per_step": 2}
-    trainer(other, rollouts).fit(of_other, StratosDataModule("chains", num_embedded_rows=6, **short))  # type: ignore[arg-type]
-    distilled = StratosDataModule("chains", task="student_opd", num_embedded_rows=6, val_rows=1, **short)  # type: ignore[arg-type]
+    trainer(other, rollouts).fit(of_other, TeacherRLData("chains", num_embedded_rows=6, **short))  # type: ignore[arg-type]
+    distilled = StudentOPDData("chains", num_embedded_rows=6, val_rows=1, **short)  # type: ignore[arg-type]
     trainer(opd, rollouts, RolloutRecorder()).fit(OPDModule("miniature"), distilled)
-    thinking = StratosDataModule(
+    thinking = StudentLikelihoodData(
         "chains",
-        task="student_likelihood",
         num_embedded_rows=6,
         val_rows=1,
         **short,  # type: ignore[arg-type]
@@ -84,11 +92,11 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
         likelihood = LikelihoodModule("miniature", reward=reward, group_size=2)
         trainer(run, pairs, RolloutRecorder()).fit(likelihood, thinking)
     student = RLTModule(tiny_model, student=None, group_size=2, reward=CorrectnessReward())
-    own_answers = data(tiny_model, task="student_rl", val_rows=1)
+    own_answers = data(tiny_model, kind=StudentRLData, val_rows=1)
     questions = EvaluateEvery(1, {"arithmetic": None}, rollouts.sampling, max_rows=2)
     sampler = RolloutCallback(sampling=rollouts.sampling, dynamic_sampling=DynamicSampling())
     trainer(answers, questions, sampler, RolloutRecorder()).fit(student, own_answers)
-    trainer(sft).fit(SFTModule(tiny_model), datamodule=data(tiny_model, task="teacher_sft", val_rows=1))
+    trainer(sft).fit(SFTModule(tiny_model), datamodule=data(tiny_model, kind=TeacherSFTData, val_rows=1))
 
     sections = (
         "Columns",
@@ -117,7 +125,7 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
 
 def test_the_page_names_every_column_of_the_scores(tiny_model: str, tmp_path: Path) -> None:
     teacher = RLTModule(teacher=tiny_model, student=tiny_model)
-    scoring = data(tiny_model, task="score", num_embedded_rows=2)
+    scoring = data(tiny_model, kind=ScoringData, num_embedded_rows=2)
     trainer(tmp_path / "run", ScoreWriter(per_token=True)).predict(teacher, scoring, return_predictions=False)
 
     row = first_row(tmp_path / "run" / "scores.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import ExitStack
 from itertools import cycle
@@ -87,15 +86,14 @@ QUESTION = "Start with 3. Double it, then add 4."
 VERBS = {
     "validate": [*RUN, "--data.val_rows=2", "--output_dir={folder}"],
     "check": [*RUN, "--check.rows=2", "--check.completions=2"],
-    "explain": ["{run}", "--recorded={run}/rollouts.jsonl", "--step=1", "--row={row}"],
+    "explain": ["{run}", "--row=1"],
     "explain --question": ["{run}", f"--question={QUESTION}", "--solution=10", "--seed=1"],
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_works_on_one_gpu(verb: str, run: Path, tmp_path: Path) -> None:
-    row = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])["row"]
-    words = [word.format(run=run, folder=tmp_path, row=row) for word in VERBS[verb]]
+    words = [word.format(run=run, folder=tmp_path) for word in VERBS[verb]]
     assert run_on_gpu(verb.split()[0], *words, text=QUESTION).strip()
 
 

@@ -20,11 +20,11 @@ from cases import full
 from commands import ROOT, rlt, start
 from fake_worker import FakeWorker, worker_of
 from fits import assert_one_clear_line, explanation, metrics, small_fit, wait_for, weights
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from rlt_lightning.__main__ import main
-from rlt_lightning.environment import require_known_strategy
 from rlt_lightning.models.embedded import resolve
+from rlt_lightning.modules.base import require_strategy
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import InputError
@@ -498,9 +498,9 @@ def test_eight_mistakes_in_one_folder_each_get_their_message(tmp_path: Path) -> 
         ([f"--data.source={bad}"], f"broken_json 1 (row 2). All of them are listed in {run}"),
         (["--model.group_sise=4"], "group_sise"),
         ([f"--data.source={wrong}"], "wrong_type 1 (row 1)"),
-        (["--trainer.strategy=fsdp"], "trainer.strategy must be auto, ddp or an overlay's"),
+        (["--trainer.strategy=fsdp"], "fsdp"),
         (["--model.attn_implementation=flash_attention_2"], "flash-attn extra"),
-        (["--config=configs/quickstrat.yaml"], "quickstrat.yaml"),
+        (["--config=configs/laptop/rtl.yaml"], "laptop/rtl.yaml"),
     ):
         assert_one_clear_line(rlt(*fit, *options), expected)
         left = {path.name for path in run.rglob("*")}
@@ -664,23 +664,15 @@ def test_a_callback_of_the_trainer_replaces_the_runs_own(tmp_path: Path) -> None
     assert max(row["num_tokens"] for row in rows) == 5
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp_spawn", "nonsense", ModelParallelStrategy()])
+@pytest.mark.parametrize("strategy", [DDPStrategy(start_method="spawn"), ModelParallelStrategy()])
 def test_strategies_that_do_not_work_are_refused_by_name(strategy: Any) -> None:
-    with pytest.raises(InputError, match=r"but is \w+\. For weights in shards use fsdp2 "):
-        require_known_strategy(strategy)
+    with pytest.raises(InputError, match=r"but is \w+ of Lightning, .* For weights in shards use fsdp2 "):
+        require_strategy(strategy)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp2", "deepspeed_stage_3", FSDP2(), DDPStrategy()])
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy(), FSDP2(), DDPStrategy()])
 def test_strategies_of_the_overlays_are_accepted(strategy: Any) -> None:
-    require_known_strategy(strategy)
-
-
-def test_a_strategy_of_lightnings_is_refused_in_one_line(tmp_path: Path) -> None:
-    command = ["fit", "--config=tests/rlt.yaml", "--trainer.strategy=fsdp"]
-    result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
-    assert result.returncode == 2
-    [line] = [line for line in result.stderr.splitlines() if line.strip()]
-    assert line.startswith("rlt: error: trainer.strategy must be one of auto, ddp, ")
+    require_strategy(strategy)
 
 
 def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

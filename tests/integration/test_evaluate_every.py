@@ -27,12 +27,21 @@ from rlt_lightning.callbacks import (
     RolloutCallback,
 )
 from rlt_lightning.callbacks.checkpoint import MetricsResume
-from rlt_lightning.callbacks.evaluate_every import require_student_task
+from rlt_lightning.callbacks.evaluate_every import require_student
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.commands.report import write_report
-from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.datamodules.tokenize import TASKS
+from rlt_lightning.datamodules import (
+    EvaluationDataModule,
+    ScoringData,
+    StratosDataModule,
+    StudentLikelihoodData,
+    StudentOPDData,
+    StudentRLData,
+    StudentSFTData,
+    TeacherRLData,
+    TeacherSFTData,
+)
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.metrics.catalogue import EVALUATION
 from rlt_lightning.modules import EvaluationModule, RLTModule, SFTModule
@@ -85,9 +94,10 @@ def trainer_of(folder: Path, *callbacks: Callback, steps: int = STEPS, **options
 
 
 def data_of(model: str, **options: Any) -> StratosDataModule:
-    settings = {"source": "chains:right", "task": "student_sft", "num_embedded_rows": 40, "seed": 2}
+    settings = {"source": "chains:right", "kind": StudentSFTData, "num_embedded_rows": 40, "seed": 2}
     settings |= {"prompts_per_step": 8}
-    return StratosDataModule(tokenizer=model, **{**settings, **CHAINS, **options})
+    options = {**settings, **CHAINS, **options}
+    return options.pop("kind")(tokenizer=model, **options)
 
 
 def fit(model: str, folder: Path, *callbacks: Callback, resume: Path | None = None, **options: Any) -> Losses:
@@ -114,7 +124,7 @@ def figures_of_test(model: str | Path, folder: Path, **options: Any) -> dict[str
     sampler = ResponseCallback(sampling=SAMPLING, num_samples=asked["num_samples"], seed=asked["seed"])
     module, data = EvaluationModule(str(model)), EvaluationDataModule(tokenizer=str(model), **asked)
     trainer_of(folder, sampler).test(module, data, verbose=False)
-    return {f"eval/{name}/{f}": v for name, own in module.figures().items() for f, v in own.items()}
+    return {f"eval/{name}/{f}": v for name, own in module.figures.items() for f, v in own.items()}
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +165,7 @@ def test_its_prompts_are_those_of_the_exported_model(miniature: str, tmp_path: P
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     callback = evaluations(9, max_rows=2, at_start=False)
-    data = StratosDataModule(
-        str(tmp_path / "rows.jsonl"), task="student_sft", tokenizer=miniature, prompts_per_step=2
-    )
+    data = StudentSFTData(str(tmp_path / "rows.jsonl"), tokenizer=miniature, prompts_per_step=2)
     trainer_of(tmp_path / "run", callback, ModelExporter(), steps=1).fit(
         SFTModule(miniature), datamodule=data
     )
@@ -256,7 +264,7 @@ def reinforce(
     source: str = "chains",
 ) -> Trained:
     trained = Trained()
-    data = data_of(model, task="student_rl", source=source, num_embedded_rows=8, prompts_per_step=2)
+    data = data_of(model, kind=StudentRLData, source=source, num_embedded_rows=8, prompts_per_step=2)
     reward = CorrectnessReward()
     # An old sampler's tokens may be one step old.
     module = RLTModule(model, None, 2, reward, optimizer=OptimizerConfig(lr=1e-3), max_staleness=1)
@@ -400,9 +408,9 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 MISTAKES: dict[str, tuple[dict[str, Any], list[Callback], str]] = {
     "teacher": (
-        {"task": "teacher_sft"},
+        {"kind": TeacherSFTData},
         [evaluations()],
-        "EvaluateEvery asks a student, but data.task is teacher_sft",
+        "EvaluateEvery asks a student, but TeacherSFTData is for a teacher",
     ),
     "too long": (
         {},
@@ -427,13 +435,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[Callback], str]] = {
 }
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_every_student_is_evaluated_and_no_teacher(task: str) -> None:
-    if task.startswith("student_"):
-        require_student_task(task)
-        return
-    with pytest.raises(InputError, match=f"asks a student, but data.task is {task}"):
-        require_student_task(task)
+@pytest.mark.parametrize("kind", [TeacherRLData, TeacherSFTData, ScoringData])
+def test_no_teacher_is_evaluated(kind: type[StratosDataModule]) -> None:
+    with pytest.raises(InputError, match=f"asks a student, but {kind.__name__} is for a teacher"):
+        require_student(kind())
+
+
+@pytest.mark.parametrize("kind", [StudentSFTData, StudentRLData, StudentOPDData, StudentLikelihoodData])
+def test_every_student_is_evaluated(kind: type[StratosDataModule]) -> None:
+    require_student(kind())
 
 
 @pytest.mark.parametrize("name", MISTAKES)

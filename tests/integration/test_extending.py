@@ -11,9 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,14 +23,14 @@ from fake_worker import worker_of
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from misfits import HalfServed, Terms
-from sampling import sample_groups
+from misfits import Terms
 from wheel import OFFLINE, PIP, build_wheel
 
 import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.commands.report import write_report
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import (
     Engine,
     EngineDescription,
@@ -45,11 +43,9 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.metrics import catalogue
 from rlt_lightning.metrics.catalogue import find_metric
-from rlt_lightning.models.load import load_model, load_tokenizer
-from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.numerics import NonFiniteError
+from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -139,7 +135,7 @@ def rows(path: Path) -> list[JSON]:
 def test_every_block_of_the_page_is_a_file_a_command_or_an_illustration() -> None:
     opened = re.findall(r"^```(\S.*)$", PAGE, re.MULTILINE)
     assert {fence for fence in opened if " title=" not in fence} == {"sh", "text"}
-    assert len(FILES) == sum(" title=" in fence for fence in opened) == 8
+    assert len(FILES) == sum(" title=" in fence for fence in opened) == 6
 
 
 @pytest.mark.full
@@ -250,170 +246,6 @@ def test_a_term_that_is_none_is_named(kind: str, error: type[Exception], message
 # The engine
 
 
-class CompletionServer:
-    """A real model behind `POST /v1/completions`, with one way of the ways in which servers tell tokens.
-
-    Args:
-        model: Folder.
-        tells: token_ids (vLLM's return_token_ids), as_ids (its return_tokens_as_token_ids) or texts.
-    """
-
-    def __init__(self, model: str, tells: str = "token_ids") -> None:
-        self.tells = tells
-        self.tokenizer = load_tokenizer(model)
-        self.engine = HFEngine()
-        self.engine.start(load_model(model), self.tokenizer, Path())
-        self.sampled: dict[int, list[int]] = {}  # by seed
-        self.script: list[int] | None = None  # what it says instead
-        self.status = 200
-        self.lock = Lock()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with server.lock:
-                    content = json.dumps({"choices": [server.choice(body)]}).encode()
-                self.send_response(server.status if self.path == "/v1/completions" else 404)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def choice(self, body: JSON) -> JSON:
-        if body.get("echo"):
-            log_probs = [None, *sequence_log_probs(self.engine.model, body["prompt"]).tolist()]
-            return self.told(body["prompt"], log_probs, "length")
-        sampling = Sampling(body["temperature"], body["top_p"], max_completion_length=body["max_tokens"])
-        [[completion]] = sample_groups(self.engine, [body["prompt"]], sampling, 1, "", [body["seed"]])
-        ids, reason = completion.token_ids, completion.finish_reason
-        if self.script is not None:
-            ids, reason = self.script, "eos" if len(self.script) < body["max_tokens"] else "length"
-        self.sampled[body["seed"]] = ids
-        return self.told(ids, [-1.0] * len(ids), "stop" if reason == "eos" else "length")
-
-    def told(self, ids: list[int], log_probs: list[Any], reason: str) -> JSON:
-        texts = [self.tokenizer.decode([token]) for token in ids]
-        tokens = [f"token_id:{token}" for token in ids] if self.tells == "as_ids" else texts
-        choice = {"index": 0, "text": self.tokenizer.decode(ids), "finish_reason": reason}
-        choice["logprobs"] = {"tokens": tokens, "token_logprobs": log_probs}
-        return choice | ({"token_ids": ids} if self.tells == "token_ids" else {})
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: str) -> Iterator[CompletionServer]:
-    server = CompletionServer(tiny_model)
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
-
-
-@pytest.fixture
-def engine(server: CompletionServer, outside: Path) -> Iterator[Any]:
-    """The page's engine, ready to ask the server."""
-    made = module_of("openai_engine", outside).OpenAIEngine(server.url, "teacher", deadline_s=30.0)
-    made.start(server.engine.model, server.tokenizer, Path())
-    yield made
-    server.tells, server.script, server.status = "token_ids", None, 200
-
-
-def ask(engine: Any, limit: int = 8) -> list[Completion]:
-    """Two completions of one prompt."""
-    sampling = Sampling(max_completion_length=limit)
-    [group] = sample_groups(engine, [[5, 6, 7]], sampling, 2, "</explanation>", [2**62 + 3])
-    return group
-
-
-@pytest.mark.full
-def test_a_served_teacher_writes_traces(
-    installed: Path, outside: Path, tiny_model: str, server: CompletionServer
-) -> None:
-    address = ["--rollouts.engine.url", server.url]
-    server.sampled.clear()
-    run(command("predict", "served.yaml"), installed, outside, *of_models(tiny_model), *address)
-    traces = rows(outside / "runs" / "served" / "traces.jsonl")
-    assert [(row["row"], row["trace"]) for row in traces] == [(r, t) for r in range(1, 5) for t in range(2)]
-    for row in traces:  # every trace is what the server has sampled, token by token
-        ids = server.sampled[row["seed"] % 2**31]
-        assert row["reasoning_trace"] == server.tokenizer.decode(ids).strip()
-        assert row["num_tokens"] == len(ids) == 24
-
-
-@pytest.mark.parametrize("tells", ["token_ids", "as_ids", "texts"])
-def test_the_tokens_are_those_of_the_server_however_it_tells_them(
-    tells: str, engine: Any, server: CompletionServer
-) -> None:
-    server.tells = tells
-    server.script = server.tokenizer.encode("Add the tens: 12 + 30 = 42.</explanation> More.")
-    assert isinstance(engine, Engine)
-    first, second = ask(engine, limit=40)
-    tag = server.tokenizer.decode(first.token_ids)
-    assert tag.endswith("</explanation>")  # cut behind the tag
-    assert first.token_ids == server.script[: len(first.token_ids)]
-    assert (first.finish_reason, first.log_probs, first.worker) == ("stop", None, server.url)
-    assert (first.seed, second.seed) == (3, 4)
-    server.script = server.tokenizer.encode("It is 42")
-    for completion in ask(engine, limit=40):  # ended by the server, which leaves its eos out
-        assert completion.token_ids == [*server.script, server.tokenizer.eos_token_id]
-        assert completion.finish_reason == "eos"
-
-
-def test_texts_that_may_be_other_tokens_are_refused(engine: Any, server: CompletionServer) -> None:
-    server.tells, server.script = "texts", server.tokenizer.encode("Yes 🙃")[:-1]
-    with pytest.raises(
-        EngineError, match=rf"{server.url} must send token ids.*leave no doubt, but sent .*\ufffd"
-    ):
-        ask(engine)
-
-
-def test_a_server_that_fails_is_named(engine: Any, server: CompletionServer) -> None:
-    server.status = 503
-    with pytest.raises(EngineError, match=rf"{server.url}/v1/completions answered 503"):
-        ask(engine)
-    server.status, server.script = 200, [60000]
-    with pytest.raises(EngineError, match=r"token ids of the teacher's vocabulary, but sent \[60000"):
-        ask(engine)
-    server.script = [9] * 9
-    with pytest.raises(EngineError, match="must send 8 tokens at most, but sent 9"):
-        ask(engine)
-    server.script = []
-    assert [c.token_ids for c in ask(engine)] == [[server.tokenizer.eos_token_id]] * 2
-    engine.eos_ids = {1, 2}
-    with pytest.raises(EngineError, match="must send the end-of-sequence token"):
-        ask(engine)
-    engine.url = "http://127.0.0.1:9"
-    with pytest.raises(EngineError, match=r"http://127.0.0.1:9/v1/completions must answer within 30 s"):
-        ask(engine)
-
-
-def test_a_served_engine_is_verified_and_takes_no_weights(engine: Any, server: CompletionServer) -> None:
-    text = [5, 6, 7, 8, 9]
-    log_probs = sequence_log_probs(server.engine.model, text).tolist()
-    engine.verify(text, {0: log_probs})
-    with pytest.raises(EngineError, match=rf"{server.url} must serve the teacher that is loaded here"):
-        engine.verify(text, {0: [value - 1 for value in log_probs]})
-    engine.update_weights([], 0)
-    engine.update_weights([], 0)
-    with pytest.raises(InputError, match="OpenAIEngine leaves the server the weights that it serves"):
-        engine.update_weights([], 1)
-
-
-def test_without_a_tag_a_completion_ends_with_the_server(engine: Any, server: CompletionServer) -> None:
-    server.script = server.tokenizer.encode("42.</explanation> More.")  # as `rlt test` asks
-    [group] = sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[30])
-    assert group[0].token_ids == [*server.script, server.tokenizer.eos_token_id]
-    assert group[0].finish_reason == "eos"
-    server.script = [9] * 3
-    [group] = sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=40), 1, "", [8], limits=[3])
-    assert (group[0].token_ids, group[0].finish_reason) == ([9] * 3, "length")
-
-
 def test_the_tree_of_errors_is_whole() -> None:
     tree = re.findall(r"[├└]── (\w+) [* ] +([\w/]+)\.py", rlt_lightning.types.__doc__ or "")
     found = []
@@ -484,20 +316,12 @@ def test_an_engine_that_loses_completions_is_named() -> None:
         sample_all(FourMethods(), [SampleRequest([5], 0, 2)], Sampling(), "")
 
 
-class Served(HalfServed):
-    """An engine that is sent no weights, so it has none to gather."""
-
-    def complete(self, prompt: list[int], sampling: Sampling, stop: str, seed: int) -> Completion:
-        return Completion([], None, "eos")
-
-
 def test_sharded_weights_need_an_engine_that_gathers() -> None:
-    data = SimpleNamespace(problems=[], items=SimpleNamespace(is_examples=False))
-    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=data)
+    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=TeacherRLData())
     module = RLTModule()
     with pytest.raises(InputError, match="FourMethods does not write gather_weights"):
         RolloutCallback(FourMethods()).setup(sharded, module, "validate")  # type: ignore[arg-type]
-    for engine in (VLLMEngine(["http://127.0.0.1:8000"]), Served("http://127.0.0.1:8000"), HFEngine()):
+    for engine in (VLLMEngine(["http://127.0.0.1:8000"]), HFEngine()):
         require_gathering(engine, sharded)  # type: ignore[arg-type]
     for whole in ({"world_size": 1}, {"strategy": DDPStrategy()}):
         require_gathering(FourMethods(), SimpleNamespace(**vars(sharded) | whole))  # type: ignore[arg-type]
@@ -517,7 +341,6 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
         (["--rollouts.engine=nowhere.Engine"], "No module named 'nowhere'"),
         (["--rollouts.engine=misfits.NoMethods"], "does not implement protocol Engine"),
         (["--rollouts.engine=misfits.NoAnnotations"], "does not implement protocol Engine"),
-        (["--rollouts.engine=misfits.HalfServed"], "abstract"),
         (["--model.reward=misfits.Terms", "--model.reward.kind=column"], "but 'one' is (8, 1). Correct it."),
     ],
 )

@@ -18,11 +18,10 @@ from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback, ScoreWriter
 from rlt_lightning.callbacks.predictions import write_parquet
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import ScoringData, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.run.data_card import draw_histogram
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import Completion, InputError, SFTExample
 
@@ -109,13 +108,6 @@ def test_the_card_counts_what_is_there(generated: Path) -> None:
         "| sampling | temperature 0.7, max_completion_length 12, seed 0 |",
     ):
         assert line in card
-    assert sum(int(line.split()[-1]) for line in card.split("```")[1].splitlines()[1:]) == PROBLEMS * TRACES
-
-
-def test_histogram_counts_every_value_once() -> None:
-    lines = draw_histogram([0.0, 0.5, 11.9, 12.0])  # bins of 1: two in the first, two in the last
-    assert [int(line.split()[-1]) for line in lines] == [2, *[0] * 10, 2]
-    assert int(draw_histogram([3.0, 3.0])[0].split()[-1]) == 2
 
 
 @pytest.mark.full
@@ -228,16 +220,14 @@ def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
     turns = [{"from": "user", "value": "Why?"}, {"from": "assistant", "value": answer}]
     source, made = tmp_path / "rows.jsonl", tmp_path / "made.jsonl"
     source.write_text(json.dumps({"conversations": turns}) + "\n")  # no separators around its solution
-    data = StratosDataModule(str(source), tokenizer=tiny_model, tags=tags, student_context=2000)
+    data = TeacherRLData(str(source), tokenizer=tiny_model, tags=tags, student_context=2000)
     data.setup("predict")
     [problem] = data.problems
     rollout = data.build_rollout(problem, data.format.completion_from_trace(problem, trace))
     fits = tags == "stratos" if fits is None else fits
     assert data.fits_student(rollout) == fits
     made.write_text(json.dumps(data.format.build_conversation(problem, rollout.text)) + "\n")
-    student = StratosDataModule(
-        str(made), task="student_sft", tokenizer=tiny_model, tags=tags, prompts_per_step=1
-    )
+    student = StudentSFTData(str(made), tokenizer=tiny_model, tags=tags, prompts_per_step=1)
     if not fits:
         with pytest.raises(InputError, match="extra_tag" if trace else "empty_trace"):
             student.setup("fit")
@@ -294,7 +284,7 @@ def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, 
     # Of the first problem the second trace is too long twice; of the second one the first in all attempts.
     lengths = {"Why so?": [5, 900, 800, 7], "How come?": [900, 6, 902, 901]}
     source.write_text("".join(json.dumps({"question": q, "solution": "So."}) + "\n" for q in lengths))
-    data = StratosDataModule(str(source), tokenizer=tiny_model, tags="r1", student_context=150)
+    data = TeacherRLData(str(source), tokenizer=tiny_model, tags="r1", student_context=150)
     data.setup("predict")
     engine = Scripted(lengths)
     engine.format = data.format
@@ -317,9 +307,8 @@ def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, 
     assert len(set(engine.seeds)) == len(engine.seeds) == 8
     assert [row["fits"] for row in rows] == [row["student_tokens"] <= 150 for row in rows]
     assert [row["fits"] for row in rows] == [True, True, False, True]
-    student = StratosDataModule(
+    student = StudentSFTData(
         str(tmp_path / "traces.jsonl"),
-        task="student_sft",
         tokenizer=tiny_model,
         tags="r1",
         max_length=150,
@@ -332,20 +321,20 @@ def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, 
     ]
 
 
-@pytest.mark.parametrize("task", ["rlt", "score"])
-def test_a_plain_trainer_returns_the_rows_it_predicts(task: Any, tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [TeacherRLData, ScoringData])
+def test_a_plain_trainer_returns_the_rows_it_predicts(kind: Any, tiny_model: str, tmp_path: Path) -> None:
     def predict(*callbacks: Callback) -> list[dict[str, Any]]:
         teacher = RLTModule(teacher=tiny_model, student=tiny_model)
         size = {"num_embedded_rows": 4, "prompts_per_step": 2}
-        data = StratosDataModule(tokenizer=tiny_model, student_tokenizer=tiny_model, task=task, **size)  # type: ignore[arg-type]
+        data = kind(tokenizer=tiny_model, student_tokenizer=tiny_model, **size)  # type: ignore[arg-type]
         rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
         batches = bare_trainer(tmp_path, rollouts, *callbacks).predict(teacher, data)
         return [row for batch in batches or [] for row in batch]
 
     writer, name = {
-        "rlt": (DistillationWriter(), "traces.jsonl"),
-        "score": (ScoreWriter(), "scores.jsonl"),
-    }[task]
+        TeacherRLData: (DistillationWriter(), "traces.jsonl"),
+        ScoringData: (ScoreWriter(), "scores.jsonl"),
+    }[kind]
     rows = predict()
     assert len(rows) == 4
     assert predict(writer) == rows

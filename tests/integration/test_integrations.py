@@ -25,7 +25,7 @@ from trainers import bare_trainer
 from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StudentLikelihoodData
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.embedded import resolve
@@ -275,8 +275,8 @@ def test_trl_gets_the_likelihood_rewards_of_our_stage(
         witness, model = Witness(), str(tmp_path / f"weights{number}")
         module = LikelihoodModule(model, scorer, kind, group_size=4)
         asked = {"student_tokenizer": scorer} if scorer == smollm2 else {}
-        data = StratosDataModule(
-            task="student_likelihood", source=ROWS[:2], prompts_per_step=2, tokenizer=model, tags="r1",
+        data = StudentLikelihoodData(
+            source=ROWS[:2], prompts_per_step=2, tokenizer=model, tags="r1",
             student_system_prompt="", output_dir=str(tmp_path), **asked,
         )  # fmt: skip
         rollouts = RolloutCallback(Given(groups), Sampling(temperature=1.0, max_completion_length=32))

@@ -16,7 +16,13 @@ from commands import ROOT, rlt
 from tiny import tiny_options
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules import (
+    EvaluationDataModule,
+    StratosDataModule,
+    StudentRLData,
+    StudentSFTData,
+    TeacherRLData,
+)
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import STUDENT_SYSTEM_PROMPT, ChatFormat, encode
 from rlt_lightning.models.format import (
@@ -127,7 +133,7 @@ def test_true_rows_of_bespoke_stratos_are_asked_as_they_were_learnt(
     rows = json.loads((shared / "data/bespoke_stratos_rows/true_rows.json").read_text())
     source = write(tmp_path / "rows.jsonl", rows)
     expected = trained_prompts(source, tiny_model, max_length=2048, long_traces="truncate")
-    data = StratosDataModule(source, task="student_sft", tokenizer=tiny_model, long_traces="truncate")
+    data = StudentSFTData(source, tokenizer=tiny_model, long_traces="truncate")
     data.prompts_per_step = 1
     data.setup("fit")
     shutil.copytree(tiny_model, tmp_path / "model")
@@ -186,9 +192,7 @@ def test_every_shipped_pipeline_asks_as_it_trained(
 
 def test_the_commonest_prompt_is_recorded_with_its_share(tiny_model: str, tmp_path: Path) -> None:
     rows = [bespoke_row(system) for system in ("A", "B", "A", "A")]
-    data = StratosDataModule(
-        write(tmp_path / "rows.jsonl", rows), task="student_sft", tokenizer=tiny_model, prompts_per_step=1
-    )
+    data = StudentSFTData(write(tmp_path / "rows.jsonl", rows), tokenizer=tiny_model, prompts_per_step=1)
     data.setup("fit")
     assert data.trained_format() == ModelFormat("student", STRATOS, "A", 0.75)
     # A student of mixed prompts is asked with a row's own, where it has one.
@@ -208,9 +212,7 @@ def bespoke_row(system: str) -> dict[str, Any]:
 def test_held_out_rows_do_not_decide_the_record(tiny_model: str, tmp_path: Path) -> None:
     source = write(tmp_path / "train.jsonl", [bespoke_row("A")] * 2)
     others = write(tmp_path / "val.jsonl", [bespoke_row("B")] * 5)
-    data = StratosDataModule(
-        source, task="student_sft", tokenizer=tiny_model, prompts_per_step=1, val_source=others
-    )
+    data = StudentSFTData(source, tokenizer=tiny_model, prompts_per_step=1, val_source=others)
     data.setup("fit")
     assert len(data.val_items) == 5
     assert data.trained_format() == ModelFormat("student", STRATOS, "A", 1.0)
@@ -221,7 +223,7 @@ def test_a_rows_prompt_stays_as_it_is_in_every_stage(system: str, tiny_model: st
     source = write(tmp_path / "rows.jsonl", [bespoke_row(system)])
     expected = trained_prompts(source, tiny_model)
     shutil.copytree(tiny_model, tmp_path / "model")
-    data = StratosDataModule(source, task="student_sft", tokenizer=tiny_model, prompts_per_step=1)
+    data = StudentSFTData(source, tokenizer=tiny_model, prompts_per_step=1)
     data.setup("fit")
     write_format(data.trained_format(), tmp_path / "model")
     assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "model")) == expected
@@ -281,7 +283,7 @@ def test_the_frozen_student_is_asked_in_its_own_format(tiny_model: str, tmp_path
     teacher = trained(tmp_path / "teacher", tiny_model, "teacher", R1, system_prompt="Explain.")
     student = trained(tmp_path / "student", tiny_model, "student", STRATOS, system_prompt="Answer.")
     rows = write(tmp_path / "rows.jsonl", [{"question": QUESTION, "solution": "12"}])
-    data = StratosDataModule(rows, tokenizer=teacher, student_tokenizer=student, prompts_per_step=1)
+    data = TeacherRLData(rows, tokenizer=teacher, student_tokenizer=student, prompts_per_step=1)
     data.setup("fit")
     [problem] = data.problems
     tokenizer = data.format.tokenizer
@@ -328,11 +330,11 @@ def test_an_unknown_model_warns_once(tiny_model: str, bespoke: str, tmp_path: Pa
     known = trained(tmp_path / "known", tiny_model)
     rows = write(tmp_path / "rows.jsonl", [{"question": QUESTION, "solution": "12", "answer": "12"}] * 2)
     cases: list[tuple[Any, list[str]]] = [
-        (StratosDataModule(rows, tokenizer=tiny_model, student_tokenizer=known), ["as the teacher"]),
-        (StratosDataModule(rows, task="student_rl", tokenizer=tiny_model), ["as the student"]),
+        (TeacherRLData(rows, tokenizer=tiny_model, student_tokenizer=known), ["as the teacher"]),
+        (StudentRLData(rows, tokenizer=tiny_model), ["as the student"]),
         # Its rows say how the student is asked.
-        (StratosDataModule(bespoke, task="student_rl", tokenizer=tiny_model, max_bad_frac=1.0), []),
-        (StratosDataModule(bespoke, task="student_sft", tokenizer=tiny_model), []),
+        (StudentRLData(bespoke, tokenizer=tiny_model, max_bad_frac=1.0), []),
+        (StudentSFTData(bespoke, tokenizer=tiny_model), []),
         (EvaluationDataModule({"own": rows}, tokenizer=tiny_model), ["as the student"]),
         (EvaluationDataModule({"own": rows}, tokenizer=known), []),
         (EvaluationDataModule({"own": rows}, tokenizer=tiny_model, student_system_prompt=""), []),
@@ -417,13 +419,13 @@ def test_a_student_learns_in_its_own_format_unless_forced(
     tiny_model: str, bespoke: str, tmp_path: Path
 ) -> None:
     known = trained(tmp_path / "known", tiny_model)
-    data = {"task": "student_sft", "tokenizer": known, "prompts_per_step": 2}
+    data = {"tokenizer": known, "prompts_per_step": 2}
     with pytest.raises(
         InputError, match=rf"'Think\.', but {ROWS} of {ROWS} rows have another, such as 'Your"
     ):
-        StratosDataModule(bespoke, **data).setup("fit")  # type: ignore[arg-type]
-    own = StratosDataModule(bespoke, **data, student_system_prompt="Think.")  # type: ignore[arg-type]
-    forced = StratosDataModule(bespoke, **data, force_format=True)  # type: ignore[arg-type]
+        StudentSFTData(bespoke, **data).setup("fit")  # type: ignore[arg-type]
+    own = StudentSFTData(bespoke, **data, student_system_prompt="Think.")  # type: ignore[arg-type]
+    forced = StudentSFTData(bespoke, **data, force_format=True)  # type: ignore[arg-type]
     for module, expected in ((own, "Think."), (forced, rows_of(bespoke)[0]["system"])):
         module.setup("fit")
         assert module.trained_format().system_prompt == expected

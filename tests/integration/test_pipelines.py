@@ -20,7 +20,14 @@ from seeded import SeededReward
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
 from rlt_lightning.callbacks.predictions import is_usable
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import (
+    ScoringData,
+    StratosDataModule,
+    StudentRLData,
+    StudentSFTData,
+    TeacherRLData,
+    TeacherSFTData,
+)
 from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition, split_words
 from rlt_lightning.datamodules.rows import RawResponses, split_raw, split_response, tidy_response
 from rlt_lightning.datamodules.sources import read_rows
@@ -178,9 +185,8 @@ def turn(thought: str, solution: str) -> str:
 
 @pytest.mark.parametrize("source", ["arithmetic:addition", "word_sums"])
 def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str, tmp_path: Path) -> None:
-    data = StratosDataModule(
+    data = StudentRLData(
         source,
-        task="student_rl",
         tokenizer=tiny_model,
         num_embedded_rows=3,
         tags="r1",
@@ -261,7 +267,7 @@ def test_a_set_without_a_right_answer_is_refused_and_its_answers_stay(tmp_path: 
 
 
 def test_a_reward_without_verdicts_keeps_no_answers(tiny_model: str, tmp_path: Path) -> None:
-    data = StratosDataModule(task="student_rl", tokenizer=tiny_model, num_embedded_rows=2)
+    data = StudentRLData(tokenizer=tiny_model, num_embedded_rows=2)
     callbacks = [RolloutCallback(sampling=SHORT), DistillationWriter()]
     trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=callbacks)
     with pytest.raises(InputError, match="must be CorrectnessReward, but is SeededReward"):
@@ -318,9 +324,9 @@ def test_tidying_follows_its_rules_and_changes_nothing_else() -> None:
 
 
 def student_data(source: Path | str, model: str, **options: Any) -> StratosDataModule:
-    settings: dict[str, Any] = {"task": "student_sft", "prompts_per_step": 1, "tags": "r1"}
-    settings |= {"student_system_prompt": ""}
-    data = StratosDataModule(str(source), tokenizer=model, **settings | options)
+    settings: dict[str, Any] = {"prompts_per_step": 1, "tags": "r1", "student_system_prompt": ""} | options
+    kind = settings.pop("kind", StudentSFTData)
+    data = kind(str(source), tokenizer=model, **settings)
     data.setup("fit")
     return data
 
@@ -461,9 +467,8 @@ def test_a_row_that_is_not_used_makes_no_duplicate(tiny_model: str, tmp_path: Pa
 
 def test_duplicates_are_found_across_sources(tiny_model: str, tmp_path: Path) -> None:
     sources = [str(write(tmp_path / f"{name}.jsonl", [custom(name), custom("both")])) for name in "ab"]
-    data = StratosDataModule(
+    data = StudentSFTData(
         sources,
-        task="student_sft",
         tokenizer=tiny_model,
         prompts_per_step=1,
         filters=Filters(duplicates="question"),
@@ -556,14 +561,14 @@ def test_filters_that_leave_nothing_are_named(tiny_model: str, tmp_path: Path) -
         student_data(source, tiny_model, filters=Filters(max_trace_chars=2))
 
 
-def test_filters_of_questions_serve_every_task(tiny_model: str, tmp_path: Path) -> None:
+def test_filters_of_questions_serve_every_stage(tiny_model: str, tmp_path: Path) -> None:
     rows = [custom("1 + 1?", answer="2", pass_rate=0.5), custom("1 + 1?"), custom("c", pass_rate=0.9)]
     source = write(tmp_path / "rows.jsonl", rows)
     filters = Filters(duplicates="question", max_pass_rate=0.6)
-    for task in ("rlt", "student_rl", "teacher_sft", "score"):
-        data = StratosDataModule(str(source), task=task, tokenizer=tiny_model, filters=filters)  # type: ignore[arg-type]
+    for kind in (TeacherRLData, StudentRLData, TeacherSFTData, ScoringData):
+        data = kind(str(source), tokenizer=tiny_model, filters=filters)  # type: ignore[arg-type]
         data.setup("predict")
-        assert [item.row for item in data.items] == [1], task
+        assert [item.row for item in data.items] == [1], kind
         assert data.build_card_metadata()["filters"] == {"max_pass_rate": 0.6, "duplicates": "question"}
 
 

@@ -105,7 +105,7 @@ def test_scores_groups_and_comparisons_are_those_of_one(
     names = ("question", "solution", "reasoning_trace")
     texts = [{name: row[name] for name in names} | {"other": "Nobody knows."} for row in rows]
     source.write_text("".join(json.dumps(row) + "\n" for row in texts))
-    options = ["predict", "--config=configs/rank.yaml", "--model.teacher=miniature-teacher"]
+    options = ["predict", "--config=configs/recipe_7b/rank.yaml", "--model.teacher=miniature-teacher"]
     options += ["--model.student=miniature", f"--data.source={source}", "--data.prompts_per_step=3"]
     options += ["--data.teacher_system_prompt=", "--data.student_system_prompt=", "--trainer.accelerator=cpu"]
     if kind == "groups":

@@ -25,9 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.checkpoints.export import export_checkpoint
-from rlt_lightning.commands.plan import Processes, read_model
-from rlt_lightning.datamodules import StratosDataModule
-from rlt_lightning.models import memory
+from rlt_lightning.commands import plan
+from rlt_lightning.datamodules import StratosDataModule, TeacherSFTData
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, merge_weights, without_adapter
 from rlt_lightning.models.quantised import quantise, quantised_layers, require_settings
@@ -123,12 +122,11 @@ class Losses(Callback):
 
 
 def chains(model: str, folder: Path) -> StratosDataModule:
-    return StratosDataModule(
+    return TeacherSFTData(
         source="chains",
         num_embedded_rows=16,
         prompts_per_step=4,
         tokenizer=model,
-        task="teacher_sft",
         output_dir=str(folder),
     )
 
@@ -214,14 +212,13 @@ def test_the_plan_counts_the_bytes_of_a_real_run(dtype: str, miniature: str, tmp
     for _, layer in quantised_layers(sft.policy):
         state = layer.quant_state
         tensors += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
-    processes = Processes(True, 1, 1, "whole", {}, False)
-    planned = read_model(sft, processes, tmp_path, miniature, dtype, LORA, SETUP.step)
+    planned = plan.read_model(sft, False, "whole", tmp_path, miniature, dtype, LORA, SETUP.step)
     assert planned.stored_bytes == storage_bytes(tensors)
     setup = replace(SETUP, policy=planned, students=(), with_reference=False)
-    assert memory.count_weight_bytes(setup, planned, frozen=False) == planned.stored_bytes
+    assert plan.count_weight_bytes(setup, planned, frozen=False) == planned.stored_bytes
     states = losses.optimizer.state.values()
     kept = [t for s in states for k, t in s.items() if isinstance(t, Tensor) and not k.startswith("qmap")]
-    assert memory.count_optimizer_bytes(setup) == storage_bytes(kept)
+    assert plan.count_optimizer_bytes(setup) == storage_bytes(kept)
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,11 @@ SCRIPT = """
 import sys
 from lightning.pytorch import Trainer
 from faults import Fault
-from rlt_lightning import RLTModule, RolloutCallback, Sampling, StratosDataModule
+from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData
 
 model, kind, rank = sys.argv[1:]
 options = {"num_embedded_rows": 4, "prompts_per_step": 2}
-data = StratosDataModule(tokenizer=model, student_tokenizer=model, **options)
+data = TeacherRLData(tokenizer=model, student_tokenizer=model, **options)
 rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
 fault = Fault(int(rank), "on_train_batch_start", kind, step=0)
 trainer = Trainer(accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,

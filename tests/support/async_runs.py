@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -95,7 +95,7 @@ def fit(
         mismatch_alarm=None,
         optimizer=OptimizerConfig(lr=1e-3),
     )
-    datamodule = StratosDataModule(
+    datamodule = TeacherRLData(
         source="arithmetic",
         num_embedded_rows=8 + (data or {}).get("val_rows", 0),
         tokenizer=model,

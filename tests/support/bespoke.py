@@ -11,7 +11,7 @@ import yaml
 from commands import ROOT, rlt
 from tiny import tiny_options
 
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StudentSFTData
 from rlt_lightning.types import SFTExample
 
 ROWS = 6
@@ -52,7 +52,7 @@ def student(bespoke: str, tiny_model: str, tmp_path_factory: pytest.TempPathFact
 
 def trained_prompts(source: str, model: str, **options: Any) -> dict[str, list[int]]:
     """The prompts of stage 4 by question, token ids."""
-    data = StratosDataModule(source, task="student_sft", tokenizer=model, prompts_per_step=1, **options)
+    data = StudentSFTData(source, tokenizer=model, prompts_per_step=1, **options)
     data.setup("fit")
     questions = [turns[0]["value"] for row in rows_of(source) if (turns := row["conversations"])]
     examples = [item for item in data.items if isinstance(item, SFTExample)]

@@ -13,7 +13,7 @@ from trainers import bare_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, StudentOPDData
 from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
 from rlt_lightning.engines import Sampling
@@ -44,8 +44,8 @@ def teacher(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 def data(folder: Path, view: ViewOptions = EXPLANATION, **options: Any) -> StratosDataModule:
     prompts = {"teacher_system_prompt": "", "student_system_prompt": ""}
     settings = dict(source="chains", num_embedded_rows=8, prompts_per_step=4, tags="r1", token_cache=False)
-    settings |= prompts | {"task": "student_opd", "view": view, "output_dir": str(folder)} | options
-    return StratosDataModule(**settings)
+    settings |= prompts | {"view": view, "output_dir": str(folder)} | options
+    return StudentOPDData(**settings)
 
 
 def fit(

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -20,7 +20,7 @@ TEMPERATURE = 0.7
 
 
 def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
-    return StratosDataModule(
+    return TeacherRLData(
         source="arithmetic",
         num_embedded_rows=8,
         tokenizer=model,

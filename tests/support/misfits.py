@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlt_lightning.engines import HFEngine, ServedEngine
+from rlt_lightning.engines import HFEngine
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Rollout
 
@@ -32,13 +32,6 @@ class NoAnnotations(HFEngine):
 
     def start(self, model, tokenizer, folder):  # type: ignore[no-untyped-def]
         """As HFEngine does."""
-
-
-class HalfServed(ServedEngine):
-    """Without `complete`."""
-
-    def score(self, token_ids: list[int]) -> list[float]:
-        return []
 
 
 @dataclass(frozen=True)

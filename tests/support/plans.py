@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlt_lightning.models.memory import (
+from rlt_lightning.commands.plan import (
     Activations,
     Device,
     LanguageModel,
@@ -31,6 +31,6 @@ GPU = Device("H100", memory=10_000, reserved=50)
 
 
 SETUP = Setup(
-    device=GPU, sharding="whole", processes_per_machine=1, policy=MODEL, step=STEP, master_bytes=4,
+    device=GPU, sharding="whole", policy=MODEL, step=STEP, master_bytes=4,
     grad_bytes=4, logits_bytes=16, bucket_numel=30, hf_sequences=8, students=(MODEL,), with_reference=True,
 )  # fmt: skip

@@ -14,7 +14,8 @@ from torch import Tensor, library, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.numerics import PackedSequences, ScoredSequence, Segments, SharedPrefix
+from rlt_lightning.numerics.attention import Segments, SharedPrefix
+from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.varlen import FlashAttnKernel
 
 CPU = torch.device("cpu")

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from rlt_lightning.numerics import (
-    LogitScale,
-)
+from rlt_lightning.numerics.head import LogitScale
 
 
 def slow_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:

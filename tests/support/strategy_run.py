@@ -29,7 +29,7 @@ from rlt_lightning.callbacks import (
 )
 from rlt_lightning.checkpoints.export import Adapter
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StudentLikelihoodData, StudentOPDData, TeacherRLData
 from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
@@ -291,17 +291,18 @@ def run_job(
         module = Distilling(model, **opd, **shared)
     # A miniature has no room for long prompts.
     short = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""} if students else {}
-    task: dict[str, Any] = {"task": "student_opd", "view": ViewOptions("hint")} if opd is not None else {}
-    task |= {"task": "student_likelihood"} if likelihood else {}
-    data = StratosDataModule(
+    of_stage = {"student_tokenizer": students or model}
+    if opd is not None:
+        of_stage = {"teacher_tokenizer": model, "view": ViewOptions("hint")}
+    kind = StudentLikelihoodData if likelihood else TeacherRLData if opd is None else StudentOPDData
+    data = kind(
         source="chains" if students else "arithmetic",
         num_embedded_rows=rows,
         tokenizer=model,
-        student_tokenizer=students or model,
         prompts_per_step=prompts,
         output_dir=str(folder),
         **short,
-        **task,
+        **of_stage,
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 

@@ -21,8 +21,6 @@ TINY = [
     "--data.source=arithmetic",
     "--data.prompts_per_step=2",
     "--data.num_embedded_rows=4",
-    "--data.max_length=2048",
-    "--data.val_rows=0",
     "--trainer.accelerator=cpu",
     "--trainer.devices=1",
     "--trainer.num_nodes=1",
@@ -51,7 +49,7 @@ def generates(settings: dict[str, Any]) -> bool:
 
 def keeps_right_answers(settings: dict[str, Any]) -> bool:
     """Whether the config is one of rejection sampling."""
-    return generates(settings) and settings["data"]["init_args"].get("task") == "student_rl"
+    return generates(settings) and settings["data"]["class_path"].endswith("StudentRLData")
 
 
 def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
@@ -75,8 +73,9 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
         options += [f"--model.student={model}"] if arguments.get("student", "") is not None else []
     if settings["data"].get("init_args", {}).get("format_from"):
         options += ["--data.format_from=null"]  # rows of the hub
+    options += ["--data.max_length=2048"] if is_sft else []
     if verb == "fit":
-        options += ["--trainer.max_steps=1"]
+        options += ["--trainer.max_steps=1", "--data.val_rows=0"]
     if (verb in ("fit", "validate") and not is_sft) or generates(settings):
         options += SHORT
     if keeps_right_answers(settings):

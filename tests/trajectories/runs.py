@@ -21,13 +21,22 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from parity import Parity
+from replay import COLUMNS, Recorder, ReplayEngine
 from trainers import bare_trainer
 
-from rlt_lightning.callbacks import DynamicSampling, ReferenceSync, RolloutCallback, RolloutRecorder
-from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.callbacks import DynamicSampling, ReferenceSync, RolloutCallback
+from rlt_lightning.datamodules import (
+    EvaluationDataModule,
+    StratosDataModule,
+    StudentLikelihoodData,
+    StudentOPDData,
+    StudentRLData,
+    StudentSFTData,
+    TeacherRLData,
+    TeacherSFTData,
+)
 from rlt_lightning.datamodules.teacher_views import ViewOptions
-from rlt_lightning.engines import HFEngine, ReplayEngine, Sampling
-from rlt_lightning.engines.replay import COLUMNS
+from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule, SFTModule
@@ -116,7 +125,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=1.0, scheduler="linear", max_g
 UPDATE: dict[str, Any] = {"optimizer": OPTIMIZER, "micro_batch_tokens": 250}
 
 
-def data(tokenizer: str, **options: Any) -> StratosDataModule:
+def data(tokenizer: str, kind: type[StratosDataModule] = TeacherRLData, **options: Any) -> StratosDataModule:
     """Return chains as rows, two problems in a step."""
     defaults = {
         "source": "chains",
@@ -124,7 +133,7 @@ def data(tokenizer: str, **options: Any) -> StratosDataModule:
         "prompts_per_step": 2,
         "token_cache": False,
     }
-    return StratosDataModule(tokenizer=tokenizer, **defaults | options)
+    return kind(tokenizer=tokenizer, **defaults | options)
 
 
 def rlt(
@@ -160,7 +169,7 @@ def likelihood(reward: Any, scorer: str = "policy") -> Setup:
     """Return a student that learns to think by the probability of the solution."""
     return Setup(
         LikelihoodModule(STUDENT, scorer=scorer, reward=reward, group_size=4, **UPDATE),
-        data(STUDENT, task="student_likelihood", tags="r1", student_system_prompt=""),
+        data(STUDENT, kind=StudentLikelihoodData, tags="r1", student_system_prompt=""),
         {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=30)},
         "likelihood",
     )
@@ -170,7 +179,7 @@ def traditional_rl() -> Setup:
     """Return a student that learns by the correctness of its answers."""
     return Setup(
         RLTModule(STUDENT, student=None, reward=CorrectnessReward(), group_size=4, **UPDATE),
-        data(STUDENT, task="student_rl", tags="r1", student_system_prompt=""),
+        data(STUDENT, kind=StudentRLData, tags="r1", student_system_prompt=""),
         {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=60)},
         "traditional_rl",
     )
@@ -182,8 +191,8 @@ def opd(**options: Any) -> Setup:
         OPDModule(STUDENT, teacher=OTHER_STUDENT, group_size=2, **UPDATE | options),
         data(
             STUDENT,
-            task="student_opd",
-            student_tokenizer=OTHER_STUDENT,
+            kind=StudentOPDData,
+            teacher_tokenizer=OTHER_STUDENT,
             tags="r1",
             student_system_prompt="",
             view=ViewOptions("hint"),
@@ -193,11 +202,11 @@ def opd(**options: Any) -> Setup:
     )
 
 
-def sft(task: str) -> Setup:
+def sft(kind: type[StratosDataModule]) -> Setup:
     """Return supervised fine-tuning of a teacher or a student."""
     return Setup(
         SFTModule(STUDENT, **UPDATE | {"micro_batch_tokens": 120}),
-        data(STUDENT, task=task, prompts_per_step=4, tags="r1", student_system_prompt=""),
+        data(STUDENT, kind=kind, prompts_per_step=4, tags="r1", student_system_prompt=""),
     )
 
 
@@ -237,8 +246,8 @@ KINDS: dict[str, Callable[[], Setup]] = {
     "loss_gspo": lambda: stale(policy_loss=GSPOLoss(clip_eps_low=1e-3, clip_eps_high=2e-3)),
     "loss_cispo": lambda: stale(policy_loss=CISPOLoss()),
     "loss_plain_kl": lambda: stale(policy_loss=GRPOLoss(unbiased_kl=False)),
-    "sft_teacher": lambda: sft("teacher_sft"),
-    "sft_student": lambda: sft("student_sft"),
+    "sft_teacher": lambda: sft(TeacherSFTData),
+    "sft_student": lambda: sft(StudentSFTData),
     "opd_reverse": opd,
     "opd_forward": lambda: opd(divergence=Divergence("forward")),
     "opd_jsd": lambda: opd(divergence=Divergence("jsd", beta=0.3)),
@@ -363,7 +372,7 @@ def run(kind: str, strategy: str = "", folder: Path | None = None, record: bool 
         engine = (Sampled if setup.in_process else SampledOutside)() if record else None
         engine = engine or ReplayEngine(str(recording), setup.in_process)
         callbacks.insert(0, RolloutCallback(engine=engine, **setup.rollouts))
-        callbacks += [RolloutRecorder(token_ids=True)] if record else []
+        callbacks += [Recorder()] if record else []
     setup.data.output_dir = str(folder)
     options = STRATEGIES[strategy]() if strategy else {"devices": 1}
     trainer = bare_trainer(folder, *callbacks, steps=STEPS, use_distributed_sampler=False, **options)

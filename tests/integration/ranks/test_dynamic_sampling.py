@@ -29,7 +29,7 @@ from turns import turns
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
@@ -83,9 +83,6 @@ def test_every_part_of_a_step_is_replaced() -> None:
     assert {row: values.tolist() for row, values in step.tokens["kl"].items()} == {2: [-2], 5: [-7], 0: [-8]}
     assert step.texts["answers"] == {2: "2", 5: "7", 0: "8"}
     assert (step.counts.rounds, step.counts.dropped_groups, step.counts.dropped_tokens) == (1, 2, 4)
-    assert [(p.row, n, c.token_ids) for p, n, c in step.dropped] == [
-        (7, 0, [4]), (7, 1, [5]), (3, 0, [0]), (3, 1, [1])
-    ]  # fmt: skip
 
 
 def test_equal_completions_get_the_same_numbers() -> None:
@@ -191,7 +188,7 @@ def fit(
     rows: int = ROWS,
     prompts: int = PROMPTS,
     score_early: bool = True,
-    task: Any = "rlt",
+    kind: Any = TeacherRLData,
     teacher: str = "",
     kl_coef: float = 0.04,
     length: int = 8,
@@ -229,9 +226,8 @@ def fit(
         optimizer=OptimizerConfig(lr=1e-3),
         micro_batch_tokens=600,
     )
-    datamodule = StratosDataModule(
+    datamodule = kind(
         source=source,
-        task=task,
         num_embedded_rows=rows,
         prompts_per_step=prompts,
         output_dir=str(folder),
@@ -325,7 +321,7 @@ def test_if_all_groups_are_equal_the_step_is_kept_and_changes_nothing(
 ) -> None:
     # A model with random weights writes no tags: every answer earns -1.
     reward = CorrectnessReward()
-    seen, _ = fit(tiny_model, tmp_path, 2, reward, task="student_rl", kl_coef=0.0, steps=2, rows=24)
+    seen, _ = fit(tiny_model, tmp_path, 2, reward, kind=StudentRLData, kl_coef=0.0, steps=2, rows=24)
     assert seen.counts == [[3 * PROMPTS, 2 * PROMPTS, 2, PROMPTS]] * 2
     assert all(len(batch.rollouts.rollouts) == PROMPTS * GROUP_SIZE for batch in seen.batches)
     assert seen.grad_norms == [0, 0]
@@ -333,7 +329,7 @@ def test_if_all_groups_are_equal_the_step_is_kept_and_changes_nothing(
 
 def test_a_round_ends_where_an_epoch_has_no_other_problem(tiny_model: str, tmp_path: Path) -> None:
     reward = CorrectnessReward()
-    options: dict[str, Any] = {"task": "student_rl", "steps": 1, "rows": 4, "prompts": 2}
+    options: dict[str, Any] = {"kind": StudentRLData, "steps": 1, "rows": 4, "prompts": 2}
     seen, _ = fit(tiny_model, tmp_path, 5, reward, **options)
     # Beside the two of the step there are two others; then there is none.
     assert seen.counts == [[4, 2, 1, 2]]
@@ -347,7 +343,13 @@ def test_epochs_of_a_run_count_steps(tiny_model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_answers_of_a_real_model_are_told_apart(miniature: str, tmp_path: Path) -> None:
     # The miniature solves some chains always, some never, others sometimes.
-    options: dict[str, Any] = {"task": "student_rl", "source": "chains", "length": 72, "steps": 2, "rows": 64}
+    options: dict[str, Any] = {
+        "kind": StudentRLData,
+        "source": "chains",
+        "length": 72,
+        "steps": 2,
+        "rows": 64,
+    }
     seen, _ = fit(miniature, tmp_path, 3, CorrectnessReward(), prompts=8, **options)
     for batch, (sampled, dropped, rounds, kept) in zip(seen.batches, seen.counts, strict=True):
         groups = batch.step.rewards.view(-1, GROUP_SIZE)

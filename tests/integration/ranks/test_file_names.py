@@ -12,7 +12,6 @@ import torch
 from cases import full
 from compared import largest_difference
 from fake_worker import FakeWorker
-from grpo import data
 from peft import PeftModel
 from ranks import call, run
 from safetensors.torch import load_file
@@ -22,6 +21,7 @@ from trainers import bare_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ModelExporter, ResponseCallback
+from rlt_lightning.datamodules import StudentSFTData
 from rlt_lightning.engines import DiskPush, VLLMEngine
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.file_names import to_file_names
@@ -232,7 +232,7 @@ def test_a_trained_adapter_is_exported_merged(
         model, OptimizerConfig(lr=1e-2), lora=LoRA(4, 8.0, targets), gradient_checkpointing=True
     )
     trainer = bare_trainer(tmp_path, ModelExporter(), steps=2)
-    trainer.fit(module, datamodule=data(model, tmp_path, task="student_sft"))
+    trainer.fit(module, datamodule=StudentSFTData(num_embedded_rows=8, tokenizer=model, prompts_per_step=2))
     assert read_folder(tmp_path / "model").keys() == read_folder(model).keys()
     exported = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
     torch.testing.assert_close(exported, logits(module.policy), atol=2e-4, rtol=0)
@@ -250,7 +250,7 @@ def test_an_adapter_is_refused_before_training_if_files_lack_weights(
     save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
     module = SFTModule(str(model), OptimizerConfig(lr=1e-2), lora=LoRA(4))
     with pytest.raises(InputError, match=r"lack 'model\.norm\.weight'"):
-        bare_trainer(tmp_path).fit(module, datamodule=data(str(model), tmp_path, task="student_sft"))
+        bare_trainer(tmp_path).fit(module, datamodule=StudentSFTData(tokenizer=str(model)))
 
 
 def test_what_an_adapter_leaves_is_said(folders: dict[str, str]) -> None:

@@ -21,6 +21,7 @@ from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
+from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.modules import OPDModule, base
@@ -228,10 +229,10 @@ def test_weights_of_tokens_need_the_sampled_form() -> None:
         OPDModule(importance_sampling=TruncatedImportanceSampling())
 
 
-def test_another_task_is_refused(miniature: str, tmp_path: Path) -> None:
+def test_data_of_another_stage_are_refused(miniature: str, tmp_path: Path) -> None:
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=8))
-    with pytest.raises(InputError, match=r"needs data\.task student_opd, but it is rlt"):
-        bare_trainer(tmp_path, rollouts).fit(module(miniature), datamodule=data(tmp_path, task="rlt"))
+    with pytest.raises(InputError, match="data of OPDModule must be StudentOPDData, but are TeacherSFTData"):
+        bare_trainer(tmp_path, rollouts).fit(module(miniature), datamodule=TeacherSFTData("chains"))
 
 
 def test_prediction_is_refused(tmp_path: Path) -> None:

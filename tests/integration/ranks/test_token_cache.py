@@ -25,17 +25,25 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from strategy_run import STRATEGIES
 
-from rlt_lightning.datamodules import StratosDataModule, token_cache
+from rlt_lightning.datamodules import (
+    ScoringData,
+    StratosDataModule,
+    StudentRLData,
+    StudentSFTData,
+    TeacherRLData,
+    TeacherSFTData,
+    token_cache,
+)
 from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.datamodules.rows import RawResponses
 from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.stages import SFTData
 from rlt_lightning.datamodules.token_cache import TokenCache, delete_unused
-from rlt_lightning.datamodules.tokenize import TASKS, RLTTask, StudentSFTTask, TaskName
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.types import InputError, Problem
 
 MakeData = Callable[..., StratosDataModule]
-NAMES: list[TaskName] = ["rlt", "teacher_sft", "student_sft", "score", "student_rl"]
+STAGES = [TeacherRLData, TeacherSFTData, StudentSFTData, ScoringData, StudentRLData]
 
 
 def row_of(number: int) -> dict[str, Any]:
@@ -65,7 +73,8 @@ def make_data(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def make(*sources: str, **options: Any) -> StratosDataModule:
         settings = {"prompts_per_step": 4, "max_bad_frac": 0.2, "token_cache": str(tmp_path / "tokens")}
-        data = StratosDataModule(list(sources), **{"tokenizer": tiny_model, **settings, **options})
+        options = {"tokenizer": tiny_model, "kind": TeacherRLData, **settings, **options}
+        data = options.pop("kind")(list(sources), **options)
         data.setup("fit")
         return data
 
@@ -84,21 +93,28 @@ def no_items(*_: Any) -> Any:
 # Equal, and made once
 
 
-@pytest.mark.parametrize("task", NAMES)
+@pytest.mark.parametrize("kind", STAGES)
 def test_mapped_items_equal_those_just_made(
-    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: TaskName
+    make_data: MakeData,
+    source: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[StratosDataModule],
 ) -> None:
-    options = {"task": task, "max_length": 400, "long_traces": "truncate", "val_rows": 5}
+    options: dict[str, Any] = {"kind": kind}
+    options |= {"val_rows": 5} if kind is not ScoringData else {}
+    options |= {"max_length": 400} if kind is not StudentRLData else {}
+    options |= {"long_traces": "truncate"} if issubclass(kind, SFTData) else {}
     first = make_data(source, **options)
     [entry] = entries(tmp_path)
     made = {
-        number: first._task.build_items(number, first._task.parse(first._task.complete(columns)), columns)
+        number: first.build_items(number, first.parse(first.complete(columns)), columns)
         for number, columns in read_rows(source)
         if isinstance(columns, dict) and number in set(first.all_items.rows.tolist())
     }
     assert [[item] for item in first.items] == [made[item.row] for item in first.items]
     assert [[item] for item in first.val_items] == [made[item.row] for item in first.val_items]
-    monkeypatch.setattr(TASKS[task], "build_items", no_items)
+    monkeypatch.setattr(kind, "build_items", no_items)
     second = make_data(source, **options)
     assert list(second.items) == list(first.items)
     assert list(second.train_dataloader()) == list(first.train_dataloader())
@@ -106,7 +122,7 @@ def test_mapped_items_equal_those_just_made(
     assert [report.as_dict() for report in second.reports] == [report.as_dict() for report in first.reports]
     assert (second.system_prompts, second.reports[0].truncated) == (
         first.system_prompts,
-        [12] if "sft" in task else [],
+        [12] if issubclass(kind, SFTData) else [],
     )
     assert entries(tmp_path) == {entry}
     assert (tmp_path / "tokens" / entry).is_file()
@@ -128,7 +144,7 @@ def test_one_file_holds_items_and_the_reasons_of_rejected_rows(
     reasons = dict(zip(rejected["row"].to_pylist(), rejected["rejected"].to_pylist(), strict=True))
     assert reasons == {4: "empty_solution", 6: "duplicate", 10: "long_trace", 31: "broken_json"}
     assert table.num_rows - rejected.num_rows == len(first.items) == 27
-    monkeypatch.setattr(StudentSFTTask, "build_items", no_items)
+    monkeypatch.setattr(StudentSFTData, "build_items", no_items)
     [report] = make_data(source, **options).reports
     assert report.as_dict() == first.reports[0].as_dict()
     assert (report.last_row, report.num_rows) == (31, 31)
@@ -150,7 +166,7 @@ def test_a_small_source_stays_in_memory(
 
 
 def test_items_cost_their_token_ids(make_data: MakeData, source: str) -> None:
-    items = make_data(source, task="student_sft", max_length=10**6).items
+    items = make_data(source, kind=StudentSFTData, max_length=10**6).items
     num_bytes = items.table.nbytes
     num_tokens = int(items.sum_columns("token_ids").sum())
     beside = 60 * len(items)  # numbers of each item
@@ -188,7 +204,7 @@ def test_columns_that_json_does_not_know_come_back(make_data: MakeData, tmp_path
 # What makes another entry
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "task": {"task": "teacher_sft"},
+    "stage": {"kind": TeacherSFTData},
     "max_rows": {"max_rows": 30},
     "limit": {"max_prompt_length": 300},
     "tags": {"tags": "r1"},
@@ -196,7 +212,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "student's prompt": {"student_system_prompt": "Learn."},
     "filter": {"filters": Filters(duplicates="question")},
     "raw": {"raw": RawResponses(tidy=True)},
-    "trace": {"trace_columns": ["solution"]},
+    "trace": {"kind": TeacherSFTData, "trace_columns": ["solution"]},
 }
 
 
@@ -207,7 +223,7 @@ def test_a_changed_setting_makes_another_entry(
     for number, (name, change) in enumerate(CHANGES.items(), start=2):
         make_data(source, **change)
         assert len(entries(tmp_path)) == number, name
-    monkeypatch.setattr(RLTTask, "build_items", no_items)
+    monkeypatch.setattr(TeacherRLData, "build_items", no_items)
     make_data(source)
     make_data(source, **CHANGES["tags"])
 
@@ -290,13 +306,13 @@ def test_all_code_that_makes_tokens_is_in_the_key() -> None:
 @pytest.mark.full
 def test_a_key_is_the_same_in_every_process(tiny_model: str, source: str) -> None:
     code = f"""
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.datamodules import stratos
 build_keys = stratos.build_keys
 stratos.build_keys = lambda *words: print(*build_keys(*words)) or exit()
 filters = Filters(duplicates="question", overlap_with={{"arithmetic": None}})
-StratosDataModule({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit")
+TeacherRLData({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit")
 """
     keys = set()
     for seed in ("1", "2"):
@@ -315,7 +331,7 @@ def test_rows_in_memory_are_kept_too(
     first = make_data(rows)
     assert first.source == "40 rows in memory"
     with monkeypatch.context() as patch:
-        patch.setattr(RLTTask, "build_items", no_items)
+        patch.setattr(TeacherRLData, "build_items", no_items)
         assert list(make_data([dict(row) for row in rows]).items) == list(first.items)
         assert list(make_data(datasets.Dataset.from_list(rows)).items) == list(first.items)
     rows[5]["question"] = "5+2?"
@@ -333,7 +349,7 @@ def test_sources_have_entries_of_their_own(
     made = make_data(*paths[:2], token_cache=False)
     make_data(paths[1])
     make_data(paths[0])
-    monkeypatch.setattr(RLTTask, "build_items", no_items)
+    monkeypatch.setattr(TeacherRLData, "build_items", no_items)
     both = make_data(*paths[:2])
     assert list(both.items) == list(made.items)
     assert [item.row for item in both.items] == list(range(1, 41))
@@ -363,16 +379,16 @@ def test_duplicates_are_found_in_sources_that_are_mapped(make_data: MakeData, tm
 def train(rank: int, model: str, source: str, folder: str, cached: bool) -> None:
     """Fine-tune for two steps as one of two ranks; write the loss and how many rows this rank tokenised."""
     counted: list[int] = []
-    build_items = StudentSFTTask.build_items
+    build_items = StudentSFTData.build_items
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_cache, "BATCH_TOKENS", 400)
         patch.setattr(
-            StudentSFTTask,
+            StudentSFTData,
             "build_items",
             lambda self, *words: counted.append(1) or build_items(self, *words),
         )
-        options = dict(prompts_per_step=4, max_bad_frac=0.2, task="student_sft", max_length=400)
-        data = StratosDataModule(
+        options = dict(prompts_per_step=4, max_bad_frac=0.2, max_length=400)
+        data = StudentSFTData(
             source, tokenizer=model, token_cache=f"{folder}/tokens" if cached else False, **options
         )
         module = SFTModule(pretrained=model)
@@ -435,9 +451,9 @@ def test_metrics_of_a_run_do_not_depend_on_the_cache(tmp_path: Path) -> None:
 
 
 SETUP = """
-from rlt_lightning.datamodules import StratosDataModule, token_cache
+from rlt_lightning.datamodules import StudentSFTData, token_cache
 token_cache.BATCH_TOKENS = 2000
-data = StratosDataModule({source!r}, task="student_sft", tokenizer={model!r}, token_cache={cache!r})
+data = StudentSFTData({source!r}, tokenizer={model!r}, token_cache={cache!r})
 data.setup("fit")
 print(len(data.items), sum(hash(tuple(item.token_ids)) for item in data.items))
 """
@@ -483,7 +499,7 @@ def test_a_failed_source_leaves_no_entry(make_data: MakeData, tmp_path: Path) ->
     rows = [{"question": "q " * 100, "solution": "s"} for _ in range(50)]
     source = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(InputError, match="lacks reasoning_trace"):
-        make_data(source, task="teacher_sft")
+        make_data(source, kind=TeacherSFTData)
     assert entries(tmp_path) == set()
 
 

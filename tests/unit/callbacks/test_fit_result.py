@@ -1,4 +1,4 @@
-"""What a fit has learned: the line at its end, and what `Trainer.fit` returns."""
+"""What a fit has learned: the line at its end, and what a script reads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rlt_lightning import Trainer
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.judging.answers import ends_with_answer
 from rlt_lightning.modules import SFTModule
-from rlt_lightning.run.result import Change, FitResult, read_fit_result
+from rlt_lightning.run.result import Change, read_fit_result
 from rlt_lightning.tasks.countdown import solve_row
 from rlt_lightning.tasks.stepwise import chain_rows
 
@@ -82,9 +82,9 @@ def test_a_fit_ends_with_what_it_learned(finished_run: Path) -> None:
 
 
 def test_python_gets_what_a_fit_has_learned(tiny_model: str, tmp_path: Path) -> None:
-    data = StratosDataModule(task="teacher_sft", source=chain_rows(8), prompts_per_step=4, max_length=2048)
+    data = TeacherSFTData(source=chain_rows(8), prompts_per_step=4, max_length=2048)
     trainer = Trainer(tmp_path / "run", max_epochs=1, accelerator="cpu", enable_progress_bar=False)
-    result = trainer.fit(SFTModule(tiny_model), data)
-    assert isinstance(result, FitResult)
+    trainer.fit(SFTModule(tiny_model), data)
+    result = read_fit_result(tmp_path / "run")
     assert result.steps == 2
     assert result.changes["policy/loss"].first > 0

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlt_lightning import (
     OptimizerConfig,
     RLTModule,
     RolloutCallback,
     StratosDataModule,
+    StudentSFTData,
+    TeacherRLData,
     Trainer,
 )
 from rlt_lightning import __main__ as program
@@ -101,7 +102,7 @@ def make_module(**options: Any) -> RLTModule:
 
 
 def make_data(source: Any = ROWS, **options: Any) -> StratosDataModule:
-    return StratosDataModule(source, prompts_per_step=2, tags="r1", **options)
+    return TeacherRLData(source, prompts_per_step=2, tags="r1", **options)
 
 
 def launch(**options: Any) -> Any:
@@ -120,8 +121,6 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "no micro-batch": (lambda: make_module(micro_batch_tokens=0), "model.micro_batch_tokens", "at least 1"),
     "none, SFT": (lambda: SFTModule("miniature", micro_batch_tokens=-1), "model.micro_batch_tokens"),
     "a head without memory": (lambda: make_module(head=HeadOptions(logits_mib=0)), "model.head.logits_mib"),
-    "two batch sizes": (lambda: Trainer("x", accumulate_grad_batches=4), "accumulate_grad_batches", "1"),
-    "clipping": (lambda: Trainer("x", gradient_clip_val=1.0), "optimizer.max_grad_norm"),
     "a run without a length": (lambda: count_steps(4, -1, None, None), "trainer.max_time", "max_steps"),
     "a run of no step": (lambda: count_steps(4, 0, None, 1.0), "trainer.max_steps", "at least one"),
     "greedy sampling": (lambda: check(Sampling(temperature=0)), "rollouts.sampling.temperature", "above 0"),
@@ -155,16 +154,15 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "a model's typo": (lambda: require_model_name("minature"), "Did you mean miniature?"),
     "no model folder": (lambda: require_model_name("./model"), "./model", "must exist"),
     # Mistakes in a script.
-    "strategy": (lambda: train(strategy="fsdp"), "strategy"),
-    "accumulation": (lambda: train(accumulate_grad_batches=2), "accumulate_grad_batches must be 1"),
+    "strategy": (lambda: train(strategy="ddp_spawn"), "strategy", "ddp"),
     "two samplers": (lambda: train(callbacks=[RolloutCallback(), RolloutCallback()]), "RolloutCallback"),
     "a teacher": (lambda: train(make_module(teacher="minature")), "Did you mean miniature?"),
     "a folder": (lambda: train(make_module(student="./none")), "model folder './none' must exist"),
-    "a task of SFT": (lambda: train(data=make_data(task="student_sft")), "student_sft"),
+    "data of SFT": (lambda: train(data=StudentSFTData(ROWS)), "must be TeacherRLData"),
     "a file": (lambda: train(data=make_data("rows.jsonl")), "file or folder 'rows.jsonl' must exist"),
     "a column": (lambda: train(data=make_data([{"question": "1?", "answer": "2"}])), "lacks solution"),
     "few rows": (lambda: train(data=make_data(ROWS[:1])), "prompts_per_step=2"),
-    "tags": (lambda: train(data=StratosDataModule(ROWS, tags="qwen")), "stratos or r1"),
+    "tags": (lambda: train(data=TeacherRLData(ROWS, tags="qwen")), "stratos or r1"),
     "a checkpoint": (
         lambda: Trainer("run").fit(make_module(), make_data(), ckpt_path="no.ckpt"),
         "ckpt_path",
@@ -209,15 +207,8 @@ def test_rows_that_cannot_be_trained_on_are_refused(
 ) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(f"{row}\n" * 3)
-    data = StratosDataModule(str(source), tokenizer="miniature", **{"prompts_per_step": 1} | options)
+    data = TeacherRLData(str(source), tokenizer="miniature", **{"prompts_per_step": 1} | options)
     with pytest.raises(InputError) as raised:
         data.setup("fit")
     assert reason in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"accelerator .* PyTorch"):
-        Trainer("unused", accelerator="gpu")

@@ -13,14 +13,16 @@ from cases import full
 from commands import rlt
 from stages import Stages
 
-from rlt_lightning.commands.check import CheckOptions, describe_ranking, grade
-from rlt_lightning.commands.ranking import (
+from rlt_lightning.commands.check import (
     VARIANTS,
+    CheckOptions,
     DrawnRow,
     Phrases,
     Ranking,
     build_variants,
     choose_good_rows,
+    describe_ranking,
+    grade,
     read_leap,
 )
 from rlt_lightning.datamodules.rows import ParsedRow
@@ -64,7 +66,7 @@ def test_a_stage_with_a_reward_gets_all_checks(tmp_path: Path) -> None:
     for row in rows:
         row["bad_trace"] = f"clearly it must be {row['answer']}."
     source = write_rows(tmp_path / "pairs.jsonl", rows)
-    columns = "--data.trace_columns=[reasoning_trace, bad_trace]"
+    columns = "--check.bad_traces=[bad_trace]"
     found = read_checks(rlt("check", "--config=laptop/rlt", source, columns, *FEW))
     assert [*found] == ["rows", "lengths", "steps", "traces", "closed", "right", "spread", "ranking"]
     assert found["traces"] == (

@@ -13,9 +13,8 @@ from cases import full
 from commands import ROOT, python
 from tiny import CONFIGS, OVERLAYS, name_of
 
-from rlt_lightning.commands.plan import find_folder
+from rlt_lightning.commands.plan import Shape, find_folder
 from rlt_lightning.models.load import meta_model
-from rlt_lightning.models.memory import Shape
 from rlt_lightning.types import InputError
 
 # Plans every list of arguments; notes each attempt to reach another machine or to call pip, and stops it.
@@ -87,6 +86,8 @@ def launches() -> dict[str, tuple[str, list[str]]]:
     found = {}
     for path in (*CONFIGS, *OVERLAYS):
         verb, *words = launch_line(path)
+        if verb == "test":  # an evaluation is not planned
+            continue
         pairs = list(zip(words[::2], words[1::2], strict=True))
         kept = [pair for pair in pairs if pair[0] in ("--config", "--trainer.devices")]
         # The model of an earlier stage is not here.
@@ -104,7 +105,6 @@ def check(plan: dict, verb: str = "fit") -> None:  # type: ignore[type-arg]
     assert [part in plan["page"] for part in parts[:3]] == [verb == "fit"] * 3, plan
     assert verb == "fit" or not any(part in plan["page"] for part in parts), plan
     assert plan["attempts"] == [], plan
-    assert max(map(len, plan["page"].splitlines())) <= 110, plan["page"]
 
 
 @pytest.mark.full
@@ -127,7 +127,6 @@ def test_released_recipe_is_planned_without_a_network(tmp_path: Path) -> None:
         ("laptop/generate", "predict", ["start", "generate", "score"]),
         full("laptop/rejection", "predict", ["start", "generate"]),
         full("recipe_7b/score", "predict", ["start", "score"]),
-        ("recipe_7b/evaluate", "test", ["start", "generate"]),
     ],
 )
 def test_run_without_training_has_no_train_phase(

@@ -7,7 +7,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,23 +17,19 @@ from plans import GPU, MODEL, SETUP, SHAPE, STEP
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlt_lightning.commands import plan as planner
 from rlt_lightning.commands.plan import (
-    PlanOptions,
-    find_problems,
-    list_devices,
-    read_processes,
-    read_sharding,
-)
-from rlt_lightning.models import memory
-from rlt_lightning.models.load import meta_model
-from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.models.memory import (
     LiveBytes,
     PlannedWorkers,
     Setup,
     Shape,
+    find_problem,
+    list_devices,
+    read_sharding,
     trace_activations,
 )
+from rlt_lightning.models.load import meta_model
+from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
@@ -46,12 +41,12 @@ WORKER = PlannedWorkers(
 )  # fmt: skip
 
 
-def phases(setup: Setup) -> dict[str, memory.Phase]:
-    return {phase.name: phase for phase in memory.list_phases(setup)}
+def phases(setup: Setup) -> dict[str, planner.Phase]:
+    return {phase.name: phase for phase in planner.list_phases(setup)}
 
 
-def problems(setup: Setup) -> list[str]:
-    return find_problems(setup, list(memory.list_phases(setup)))
+def problem(setup: Setup) -> str:
+    return find_problem(setup, list(planner.list_phases(setup))) or ""
 
 
 def half(setup: Setup) -> Setup:
@@ -69,24 +64,24 @@ def test_cache_of_the_engine_stores_a_prompt_once() -> None:
     # 8 rows of 10 tokens, 4 prompts of 8; 12 numbers of 4 bytes a token; half of one of 6 layers is copied.
     drawing = 8 * 32 * 10
     sampled = 8 * 10 * (1 + 0.5 / 6)
-    assert memory.count_kv_bytes(SETUP) == pytest.approx((sampled + 4 * 8) * 48 + drawing)
-    assert memory.count_kv_bytes(replace(SETUP, hf_sequences=3)) == pytest.approx(
+    assert planner.count_kv_bytes(SETUP) == pytest.approx((sampled + 4 * 8) * 48 + drawing)
+    assert planner.count_kv_bytes(replace(SETUP, hf_sequences=3)) == pytest.approx(
         (3 * 10 * (1 + 0.5 / 6) + 3 * 8) * 48 + 3 * 320
     )
     under_autocast = replace(SETUP, policy=replace(MODEL, kv_bytes=2))
-    assert memory.count_kv_bytes(under_autocast) == pytest.approx((sampled + 4 * 8) * 24 + drawing)
+    assert planner.count_kv_bytes(under_autocast) == pytest.approx((sampled + 4 * 8) * 24 + drawing)
     # With transformers' cache every row repeats its prompt, and one of 6 layers exists twice.
     repeated = replace(SETUP, policy=replace(MODEL, uses_slots=False))
-    assert memory.count_kv_bytes(repeated) == pytest.approx(8 * 18 * (1 + 1 / 6) * 48 + drawing)
+    assert planner.count_kv_bytes(repeated) == pytest.approx(8 * 18 * (1 + 1 / 6) * 48 + drawing)
 
 
 def test_packed_weights_are_counted_where_the_engine_packs_them() -> None:
     long = replace(SETUP, step=replace(STEP, completion_length=64))
     on_cpu = replace(long, device=replace(GPU, name="cpu"))
-    assert memory.list_generate_parts(on_cpu, {})["packed weights"] == 400  # 100 weights of 4 bytes
+    assert planner.list_generate_parts(on_cpu, {})["packed weights"] == 400  # 100 weights of 4 bytes
     others = [long, replace(on_cpu, hf_sequences=3), replace(on_cpu, step=STEP), on(on_cpu, "zero3")]
     for setup in others:
-        assert "packed weights" not in memory.list_generate_parts(setup, {})
+        assert "packed weights" not in planner.list_generate_parts(setup, {})
 
 
 @pytest.mark.parametrize(
@@ -103,10 +98,10 @@ def test_each_strategy_divides_what_it_shards(
     sharding: str, weights: float, grads: float, states: float, buckets: float
 ) -> None:
     setup = on(half(SETUP) if sharding.startswith("zero") else SETUP, sharding)
-    assert memory.count_weight_bytes(setup, setup.policy, frozen=False) == weights
-    assert memory.count_gradient_bytes(setup) == grads
-    assert memory.count_optimizer_bytes(setup) == states
-    assert memory.count_bucket_bytes(setup) == buckets
+    assert planner.count_weight_bytes(setup, setup.policy, frozen=False) == weights
+    assert planner.count_gradient_bytes(setup) == grads
+    assert planner.count_optimizer_bytes(setup) == states
+    assert planner.count_bucket_bytes(setup) == buckets
 
 
 CPU = replace(GPU, name="cpu")
@@ -135,32 +130,27 @@ def test_a_step_allocates_what_its_optimizer_computes(
     options: dict[str, Any], sharding: str, expected: float
 ) -> None:
     setup = replace(SETUP if sharding == "whole" else on(SETUP, sharding), **options)
-    assert memory.count_workspace_bytes(setup) == expected
+    assert planner.count_workspace_bytes(setup) == expected
 
 
 def test_frozen_models_and_states_can_wait_on_the_host() -> None:
     offloaded = replace(SETUP, offload_frozen=True)
-    assert memory.count_weight_bytes(offloaded, MODEL, frozen=True) == 0
-    assert memory.list_host_parts(offloaded) == {"student weights": 400, "reference weights": 400}
-    train = next(p for p in memory.list_phases(offloaded) if p.name == "train")
-    score = next(p for p in memory.list_phases(offloaded) if p.name == "score")
+    assert planner.count_weight_bytes(offloaded, MODEL, frozen=True) == 0
+    assert planner.list_host_parts(offloaded) == {"student weights": 400, "reference weights": 400}
+    train = next(p for p in planner.list_phases(offloaded) if p.name == "train")
+    score = next(p for p in planner.list_phases(offloaded) if p.name == "score")
     assert (train.device["student weights"], score.device["student weights"]) == (0, 400)
     states = replace(on(half(SETUP), "zero3"), offload_optimizer=True)
-    host = memory.list_host_parts(states)
+    host = planner.list_host_parts(states)
     assert host["optimizer states"] == 300
-    assert memory.count_gradient_bytes(states) == 0
-    assert memory.count_weight_bytes(replace(states, offload_parameters=True), MODEL, frozen=False) == 0
-    assert memory.list_host_parts(replace(states, offload_parameters=True))["weights"] == 3 * 200 / 4
+    assert planner.count_gradient_bytes(states) == 0
+    assert planner.count_weight_bytes(replace(states, offload_parameters=True), MODEL, frozen=False) == 0
+    assert planner.list_host_parts(replace(states, offload_parameters=True))["weights"] == 3 * 200 / 4
 
 
 def test_models_are_loaded_whole_unless_they_are_sharded() -> None:
     # 100 weights of the policy and the reference in 4 bytes, of the student in 2; the largest tensor has 20.
     # FSDP2 and ZeRO-3 have shards of 4 processes and one tensor whole, ZeRO-3 in half precision.
-    def start(setup: Setup) -> memory.Sizes:
-        found = memory.list_start_parts(setup)
-        assert found is not None
-        return found
-
     student = replace(MODEL, weight_bytes=2, product_bytes=2, loaded_bytes=2)
     mixed = replace(SETUP, students=(student,))
     deepspeed = replace(half(mixed), students=(student,))
@@ -173,14 +163,14 @@ def test_models_are_loaded_whole_unless_they_are_sharded() -> None:
         (replace(mixed, offload_frozen=True), (400, 0, 0), 0),
         (replace(mixed, shares_base=True), (400, 0, 200), 0),
     ):
-        found = start(setup)
+        found = planner.list_start_parts(setup)
         names = ("policy weights", "reference weights", "student weights")
         assert tuple(found[name] for name in names) == weights, setup.sharding
         assert (found.get("gathered", 0), found["runtime"]) == (gathered, 50)
     # ZeRO-2 loads in fp32: 400 + 400 + 200. Then the policy has 200 and a master of 4 * 100 / 4; ZeRO-1 also
     # has its gradients and their buffer, 400 each, while the reference still has 400.
-    assert start(on(deepspeed, "zero2"))["policy weights"] == 400
-    zero1 = start(on(deepspeed, "zero1"))
+    assert planner.list_start_parts(on(deepspeed, "zero2"))["policy weights"] == 400
+    zero1 = planner.list_start_parts(on(deepspeed, "zero1"))
     assert [zero1[name] for name in names] == [200, 400, 200]
     assert [zero1[name] for name in ("optimizer states", "gradients", "gradient buckets")] == [100, 400, 400]
 
@@ -188,19 +178,9 @@ def test_models_are_loaded_whole_unless_they_are_sharded() -> None:
 def test_four_bits_are_made_in_main_memory() -> None:
     in_4_bits = replace(MODEL, nf4_numel=60, nf4_bytes=35, shape=replace(SHAPE, trained=10))
     on_gpu = replace(SETUP, policy=in_4_bits, students=(), shares_base=True)
-    found = [memory.list_start_parts(replace(on_gpu, device=device)) for device in (GPU, CPU)]
+    found = [planner.list_start_parts(replace(on_gpu, device=device)) for device in (GPU, CPU)]
     # 30 weights in 4 bytes stay beside those in 4 bits, and 10 of the adapter.
-    assert [parts and parts["policy weights"] for parts in found] == [35 + 4 * 30 + 4 * 10, 400]
-
-
-def test_a_run_that_fits_but_for_its_start_says_so() -> None:
-    setup = on(replace(half(SETUP), hf_sequences=0), "zero2", 100)
-    steps = max(phase.total for name, phase in phases(setup).items() if name != "start")
-    heavy = replace(setup, device=replace(GPU, memory=steps + 1))
-    students = tuple(replace(MODEL, weight_bytes=0, loaded_bytes=40) for _ in range(2))
-    [problem] = problems(replace(heavy, students=students))
-    assert "in start, while models are loaded, although the steps would fit" in problem
-    assert "although" not in str(problems(replace(heavy, device=replace(GPU, memory=100))))
+    assert [parts["policy weights"] for parts in found] == [35 + 4 * 30 + 4 * 10, 400]
 
 
 def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> None:
@@ -213,14 +193,14 @@ def test_an_adapter_costs_its_own_weights_and_its_reference_none(llama: str) -> 
     assert shape.head_trained == 0
     policy = replace(MODEL, shape=replace(SHAPE, trained=10, largest_trained=5, head_trained=0))
     lora = replace(SETUP, policy=policy, shares_base=True)
-    assert memory.count_gradient_bytes(lora) == 4 * 10
-    assert memory.count_optimizer_bytes(lora) == 2 * 4 * 10
-    [train] = [phase for phase in memory.list_phases(lora) if phase.name == "train"]
+    assert planner.count_gradient_bytes(lora) == 4 * 10
+    assert planner.count_optimizer_bytes(lora) == 2 * 4 * 10
+    [train] = [phase for phase in planner.list_phases(lora) if phase.name == "train"]
     assert train.device["reference weights"] == 0
     # A reference that moves is a model of its own, without the adapter's 10 weights.
-    assert memory.list_lasting_parts(replace(lora, shares_base=False))["reference weights"] == 4 * 90
+    assert planner.list_lasting_parts(replace(lora, shares_base=False))["reference weights"] == 4 * 90
     whole, adapter = replace(WORKER, bucket_bytes=10**9), replace(WORKER, only_adapter=True)
-    assert [memory.count_pushed_bytes(lora, worker) for worker in (whole, adapter)] == [400, 40]
+    assert [planner.count_pushed_bytes(lora, worker) for worker in (whole, adapter)] == [400, 40]
 
 
 def test_head_needs_what_its_trace_shows() -> None:
@@ -237,8 +217,8 @@ def test_head_needs_what_its_trace_shows() -> None:
     model = replace(MODEL, shape=shape)
     setup = replace(SETUP, policy=model, logits_bytes=8 * 2**20)
     states = 8192 * 64 * 4  # were there before
-    assert 0.75 < forward / (memory.count_head_forward(setup, model, 8192) - states) <= 1
-    assert 0.75 < live.peak / (memory.count_head_backward(setup, 8192) - states) <= 1
+    assert 0.75 < forward / (planner.count_head_forward(setup, model, 8192) - states) <= 1
+    assert 0.75 < live.peak / (planner.count_head_backward(setup, 8192) - states) <= 1
 
 
 def test_rows_are_full_or_as_long_as_the_longest_sequence() -> None:
@@ -255,48 +235,47 @@ DISTILLING = replace(SETUP, students=(), with_reference=False, teacher=TEACHER, 
 
 
 def test_a_teacher_reads_each_row_before_the_policy() -> None:
-    assert [phase.name for phase in memory.list_phases(DISTILLING)] == [
+    assert [phase.name for phase in planner.list_phases(DISTILLING)] == [
         "start",
         "generate",
         "train",
         "step",
         "checkpoint",
     ]
-    train = {phase.name: phase for phase in memory.list_phases(DISTILLING)}["train"].device
+    train = {phase.name: phase for phase in planner.list_phases(DISTILLING)}["train"].device
     single = next(
         phase.device
-        for phase in memory.list_phases(replace(DISTILLING, teacher=None))
+        for phase in planner.list_phases(replace(DISTILLING, teacher=None))
         if phase.name == "train"
     )
     assert train["teacher weights"] == 400
     # Hidden states of the 32 scored tokens of a row of 40, six numbers each, and three more tiles.
     assert train["head"] - single["head"] == 32 * 6 * 4 + 3 * 16
     sampled = replace(DISTILLING, compares_words=False)
-    assert memory.count_head_backward(sampled, 32) == memory.count_head_backward(SETUP, 32)
-    of_itself = replace(DISTILLING, teacher=MODEL, is_own_teacher=True)
-    assert all(phase.device["teacher weights"] == 0 for phase in memory.list_phases(of_itself))
+    assert planner.count_head_backward(sampled, 32) == planner.count_head_backward(SETUP, 32)
+    of_itself = replace(DISTILLING, teacher=MODEL, is_policy_teacher=True)
+    assert all(phase.device["teacher weights"] == 0 for phase in planner.list_phases(of_itself))
 
 
 def test_a_large_teacher_s_forward_may_be_the_peak() -> None:
     large = replace(TEACHER, activations=replace(MODEL.activations, forward=10**5))
-    train = next(p for p in memory.list_phases(replace(DISTILLING, teacher=large)) if p.name == "train")
+    train = next(p for p in planner.list_phases(replace(DISTILLING, teacher=large)) if p.name == "train")
     assert train.device["activations"] == 10**5
     assert train.device["gradients"] == 400  # of rows before
 
 
 def test_a_teacher_is_sharded_and_may_wait_on_the_host() -> None:
     sharded = on(DISTILLING, "fsdp2")
-    parts = next(p for p in memory.list_phases(sharded) if p.name == "train").device
+    parts = next(p for p in planner.list_phases(sharded) if p.name == "train").device
     assert parts["teacher weights"] == 400 / 4
     # Its weights outside the blocks, 40 of 4 bytes, are whole while both heads meet.
-    assert parts["gathered"] == memory.count_gathered_bytes(sharded, MODEL, backward=True) + 160
+    assert parts["gathered"] == planner.count_gathered_bytes(sharded, MODEL, backward=True) + 160
     offloaded = replace(DISTILLING, offload_frozen=True)
-    weights = {p.name: p.device["teacher weights"] for p in memory.list_phases(offloaded)}
+    weights = {p.name: p.device["teacher weights"] for p in planner.list_phases(offloaded)}
     assert weights == {"start": 0, "generate": 0, "train": 400, "step": 0, "checkpoint": 0}
-    assert memory.list_host_parts(offloaded)["teacher weights"] == 400
+    assert planner.list_host_parts(offloaded)["teacher weights"] == 400
     large = replace(DISTILLING, teacher=replace(TEACHER, shape=replace(SHAPE, weights=10**4)))
-    [problem] = problems(large)
-    assert "--model.offload_frozen true" in problem
+    assert "--model.offload_frozen true" in problem(large)
 
 
 @pytest.mark.full
@@ -313,7 +292,7 @@ def test_two_heads_need_what_their_trace_shows() -> None:
             with LiveBytes(nn.ModuleList(heads)) as live:
                 sides = hidden[0], Head(heads[0].weight), hidden[1], Head(heads[1].weight)
                 linear_divergence(*sides, options, logits_mib=8).sum().backward()
-        parts.append(live.peak / (memory.count_head_backward(setup, 8192) - states))
+        parts.append(live.peak / (planner.count_head_backward(setup, 8192) - states))
     # The plan takes the most that any divergence needs.
     assert min(parts) > 0.5
     assert 0.75 < max(parts) <= 1
@@ -407,23 +386,12 @@ def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     tuning = replace(
         SETUP, students=(), with_reference=False, hf_sequences=0, device=replace(GPU, memory=2000)
     )
-    [problem] = problems(on(tuning, "ddp"))
-    assert problem.startswith("does not fit: ")
-    assert "Largest: activations" in problem or "Largest: optimizer" in problem
-    assert "--model.gradient_checkpointing true" in problem
-    assert "--config hardware/fsdp2" in problem
-    assert not problems(replace(SETUP, device=replace(GPU, memory=20_000)))
-
-
-def test_a_worker_must_hold_a_whole_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "WORKER_OVERHEAD", 1000)
-    # 2 GPUs * (0.9 * 10000 - 1000) - 100 weights * 2 = 15800 bytes; a token takes 12 * 2.
-    assert memory.count_kv_tokens(SETUP, WORKER) == pytest.approx(15800 / 24)
-    roomy = replace(SETUP, worker=WORKER, device=replace(GPU, memory=20_000))
-    assert not problems(roomy)
-    [problem] = problems(replace(roomy, worker=replace(WORKER, gpu_memory_utilization=0.06)))
-    assert "no room for 18 tokens" in problem
-    assert "tensor_parallel_size above 2" in problem
+    line = problem(on(tuning, "ddp"))
+    assert line.startswith("does not fit: ")
+    assert "Largest: activations" in line or "Largest: optimizer" in line
+    assert "--model.gradient_checkpointing true" in line
+    assert "--config hardware/fsdp2" in line
+    assert not problem(replace(SETUP, device=replace(GPU, memory=20_000)))
 
 
 def test_a_worker_on_the_same_gpu_takes_its_part_of_it() -> None:
@@ -434,7 +402,7 @@ def test_a_worker_on_the_same_gpu_takes_its_part_of_it() -> None:
         for sleeps, plan in plans.items()
     }
     assert taken[False]["train"] == taken[False]["push"] == taken[True]["push"] == 9000
-    assert taken[True]["train"] == memory.ASLEEP
+    assert taken[True]["train"] == planner.ASLEEP
     assert taken[True]["start"] == taken[False]["start"] == 0  # workers start when models are loaded
     assert "sleeping worker" not in plans[True]["start"].host  # it drops its weights
     with_adapter = phases(replace(SETUP, worker=replace(workers[True], only_adapter=True)))
@@ -506,9 +474,8 @@ def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
     assert read_sharding("deepspeed_stage_2", 8) == ("zero2", {"stage": 2})
     with pytest.raises(InputError, match=r"trainer.strategy must be one of"):
         read_sharding("fsdp", 8)
-    nobody = SimpleNamespace(accelerator="cpu", devices=0, num_nodes=1)
-    with pytest.raises(InputError, match=r"at least one process, but trainer.devices is 0"):
-        read_processes(nobody, PlanOptions())
+    with pytest.raises(InputError, match=r"at least one process"):
+        read_sharding("auto", 0)
 
 
 @pytest.mark.full
@@ -520,7 +487,7 @@ def test_an_8_gpu_config_is_planned_anywhere_and_leaves_nothing(llama: str, tmp_
     found = rlt(*command, "--trainer.devices=8", f"--plan.json={file}")
     assert found.returncode == 0, found.stderr
     assert "8 x H100" in found.stdout
-    assert "ZeRO-3" in found.stdout
+    assert "zero3" in found.stdout
     assert "fits: " in found.stdout
     plan = json.loads(file.read_text())
     assert plan["fits"]

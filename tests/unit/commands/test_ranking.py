@@ -37,7 +37,6 @@ def test_groups_replace_those_of_an_earlier_division(tmp_path: Path) -> None:
         "group-01.jsonl",
         "group-02.jsonl",
     ]
-    assert "(2 or 3 rows each)" in (tmp_path / "groups.svg").read_text()
 
 
 @pytest.mark.parametrize("num_groups", [0, 4])
@@ -95,7 +94,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.open()]
 
 
-def test_ranked_rows_lie_in_files_by_group_with_a_plot(tiny_model: str, source: Path, tmp_path: Path) -> None:
+def test_ranked_rows_lie_in_files_by_group(tiny_model: str, source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     result = rlt(*command("rank", tiny_model, source, folder, "--scores.rank_groups=3"))
     assert result.returncode == 0, result.stderr
@@ -106,7 +105,6 @@ def test_ranked_rows_lie_in_files_by_group_with_a_plot(tiny_model: str, source: 
     assert grouped == sorted(scores, key=lambda row: -row["reward"])
     assert [figure["num_rows"] for figure in figures] == [3, 3, 3]
     assert figures[0]["reward_max"] == max(row["reward"] for row in scores)
-    assert "</svg>" in (folder / "groups.svg").read_text()
 
 
 def test_too_many_groups_are_refused_before_anything_is_scored(

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.run.data_card import EXPLANATIONS, write_data_card
 from rlt_lightning.types import InputError
@@ -148,6 +148,6 @@ def test_a_changed_file_of_a_copy_is_noticed(copied: Path, tmp_path: Path) -> No
 def test_training_reads_a_copied_folder(copied: Path, tiny_model: str, tmp_path: Path) -> None:
     (copied / "README.md").write_text(CARD)
     cache = str(tmp_path / "tokens")
-    data = StratosDataModule(str(copied), tokenizer=tiny_model, prompts_per_step=1, token_cache=cache)
+    data = TeacherRLData(str(copied), tokenizer=tiny_model, prompts_per_step=1, token_cache=cache)
     data.setup("fit")
     assert [problem.question for problem in data.problems] == ["train 0?", "train 1?", "train 2?"]

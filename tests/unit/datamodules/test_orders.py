@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jsonargparse import ArgumentParser
 
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.loader import Difficulty, EpochOrder, Shuffled, StepLoader, Weighted
 from rlt_lightning.datamodules.sources import WeightedSource
 from rlt_lightning.types import InputError
@@ -120,8 +120,8 @@ def test_a_source_that_gives_nothing_is_refused() -> None:
 @pytest.fixture
 def make_data(tiny_model: str) -> Callable[..., StratosDataModule]:
     def make(*sources: Any, **options: Any) -> StratosDataModule:
-        settings = {"tokenizer": tiny_model, "prompts_per_step": 4, **options}
-        data = StratosDataModule(list(sources), **settings)
+        settings = {"tokenizer": tiny_model, "prompts_per_step": 4, "kind": TeacherRLData, **options}
+        data = settings.pop("kind")(list(sources), **settings)
         data.setup("fit")
         return data
 
@@ -161,19 +161,19 @@ def test_rows_in_memory_may_have_weights(make_data: Callable[..., Any]) -> None:
 
 def test_weights_are_of_all_sources_or_of_none(tiny_model: str) -> None:
     with pytest.raises(InputError, match=r"'b' has none. Write it as \{source: b, weight: 1\}"):
-        StratosDataModule([WeightedSource("a", 1), "b"])
+        TeacherRLData([WeightedSource("a", 1), "b"])
     for weight in (0, -1, float("inf"), float("nan"), "2"):
         with pytest.raises(InputError, match=r"weight of a source must be a number above 0, but 'a' has"):
             WeightedSource("a", weight)
     with pytest.raises(InputError, match="but not both"):
-        StratosDataModule([WeightedSource("a", 1)], order=Difficulty())
+        TeacherRLData([WeightedSource("a", 1)], order=Difficulty())
     with pytest.raises(InputError, match=r"data\.val_source take no weights"):
-        StratosDataModule("a", val_source=[WeightedSource("a", 1)])
+        TeacherRLData("a", val_source=[WeightedSource("a", 1)])
 
 
 def test_weights_and_order_on_the_command_line() -> None:
     parser = ArgumentParser()
-    parser.add_class_arguments(StratosDataModule, "data")
+    parser.add_class_arguments(TeacherRLData, "data")
     words = ["--data.source=[{source: a.jsonl, weight: 2}, {source: 'b:main', weight: 0.5}]"]
     data = parser.instantiate(parser.parse_args(words)).data
     assert (data.sources, data.weights) == (["a.jsonl", "b:main"], [2.0, 0.5])
@@ -209,7 +209,7 @@ def test_examples_of_fine_tuning_come_by_difficulty_too(
 ) -> None:
     rows = [row | {"reasoning_trace": "t", "reward": i} for i, row in enumerate(rows_of("q", 8))]
     source = write_rows(tmp_path / "rows.jsonl", rows)
-    data = make_data(source, task="student_sft", order=Difficulty("reward", "hard"))
+    data = make_data(source, kind=StudentSFTData, order=Difficulty("reward", "hard"))
     assert [e.row for batch in data.train_dataloader() for e in batch.examples] == list(range(1, 9))
 
 

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.evaluation_sets import read_question
 from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition
 from rlt_lightning.datamodules.rows import RawResponses, parse_row
@@ -24,9 +24,8 @@ ROW = {"question": "1+6?", "solution": "7", "reasoning_trace": "Count."}
 
 
 def load(source: str, **options: Any) -> StratosDataModule:
-    data = StratosDataModule(
-        source, **{"tokenizer": "miniature", "prompts_per_step": 1, "token_cache": False} | options
-    )
+    options = {"tokenizer": "miniature", "prompts_per_step": 1, "token_cache": False} | options
+    data = options.pop("kind", TeacherRLData)(source, **options)
     data.setup("fit")
     return data
 
@@ -53,7 +52,7 @@ def test_a_tag_in_a_text_makes_a_bad_row(tmp_path: Path, tags: str, tag: str, co
         row = {"conversations": turns, "other_trace": "Add."}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (ROW | {"other_trace": "Add."}, row))))
     options = {"trace_columns": ["reasoning_trace", "other_trace"], "max_bad_frac": 0.5, "tags": tags}
-    data = load(str(tmp_path / "rows.jsonl"), task="student_sft", **options)
+    data = load(str(tmp_path / "rows.jsonl"), kind=StudentSFTData, **options)
     assert data.reports[0].rows_by_reason() == {BadRowReason.EXTRA_TAG: [2]}
     assert {example.row for example in data.items} == {1}
 
@@ -66,7 +65,7 @@ def test_a_trace_may_hold_other_markup() -> None:
 def test_tags_in_texts_name_the_setting_of_whole_responses() -> None:
     rows = [ROW | {"reasoning_trace": "<think>\n7\n</think>\n7"}]
     with pytest.raises(InputError, match=r"extra_tag 1 .*data\.raw\.column"):
-        load(rows, task="student_sft")  # type: ignore[arg-type]
+        load(rows, kind=StudentSFTData)  # type: ignore[arg-type]
 
 
 # Columns
@@ -281,5 +280,5 @@ def test_filters_leave_repetitive_chinese_out(tmp_path: Path) -> None:
         ROW | {"reasoning_trace": "等一下，再想想。" * 60},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = load(str(tmp_path / "rows.jsonl"), task="student_sft", filters=Filters(max_repetition=0.5))
+    data = load(str(tmp_path / "rows.jsonl"), kind=StudentSFTData, filters=Filters(max_repetition=0.5))
     assert [number for number, _, _ in data.reports[0].filtered] == [2]

@@ -14,7 +14,13 @@ import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import (
+    ScoringData,
+    StratosDataModule,
+    StudentSFTData,
+    TeacherRLData,
+    TeacherSFTData,
+)
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.loader import DealtLoader
 from rlt_lightning.datamodules.rows import parse_row
@@ -63,11 +69,12 @@ def make_data(tiny_model: str, tmp_path: Path) -> MakeData:
         rows: list[Any] | str = "arithmetic",
         stage: str = "fit",
         sources: list[str] | None = None,
+        kind: type[StratosDataModule] = TeacherRLData,
         **options: Any,
     ) -> StratosDataModule:
         source = rows if isinstance(rows, str) else write_jsonl(tmp_path / "rows.jsonl", rows)
         options = {"tokenizer": tiny_model, "prompts_per_step": 1, "num_embedded_rows": 20, **options}
-        data = StratosDataModule(sources or source, **options)
+        data = kind(sources or source, **options)
         data.setup(stage)
         return data
 
@@ -106,7 +113,7 @@ def test_student_examples_are_the_rows_own_conversation(
 ):
     path = shared / f"data/stratos_format/{name}.jsonl"
     folder = smollm2 if tokenizer == "smollm2" else str(shared / "data/tokenizers/Qwen2.5-Instruct")
-    data = make_data(str(path), task="student_sft", max_rows=5, tokenizer=folder, prompts_per_step=5)
+    data = make_data(str(path), kind=StudentSFTData, max_rows=5, tokenizer=folder, prompts_per_step=5)
     assert data.reports[0].summary().startswith("0 of 5 rows")
     for example, line in zip(data.items, path.read_text().splitlines(), strict=False):
         row = json.loads(line)
@@ -255,7 +262,7 @@ def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_dat
     own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("", "7"), custom_row("d?")])
     sources = [stratos, "arithmetic", own]
     options = {"max_rows": 3, "max_bad_frac": 0.4, "output_dir": str(tmp_path / "run")}
-    data = make_data(sources=sources, task="student_sft", **options)
+    data = make_data(sources=sources, kind=StudentSFTData, **options)
     assert [item.row for item in data.items] == [2, 4, 5, 6, 7, 8, 10]
     [reports] = json.loads((tmp_path / "run/data_report.json").read_text()).values()
     assert [(r["source"], r["first_row"], r["num_rows"], r["num_used"]) for r in reports] == [
@@ -265,7 +272,7 @@ def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_dat
     ]
     assert [[bad["row"] for bad in report["bad_rows"]] for report in reports] == [[3], [], [2]]
     with pytest.raises(InputError, match=rf"max_bad_frac=0\.3.*1 of 3 rows of '{stratos}'"):
-        make_data(sources=sources, task="student_sft", **options | {"max_bad_frac": 0.3})
+        make_data(sources=sources, kind=StudentSFTData, **options | {"max_bad_frac": 0.3})
 
 
 def test_held_out_rows_of_several_sources(make_data: MakeData, tmp_path: Path):
@@ -281,7 +288,7 @@ def test_held_out_rows_of_several_sources(make_data: MakeData, tmp_path: Path):
 
 def test_a_list_of_sources_on_the_command_line():
     parser = ArgumentParser()
-    parser.add_class_arguments(StratosDataModule, "data")
+    parser.add_class_arguments(TeacherRLData, "data")
     for text, sources in (
         ("[a.jsonl, lab/set:main]", ["a.jsonl", "lab/set:main"]),
         ("lab/set:main", ["lab/set:main"]),
@@ -289,7 +296,7 @@ def test_a_list_of_sources_on_the_command_line():
     ):
         assert parser.instantiate(parser.parse_args([f"--data.source={text}"])).data.sources == sources
     with pytest.raises(InputError, match=r"data\.source must name at least one source"):
-        StratosDataModule([])
+        TeacherRLData([])
 
 
 # Understanding rows
@@ -359,14 +366,14 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("task", ["teacher_sft", "score"])
+@pytest.mark.parametrize("kind", [TeacherSFTData, ScoringData])
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS, ids=[f"{i}-{r}" for i, (_, r) in enumerate(BAD_ROWS)])
 def test_bad_rows_are_counted_with_their_number_and_reason(
-    make_data: MakeData, tmp_path: Path, row: Any, reason: BadRowReason, task: str
+    make_data: MakeData, tmp_path: Path, row: Any, reason: BadRowReason, kind: type[StratosDataModule]
 ):
     limits = {"max_prompt_length": 400, "max_solution_length": 50, "max_length": 600}
     rows = [custom_row(), row, stratos_row()]
-    data = make_data(rows, task=task, max_bad_frac=0.5, output_dir=str(tmp_path / "run"), **limits)
+    data = make_data(rows, kind=kind, max_bad_frac=0.5, output_dir=str(tmp_path / "run"), **limits)
     assert data.reports[0].rows_by_reason() == {reason: [2]}
     assert [item.row for item in data.items] == [1, 3]
     (report,) = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
@@ -416,8 +423,8 @@ def test_columns_that_no_row_has_are_named_once(make_data: MakeData):
     with pytest.raises(InputError, match="lacks question, solution and has answer, query"):
         make_data([{"query": "q", "answer": "a"}] * 3)
     with pytest.raises(InputError, match="lacks reasoning_trace and has question, solution"):
-        make_data([{"question": "q", "solution": "s"}] * 3, task="teacher_sft")
-    make_data([{"question": "q", "solution": "s", "completion": "c"}] * 3, task="score")
+        make_data([{"question": "q", "solution": "s"}] * 3, kind=TeacherSFTData)
+    make_data([{"question": "q", "solution": "s", "completion": "c"}] * 3, kind=ScoringData)
 
 
 # Several traces of a row
@@ -429,7 +436,7 @@ def test_each_trace_of_a_row_is_an_item_of_that_row(make_data: MakeData):
         {**stratos_row(thought="Add."), "other_trace": "Look up.", "completion": "So seven"},
     ]
     both = ["reasoning_trace", "other_trace"]
-    data = make_data(rows, task="score", stage="predict", prompts_per_step=3, trace_columns=both)
+    data = make_data(rows, kind=ScoringData, stage="predict", prompts_per_step=3, trace_columns=both)
     batches = list(data.predict_dataloader())
     rollouts = [rollout for batch in batches for rollout in batch.rollouts.rollouts]
     assert [rollout.text for rollout in rollouts] == ["Count.", "Guess.", "So seven", "Look up."]
@@ -437,13 +444,13 @@ def test_each_trace_of_a_row_is_an_item_of_that_row(make_data: MakeData):
     columns = [{**row, "trace_column": name} for row in rows for name in both]
     assert [rollout.problem.columns for rollout in rollouts] == columns
     assert rollouts[0].problem.teacher_prompt == rollouts[1].problem.teacher_prompt
-    other = make_data(rows, task="score", stage="predict", trace_columns=["other_trace"])
+    other = make_data(rows, kind=ScoringData, stage="predict", trace_columns=["other_trace"])
     assert [problem.columns["trace_column"] for problem in other.problems] == ["other_trace"] * 2
 
 
 def test_students_learn_each_trace_and_hold_out_all_of_a_row(make_data: MakeData):
     rows = [{**custom_row(f"{i}?"), "other_trace": "Guess."} for i in range(6)]
-    options = {"task": "student_sft", "trace_columns": ["reasoning_trace", "other_trace"]}
+    options = {"kind": StudentSFTData, "trace_columns": ["reasoning_trace", "other_trace"]}
     data = make_data(rows, **options, val_rows=2)
     assert (len(data.items), len(data.val_items)) == (8, 4)
     assert {item.row for item in data.items}.isdisjoint(item.row for item in data.val_items)
@@ -455,7 +462,7 @@ def test_rows_need_all_of_the_traces(make_data: MakeData):
     whole = {**custom_row(), "other_trace": "Guess."}
     rows = [whole, custom_row(), {**whole, "other_trace": None}, {**whole, "other_trace": 7}]
     rows += [{**whole, "reasoning_trace": " "}]
-    both = {"task": "score", "trace_columns": ["reasoning_trace", "other_trace"], "max_bad_frac": 0.8}
+    both = {"kind": ScoringData, "trace_columns": ["reasoning_trace", "other_trace"], "max_bad_frac": 0.8}
     data = make_data(rows, **both)
     assert [item.row for item in data.items] == [1, 1]
     found = [(row, str(error)) for row, error in data.reports[0].bad]
@@ -472,13 +479,13 @@ def test_rows_need_all_of_the_traces(make_data: MakeData):
 # Rows that are longer than a sequence may be
 
 
-@pytest.mark.parametrize("task", ["teacher_sft", "student_sft"])
-def test_long_traces_are_dropped_or_truncated_to_the_token(make_data: MakeData, tmp_path: Path, task: str):
+@pytest.mark.parametrize("kind", [TeacherSFTData, StudentSFTData])
+def test_long_traces_are_dropped_or_truncated_to_the_token(make_data: MakeData, tmp_path: Path, kind: Any):
     rows = [custom_row(), custom_row(trace="long " * 300), custom_row(question="long " * 600), custom_row()]
-    whole = make_data(rows, task=task).items
+    whole = make_data(rows, kind=kind).items
     lengths = [len(item.token_ids) for item in whole if isinstance(item, SFTExample)]
     limit = lengths[1] - 7
-    options = {"task": task, "max_length": limit, "max_bad_frac": 0.5, "output_dir": str(tmp_path / "run")}
+    options = {"kind": kind, "max_length": limit, "max_bad_frac": 0.5, "output_dir": str(tmp_path / "run")}
 
     def report() -> tuple[Any, ...]:
         [report] = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
@@ -528,7 +535,7 @@ def test_tags_from_a_config(make_data: MakeData):
     parser = ArgumentParser()
     parser.add_subclass_arguments(StratosDataModule, "data")
     for tags, expected in ((own, "[explanation_open]"), ("r1", "<explanation>")):
-        config = {"class_path": "rlt_lightning.datamodules.StratosDataModule", "init_args": {"tags": tags}}
+        config = {"class_path": "rlt_lightning.datamodules.TeacherRLData", "init_args": {"tags": tags}}
         data = parser.instantiate(parser.parse_object({"data": config})).data
         assert (
             make_data([custom_row()], tags=data.format_options.tags).format.tags.explanation_open == expected
@@ -613,11 +620,12 @@ def test_held_out_rows_of_another_source(make_data: MakeData):
         make_data(stage="validate")
 
 
-def test_each_task_gives_its_kind_of_batch(make_data: MakeData):
-    for task, kind in (("rlt", PromptBatch), ("teacher_sft", SFTBatch), ("student_sft", SFTBatch)):
-        data = make_data(task=task, prompts_per_step=6)
+def test_each_stage_gives_its_kind_of_batch(make_data: MakeData):
+    stages = [(TeacherRLData, PromptBatch), (TeacherSFTData, SFTBatch), (StudentSFTData, SFTBatch)]
+    for kind, batch_type in stages:
+        data = make_data(kind=kind, prompts_per_step=6)
         batches = list(data.train_dataloader())
-        assert [type(batch) for batch in batches] == [kind] * 3
+        assert [type(batch) for batch in batches] == [batch_type] * 3
         first = batches[0]
         assert len(first.problems if isinstance(first, PromptBatch) else first.examples) == 6
 
@@ -629,7 +637,7 @@ def test_given_completions_come_with_their_rollouts(make_data: MakeData):
         {**custom_row(), "completion": "unclosed"},
         stratos_row(),
     ]
-    data = make_data(rows, task="score", stage="predict", prompts_per_step=3)
+    data = make_data(rows, kind=ScoringData, stage="predict", prompts_per_step=3)
     batches = list(data.predict_dataloader())
     assert [len(batch.problems) for batch in batches] == [3, 1]
     rollouts = [rollout for batch in batches for rollout in batch.rollouts.rollouts]
@@ -667,7 +675,7 @@ class Counter(LightningModule):
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("val_rows", [0, 5])
 def test_lightning_runs_on_it(tiny_model: str, tmp_path: Path, val_rows: int):
-    data = StratosDataModule(
+    data = TeacherRLData(
         tokenizer=tiny_model, num_embedded_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
     )
     module = Counter()
@@ -695,20 +703,18 @@ def test_lightning_runs_on_it(tiny_model: str, tmp_path: Path, val_rows: int):
 def test_arguments_out_of_range_are_refused(make_data: MakeData):
     for name in ("prompts_per_step", "max_length", "max_prompt_length", "max_solution_length", "max_rows"):
         with pytest.raises(InputError, match=rf"data\.{name} must be at least 1, but is 0"):
-            StratosDataModule(**{name: 0})
+            TeacherRLData(**{name: 0})
     with pytest.raises(InputError, match=r"data\.val_rows must be at least 0"):
-        StratosDataModule(val_rows=-1)
+        TeacherRLData(val_rows=-1)
     with pytest.raises(InputError, match=r"max_bad_frac must be in \[0, 1\], but is 2"):
-        StratosDataModule(max_bad_frac=2)
+        TeacherRLData(max_bad_frac=2)
     for columns in ([], ["a", "a"]):
         with pytest.raises(InputError, match=r"trace_columns must name one or several different columns"):
-            StratosDataModule(trace_columns=columns)
+            ScoringData(trace_columns=columns)
     with pytest.raises(InputError, match=r"trace_columns must name columns of traces, but names completion"):
-        StratosDataModule(trace_columns=["completion"])
-    with pytest.raises(InputError, match=r"data\.task must be one of rlt, score, .*, but is 'sft'"):
-        StratosDataModule(task="sft")  # type: ignore[arg-type]
+        ScoringData(trace_columns=["completion"])
     with pytest.raises(InputError, match=r"data\.tokenizer must name"):
-        StratosDataModule().setup("fit")
+        TeacherRLData().setup("fit")
     with pytest.raises(
         InputError, match=r"val_rows must be below the number of usable rows, but is 20 of 20"
     ):

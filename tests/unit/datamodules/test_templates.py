@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,12 @@ import pytest
 from jinja2 import Template
 from transformers import AutoTokenizer, GenerationConfig
 
-from rlt_lightning import OptimizerConfig, SFTModule, StratosDataModule, Trainer
+from rlt_lightning import OptimizerConfig, SFTModule, StratosDataModule, StudentSFTData, Trainer
 from rlt_lightning.callbacks import Checkpoint
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.teacher_views import find_thought
-from rlt_lightning.datamodules.token_cache import describe_format
 from rlt_lightning.models import template
 from rlt_lightning.models.load import ensure_pad_token, load_tokenizer
 from rlt_lightning.models.template import find_eos_token_ids, find_turn_opening
@@ -290,21 +287,6 @@ ROWS = [
 ]
 
 
-class Day(date):
-    shown = date(2026, 11, 26)
-
-    @classmethod
-    def today(cls) -> date:  # type: ignore[override]
-        return cls.shown
-
-
-@pytest.fixture(scope="module")
-def at_days() -> Iterator[type[Day]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "date", Day)
-        yield Day
-
-
 @pytest.fixture(scope="module")
 def dated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a template that prints the date, and an eos that ends no turn."""
@@ -318,7 +300,7 @@ def dated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit(model: Path, run: Path, steps: int) -> StratosDataModule:
-    data = StratosDataModule(ROWS, task="student_sft", prompts_per_step=1, token_cache=False)
+    data = StudentSFTData(ROWS, prompts_per_step=1, token_cache=False)
     options: dict[str, Any] = {"callbacks": [Checkpoint(every_n_train_steps=1)], "accelerator": "cpu"}
     trainer = Trainer(run, max_steps=steps, resume=True, enable_progress_bar=False, **options)
     trainer.fit(SFTModule(str(model), OptimizerConfig(1e-3)), data)
@@ -326,32 +308,18 @@ def fit(model: Path, run: Path, steps: int) -> StratosDataModule:
 
 
 @pytest.fixture(scope="module")
-def resumed(
-    dated: Path, at_days: type[Day], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[SFTExample], list[SFTExample]]:
-    """A run that began on 26 November and resumed a day later, and its rows on both days."""
+def trained(dated: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SFTExample]]:
+    """A run with the model, and its rows."""
     run = tmp_path_factory.mktemp("dates") / "run"
-    at_days.shown = date(2026, 11, 26)
-    first = list(fit(dated, run, 1).examples)
-    at_days.shown = date(2026, 11, 27)
-    return run, first, list(fit(dated, run, 2).examples)
+    return run, list(fit(dated, run, 1).examples)
 
 
-Resumed = tuple[Path, list[SFTExample], list[SFTExample]]
+Trained = tuple[Path, list[SFTExample]]
 
 
-def test_a_resumed_run_keeps_its_date(resumed: Resumed, dated: Path) -> None:
-    run, first, second = resumed
-    assert (run / "template_date.txt").read_text() == "2026-11-26\n"
-    assert first == second
-    assert "Today: 26 Nov 2026" in AutoTokenizer.from_pretrained(dated).decode(first[0].token_ids)
-
-
-def test_later_stages_get_the_date_of_the_training(
-    resumed: Resumed, at_days: type[Day], tmp_path: Path
-) -> None:
-    run, first, _ = resumed
-    at_days.shown = date(2027, 1, 1)
+def test_all_stages_print_the_same_date(trained: Trained, dated: Path, tmp_path: Path) -> None:
+    run, rows = trained
+    assert "Today: 01 Jan 2026" in AutoTokenizer.from_pretrained(dated).decode(rows[0].token_ids)
     export_checkpoint(str(run), str(tmp_path / "exported"))
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"question": ROWS[0]["question"], "answer": "8"}) + "\n")
@@ -359,43 +327,33 @@ def test_later_stages_get_the_date_of_the_training(
         data = EvaluationDataModule(sets={"own": str(questions)}, tokenizer=str(model))
         data.setup("test")
         [problem] = data.problems
-        assert problem.prompt in [example.token_ids[: example.loss_mask.index(True)] for example in first]
+        assert problem.prompt in [example.token_ids[: example.loss_mask.index(True)] for example in rows]
 
 
-def test_an_exported_model_stops_where_it_learnt_to(resumed: Resumed) -> None:
-    run, first, _ = resumed
-    assert all(example.token_ids[-1] == 2 for example in first)  # <|im_end|>
+def test_an_exported_model_stops_where_it_learnt_to(trained: Trained) -> None:
+    run, rows = trained
+    assert all(example.token_ids[-1] == 2 for example in rows)  # <|im_end|>
     assert json.loads((run / "model/generation_config.json").read_text())["eos_token_id"] == [0, 2]
 
 
-def test_the_date_is_told(dated: Path, at_days: type[Day], capsys: pytest.CaptureFixture[str]) -> None:
-    at_days.shown = date(2026, 12, 3)
+def test_the_date_is_told(dated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template.announce_date.cache_clear()
     load_tokenizer(str(dated))
     load_tokenizer(str(dated))
-    assert capsys.readouterr().err.count("prints the date, which stays 2026-12-03") == 1
-
-
-def test_tokens_of_another_day_are_not_reused(dated: Path, at_days: type[Day]) -> None:
-    keys = []
-    for day in (1, 1, 2):
-        at_days.shown = date(2026, 12, day)
-        keys.append(describe_format(ChatFormat(load_tokenizer(str(dated)))))
-    assert keys[0] == keys[1] != keys[2]
+    assert capsys.readouterr().err.count("prints the date, which is always 2026-01-01") == 1
 
 
 @pytest.mark.parametrize(
     ("call", "shown"),
     [
-        ("{{ strftime_now ( '%d %b' ) }}", "26 Nov"),
-        ('{{ strftime_now("%A, %d %B \'%y") }}', "Thursday, 26 November '26"),
-        ("{{ strftime_now('%d \"%b\"') }}", '26 "Nov"'),
+        ("{{ strftime_now ( '%d %b' ) }}", "01 Jan"),
+        ('{{ strftime_now("%A, %d %B \'%y") }}', "Thursday, 01 January '26"),
+        ("{{ strftime_now('%d \"%b\"') }}", '01 "Jan"'),
         ("{# strftime_now #}{{ strftime_now('%Y') if strftime_now is defined }}", "2026"),
     ],
 )
-def test_a_date_is_fixed_however_it_is_written(call: str, shown: str, at_days: type[Day]) -> None:
-    at_days.shown = date(2026, 11, 26)
+def test_a_date_is_fixed_however_it_is_written(call: str, shown: str) -> None:
     fixed = template.fix_date(call, "model")
-    at_days.shown = date(2027, 1, 1)
     assert Template(fixed).render(strftime_now=lambda form: pytest.fail("asks for the date")) == shown
 
 

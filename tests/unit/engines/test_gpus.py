@@ -6,17 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from commands import rlt
 from fake_worker import fake_vllm
 
 from rlt_lightning.allocator import ALLOCATOR, grow_segments
 from rlt_lightning.engines import Launch, VLLMEngine
 from rlt_lightning.engines.fleet import build_server
-from rlt_lightning.engines.launch import LocalServer, choose_trainer_devices, choose_worker_gpus
+from rlt_lightning.engines.launch import LocalServer, choose_worker_gpus
 from rlt_lightning.types import InputError
 
 UUID = "GPU-1f8d4b1c-0f0a-4b6e-9c52-8d6a3f1f7a10"
@@ -56,73 +54,13 @@ def test_a_gpu_that_is_not_visible_is_refused(
 def test_a_launched_worker_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"5,{UUID},7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    launch = Launch(executable=fake_vllm(tmp_path), share="2+1")
+    launch = Launch(executable=fake_vllm(tmp_path), num_workers=2, gpus=[[1], [2]])
     engine = VLLMEngine(launch=launch)
     servers = [
         build_server(worker, i, launch, "model", engine.push, tmp_path)
         for i, worker in enumerate(engine.fleet.workers)
     ]
     assert [server.environment["CUDA_VISIBLE_DEVICES"] for server in servers] == [UUID, "7"]
-
-
-@pytest.mark.parametrize(
-    ("share", "sizes", "workers", "gpus"),
-    [
-        ("3+5", {}, 3, [[5], [6], [7]]),
-        ("4 + 4", {"tensor_parallel_size": 2}, 2, [[4, 5], [6, 7]]),
-        ("2+0", {}, 2, [[0], [1]]),
-    ],
-)
-def test_a_share_computes_workers_and_gpus(share: str, sizes: Any, workers: int, gpus: Any) -> None:
-    launch = Launch(share=share, **sizes)
-    assert (launch.num_workers, launch.gpus) == (workers, gpus)
-
-
-@pytest.mark.parametrize(
-    ("options", "fault"),
-    [
-        ({"share": "8"}, "must be two numbers"),
-        ({"share": "0+8"}, "must be two numbers"),
-        ({"share": "3+5", "tensor_parallel_size": 2}, "gives 3 GPU.s. to workers of 2"),
-        ({"share": "3+5", "num_workers": 4}, "num_workers is 4"),
-        ({"share": "1+1", "gpus": [[0]]}, "gpus is .*0.*Leave both out"),
-    ],
-)
-def test_a_share_that_does_not_fit_is_refused(options: Any, fault: str) -> None:
-    with pytest.raises(InputError, match=fault):
-        Launch(**options)
-
-
-@pytest.mark.parametrize(
-    ("share", "devices", "agreed"),
-    [("3+5", "auto", 5), ("3+5", 5, 5), ("3+2", "0,1", "0,1"), ("8+0", "auto", "auto")],
-)
-def test_a_share_sets_the_trainers_devices(share: str, devices: Any, agreed: Any) -> None:
-    assert choose_trainer_devices(share, devices) == agreed
-
-
-@pytest.mark.parametrize("devices", [8, [1, 2]])
-def test_devices_that_a_share_contradicts_are_refused(devices: Any) -> None:
-    with pytest.raises(InputError, match=r"trainer\.devices must be 2 or left out"):
-        choose_trainer_devices("3+2", devices)
-
-
-@pytest.mark.full
-def test_a_plan_follows_the_share_and_refuses_other_devices(tiny_model: str) -> None:
-    command = [
-        "plan",
-        "--config=recipe_7b/rlt",
-        "--config=hardware/small_2gpu",
-        "--config=hardware/small_2gpu_vllm",
-    ]
-    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-    command += ["--data.source=arithmetic", "--plan.device=H100"]
-    planned = rlt(*command, "--trainer.devices=auto")
-    assert planned.returncode == 0, planned.stderr
-    assert "and 1 for vLLM" in planned.stdout
-    refused = rlt(*command, "--trainer.devices=2")
-    assert refused.returncode == 2
-    assert "launch.share 1+1 lets the first 1 GPU(s) train" in refused.stderr
 
 
 def test_the_allocator_is_set_before_torch_is_imported() -> None:

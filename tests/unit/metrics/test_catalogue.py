@@ -13,7 +13,7 @@ import pytest
 from browser import SCORED, completion, write_metrics, write_rows
 from commands import ROOT
 
-from rlt_lightning.callbacks.alarms import WATCHED
+from rlt_lightning.callbacks import Alarms
 from rlt_lightning.commands.explain import describe_worth
 from rlt_lightning.commands.report import write_report
 from rlt_lightning.datamodules.evaluation_sets import SETS
@@ -144,7 +144,7 @@ def test_a_term_may_have_no_name_of_a_metric() -> None:
 
 def test_names_that_code_uses_are_in_the_catalogue() -> None:
     names = {metric.name for metric in OURS}
-    assert set(WATCHED) <= names
+    assert set(Alarms().limits) <= names
     terms = {field.name for field in fields(CorrectnessTerms) if field.metadata != NO_TERM}
     assert {*RLTReward().columns(), *terms} <= label_columns().keys()
     assert list(SETS) == list(SET_TITLES)

@@ -23,7 +23,7 @@ from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import compute_log_probs, disable_dropout, verify_layout
 from rlt_lightning.modules.phases import count_flops
-from rlt_lightning.numerics import PackedSequences, ScoredSequence
+from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.types import InputError
 
 KINDS = [

@@ -28,8 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlt_lightning.models import kernels
 from rlt_lightning.models.kernels import LOOP, choose_attention
 from rlt_lightning.models.packed import compute_log_probs, verify_layout
-from rlt_lightning.numerics import Segments
-from rlt_lightning.numerics.attention import KERNELS, MergedAttention, looped_attention, segment_attention
+from rlt_lightning.numerics.attention import (
+    KERNELS,
+    MergedAttention,
+    Segments,
+    looped_attention,
+    segment_attention,
+)
 from rlt_lightning.numerics.varlen import FlashAttnKernel, PackedKernel, TorchKernel, varlen_limits
 from rlt_lightning.types import InputError
 

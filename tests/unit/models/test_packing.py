@@ -34,20 +34,17 @@ from transformers import (
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs, verify_layout
-from rlt_lightning.numerics import (
+from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
+from rlt_lightning.numerics.packing import (
     MicroBatch,
     PackedSequences,
     ScoredSequence,
-    Segments,
     SequenceLengths,
-    SharedPrefix,
-    looped_attention,
+    from_padded,
     micro_batches,
-    segment_attention,
     split_to,
     to_padded,
 )
-from rlt_lightning.numerics.packing import from_padded
 from rlt_lightning.types import InputError
 
 FAMILIES = {

@@ -21,7 +21,7 @@ from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.commands.scoring import ExplanationScorer
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.load import load_model
@@ -49,7 +49,7 @@ def chains(folder: Path, student: str) -> StratosDataModule:
     prompts = {"teacher_system_prompt": "", "student_system_prompt": ""}
     size = {"num_embedded_rows": 8, "prompts_per_step": 2}
     options: Any = {"tokenizer": "miniature", "student_tokenizer": student, "output_dir": str(folder)}
-    return StratosDataModule(source="chains", **prompts, **size, **options)
+    return TeacherRLData(source="chains", **prompts, **size, **options)
 
 
 def slow_baseline(student: Any, empty: ModelView, reward: RLTReward = EMPTY) -> float:

@@ -26,7 +26,7 @@ from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import FIXED_PIECES
 from rlt_lightning.commands.scoring import ExplanationScorer
-from rlt_lightning.datamodules import StratosDataModule, student_views
+from rlt_lightning.datamodules import TeacherRLData, student_views
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines import Sampling
@@ -381,7 +381,7 @@ def test_steps_equal_the_slow_version(
     name: str, student: str, tags: str, spans: set[Span], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     name = request.getfixturevalue("tiny_model") if name == "tiny" else name
-    data = StratosDataModule(
+    data = TeacherRLData(
         "chains",
         num_embedded_rows=4,
         prompts_per_step=2,
@@ -496,7 +496,7 @@ def test_a_plan_counts_the_students_own_tokens(tiny_model: str) -> None:
     page = verb("plan", tiny_model, "--config=tests/rlt.yaml", *SHORT)
     found = re.search(r"read prompts, with solutions, of up to (\d+)", " ".join(page.split()))
     assert found is not None
-    data = StratosDataModule("chains", tokenizer=tiny_model, student_tokenizer="miniature", tags="r1",
+    data = TeacherRLData("chains", tokenizer=tiny_model, student_tokenizer="miniature", tags="r1",
                              teacher_system_prompt="", student_system_prompt="")  # fmt: skip
     data.setup("fit")
     lengths = data.all_items.sum_columns(*FIXED_PIECES["student"])
@@ -523,7 +523,7 @@ def test_training_with_a_renumbered_student_is_the_same(
     for student in (miniature, renumbered):
         keeper = Keeper()
         module = RLTModule(miniature, student, group_size=4, optimizer=OptimizerConfig(lr=1e-3))
-        data = StratosDataModule(
+        data = TeacherRLData(
             "chains",
             num_embedded_rows=32,
             prompts_per_step=4,

@@ -31,7 +31,7 @@ from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.base import check_model
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.on_policy import get_frozen_ready
-from rlt_lightning.modules.optimizer import OptimizerConfig, optimizer_and_schedule
+from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.strategies.sharding import Unsharded
@@ -290,7 +290,7 @@ def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, steps: range) ->
 
 
 def adamw(fused: bool | None, model: nn.Module) -> torch.optim.Optimizer:
-    return optimizer_and_schedule(OptimizerConfig(1e-2, 0.1), model.named_parameters(), 8, fused)[0]
+    return build_optimizer(OptimizerConfig(1e-2, 0.1), model.named_parameters(), fused)
 
 
 def a_layer() -> nn.Module:

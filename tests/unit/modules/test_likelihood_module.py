@@ -23,7 +23,7 @@ from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
 from rlt_lightning.cli.stages import frozen_student
 from rlt_lightning.commands.explain import ExplainOptions, explain
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat
@@ -45,7 +45,7 @@ OWN_TAGS = TagStyle("<t>", "</t>", "<s>", "</s>", "<e>", "</e>", separator="\n")
 
 def data(folder: Path, model: str = "miniature", **options: Any) -> StratosDataModule:
     defaults: dict[str, Any] = {
-        "task": "student_likelihood",
+        "kind": StudentLikelihoodData,
         "source": "chains",
         "num_embedded_rows": 8,
         "tokenizer": model,
@@ -54,7 +54,8 @@ def data(folder: Path, model: str = "miniature", **options: Any) -> StratosDataM
         "student_system_prompt": "",
         "output_dir": str(folder),
     }
-    return StratosDataModule(**defaults | options)
+    options = defaults | options
+    return options.pop("kind")(**options)
 
 
 def module(**options: Any) -> LikelihoodModule:
@@ -351,9 +352,9 @@ def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:
 
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"data\.task must be student_likelihood for LogProbReward, but is rlt"
+        InputError, match="The data of LikelihoodModule must be StudentLikelihoodData, but are TeacherRLData"
     ):
-        fit(tmp_path, module(), task="rlt", student_tokenizer="miniature")
+        fit(tmp_path, module(), kind=TeacherRLData, student_tokenizer="miniature")
     with pytest.raises(
         InputError, match=r"NOVERReward compares the thoughts .* rollouts\.val_completions is 1"
     ):

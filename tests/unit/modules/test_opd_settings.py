@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlt_lightning.callbacks.rollout_checks import announce_unused
-from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
@@ -71,8 +70,3 @@ def test_a_span_counts_once_in_what_is_reported() -> None:
 
 def test_labels_of_students_are_never_the_same() -> None:
     assert Students.of(None, ["m", "m", "m_2"]).labels == ["m", "m_2", "m_2_2"]
-
-
-def test_a_view_that_no_task_has_is_refused() -> None:
-    with pytest.raises(InputError, match=r"data\.view says what the teacher of student_opd sees"):
-        StratosDataModule("chains", view=ViewOptions(wrong_solutions=True))

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.types import InputError
@@ -45,9 +45,7 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a
 
     def fit(resume: Path | None) -> list[float]:
         rates = LearningRates()
-        data = StratosDataModule(
-            task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2
-        )
+        data = TeacherSFTData(tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2)
         trainer = Trainer(
             default_root_dir=tmp_path,
             accelerator="cpu",
@@ -67,9 +65,7 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a
 
 
 def test_a_run_without_length_is_refused(tiny_model: str, tmp_path: Path) -> None:
-    data = StratosDataModule(
-        task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2
-    )
+    data = TeacherSFTData(tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2)
     trainer = Trainer(
         default_root_dir=tmp_path,
         accelerator="cpu",
@@ -103,7 +99,7 @@ def test_architectures_that_run_one_by_one_are_trained(
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
     name = str(tmp_path / "model")
-    data = StratosDataModule(task="teacher_sft", tokenizer=name, num_embedded_rows=4, prompts_per_step=2)
+    data = TeacherSFTData(tokenizer=name, num_embedded_rows=4, prompts_per_step=2)
     sft = SFTModule(pretrained=name)
     trainer = Trainer(
         default_root_dir=tmp_path,

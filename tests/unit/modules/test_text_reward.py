@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from seeded import SeededReward
 from trainers import bare_trainer
 
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import StratosDataModule, StudentRLData
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
@@ -41,8 +41,9 @@ def in_tags(solution: str) -> str:
 
 
 def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
-    settings = {"source": "arithmetic", "task": "student_rl", "num_embedded_rows": 8, "prompts_per_step": 2}
-    return StratosDataModule(tokenizer=model, output_dir=str(folder), **settings | options)
+    settings = {"source": "arithmetic", "num_embedded_rows": 8, "prompts_per_step": 2}
+    kind = options.pop("kind", StudentRLData)
+    return kind(tokenizer=model, output_dir=str(folder), **settings | options)
 
 
 def student_fit(model: str, folder: Path, *options: str) -> list[str]:
@@ -324,7 +325,10 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
             ["--model.reward=rlt_lightning.rewards.RLTReward"],
             "model.student must be a model, which RLTReward asks, but is null",
         ),
-        (["--data.task=rlt"], "data.task must be student_rl for CorrectnessReward, but is rlt"),
+        (
+            ["--data=TeacherRLData"],
+            "judges answers, but the completions of TeacherRLData are explanations",
+        ),
         (["--model.reward.wrong=2"], "reward.right must be above wrong"),
         (["--data.source=arithmetic:geometry"], "'arithmetic:KIND' such as 'arithmetic:addition'"),
     ],
@@ -337,8 +341,10 @@ def test_what_does_not_go_together_is_one_clear_line(
 
 def test_explanations_are_not_for_a_module_that_answers(tiny_model: str, tmp_path: Path) -> None:
     teacher = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={tiny_model}"]
-    teacher += [f"--model.student={tiny_model}", "--data.task=student_rl", f"--output_dir={tmp_path / 'rlt'}"]
-    assert_one_clear_line(rlt(*teacher), "data.task must be rlt or score for RLTReward, but is student_rl")
+    teacher += [f"--model.student={tiny_model}", "--data=StudentRLData", f"--output_dir={tmp_path / 'rlt'}"]
+    assert_one_clear_line(
+        rlt(*teacher), "judges explanations, but the completions of StudentRLData are answers"
+    )
 
 
 def test_settings_of_the_rlt_reward_are_still_named_directly(tiny_model: str, tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ from lightning.pytorch import Trainer
 from tiny import StrictEntry
 from torch import Tensor
 
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import Differences, verify_layout
 from rlt_lightning.modules import SFTModule, base
-from rlt_lightning.numerics import Segments
-from rlt_lightning.numerics.attention import looped_attention
+from rlt_lightning.numerics.attention import Segments, looped_attention
 from rlt_lightning.types import InputError
 
 
@@ -32,9 +31,7 @@ def test_the_check_runs_in_the_precision_of_the_run(
         return verify_layout(run, *arguments)
 
     monkeypatch.setattr(base, "verify_layout", watched)
-    data = StratosDataModule(
-        task="teacher_sft", tokenizer=tiny_model, num_embedded_rows=2, prompts_per_step=2
-    )
+    data = TeacherSFTData(tokenizer=tiny_model, num_embedded_rows=2, prompts_per_step=2)
     for precision, expected in (("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)):
         Trainer(
             default_root_dir=tmp_path, accelerator="cpu", max_steps=1, logger=False, precision=precision,

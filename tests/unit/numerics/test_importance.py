@@ -20,7 +20,8 @@ from rlt_lightning.engines import Engine, HFEngine, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.losses import compare_with_engine, pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics
-from rlt_lightning.numerics import DAPOLoss, GRPOLoss, Mismatch, PolicyLoss, TruncatedImportanceSampling
+from rlt_lightning.numerics import DAPOLoss, GRPOLoss, PolicyLoss, TruncatedImportanceSampling
+from rlt_lightning.numerics.importance import Mismatch
 
 ENGINE = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
 # Ratios 3/2, 1/2 and 4; then 3/2, and 2 on the second token.

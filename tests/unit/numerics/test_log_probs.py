@@ -10,17 +10,15 @@ from slow_logits import slow_logits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlt_lightning.numerics import (
-    Divergence,
-    Head,
-    LogitScale,
-    divergence,
+from rlt_lightning.numerics import Divergence
+from rlt_lightning.numerics.divergence import divergence
+from rlt_lightning.numerics.head import Head, LogitScale, TileGradient, choose_tiles
+from rlt_lightning.numerics.log_probs import (
     linear_log_probs,
+    log_prob_gradient,
     token_entropy,
     token_log_probs,
 )
-from rlt_lightning.numerics.head import TileGradient, choose_tiles
-from rlt_lightning.numerics.log_probs import log_prob_gradient
 
 VOCABULARY = 1100  # a block of 1024 words and a narrower one, in a MiB
 

@@ -23,8 +23,8 @@ from rlt_lightning.numerics import (
     LeaveOneOutAdvantages,
     PolicyLoss,
     ShuffledAdvantages,
-    zero_std_groups,
 )
+from rlt_lightning.numerics.advantages import zero_std_groups
 
 GOLDEN = json.loads((GOLDEN_FOLDER / "grpo_loss.json").read_text())
 GOLDEN_LOSSES: dict[str, PolicyLoss] = {

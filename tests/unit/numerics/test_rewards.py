@@ -8,18 +8,16 @@ import torch
 from cases import GOLDEN_FOLDER
 from jsonargparse import ArgumentParser
 
-from rlt_lightning.numerics import (
-    Divergence,
+from rlt_lightning.numerics import Divergence
+from rlt_lightning.numerics.divergence import divergence, log_ratio_kl, schulman_kl
+from rlt_lightning.numerics.rewards import (
+    FiniteChecks,
     NonFiniteError,
-    divergence,
-    log_ratio_kl,
     masked_mean,
     require_finite,
-    schulman_kl,
     student_kl_penalty,
     student_solution_reward,
 )
-from rlt_lightning.numerics.rewards import FiniteChecks
 from rlt_lightning.rewards import RLTReward
 
 LN2 = math.log(2)

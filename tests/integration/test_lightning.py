@@ -1,0 +1,234 @@
+"""Lightning's own words: an unmodified Trainer, its checkpoints, optimizers and schedulers by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from commands import ROOT, python, rlt
+from safetensors.torch import load_file
+
+from rlt_lightning import (
+    LikelihoodModule,
+    OPDModule,
+    OptimizerConfig,
+    RLTModule,
+    RLTReward,
+    RolloutCallback,
+    Sampling,
+    SFTModule,
+    StratosDataModule,
+)
+from rlt_lightning.callbacks import ModelExporter
+from rlt_lightning.models.lora import LoRA
+from rlt_lightning.modules.base import PolicyModule, to_plain
+from rlt_lightning.numerics import DrGRPOLoss, TruncatedImportanceSampling
+from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.rewards import CorrectnessReward, RLPRReward
+from rlt_lightning.types import InputError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
+PAGE = (ROOT / "docs" / "python.md").read_text()
+[PLAIN] = re.findall(r"^```python\n# plain.py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SGD = ["--optimizer=torch.optim.SGD", "--optimizer.lr=0.5", "--optimizer.momentum=0.9"]
+COSINE = ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=10"]
+
+
+def data(**options: Any) -> StratosDataModule:
+    options = {"num_embedded_rows": 16, "prompts_per_step": 4, "student_system_prompt": ""} | options
+    return StratosDataModule("chains", **options)
+
+
+def module(kind: type[RLTModule] = RLTModule, **options: Any) -> RLTModule:
+    options = {"group_size": 2, "optimizer": OptimizerConfig(lr=1e-3)} | options
+    return kind("miniature-teacher", "miniature", **options)
+
+
+def trainer(folder: Path, **options: Any) -> lightning.Trainer:
+    options = {"max_steps": 2, "accelerator": "cpu", "enable_progress_bar": False} | options
+    rollouts = RolloutCallback(sampling=Sampling(max_completion_length=16))
+    return lightning.Trainer(default_root_dir=folder, callbacks=[rollouts, ModelExporter()], **options)
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.docs
+def test_the_page_trains_with_an_unmodified_trainer(tmp_path: Path) -> None:
+    done = python(PLAIN, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "reward/val_mean" in done.stdout
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_lightnings_checkpoint_resumes_exactly_and_loads(tmp_path: Path) -> None:
+    trainer(tmp_path / "whole", max_steps=3).fit(module(), data())
+    first = trainer(tmp_path / "part")
+    first.fit(module(), data())
+    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    trainer(tmp_path / "resumed", max_steps=3).fit(module(), data(), ckpt_path=path)
+    assert equal(exported(tmp_path / "resumed"), exported(tmp_path / "whole"))
+    loaded = RLTModule.load_from_checkpoint(path, seed=7)
+    assert (loaded.group_size, loaded.seed, loaded.reward) == (2, 7, RLTReward())
+    weights = exported(tmp_path / "part")
+    assert equal({name: loaded.policy.state_dict()[name] for name in weights}, weights)
+    # It validates and predicts as the module that was trained.
+    again = trainer(tmp_path / "again")
+    rows = data(val_rows=4)
+    [figures] = again.validate(loaded, rows, verbose=False)
+    [expected] = trainer(tmp_path / "other").validate(module(), rows, verbose=False, ckpt_path=path)
+    assert figures["reward/val_mean"] == expected["reward/val_mean"]
+    assert len(again.predict(loaded, data()) or []) == 4
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["all", "lora"])
+def test_a_runs_folder_loads(tmp_path: Path, lora: LoRA | None) -> None:
+    from rlt_lightning import Trainer
+
+    rollouts = RolloutCallback(sampling=Sampling(max_completion_length=16))
+    own = Trainer(tmp_path / "run", max_steps=1, accelerator="cpu", callbacks=[rollouts])
+    trained = module(lora=lora)
+    own.fit(trained, data())
+    loaded = RLTModule.load_from_checkpoint(tmp_path / "run")
+    assert loaded.lora == lora
+    assert equal(dict(loaded.policy.state_dict()), dict(trained.policy.state_dict()))
+    state = torch.load(tmp_path / "run/checkpoints/step=000001.ckpt/state.pt", weights_only=True)
+    assert state["hyper_parameters"]["reward"]["class_path"] == "rlt_lightning.rewards.RLTReward"
+    with pytest.raises(InputError, match="must be a checkpoint"):
+        RLTModule.load_from_checkpoint(tmp_path)
+
+
+class ApiReward(RLTReward):
+    """A reward with a secret, and with what cannot be copied."""
+
+    def __init__(self, api_key: str, table: Any = None) -> None:
+        super().__init__()
+        object.__setattr__(self, "api_key", api_key)
+        object.__setattr__(self, "table", table)
+
+
+MODULES: dict[str, Any] = {
+    "rlt": lambda: module(
+        reward=RLTReward(kl_weight=2.0),
+        policy_loss=DrGRPOLoss(max_completion_length=5),
+        importance_sampling=TruncatedImportanceSampling(cap=3.0),
+        lora=LoRA(rank=4),
+    ),
+    "students": lambda: RLTModule("miniature", None, students={"miniature": 2.0}),
+    "correctness": lambda: RLTModule("miniature", student=None, reward=CorrectnessReward(right=2.0)),
+    "sft": lambda: SFTModule("miniature", OptimizerConfig(1e-3, betas=(0.5, 0.6))),
+    "opd": lambda: OPDModule("miniature", divergence=Divergence("reverse")),
+    "likelihood": lambda: LikelihoodModule("miniature", "miniature", RLPRReward()),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_arguments_are_saved_as_plain_values_that_make_them_again(name: str) -> None:
+    from lightning.pytorch.cli import instantiate_module
+
+    made: PolicyModule = MODULES[name]()
+    saved = json.loads(json.dumps(dict(made.hparams)))
+    again = instantiate_module(type(made), saved)
+    assert {name: again.hparams[name] for name in saved} == saved
+    assert again.optimizer_config == made.optimizer_config
+    assert again.lora == made.lora
+    if isinstance(made, RLTModule):
+        assert vars(again.reward) == vars(made.reward)  # type: ignore[attr-defined]
+
+
+def test_no_secret_is_saved_and_nothing_is_copied() -> None:
+    import threading
+
+    made = module(reward=ApiReward("hf_abcdefghijklmnop", threading.Lock()))
+    assert made.hparams["reward"]["init_args"]["api_key"] == "***"
+    assert to_plain(Path("a")) == "a"
+    assert to_plain(torch.optim.SGD) == "torch.optim.sgd.SGD"
+
+
+class WithSGD(RLTModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+class WithTwo(RLTModule):
+    def configure_optimizers(self) -> Any:
+        weights = [*self.parameters()]
+        return [torch.optim.SGD(weights[:1], lr=0.1), torch.optim.SGD(weights[1:], lr=0.1)]
+
+
+class WithPlateau(RLTModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "reward/mean"}}
+
+
+def fit_command(folder: Path, *options: str) -> None:
+    words = ["--data.num_embedded_rows=16", "--data.prompts_per_step=4", "--model.group_size=2"]
+    words += ["--checkpoint.every_n_train_steps=1", "--rollouts.sampling.max_completion_length=16"]
+    done = rlt("fit", "--config=laptop/rlt", *words, *options, f"--output_dir={folder}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_optimizer_and_a_scheduler_by_name_train_and_resume_exactly(tmp_path: Path) -> None:
+    fit_command(tmp_path / "whole", *SGD, *COSINE, "--trainer.max_steps=3")
+    fit_command(tmp_path / "part", *SGD, *COSINE, "--trainer.max_steps=2")
+    config = f"--config={tmp_path / 'part' / 'config.yaml'}"
+    fit_command(tmp_path / "part", config, "--trainer.max_steps=3", "--resume=true")
+    assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))
+    # A module that makes the same two itself takes the same steps.
+    rows = data(num_embedded_rows=16)
+    options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1.0), "micro_batch_tokens": 4096}
+    own = trainer(tmp_path / "own", max_steps=3)
+    own.callbacks[0].sampling = Sampling(0.7, max_completion_length=16)  # type: ignore[attr-defined]
+    own.fit(module(WithSGD, **options), rows)
+    assert own.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+        0.5 * 0.5 * (1 + torch.tensor(0.3 * torch.pi).cos())
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3", "deepspeed_stage_1"])
+def test_an_optimizer_by_name_resumes_exactly_on_two_ranks(tmp_path: Path, strategy: str) -> None:
+    ranks = [f"--trainer.strategy={strategy}", "--trainer.devices=2", *SGD, *COSINE]
+    fit_command(tmp_path / "whole", *ranks, "--trainer.max_steps=3")
+    fit_command(tmp_path / "part", *ranks, "--trainer.max_steps=2")
+    fit_command(tmp_path / "part", *ranks, "--trainer.max_steps=3", "--resume=true")
+    assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))
+    loaded = RLTModule.load_from_checkpoint(tmp_path / "part")
+    weights = exported(tmp_path / "part")
+    assert equal({name: loaded.policy.state_dict()[name] for name in weights}, weights)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3"])
+def test_an_unmodified_trainer_on_two_ranks(tmp_path: Path, strategy: str) -> None:
+    options = f"accelerator='cpu', devices=2, strategy='{strategy}', max_steps"
+    code = PLAIN.replace("max_steps", options) + "trainer.predict(module, data, return_predictions=False)\n"
+    (tmp_path / "plain.py").write_text(code)
+    words = [sys.executable, "plain.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=570)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("kind", "match"), [(WithTwo, "one optimizer"), (WithPlateau, "ReduceLROnPlateau")])
+def test_what_cannot_step_is_refused(tmp_path: Path, kind: type[RLTModule], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        trainer(tmp_path, logger=False, enable_checkpointing=False).fit(module(kind), data())
