@@ -158,6 +158,7 @@ class StepBatch:
         score: Rewards and terms, alike on every rank.
         stds: Standard deviation of the rewards of each group, by request, replaced ones included.
         counts: What dynamic sampling has cost.
+        replaced: The sources of the completions that dynamic sampling replaced.
         advantages: One per row, (N,).
         metrics: Those of the update, added up over its micro-batches.
         mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
@@ -179,6 +180,7 @@ class StepBatch:
     score: Score | None = None
     stds: list[Tensor] = field(default_factory=list)
     counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
+    replaced: list[tuple[RolloutRequest, int] | Rollout | SFTExample] = field(default_factory=list)
     advantages: Tensor | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     mismatches: list[Tensor] = field(default_factory=list)
@@ -349,8 +351,8 @@ class StepBatch:
         """Put the groups of another step into these places; how many there are stays the same."""
         size = self.group_size
         target = [place * size + i for place in places for i in range(size)]
-        for row in target:
-            self.counts.dropped_tokens += len(self.token_ids(row))
+        self.replaced += [self.sources[row] for row in target]
+        self.counts.dropped_tokens += sum(len(self.token_ids(row)) for row in target)
         for row, source in zip(target, others.sources, strict=True):
             self.sources[row] = source
         replaced = set(target)

@@ -83,6 +83,7 @@ def test_every_part_of_a_step_is_replaced() -> None:
     assert {row: values.tolist() for row, values in step.tokens["kl"].items()} == {2: [-2], 5: [-7], 0: [-8]}
     assert step.texts["answers"] == {2: "2", 5: "7", 0: "8"}
     assert (step.counts.rounds, step.counts.dropped_groups, step.counts.dropped_tokens) == (1, 2, 4)
+    assert [number for _, number in step.replaced] == [4, 5, 0, 1]
 
 
 def test_equal_completions_get_the_same_numbers() -> None:
