@@ -64,6 +64,9 @@ class SharedSettingsCommandLine(RLTCommandLine):
         """Return what the parser reads for the words of the command line."""
         return given
 
+    def after_instantiate_classes(self) -> None:
+        """Nothing is trained, so no optimizer is made."""
+
 
 class PlanCommandLine(SharedSettingsCommandLine):
     """`rlt plan`: the memory that a run would need. It loads no model and makes no folder."""

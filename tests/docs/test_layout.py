@@ -51,7 +51,7 @@ PUBLIC = (
     "rlt_lightning.datamodules.StratosDataModule",
     "rlt_lightning.engines.VLLMEngine",
     "rlt_lightning.modules.RLTModule",
-    "rlt_lightning.numerics.student_solution_reward",
+    "rlt_lightning.numerics.rewards.student_solution_reward",
     "rlt_lightning.models.load.load_tokenizer",
     "rlt_lightning.strategies.DeepSpeed",
     "rlt_lightning.strategies.FSDP2",

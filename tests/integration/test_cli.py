@@ -444,7 +444,7 @@ def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear
     predict = ["predict", "--config=configs/recipe_7b/score.yaml", *models]
     command = small_fit(tiny_model, run, short_config) if verb == "fit" else predict
     for name, expected in (
-        ("rows.parquet", "must be a whole Parquet file"),
+        ("rows.parquet", "could not be loaded (Parquet"),
         ("none.jsonl", "must have at least one row"),
         ("questions.jsonl", "lacks solution"),
     ):

@@ -52,7 +52,9 @@ def check_rlt(arguments: list[str], files: Path) -> None:
         options = ["--config", "laptop/rlt", *(word for option in named for word in option)]
     command_line = cli.COMMAND_LINES.get(verb)
     words = (
-        options if verb in cli.COMMANDS else [command_line.settings_verb if command_line else verb, *options]
+        options
+        if verb in cli.COMMANDS
+        else [command_line.settings_verb if command_line else verb, *stages.propose_data(options)]
     )
     before, sys.argv = sys.argv, ["rlt", verb]
     sys.path.insert(0, str(files))

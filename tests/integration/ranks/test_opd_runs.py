@@ -282,7 +282,7 @@ def test_a_run_validates_evaluates_exports_and_is_tested_as_it_was_trained(tmp_p
     found = json.loads((tmp_path / "test" / "evaluation.json").read_text())
     assert found["sets"]["chains"]["pass_at_1"] == pytest.approx(logged)
     page = tmp_path / "page.html"
-    assert rlt("report", str(tmp_path), f"--out={page}").returncode == 0
+    assert rlt("report", str(tmp_path), f"--output={page}").returncode == 0
     text = page.read_text()
     assert "Divergence from the teacher" in text
     assert "Judged tokens" in text

@@ -135,7 +135,7 @@ def test_one_file_holds_items_and_the_reasons_of_rejected_rows(
     rows[3]["solution"], rows[5]["question"], rows[9]["reasoning_trace"] = "", rows[4]["question"], "a " * 900
     source = write_rows(tmp_path / "rows.jsonl", rows)
     Path(source).write_text(Path(source).read_text() + '{"question"\n\n')  # a bad line, and a blank one
-    options: dict[str, Any] = {"task": "student_sft", "max_length": 400, "long_traces": "truncate"}
+    options: dict[str, Any] = {"kind": StudentSFTData, "max_length": 400, "long_traces": "truncate"}
     options["filters"] = Filters(duplicates="question", max_trace_chars=1000)
     first = make_data(source, **options)
     [entry] = entries(tmp_path)
