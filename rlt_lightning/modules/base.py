@@ -521,18 +521,22 @@ class PolicyModule(LightningModule):
             numbers = self.trainer.strategy.reduce(upload(numbers, self.device), reduce_op=operation)
         return numbers.tolist()
 
-    def optimizer_step_now(self) -> dict[str, Any]:
-        """Clip, step the optimizer and its schedules, and return gradient norm and learning rate."""
+    def optimizer_step_now(self, counts: bool = True) -> dict[str, Any]:
+        """Clip, step the optimizer and its schedules, and return gradient norm and learning rate.
+
+        `counts` is false for all but the last update of an iteration: `global_step` and the schedules count
+        iterations.
+        """
         optimizer: Any = self.optimizers()
         lr = optimizer.param_groups[0]["lr"]
         max_norm = self.optimizer_config.max_grad_norm
-        grad_norm = self.sharding.step(optimizer, list(self.policy.parameters()), max_norm)
+        grad_norm = self.sharding.step(optimizer, list(self.policy.parameters()), max_norm, counts)
         if not grad_norm.isfinite():
             raise NonFiniteError(
                 f"Every gradient must be finite, but after step {self.global_step} one is not. Resume from "
                 "an earlier checkpoint with a lower learning rate, or use fp32."
             )
-        for schedule in as_list(self.lr_schedulers()):
+        for schedule in as_list(self.lr_schedulers()) if counts else []:
             schedule.step()
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 

@@ -30,6 +30,9 @@ from rlt_lightning.rewards.students import Student
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, Read, StepBatch
 from rlt_lightning.types import Rollout
 
+# The token column of the policy's log-probs at the start of an iteration with several updates.
+OLD = "old"
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -76,9 +79,9 @@ class LossInputs:
     def old_log_probs(self) -> Tensor:
         """Return the policy's log-probs at the start of the iteration, (n, T), without gradient.
 
-        A step updates the policy once, so these are `log_probs`.
+        These are `log_probs` unless the iteration updates the policy several times.
         """
-        return self.log_probs.detach()
+        return self.pad_column(OLD) if OLD in self.step.tokens else self.log_probs.detach()
 
     @property
     def engine_log_probs(self) -> Tensor | None:
@@ -129,17 +132,26 @@ class PolicyGradient(LossTerm):
     Args:
         policy_loss: The loss.
         importance: Weights pi_trainer / pi_engine; None: no weights.
+        is_repeated: Whether an iteration updates the policy several times: the ratio is then to the policy
+            at its start.
     """
 
     with_entropy = True
 
-    def __init__(self, policy_loss: PolicyLoss, importance: TruncatedImportanceSampling | None) -> None:
+    def __init__(
+        self,
+        policy_loss: PolicyLoss,
+        importance: TruncatedImportanceSampling | None,
+        is_repeated: bool = False,
+    ) -> None:
         self.policy_loss = policy_loss
         self.importance = importance
+        self.is_repeated = is_repeated
 
     def reads(self, rollout: Rollout) -> dict[str, Read]:
-        """Return the reference's log-probs, if there is a KL penalty."""
-        return {"reference": read_sampled(REFERENCE, rollout)} if self.policy_loss.kl_coef else {}
+        """Return the reference's log-probs, if there is a KL penalty, and those of the policy as it is."""
+        reads = {"reference": read_sampled(REFERENCE, rollout)} if self.policy_loss.kl_coef else {}
+        return reads | ({OLD: read_sampled(POLICY, rollout)} if self.is_repeated else {})
 
     def read(self, rollout: Rollout) -> Read:
         """Return the sampled tokens."""

@@ -164,18 +164,23 @@ class OnPolicyModule(PolicyModule):
 
     # The policy update
 
-    def finish_update(self, step: StepBatch) -> dict[str, Any]:
+    def finish_update(self, step: StepBatch, counts: bool = True) -> dict[str, Any]:
         """Step the optimizer; return the metrics of the update over all ranks.
+
+        Args:
+            step: The step.
+            counts: Whether it is the last update of the iteration; see `optimizer_step_now`.
 
         Raises:
             NonFiniteError: If a log-prob or gradient is NaN or infinite.
             EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
         """
         step.checks.require()
-        on_rank = Mismatch.read(step.mismatches)
+        (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, [])
+        on_rank = Mismatch.read(mismatches)
         mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))
         require_agreement(mismatch, self.mismatch_limit, self.global_step + 1)
-        metrics = step.metrics | self.optimizer_step_now()
+        metrics |= self.optimizer_step_now(counts)
         masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
         return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
 

@@ -168,7 +168,7 @@ class OPDModule(OnPolicyModule):
         step.divide(range(len(step)))
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.reader.updates(step, [self.term], self, stats):
+            for micro in self.reader.updates(step, step.shard, [self.term], self, stats):
                 computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
                 output = micro.term(LossInputs.of(step, micro, computed, self.global_step))
                 self.manual_backward(micro.scale * output.loss)

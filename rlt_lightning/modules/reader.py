@@ -124,9 +124,9 @@ class Micro(NamedTuple):
         temperature: Divides the logits.
         scale: What the loss is multiplied by: the strategy averages gradients over ranks, so each rank's part
             counts world_size times. 0: computed only because other ranks compute one.
-        num_sequences: Rows of the whole step, of all ranks.
+        num_sequences: Rows of the whole update, of all ranks.
         num_tokens: Their tokens.
-        num_scored: Tokens that the term scores in the whole step.
+        num_scored: Tokens that the term scores in the whole update.
     """
 
     term: Any
@@ -441,19 +441,20 @@ class Reader:
     # With gradient
 
     def updates(
-        self, step: StepBatch, terms: Sequence[Term], module: Trained, stats: PhaseStats
+        self, step: StepBatch, rows: Sequence[int], terms: Sequence[Term], module: Trained, stats: PhaseStats
     ) -> Iterator[Micro]:
         """Yield the micro-batches of all loss terms, each inside the strategy's context for its backward.
 
-        All ranks get equally many: the last backward of a step sums gradients over ranks.
+        All ranks get equally many: the last backward of an update sums gradients over ranks.
 
         Args:
-            step: The step, of which this rank computes the shard.
+            step: The step.
+            rows: This rank's part of the rows that the update learns from.
             terms: The terms of the loss.
             module: The module that trains.
             stats: Counts the tokens that the policy computes.
         """
-        rows, rollouts = step.shard, step.rollouts(step.shard)
+        rollouts = step.rollouts(rows)
         reads_of_terms = [[term.read(rollout) for rollout in rollouts] for term in terms]
         counts = [sum(read.num_scored for read in reads) for reads in reads_of_terms]
         # What losses divide by, so that micro-batches of all ranks add up.

@@ -15,7 +15,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ request_others        dynamic sampling: again, for groups of equal rewards, or nearly equal ones
       ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
       ├ advantages            compare within each group → (N,)
-      ├ reader.updates        the shard's micro-batches of each loss term, equally many on all ranks:
+      ├ reader.updates        an update's micro-batches of each loss term, equally many on all ranks:
       │   ├ forward           log-probs with gradient, (M,)
       │   ├ micro.term        LossInputs → LossOutput (modules/losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
@@ -86,6 +86,10 @@ class RLTModule(OnPolicyModule):
             reward's temperature, else of another forward; in validation the trainer's. "recompute": always
             of another forward.
         student_dtype: Type of the student's weights.
+        updates_per_rollout: Mini-batches of whole groups into which an iteration's completions are divided,
+            with an optimizer step on each. `global_step` and schedules count iterations.
+        num_epochs: How often an iteration learns from each of them. From the second update on, the ratio in
+            the loss, to the policy at the start of the iteration, is not 1.
         students: Several in its place, with weights or without.
         student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
         options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
@@ -110,6 +114,8 @@ class RLTModule(OnPolicyModule):
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
         teacher_log_probs: Literal["rollout", "recompute"] = "rollout",
         student_dtype: Dtype = "float32",
+        updates_per_rollout: int = 1,
+        num_epochs: int = 1,
         students: StudentNames | None = None,
         student_reduction: Reduction = "mean",
         **options: Unpack[OnPolicyOptions],
@@ -126,11 +132,22 @@ class RLTModule(OnPolicyModule):
         self.policy_loss = policy_loss or GRPOLoss()
         self.student_dtype: Dtype = student_dtype
         self.teacher_log_probs = teacher_log_probs
+        self.updates_per_rollout = updates_per_rollout
+        self.num_epochs = num_epochs
+        for name in ("updates_per_rollout", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise InputError(f"model.{name} must be at least 1, but is {getattr(self, name)}. Raise it.")
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge completions for this data."""
         super().setup(stage)
         data = get_stratos_data(self.trainer)
+        if self.updates_per_rollout > data.prompts_per_step:
+            raise InputError(
+                "model.updates_per_rollout must be at most data.prompts_per_step, since a mini-batch has "
+                f"whole groups, but they are {self.updates_per_rollout} and {data.prompts_per_step}. Lower "
+                "the first."
+            )
         self.reward.check(data.problems)
         self.students = self.students.with_formats(data.student_views.formats)
         require_scorable(self.reward, self.students)
@@ -201,24 +218,41 @@ class RLTModule(OnPolicyModule):
                 break
             step.replace(self.collect(others), others.places)
         sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
-        if sampler.max_rounds:  # what was replaced needs no reference
+        updates = [step.shard]
+        if self.divides_again:
             with self.phase("score") as stats:
-                self.reader.read(step, step.divide_again(self.build_shards()), self.list_loss_reads, stats)
+                updates = step.split(self.updates_per_rollout, self.build_shards)
+                self.reader.read(step, step.shard, self.list_loss_reads, stats)
         with self.phase("train") as stats:
             step.advantages = self.advantages(step.rewards, self.group_size)  # (N,), alike on every rank
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.reader.updates(step, self.losses, self, stats):
-                computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
-                output = micro.term(LossInputs.of(step, micro, computed, self.global_step))
-                self.manual_backward(micro.scale * output.loss)
-                step.add_loss(micro, computed.values, output)
-            metrics = self.finish_update(step)
-        self.log_iteration(batch, step, metrics)
+            metrics = []
+            for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
+                self.optimizers().zero_grad()  # type: ignore[union-attr]
+                for micro in self.reader.updates(step, rows, self.losses, self, stats):
+                    computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
+                    output = micro.term(LossInputs.of(step, micro, computed, self.global_step))
+                    self.manual_backward(micro.scale * output.loss)
+                    step.add_loss(micro, computed.values, output)
+                metrics.append(self.finish_update(step, counts=number == self.num_updates))
+        self.log_iteration(batch, step, average_metrics(metrics))
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many optimizer steps an iteration takes."""
+        return self.updates_per_rollout * self.num_epochs
+
+    @property
+    def divides_again(self) -> bool:
+        """Return whether the loss needs other shards than the reward, and so reads later.
+
+        What dynamic sampling replaces needs no reference; each mini-batch is divided over all ranks.
+        """
+        return bool(self.require_sampler().max_rounds) or self.updates_per_rollout > 1
 
     @property
     def losses(self) -> list[LossTerm]:
         """Return the terms of the loss."""
-        return [PolicyGradient(self.policy_loss, self.importance_weights)]
+        return [PolicyGradient(self.policy_loss, self.importance_weights, self.num_updates > 1)]
 
     def collect(self, request: RolloutRequest) -> StepBatch:
         """Return completions, which were read and scored as they came; all ranks get all rewards."""
@@ -239,7 +273,7 @@ class RLTModule(OnPolicyModule):
         it knows the names of the numbers.
         """
         rows = part or dummy
-        declare = self.list_reward_reads if self.require_sampler().max_rounds else self.list_reads
+        declare = self.list_reward_reads if self.divides_again else self.list_reads
         self.reader.read(step, rows, declare, stats)
         with torch.no_grad():
             numbers = self.reward.measure(step, rows, self.students)
@@ -352,6 +386,13 @@ class RLTModule(OnPolicyModule):
         if engine_log_probs is None:
             return Mismatch()
         return Mismatch.between(log_probs, engine_log_probs, token_mask)
+
+
+def average_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means of metrics over the updates of an iteration."""
+    if len(updates) == 1:
+        return updates[0]
+    return {name: sum(metrics[name] for metrics in updates) / len(updates) for name in updates[0]}
 
 
 def require_group(group_size: int) -> None:

@@ -65,7 +65,7 @@ class SFTModule(PolicyModule):
         step, examples = StepBatch.of_examples(batch.examples), batch.examples
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.reader.updates(step, [CompletionLoss()], self, stats):
+            for micro in self.reader.updates(step, step.shard, [CompletionLoss()], self, stats):
                 computed = forward(self.run, micro, self.head)  # with gradient
                 output = micro.term(LossInputs.of(step, micro, computed, 0))
                 self.manual_backward(micro.scale * output.loss)

@@ -258,10 +258,20 @@ class StepBatch:
         self.shard = sorted([*self.shard, *part])
         return part
 
-    def divide_again(self, shards: Shards) -> list[int]:
-        """Divide all rows, after some were replaced; return this rank's shard."""
-        self.shards, self.shard = shards, []
-        return self.divide(range(len(self)))
+    def split(self, number: int, build_shards: Callable[[], Shards]) -> list[list[int]]:
+        """Divide all rows into mini-batches of whole groups, and each of these over the ranks.
+
+        Returns:
+            This rank's rows of each mini-batch.
+        """
+        num_groups, parts = len(self) // self.group_size, []
+        longest, self.shard = 0, []
+        for i in range(number):
+            first, end = (place * num_groups // number * self.group_size for place in (i, i + 1))
+            self.shards = build_shards()
+            parts.append(self.divide(range(first, end)))
+            longest = self.shards.longest = max(longest, self.shards.longest)
+        return parts
 
     # Columns
 

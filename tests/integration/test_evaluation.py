@@ -489,7 +489,10 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
             "equally many .* has 1 different ones to arithmetic/2 and 2",
         ),
         (["--data.responses=FOLDER/no_answers.jsonl"], "must have an id and a response, a text, but row 1"),
-        (["--data.responses=FOLDER/odd.jsonl"], "num_tokens and num_thinking_tokens integers .* but row 1 of '.*odd.jsonl'"),
+        (
+            ["--data.responses=FOLDER/odd.jsonl"],
+            "num_tokens and num_thinking_tokens integers .* but row 1 of '.*odd.jsonl'",
+        ),
         (["--data.sets={math500: FOLDER/halved.jsonl}"], "row 1: its question holds half a surrogate pair"),
         (["--data.max_rows=0"], "data.max_rows must be at least 1, but is 0"),
         (["--rollouts.num_samples=0"], "num_samples must be at least 1, but is 0"),
