@@ -24,7 +24,7 @@ from rlt_lightning import (
     RolloutCallback,
     Sampling,
     SFTModule,
-    StratosDataModule,
+    TeacherRLData,
 )
 from rlt_lightning.callbacks import ModelExporter
 from rlt_lightning.models.lora import LoRA
@@ -43,9 +43,9 @@ SGD = ["--optimizer=torch.optim.SGD", "--optimizer.lr=0.5", "--optimizer.momentu
 COSINE = ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=10"]
 
 
-def data(**options: Any) -> StratosDataModule:
+def data(**options: Any) -> TeacherRLData:
     options = {"num_embedded_rows": 16, "prompts_per_step": 4, "student_system_prompt": ""} | options
-    return StratosDataModule("chains", **options)
+    return TeacherRLData("chains", **options)
 
 
 def module(kind: type[RLTModule] = RLTModule, **options: Any) -> RLTModule:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from rlt_lightning.callbacks.predictions import write_parquet
-from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.datamodules.sources import SourceReader, parse_sources, read_rows
 from rlt_lightning.types import BadRowReason, InputError
 
@@ -108,7 +108,7 @@ def test_objects_of_the_library_are_rows(rows: Any, tmp_path: Path) -> None:
     [source] = parse_sources(rows)
     assert read_rows(source, max_rows=3) == list(enumerate(ROWS["train"][:3], start=1))
     options: dict[str, Any] = {"tokenizer": "miniature", "prompts_per_step": 1}
-    data = StratosDataModule(rows, token_cache=str(tmp_path / "tokens"), max_rows=5, **options)
+    data = TeacherRLData(rows, token_cache=str(tmp_path / "tokens"), max_rows=5, **options)
     data.setup("fit")
     assert [problem.question for problem in data.problems] == [row["question"] for row in ROWS["train"][:5]]
 

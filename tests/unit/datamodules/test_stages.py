@@ -90,13 +90,13 @@ def test_a_module_proposes_its_data(tmp_path: Path) -> None:
         (["--model.class_path=LikelihoodModule"], StudentLikelihoodData),
         (["--config", str(path)], StudentOPDData),
         (["--config", str(path), "--model={class_path: RLTModule}"], TeacherRLData),
-        (["--config=quickstart", "--data.max_rows=4"], TeacherRLData),
+        (["--config=laptop/rlt", "--data.max_rows=4"], TeacherRLData),
     ):
         proposed, *rest = propose_data(words)
         assert (proposed.rpartition(".")[2], rest) == (kind.__name__, words)
     for words in (["--data.source=chains"], ["--model=NoModule"], ["--model=no.Module"], ["--config={a: 1}"]):
         assert propose_data(words) == words
-    assert find_class(["--config=quickstart", "--data=ScoringData"], "data") == "ScoringData"
+    assert find_class(["--config=laptop/rlt", "--data=ScoringData"], "data") == "ScoringData"
 
 
 def test_a_run_needs_no_name_of_its_data(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_run_needs_no_name_of_its_data(tmp_path: Path) -> None:
 
 
 def test_a_wrong_pair_is_one_clear_line(tmp_path: Path) -> None:
-    result = rlt("fit", "--config=miniature_opd", "--data=StudentRLData", f"--output_dir={tmp_path / 'run'}")
+    result = rlt("fit", "--config=laptop/opd", "--data=StudentRLData", f"--output_dir={tmp_path / 'run'}")
     [line] = [line for line in result.stderr.splitlines() if line.startswith("rlt: error")]
     assert "The data of OPDModule must be StudentOPDData, but are StudentRLData." in line
     assert result.returncode == 2
