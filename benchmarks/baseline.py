@@ -19,10 +19,12 @@ from side_by_side import CPU, benchmark_parser, finish, read_options
 
 from rlt_lightning.modules.frozen import ReadModel
 from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.modules.scorer import Scorer, Students, collect_empty_scores
-from rlt_lightning.numerics import RLTReward
+from rlt_lightning.modules.reader import Reader
 from rlt_lightning.numerics.packing import Layout, micro_batches
-from rlt_lightning.types import Completion, ModelView, Problem, Rollout
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.types import Completion, ModelView, Problem, Rollout, Rollouts
 
 SOLUTION, SUFFIX, ROW = 400, 12, 16384  # tokens
 GOAL = 1.02
@@ -61,7 +63,6 @@ def split_into_chunks(rows: list[Rollout]) -> list[list[Rollout]]:
 def tokens_of(chunks: list[list[Rollout]], layout: Layout, baseline: Any) -> int:
     """Return the tokens that the student computes for a step that is read in these chunks."""
     stats = PhaseStats()
-    known: dict[int, Any] = {}
     # The separator and the closing tag, as a format makes of an empty trace.
     empty: Any = SimpleNamespace(
         completion_from_trace=lambda problem, trace: Completion([1, 1], None, "stop"),
@@ -70,15 +71,18 @@ def tokens_of(chunks: list[list[Rollout]], layout: Layout, baseline: Any) -> int
         ),
     )
 
-    def plan(lengths: Any) -> Any:
+    def plan(lengths: Any, all_ranks: bool) -> Any:
         return [(row, 1.0) for row in micro_batches(lengths, ROW, layout)]
 
-    student_views: Any = SimpleNamespace(formats=[empty])
-    models, students = [ReadModel(nothing)], Students.of("student", None)
+    students = Students.of("student", None).with_formats([empty])
     reward = RLTReward(baseline=baseline)
-    scorer = Scorer(reward, students, models, nothing, plan, CPU, student_views=student_views)
+    reader = Reader({"student": ReadModel(nothing)}, plan, CPU)
+    step = StepBatch.of_rollouts(Rollouts([row for rows in chunks for row in rows], 1, 0, 0.7))
+    first = 0
     for rows in chunks:
-        known |= collect_empty_scores(rows, scorer.score_students(rows, 0.7, known, stats))
+        places = range(first, first + len(rows))
+        reader.read(step, places, lambda rollout: reward.reads(rollout, students), stats)
+        first += len(rows)
     return stats.tokens
 
 

@@ -20,9 +20,10 @@ from rlt_lightning import Trainer
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules import StudentRLData
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import CorrectnessReward, RLTModule
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.rewards import CorrectnessReward
 
 PROMPTS = GROUP_SIZE = 8
 MAX_ROUNDS = 3

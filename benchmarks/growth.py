@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from reward import one_group, scorer_of
+from reward import build_scorer, one_group
 from side_by_side import benchmark_parser, finish, measure, read_options
 
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import compute_log_probs
-from rlt_lightning.numerics import RLTReward
 from rlt_lightning.numerics.head import Head
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import SHARING_COST, PackedSequences, ScoredSequence
+from rlt_lightning.rewards import RLTReward
 
 GOAL = 0.99  # of the variance in time that a straight line explains
 # Prefixes, tokens through the head, completions of one problem.
@@ -42,11 +43,11 @@ def reward_by_completions(
     model: Any, tokenizer: Any, counts: tuple[int, ...], rounds: int
 ) -> dict[int, dict[str, float]]:
     group = one_group(model, tokenizer, max(counts), 32)
-    scorer = scorer_of(model, model, RLTReward(), recompute=False)
+    scorer = build_scorer(model, model, RLTReward(), recompute=False)
     series = {}
     for number in counts:
-        rows = group.rollouts[:number]
-        series[number] = median_of(lambda rows=rows: scorer(rows, group.temperature), rounds)
+        some = replace(group, rollouts=group.rollouts[:number])
+        series[number] = median_of(lambda some=some: scorer(some), rounds)
         print(f"reward of {number} completions {series[number]}", flush=True)
     return series
 

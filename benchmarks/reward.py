@@ -1,4 +1,4 @@
-"""The reward of one group: `Scorer` against a loop over samples with full logits.
+"""The reward of one group: `Reader` against a loop over samples with full logits.
 
     .venv/bin/python benchmarks/reward.py [--rounds 5]
 
@@ -10,7 +10,7 @@ teacher's log-probs, and as for traces that come without.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from rlt_lightning.engines import HFEngine, SampleRequest, Sampling, sample_all
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.modules.frozen import ReadModel
-from rlt_lightning.modules.scorer import Scorer, Students
-from rlt_lightning.numerics import RLTReward
-from rlt_lightning.numerics.packing import micro_batches
+from rlt_lightning.modules.reader import Reader, score_rollouts
+from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import POLICY
+from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import ModelView, Problem, Rollout, Rollouts
 
 GOAL, TEMPERATURE = 5.0, 0.7
@@ -89,21 +92,19 @@ def loop(policy: Any, student: Any, rollouts: Rollouts, reward: RLTReward) -> Te
     return torch.stack(found)
 
 
-def scorer_of(policy: Any, student: Any, reward: RLTReward, recompute: bool) -> Scorer:
-    """Return a scorer that works on the CPU, in rows of 16k tokens."""
+def build_scorer(
+    policy: Any, student: Any, reward: RLTReward, recompute: bool
+) -> Callable[[Rollouts], Tensor]:
+    """Return a function that scores completions on the CPU, in rows of 16k tokens."""
+    models = {"student": ReadModel(ModelEntry(student)), POLICY: ReadModel(ModelEntry(policy))}
 
-    def call(model: Any, function: Any, *arguments: Any) -> Any:
-        return function(model, *arguments)
+    def plan(lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
+        return [(row, 1.0) for row in micro_batches(lengths, max_tokens=16384)]
 
-    return Scorer(
-        reward,
-        Students.of("student", None),
-        [ReadModel(partial(call, student))],
-        partial(call, policy),
-        lambda lengths: [(row, 1.0) for row in micro_batches(lengths, max_tokens=16384)],
-        CPU,
-        recompute=lambda unknown: recompute,
-    )
+    reader = Reader(models, plan, CPU, recompute=recompute)
+    chat_format: Any = None  # without a baseline it writes nothing
+    students = Students.of("student", None).with_formats([chat_format])
+    return lambda rollouts: score_rollouts(reader, reward, students, rollouts).rewards
 
 
 def main() -> None:
@@ -119,7 +120,7 @@ def main() -> None:
     rewards: dict[str, Tensor] = {}
 
     def ours(recompute: bool) -> Tensor:
-        return scorer_of(policy, student, reward, recompute)(rollouts.rollouts, TEMPERATURE).terms.reward
+        return build_scorer(policy, student, reward, recompute)(rollouts)
 
     functions = {
         "loop over samples": lambda: loop(plain_policy, plain_student, rollouts, reward),

@@ -50,7 +50,7 @@ from rlt_lightning.engines import DiskPush, EngineError, HFEngine, SampleRequest
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import InputError
 from rlt_lightning.version import VLLM_MINORS
 

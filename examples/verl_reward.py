@@ -110,7 +110,6 @@ class RLTRewardFunction(ExplanationScorer):
         batch.rows.append({"solution": ground_truth, **(extra_info or {})})
         batch.texts.append(solution_str)
         place = len(batch.texts) - 1
-        assert batch.scores is not None
         # A caller that is cancelled must not take the others' scores with it.
         return (await asyncio.shield(batch.scores))[place]
 
@@ -143,8 +142,8 @@ class RLTRewardFunction(ExplanationScorer):
             self.build_rollout(problem, self.format.completion_from_text(problem, text))
             for problem, text in zip(self.build_problems(rows), texts, strict=True)
         ]
-        terms = self.score(rollouts, teacher, device)
-        columns = {name: v.tolist() for name, v in {"score": terms.reward, **terms.parts()}.items()}
+        score = self.score(rollouts, teacher, device)
+        columns = {name: v.tolist() for name, v in {"score": score.rewards, **score.terms}.items()}
         return [{name: values[i] for name, values in columns.items()} for i in range(len(texts))]
 
     def _ready_teacher(self) -> tuple[ModelEntry, torch.device]:

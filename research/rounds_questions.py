@@ -169,7 +169,7 @@ def split_tokens(one: Questions, estimator: Estimator) -> dict[str, dict[str, li
     """
     from rlt_lightning import Teacher
     from rlt_lightning.engines.base import Sampling
-    from rlt_lightning.numerics.rewards import RLTReward
+    from rlt_lightning.rewards import RLTReward
 
     teacher = Teacher(
         one.train_teacher("warmup"),

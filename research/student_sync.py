@@ -50,7 +50,7 @@ class StudentSync(Callback):
         """Keep the best explanation of each problem, those of the step's last two held out; sync in time."""
         module: Any = pl_module
         size = batch.rollouts.group_size
-        rows, rewards = batch.rollouts.rollouts, batch.scores.terms.reward.view(-1, size)  # (P, G)
+        rows, rewards = batch.rollouts.rollouts, batch.step.rewards.view(-1, size)  # (P, G)
         best = rewards.argmax(1).tolist()
         found = [rows[number * size + place] for number, place in enumerate(best)]
         self.best += found[:-2]
@@ -62,7 +62,7 @@ class StudentSync(Callback):
 
     def sync(self, module: Any, step: int) -> None:
         """Train the student, and take the training back if held-out reward or length has fallen."""
-        [student] = module.student_models
+        [student] = module.models.values()
         before = copy.deepcopy(student.model.state_dict())
         reward = self.measure_reward(module)
         length = sum(len(row.completion.token_ids) for row in self.best) / len(self.best)
@@ -80,7 +80,7 @@ class StudentSync(Callback):
 
     def measure_reward(self, module: Any) -> float:
         """Return the mean reward of the best held-out explanations under the student as it is."""
-        rewards = [module.score(some).terms.reward for some in self.held_out]
+        rewards = [module.score(some).rewards for some in self.held_out]
         return float(torch.cat(rewards).mean())
 
     def train(self, model: Any, step: int) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlt_lightning.engines import Sampling
     from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
     from rlt_lightning.modules.optimizer import OptimizerConfig
-    from rlt_lightning.numerics import RLTReward
+    from rlt_lightning.rewards import RLTReward
     from rlt_lightning.teacher import Explanation, Score, Teacher, score
     from rlt_lightning.trainer import Trainer
 
@@ -70,7 +70,7 @@ PLACES = {
     "engines": ("Sampling",),
     "modules": ("EvaluationModule", "LikelihoodModule", "OPDModule", "RLTModule", "SFTModule"),
     "modules.optimizer": ("OptimizerConfig",),
-    "numerics": ("RLTReward",),
+    "rewards": ("RLTReward",),
     "teacher": ("Explanation", "Score", "Teacher", "score"),
     "trainer": ("Trainer",),
 }

@@ -24,12 +24,14 @@ from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.scorer import StudentNames, split_student_setting
-from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import Reduction
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rewards.base import ReadTokens
+from rlt_lightning.rewards.students import Student, StudentNames, split_student_setting
+from rlt_lightning.rollouts.step import Score as StepScore
 from rlt_lightning.tags import TagStyle, decode_each
 from rlt_lightning.trainer import TRAINER_DEFAULTS, quiet_third_parties
-from rlt_lightning.types import FinishReason, InputError, ModelView, Rollout, Scores
+from rlt_lightning.types import FinishReason, InputError, Rollout
 
 # For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
 EXACT = RLTReward(kl_estimator="exact")
@@ -72,37 +74,39 @@ class Score:
 
     @classmethod
     def of(
-        cls, views: Sequence[ModelView], scores: Scores, place: int, reward: RLTReward, formats: Sequence[Any]
+        cls,
+        score: StepScore,
+        row: int,
+        reward: RLTReward,
+        students: Sequence[Student],
+        tokens: Sequence[ReadTokens],
     ) -> Score:
-        """Return the score of one rollout of a batch.
+        """Return the score of one rollout of a step.
 
         Args:
-            views: The rollout as each student reads it.
-            scores: The scores of its batch.
-            place: Its place in the batch, from 0.
+            score: The scores of the step.
+            row: Its row there.
             reward: What scored it.
-            formats: The format of each student, with the tokenizers of teacher and student.
+            students: Who read it.
+            tokens: What each student read.
         """
-        chat_format, solution_ids = formats[0], views[0].problem.solution_ids
-        terms = scores.terms
-        assert isinstance(terms, RLTRewardTerms)
-        solution = terms.solution_log_prob_mean + reward.min_coef * terms.solution_log_prob_min  # (N,)
-        solution = solution if terms.baseline is None else solution - terms.baseline
-        kl = terms.kl_mean + reward.max_coef * terms.kl_max  # (N,)
+        student, read = students[0], tokens[0]
+        columns = {name: float(values[row]) for name, values in score.columns.items()}
+        solution = columns["solution_log_prob_mean"] + reward.min_coef * columns["solution_log_prob_min"]
         return cls(
-            reward=float(terms.reward[place]),
-            r_ss=float(solution[place]),
-            r_kl=float(kl[place]),
-            terms={name: float(values[place]) for name, values in terms.parts().items()},
-            token_ids=scores.think_tokens[place],
-            tokens=decode_each(chat_format.tokenizer, scores.think_tokens[place]),
-            kl=scores.kl[place].tolist(),
-            solution_ids=solution_ids,
-            solution_tokens=decode_each(chat_format.student_tokenizer, solution_ids),
-            solution_log_probs=scores.solution_log_probs[place].tolist(),
+            reward=float(score.rewards[row]),
+            r_ss=solution - columns.get("baseline", 0.0),
+            r_kl=columns["kl_mean"] + reward.max_coef * columns["kl_max"],
+            terms={name: float(values[row]) for name, values in score.terms.items()},
+            token_ids=read.thought,
+            tokens=decode_each(student.format.tokenizer, read.thought),
+            kl=read.kl,
+            solution_ids=read.solution,
+            solution_tokens=decode_each(student.format.student_tokenizer, read.solution),
+            solution_log_probs=read.solution_log_probs,
             by_student={
-                label: cls.of(views[number:], one, place, reward, formats[number:])
-                for number, (label, one) in enumerate(scores.by_student.items())
+                label: cls.of(by_student, row, reward, students[number:], tokens[number:])
+                for number, (label, by_student) in enumerate(score.by_student.items())
             },
         )
 
@@ -252,12 +256,17 @@ class Teacher:
         rollouts = RolloutCallback(sampling=self.sampling, seed=seed)
         settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
         batches = score_problems(self.module, data, rollouts, **settings)
-        found: list[tuple[Rollout, Score | None]] = []
+        students = list(self.module.students)
+        scored: list[tuple[Rollout, Score | None]] = []
         for batch in batches:
-            for place, rollout in enumerate(batch.rollouts.rollouts):
-                parts = (rollout.views, batch.scores, place, self.reward, data.student_views.formats)
-                found.append((rollout, Score.of(*parts) if self.module.students.names else None))
-        return found
+            for row, rollout in enumerate(batch.rollouts):
+                score = None
+                if students:
+                    assert batch.step.score is not None
+                    tokens = self.reward.list_tokens(batch.step, row, self.module.students)
+                    score = Score.of(batch.step.score, row, self.reward, students, tokens)
+                scored.append((rollout, score))
+        return scored
 
 
 def score(

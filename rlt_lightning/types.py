@@ -2,8 +2,8 @@
 
 The data classes, from what they hold to what holds them:
 
-    Problem, Completion → Rollout → Rollouts ┐
-      ModelView ──┘    RewardTerms → Scores ─┴→ PromptBatch      fit, validate, predict: RLTModule, OPDModule
+    Problem, Completion → Rollout → Rollouts ─→ PromptBatch      fit, validate, predict: RLTModule, OPDModule
+      ModelView ──┘
                                   SFTExample ─→ SFTBatch         fit and validate of SFTModule
                  EvaluationProblem, Response ─→ EvaluationBatch  rlt test
 
@@ -308,26 +308,6 @@ class Rollouts:
     temperature: float
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The reward of N rollouts, its terms, and the tokens behind them.
-
-    Attributes:
-        terms: The reward and its terms, each (N,).
-        solution_log_probs: N of (S,), nats, at the student's temperature; empty if no model was asked.
-        think_tokens: N of K token ids, which r_KL counts; empty if no model was asked.
-        kl: N of (K,), nats, their KL; empty if no model was asked.
-        by_student: The scores by each of several students, whose tokens above are the first one's; empty if
-            there is one.
-    """
-
-    terms: RewardTerms
-    solution_log_probs: list[Tensor]
-    think_tokens: list[list[int]]
-    kl: list[Tensor]
-    by_student: dict[str, Scores] = field(default_factory=dict)
-
-
 @dataclass
 class PromptBatch:
     """One RL iteration of one rank: the loader brings the problems, the module sets the rest for callbacks.
@@ -335,17 +315,13 @@ class PromptBatch:
     Attributes:
         problems: The problems of this rank; dynamic sampling may put others in place.
         rollouts: Their completions; `rlt predict` may read them from the data.
-        scores: The scores of the completions.
-        counts: What dynamic sampling has cost, by the names of its metrics; empty without it.
-        dropped: The completions of all ranks that it replaced: problem, number in the group, completion.
+        step: The StepBatch (rollouts/step.py) with their rewards and, in training, those of all ranks.
         spare: Whether it only lets this rank take part in what all ranks do together: nobody keeps its rows.
     """
 
     problems: list[Problem]
     rollouts: Rollouts | None = None
-    scores: Scores | None = None
-    counts: dict[str, float] = field(default_factory=dict)
-    dropped: list[tuple[Problem, int, Completion]] = field(default_factory=list)
+    step: Any = None
     spare: bool = False
 
 

@@ -29,8 +29,6 @@ from rlt_lightning.modules.rollout_rows import (
     read_reference,
     resume_rows,
 )
-from rlt_lightning.modules.text_reward import CorrectnessReward
-from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data_card
 from rlt_lightning.run.jsonl import Row, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
@@ -67,7 +65,8 @@ class ScoreWriter(Callback):
                 f"Scores are made by a module with a reward, but {type(pl_module).__name__}, the model, has "
                 "none. Choose RLTModule, as in recipe_7b/score."
             )
-        if self.per_token and not isinstance(pl_module.reward, RLTReward):
+        module: Any = pl_module
+        if self.per_token and not module.reward.has_tokens:
             raise InputError(
                 f"scores.per_token needs RLTReward, but model.reward is {type(pl_module.reward).__name__}, "
                 "which asks no model. Set it to false."
@@ -93,9 +92,11 @@ class ScoreWriter(Callback):
         if not isinstance(get_stratos_data(trainer), ScoringData):
             return
         if self.per_token:
-            formats = get_stratos_data(trainer).student_views.formats
+            module: Any = pl_module
+            batch.step.bring_to_host(batch.step.shard)
             for i, row in enumerate(outputs):
-                row |= build_token_columns(batch.rollouts.rollouts[i], batch.scores, i, formats)
+                tokens = module.reward.list_tokens(batch.step, i, module.students)
+                row |= build_token_columns(tokens, module.students)
         append_from_ranks(trainer, self._path(trainer), outputs)
 
     @override
@@ -140,14 +141,14 @@ def is_sampled_by(teacher: str, problem: Problem) -> bool:
 
 def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
     """Warn if a sampled estimator of the KL is used for traces that the teacher has not sampled."""
-    reward: Any = module.reward
-    if not isinstance(reward, RLTReward):
+    of_kl = module.reward.find_kl(temperature=1.0)
+    if of_kl is None:
         return
     foreign = sum(not is_sampled_by(str(module.pretrained), problem) for problem in items)
-    if foreign and reward.kl_estimator != "exact":
+    if foreign and of_kl.kl_estimator != "exact":
         rank_zero_warn(
             f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "
-            f"column teacher does not name it). The mean of their log-ratios ({reward.kl_estimator}) is no "
+            f"column teacher does not name it). The mean of their log-ratios ({of_kl.kl_estimator}) is no "
             "KL and may be negative, so that nonsense can win. Rank such traces by the exact KL, with "
             "--config recipe_7b/rank; see docs/scoring.md."
         )
@@ -260,7 +261,7 @@ class DistillationWriter(Callback):
 
 def require_verdicts(module: RLTModule) -> None:
     """Check that the reward says which answers are right."""
-    if not isinstance(module.reward, CorrectnessReward):
+    if not module.reward.judges_answers:
         raise InputError(
             "`rlt predict` keeps right answers, so with StudentRLData model.reward must be "
             f"CorrectnessReward, but is {type(module.reward).__name__}. Set it, and model.student to null."

@@ -6,22 +6,24 @@ A resumed run makes the iterations after its checkpoint again, and the file cont
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.rollout_rows import (
     build_token_columns,
     rollout_rows,
     spread_evenly,
 )
 from rlt_lightning.rollouts.collectives import waiting_for_ranks
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
 from rlt_lightning.types import InputError, PromptBatch
+
+T = TypeVar("T")
 
 TABLE = "completions"  # name of the table in W&B
 NOT_SHOWN = ("policy_version", "seed", "worker")
@@ -60,19 +62,28 @@ class RolloutRecorder(Callback):
         step = trainer.global_step  # one batch is one RL iteration is one optimizer step
         if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
             return
-        rows = [{"step": step, **row} for row in rollout_rows(batch)]
-        assert batch.rollouts is not None
-        assert batch.scores is not None
-        if batch.scores.kl:  # empty if the reward asks no model
-            formats = get_stratos_data(trainer).student_views.formats
-            for i in self._choose_with_tokens([row["reward"] for row in rows], batch.rollouts.group_size):
-                rows[i] |= build_token_columns(batch.rollouts.rollouts[i], batch.scores, i, formats)
-        rows = gather_rows(rows, trainer)
+        # Each rank records what it has measured: only there are the tokens.
+        measured = gather_rows(self._build_rows(step, batch.step, pl_module), trainer)
+        rows = [row for _, row in sorted(measured, key=lambda numbered: numbered[0])]
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
 
+    def _build_rows(self, number: int, step: StepBatch, module: Any) -> list[tuple[int, Row]]:
+        """Return what is recorded of the completions that this rank has measured, with their rows."""
+        reward, rows = getattr(module, "reward", None), []
+        has_tokens = reward is not None and reward.has_tokens
+        chosen = self._choose_with_tokens(step.rewards.tolist(), step.group_size) if has_tokens else []
+        chosen = [row for row in chosen if row in step.measured]
+        step.bring_to_host(chosen)
+        for row, columns in zip(step.measured, rollout_rows(step, step.measured), strict=True):
+            if row in chosen:
+                tokens = module.reward.list_tokens(step, row, module.students)
+                columns |= build_token_columns(tokens, module.students)
+            rows.append((row, {"step": number, **columns}))
+        return rows
+
     def _choose_with_tokens(self, rewards: list[float], group_size: int) -> list[int]:
-        """Return the positions of the completions whose tokens are recorded."""
+        """Return the rows of the completions whose tokens are recorded."""
         if self.tokens != "extremes":
             return list(range(len(rewards))) if self.tokens == "all" else []
         groups = [range(i, i + group_size) for i in range(0, len(rewards), group_size)]
@@ -145,9 +156,9 @@ class CompletionsTable(Callback):
 
 def build_table_rows(batch: PromptBatch) -> list[Row]:
     """Build one row per completion: its texts, the reward and its terms, and lengths in tokens."""
-    assert batch.rollouts is not None
     rows = []
-    for rollout, row in zip(batch.rollouts.rollouts, rollout_rows(batch), strict=True):
+    step = batch.step
+    for rollout, row in zip(step.rollouts(step.own), rollout_rows(step, step.own), strict=True):
         shown = {n: v for n, v in row.items() if n not in NOT_SHOWN and not isinstance(v, list)}
         lengths = {
             "closed": rollout.closed,
@@ -158,13 +169,11 @@ def build_table_rows(batch: PromptBatch) -> list[Row]:
     return rows
 
 
-def gather_rows(rows: list[Row], trainer: Trainer) -> list[Row]:
+def gather_rows(rows: list[T], trainer: Trainer) -> list[T]:
     """Return the rows of all ranks on rank 0; on other ranks nothing."""
     if trainer.world_size == 1:
         return rows
-    parts: list[list[Row]] | None = (
-        [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
-    )
+    parts: list[list[T]] | None = [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
     with waiting_for_ranks(trainer, "rank 0 to take the rows", "the rows of all ranks"):
         torch.distributed.gather_object(rows, parts, dst=0)
     return [row for part in parts or [] for row in part]

@@ -18,7 +18,6 @@ from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
-from rlt_lightning.numerics.likelihood import find_kl_reward
 from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError, Problem
 
@@ -53,13 +52,13 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
             "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
             "a group are all alike. Set it, the released recipe uses 0.7."
         )
-    own = module.reward if isinstance(module, RLTModule) else None
-    reward = find_kl_reward(own, sampling.temperature)
-    if reward is not None and reward.teacher_temperature != sampling.temperature:
-        setting = "reward.teacher_temperature" if reward is own else "reward.temperature"
+    reward = module.reward if isinstance(module, RLTModule) else None
+    of_kl = None if reward is None else reward.find_kl(sampling.temperature)
+    if of_kl is not None and of_kl.teacher_temperature != sampling.temperature:
+        setting = "reward.teacher_temperature" if of_kl is reward else "reward.temperature"
         rank_zero_warn(
             f"sampling.temperature is {sampling.temperature}, but {setting} is "
-            f"{reward.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
+            f"{of_kl.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
         )
     if asynchronous and module.max_staleness < 1:
         raise InputError(

@@ -51,7 +51,7 @@ from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.modules.likelihood import POLICY, REFERENCE
+from rlt_lightning.rollouts.step import POLICY, REFERENCE
 from rlt_lightning.run.folder import (
     RunFolder,
     choose_run_folder,

@@ -44,8 +44,7 @@ from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.likelihood import LikelihoodModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.text_reward import CorrectnessReward
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.types import BadRowError, BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]
@@ -286,7 +285,7 @@ def check_completions(
     trainer: dict[str, Any],
 ) -> Iterator[Check]:
     """Sample completions, and check that they are closed, that some are right, and that rewards differ."""
-    is_answer = isinstance(module.reward, CorrectnessReward)
+    is_answer = module.reward.judges_answers
     if is_answer and not all(can_be_judged(row.reference) for row in rows):
         yield Check("closed", "cannot", "rows without an answer: answers to them cannot be judged")
         return
@@ -298,7 +297,7 @@ def check_completions(
     asked.student_names = tuple(module.students.names)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     scored = score_problems(module, asked, rollouts, **trainer)
-    sampled = [rollout for batch in scored for rollout in batch.rollouts.rollouts]
+    sampled = [rollout for batch in scored for rollout in batch.rollouts]
     number = len(sampled)
     closed = fmean(r.closed for r in sampled)
     cut = fmean(r.completion.finish_reason == "length" for r in sampled)
@@ -332,7 +331,7 @@ def check_sampled(rollouts: Sequence[Rollout], judge: Judge) -> Check:
 
 def check_spread(scored: Sequence[ScoredBatch], size: int) -> Check:
     """Check that the completions of a problem earn different rewards."""
-    rewards = [float(value) for batch in scored for value in batch.scores.terms.reward]
+    rewards = [float(value) for batch in scored for value in batch.step.rewards]
     groups = [rewards[i : i + size] for i in range(0, len(rewards), size)]
     part = fmean(pstdev(group) > GROUP_STD_BELOW for group in groups)
     return Check(
@@ -510,7 +509,7 @@ class Ranking:
         return f"{right} on average, {' and '.join(variants)}"
 
 
-def choose_reward(reward: RLTReward, views: StudentViews) -> RLTReward:
+def choose_reward(reward: Any, views: StudentViews) -> Any:
     """Return the reward by which given texts are scored: sampled estimators hold for samples only."""
     crosses = any(isinstance(form, CrossTokenizerFormat) for form in views.formats)
     return reward if crosses else replace(reward, kl_estimator="exact")
@@ -529,7 +528,7 @@ def check_ranking(
     trainer: dict[str, Any],
 ) -> Check:
     """Check that the reward ranks right traces above leaps and filler, and above the user's bad ones."""
-    if not isinstance(module, RLTModule) or not isinstance(module.reward, RLTReward):
+    if not isinstance(module, RLTModule) or not module.reward.has_tokens:
         return Check("ranking", "cannot", "this stage has no reward of a student: it is a check of stage 2")
     if len(good) < 2:
         reason = f"it needs rows with a right reasoning_trace of several sentences, and found {len(good)}"
@@ -540,9 +539,7 @@ def check_ranking(
     module.reward = choose_reward(module.reward, data.student_views)
     scored = score_problems(module, asked, rollouts, **trainer)
     rewards = (
-        pair
-        for batch in scored
-        for pair in zip(batch.rollouts.rollouts, batch.scores.terms.reward.tolist(), strict=True)
+        pair for batch in scored for pair in zip(batch.rollouts, batch.step.rewards.tolist(), strict=True)
     )
     return describe_ranking(Ranking.of(rewards, kinds))
 

@@ -31,7 +31,7 @@ from rlt_lightning.metrics.catalogue import find_metric
 from rlt_lightning.models.load import is_model_folder, load_format
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.tasks.stepwise import describe_question
@@ -229,7 +229,7 @@ def explain(
         InputError: If no reward asks a student, or the page would replace another file.
     """
     reward = getattr(module, "reward", None)
-    if not isinstance(reward, RLTReward):
+    if reward is None or not reward.has_tokens:
         raise InputError(
             "`rlt explain` shows what a student makes of tokens, so model.reward must be an RLTReward, but "
             f"is {type(reward).__name__}. Choose a config with one, such as --config recipe_7b/rank."
@@ -238,11 +238,14 @@ def explain(
         require_replaceable(Path(options.html))
     [scored] = score_problems(module, data, rollouts, with_empty=True, **trainer)
     assert scored.empty is not None
-    formats = data.student_views.formats
-    [row], [rollout] = rollout_rows(scored.batch), scored.rollouts.rollouts
-    row |= build_token_columns(rollout, scored.scores, 0, formats)
-    empty = score_rows(scored.empty)[0] | build_token_columns(rollout, scored.empty, 0, formats)
-    by_student = scored.scores.by_student
+    assert scored.step.score is not None
+    assert scored.empty.score is not None
+    students = module.students
+    [row] = rollout_rows(scored.step, [0])
+    row |= build_token_columns(reward.list_tokens(scored.step, 0, students), students)
+    empty = score_rows(scored.empty.score)[0]
+    empty |= build_token_columns(reward.list_tokens(scored.empty, 0, students), students)
+    by_student = scored.step.score.by_student
     models = (
         f"teacher {module.pretrained}, student{'s' * bool(by_student)} {', '.join(module.students.names)}"
     )
@@ -255,8 +258,8 @@ def explain(
         print(f"\nreward {row['reward']:+.4f} of all students")
     cards = []
     # With one student, its scores are those of the batch.
-    for label, scores in by_student.items() or [("", scored.scores)]:
-        parts = {name: float(values[0]) for name, values in scores.terms.parts().items()}
+    for label, scores in by_student.items() or [("", scored.step.score)]:
+        parts = {name: float(values[0]) for name, values in scores.terms.items()}
         seen, without = choose_student(row, label), choose_student(empty, label)
         print(
             "\n".join(

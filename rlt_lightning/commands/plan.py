@@ -53,7 +53,6 @@ from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import list_heads, resident_bytes
 from rlt_lightning.numerics.head import block_size
-from rlt_lightning.numerics.likelihood import find_kl_reward
 from rlt_lightning.numerics.packing import (
     Layout,
     MicroBatch,
@@ -62,7 +61,6 @@ from rlt_lightning.numerics.packing import (
     SequenceLengths,
     micro_batches,
 )
-from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
@@ -1099,14 +1097,14 @@ def add_students(
         )
     if isinstance(data, ScoringData):
         # Nobody has told the log-probs of given completions, so the teacher runs where these count.
-        runs = setup.teacher_runs or isinstance(module.reward, RLTReward)
+        runs = setup.teacher_runs or module.reward.has_tokens
         setup = replace(setup, worker=None, hf_sequences=0, teacher_runs=runs)
     return setup
 
 
 def reads_teacher(module: RLTModule, rollouts: RolloutCallback) -> bool:
     """Return whether the teacher runs once more for the reward."""
-    reward = find_kl_reward(module.reward, rollouts.sampling.temperature)
+    reward = module.reward.find_kl(rollouts.sampling.temperature)
     return reward is not None and (
         reward.kl_estimator == "exact"
         or module.teacher_log_probs == "recompute"

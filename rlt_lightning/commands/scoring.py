@@ -3,7 +3,7 @@
 score_problems      rows ─▶ Problems ─▶ their completions, or those that an engine samples ─▶ RLTModule
                     the models are loaded here, as in `rlt predict`: `rlt explain`, `rlt check`, Teacher
 ExplanationScorer   row ────────▶ Problem ┐
-                    completion ───────────┴▶ Rollout ─▶ Scorer (modules/scorer.py) ─▶ reward and its terms
+                    completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ Score: reward and its terms
                     another program has sampled, and brings the teacher: TRL, verl
 """
 
@@ -25,22 +25,19 @@ from rlt_lightning.callbacks.rollout_checks import list_model_contexts
 from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.stages import ReadData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
+from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.load import Dtype, load_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import FrozenModel, ReadModel, RunModel
+from rlt_lightning.modules.reader import Reader, score_rollouts
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.scorer import (
-    Scorer,
-    StudentNames,
-    Students,
-    require_scorable,
-    split_student_setting,
-)
-from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches
-from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
+from rlt_lightning.rewards import Reward, RLTReward, TextReward
+from rlt_lightning.rewards.explanations import build_empty_completion, require_scorable
+from rlt_lightning.rewards.students import StudentNames, Students, split_student_setting
+from rlt_lightning.rollouts.step import POLICY, Score, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import (
@@ -52,7 +49,6 @@ from rlt_lightning.types import (
     RewardTerms,
     Rollout,
     Rollouts,
-    Scores,
 )
 
 
@@ -66,27 +62,20 @@ class NoReward(TextReward):
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Completions of some rows with their scores.
+    """Completions of some rows with their rewards.
 
     Attributes:
-        batch: The rows, with `rollouts` and `scores`.
-        empty: The scores, N = 1, of an empty explanation of the first problem; None if none was asked for.
+        step: The completions.
+        empty: An empty explanation of the first problem, scored; None if none was asked for.
     """
 
-    batch: PromptBatch
-    empty: Scores | None
+    step: StepBatch
+    empty: StepBatch | None
 
     @property
-    def rollouts(self) -> Rollouts:
+    def rollouts(self) -> list[Rollout]:
         """Return the completions."""
-        assert self.batch.rollouts is not None
-        return self.batch.rollouts
-
-    @property
-    def scores(self) -> Scores:
-        """Return the scores of the completions."""
-        assert self.batch.scores is not None
-        return self.batch.scores
+        return self.step.rollouts(self.step.shard)
 
 
 def score_problems(
@@ -123,7 +112,7 @@ def score_problems(
             "enable_progress_bar": False,
         }
         Trainer(**settings).predict(module, datamodule=data, return_predictions=False)
-    return collector.found
+    return collector.scored
 
 
 class ScoreCollector(Callback):
@@ -131,7 +120,7 @@ class ScoreCollector(Callback):
 
     def __init__(self, with_empty: bool) -> None:
         self.with_empty = with_empty
-        self.found: list[ScoredBatch] = []
+        self.scored: list[ScoredBatch] = []
         self.waiting = ExitStack()
 
     @override
@@ -171,10 +160,16 @@ class ScoreCollector(Callback):
             assert batch.rollouts is not None
             # In the precision in which RLTModule scored the explanations.
             with trainer.precision_plugin.forward_context():
-                scorer = cast(RLTModule, pl_module).scorer
-                empty = scorer.score_empty(batch.problems[0], batch.rollouts.temperature)
+                rollout = build_empty_rollout(batch.problems[0], get_stratos_data(trainer).student_views)
+                rollouts = replace(batch.rollouts, rollouts=[rollout], group_size=1)
+                empty = cast(RLTModule, pl_module).score(rollouts)
         self.waiting.close()
-        self.found.append(ScoredBatch(batch, empty))
+        self.scored.append(ScoredBatch(batch.step, empty))
+
+
+def build_empty_rollout(problem: Problem, views: StudentViews) -> Rollout:
+    """Return an empty explanation as every student reads it, with which others are compared."""
+    return views.build_rollout(problem, build_empty_completion(problem, views.formats[0]))
 
 
 def fit_context(trainer: Trainer, module: RLTModule) -> None:
@@ -247,8 +242,8 @@ class ExplanationScorer:
                 f"{type(self).__name__} needs a reward that is a {self.reward_type.__name__}, but it is "
                 f"{type(reward).__name__}. Pass one; rlt fit trains with the others."
             )
-        self.students = Students.of(*split_student_setting(student), student_reduction)
-        names = self.students.names
+        students = Students.of(*split_student_setting(student), student_reduction)
+        names = students.names
         self.data = self.data_type(
             tokenizer=teacher,
             student_tokenizer=[*names],
@@ -265,7 +260,8 @@ class ExplanationScorer:
         self.data.load_formats()
         self.student_views, self.format = self.data.student_views, self.data.format
         self.tokenizer = self.format.tokenizer
-        require_scorable(reward, self.student_views.formats, names)
+        self.students = students.with_formats(self.student_views.formats)
+        require_scorable(reward, self.students)
         self.student_views.warn_of_guesses()
         self.teacher_name = teacher
         self.reward = reward
@@ -275,7 +271,7 @@ class ExplanationScorer:
         self.layout: Layout = layout
         self.head = HeadOptions()
         self.trust_remote_code = trust_remote_code
-        self.student_models: list[FrozenModel] = []
+        self.models: dict[str, FrozenModel] = {}
         self.checked = False
 
     def build_problem(self, number: int, row: dict[str, Any]) -> Problem:
@@ -320,7 +316,7 @@ class ExplanationScorer:
 
     def score(
         self, rollouts: Sequence[Rollout], teacher: RunModel, device: torch.device, group_size: int = 1
-    ) -> RewardTerms:
+    ) -> Score:
         """Return the reward of N explanations and its terms, each (N,).
 
         Args:
@@ -333,37 +329,40 @@ class ExplanationScorer:
         Raises:
             NonFiniteError: If a log-prob or reward is NaN or infinite.
         """
-        models = self._ready_models(teacher, device)
-        options = teacher, self._plan, device, self.head, self.student_views
-        scorer = Scorer(self.reward, self.students, models, *options)
-        return scorer(list(rollouts), self.temperature, group_size).terms
+        assert group_size > 1 or not self.reward.compares, "completions can be compared in groups only"
+        self._prepare_models(teacher, device)
+        models = self.models | {POLICY: ReadModel(teacher)}
+        reader = Reader(models, self._plan, device, self.head)
+        groups = Rollouts(list(rollouts), group_size, 0, self.temperature)
+        step = score_rollouts(reader, self.reward, self.students, groups)
+        assert step.score is not None
+        return step.score
 
     @property
     def temperature(self) -> float:
         """Return the temperature at which completions were sampled."""
-        assert isinstance(self.reward, RLTReward)
-        return self.reward.teacher_temperature
+        of_kl = self.reward.find_kl(temperature=1.0)
+        return 1.0 if of_kl is None else of_kl.teacher_temperature
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the students that have weights of their own."""
-        return self.students.names
+        return tuple(dict.fromkeys(self.students.names))
 
-    def _plan(self, lengths: list[SequenceLengths]) -> list[tuple[MicroBatch, float]]:
+    def _plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(lengths, self.micro_batch_tokens, self.layout)]
 
-    def _ready_models(self, teacher: RunModel, device: torch.device) -> Sequence[ReadModel]:
-        """Return the models that score, on a device; the first time, load them, and check all models."""
+    def _prepare_models(self, teacher: RunModel, device: torch.device) -> None:
+        """Move the models that score to a device; the first time, load them, and check all models."""
         if not self.checked:
             options = None, self.trust_remote_code, "the frozen student"
             for name in self.frozen_names:
                 student = FrozenModel(ModelEntry(load_model(name, self.student_dtype, *options)).to(device))
                 self.head = prepare_model(student.run, name, Kernels(), self.head, device)
                 self.layout = verify_layout(student.run, name, self.layout)
-                self.student_models.append(student)
+                self.models[name] = student
             # A teacher whose attention is not ours has it by its architecture: nothing to warn of.
             self.layout = verify_layout(teacher, self.teacher_name, self.layout, attention_chosen=True)
             self.checked = True
-        for student in self.student_models:
+        for student in self.models.values():
             student.model.to(device)
-        return self.student_models or [ReadModel(teacher)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from inspect import isroutine, signature
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypedDict, TypeVar, cast
@@ -35,29 +35,23 @@ from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
-from rlt_lightning.modules.frozen import RunModel
+from rlt_lightning.modules.frozen import ReadModel, RunModel
 from rlt_lightning.modules.optimizer import (
     OptimizerConfig,
     build_optimizer,
     build_schedule,
     require_usable,
 )
-from rlt_lightning.modules.phases import PhaseStats, PhaseTimer, forward_flops, matmul_rate
+from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
+from rlt_lightning.modules.reader import PassKey, Reader
 from rlt_lightning.modules.step_metrics import speed_metrics
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.numerics.packing import (
-    Layout,
-    MicroBatch,
-    PackedSequences,
-    ScoredSequence,
-    SequenceLengths,
-    micro_batches,
-    split_to,
-)
+from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches, split_to
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.run.ranks import EndTogether
+from rlt_lightning.rollouts.step import POLICY
+from rlt_lightning.run.ranks import EndTogether, gather_from_ranks
 from rlt_lightning.run.redaction import HIDDEN, redact
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
@@ -66,27 +60,6 @@ from rlt_lightning.types import InputError, as_list
 Init = TypeVar("Init", bound=Callable[..., None])
 # What the progress bar shows of a step.
 SHOWN = {"reward/mean", "rollout/closed_frac", "policy/loss", "perf/tokens_per_s"}
-
-
-@dataclass(frozen=True)
-class UpdateBatch:
-    """A micro-batch of a policy update.
-
-    Attributes:
-        planned: Which of the rank's sequences are in it.
-        packed: Their tokens in one row.
-        scale: What its loss is multiplied by: the strategy averages gradients over ranks, so each rank's part
-            counts world_size times. 0: computed only because other ranks compute one.
-    """
-
-    planned: MicroBatch
-    packed: PackedSequences
-    scale: float
-
-    @property
-    def indices(self) -> list[int]:
-        """Return which of the rank's sequences are in it, in the order of their tokens."""
-        return self.planned.indices
 
 
 class PolicyOptions(TypedDict, total=False):
@@ -515,38 +488,27 @@ class PolicyModule(LightningModule):
             planned = split_to(planned, most, lengths)
         return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
 
-    def plan_forward(self, lengths: list[SequenceLengths]) -> list[tuple[MicroBatch, float]]:
-        """Return micro-batches for forwards without gradient, in which ranks meet if weights are sharded."""
-        return self.plan(lengths, all_ranks=self.sharding.sharded)
+    @property
+    def reader(self) -> Reader:
+        """Return what runs this module's models."""
+        together = self.sharding.sharded
+        return Reader(
+            self.list_models(),
+            self.plan,
+            self.device,
+            self.head,
+            together,
+            self.on_any_rank,
+            self.gather_keys,
+        )
 
-    def pack_sequences(self, sequences: list[ScoredSequence], micro_batch: MicroBatch) -> PackedSequences:
-        """Pack the sequences of a micro-batch for one forward."""
-        return PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+    def list_models(self) -> dict[str, ReadModel]:
+        """Return the models by the names that reads use."""
+        return {POLICY: ReadModel(self.run, is_policy=True)}
 
-    def pack(
-        self,
-        sequences: list[ScoredSequence],
-        lengths: list[SequenceLengths],
-        stats: PhaseStats,
-        last: bool = True,
-    ) -> Iterator[UpdateBatch]:
-        """Yield the micro-batches of an update, each inside the strategy's context for its backward.
-
-        All ranks get equally many: the last backward of a step sums gradients over ranks.
-
-        Args:
-            sequences: What the policy computes for each row of this rank's shard.
-            lengths: Their lengths.
-            stats: Counts the tokens that the policy computes.
-            last: Whether the step's last backward is among them; False if another call follows.
-        """
-        planned = self.plan(lengths, all_ranks=True)
-        for number, (micro_batch, weight) in enumerate(planned):
-            packed = self.pack_sequences(sequences, micro_batch)
-            flops = self.forwards_per_step * forward_flops(self.policy, packed)
-            stats.count(packed, sequences, micro_batch, weight, flops)
-            with self.sharding.micro_batch(last=last and number == len(planned) - 1):
-                yield UpdateBatch(micro_batch, packed, weight * self.trainer.world_size)
+    def gather_keys(self, keys: list[PassKey]) -> list[list[PassKey]]:
+        """Return what models read on every rank."""
+        return gather_from_ranks(self.trainer, keys, "what models read on all ranks")
 
     def max_over_ranks(self, *numbers: float) -> list[float]:
         """Return the largest of all ranks' numbers, in fp32, of each."""
@@ -566,18 +528,22 @@ class PolicyModule(LightningModule):
             numbers = self.trainer.strategy.reduce(upload(numbers, self.device), reduce_op=operation)
         return numbers.tolist()
 
-    def optimizer_step_now(self) -> dict[str, Any]:
-        """Clip, step the optimizer and its schedules, and return gradient norm and learning rate."""
+    def optimizer_step_now(self, counts: bool = True) -> dict[str, Any]:
+        """Clip, step the optimizer and its schedules, and return gradient norm and learning rate.
+
+        `counts` is false for all but the last update of an iteration: `global_step` and the schedules count
+        iterations.
+        """
         optimizer: Any = self.optimizers()
         lr = optimizer.param_groups[0]["lr"]
         max_norm = self.optimizer_config.max_grad_norm
-        grad_norm = self.sharding.step(optimizer, list(self.policy.parameters()), max_norm)
+        grad_norm = self.sharding.step(optimizer, list(self.policy.parameters()), max_norm, counts)
         if not grad_norm.isfinite():
             raise NonFiniteError(
                 f"Every gradient must be finite, but after step {self.global_step} one is not. Resume from "
                 "an earlier checkpoint with a lower learning rate, or use fp32."
             )
-        for schedule in as_list(self.lr_schedulers()):
+        for schedule in as_list(self.lr_schedulers()) if counts else []:
             schedule.step()
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 

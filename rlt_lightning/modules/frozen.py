@@ -16,10 +16,16 @@ RunModel = Callable[..., Any]
 
 
 class ReadModel:
-    """A model that is only read, through `run`; its weights are on the device."""
+    """A model that is only read, through `run`; its weights are on the device.
 
-    def __init__(self, run: RunModel) -> None:
+    Args:
+        run: Calls the model.
+        is_policy: Whether it is the trained model, with or without its adapter: its head is the policy's.
+    """
+
+    def __init__(self, run: RunModel, is_policy: bool = False) -> None:
         self.run = run
+        self.is_policy = is_policy
 
     @contextmanager
     def loaded_on(self, device: torch.device) -> Iterator[RunModel]:

@@ -6,51 +6,34 @@
                                                        trained too, where the scorer is the policy
 
     grad E r(z) = E [ r(z) grad log pi(z) ]  +  E [ grad r(z) ]
-                    `add_policy_gradient`        `add_answer_gradient`, the answer term
+                    `PolicyGradient`             `AnswerTerm` (modules/losses.py)
 
-The loop is that of `RLTModule`. The rewards are in numerics/likelihood.py, what the scorer reads is in
-modules/scorer.py.
+The loop is that of `RLTModule`. The rewards, and what a scorer reads for them, are in
+rewards/likelihood.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, Unpack
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from rlt_lightning.datamodules.stages import StudentLikelihoodData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
-from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.base import PolicyModule, follow_options
-from rlt_lightning.modules.frozen import ReadModel
-from rlt_lightning.modules.on_policy import OnPolicyOptions, UpdateSums
-from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.losses import AnswerTerm, LossTerm
+from rlt_lightning.modules.on_policy import OnPolicyOptions
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.scored_completions import ScoredCompletions
-from rlt_lightning.modules.scorer import (
-    StudentNames,
-    Students,
-    build_solution_sequence,
-    measure_sequences,
-    split_student_setting,
-)
 from rlt_lightning.numerics.advantages import AdvantageEstimator, LeaveOneOutAdvantages, ShuffledAdvantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
-from rlt_lightning.numerics.likelihood import LikelihoodReward, LogProbReward, SolutionScores
 from rlt_lightning.numerics.losses import DrGRPOLoss, PolicyLoss
-from rlt_lightning.numerics.packing import mask_tokens, to_padded
-from rlt_lightning.numerics.rewards import Reward
-from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.types import InputError, Rollout
-
-# The scorers that are no model by name: the weights that train, and the reference.
-POLICY, REFERENCE = "policy", "reference"
-
+from rlt_lightning.rewards import LikelihoodReward, LogProbReward, Reward
+from rlt_lightning.rewards.students import StudentNames, Students, split_student_setting
+from rlt_lightning.rollouts.step import POLICY, REFERENCE
+from rlt_lightning.types import InputError
 
 # Arguments of RLTModule that this module gives it.
 RENAMED = ("teacher", "student", "students", "student_reduction", "student_dtype", "teacher_log_probs")
@@ -123,6 +106,8 @@ class LikelihoodModule(RLTModule):
         )
         self.save_hyperparameters(logger=False, ignore=RENAMED)
         self.scored_by = scored_by or self.students.describe()
+        if self.scored_by in (POLICY, REFERENCE):
+            self.students = replace(self.students, model=self.scored_by)
         self.answer_weight = choose_answer_weight(answer_weight, self.scored_by, reward)
 
     def setup(self, stage: str) -> None:
@@ -141,7 +126,7 @@ class LikelihoodModule(RLTModule):
                 "every thought. For a control set model.answer_weight to 0."
             )
         num_validated = len(get_stratos_data(self.trainer).val_items)
-        if reward_compares(self.reward) and num_validated and settings.val_completions < 2:
+        if self.reward.compares and num_validated and settings.val_completions < 2:
             raise InputError(
                 f"{type(self.reward).__name__} compares the thoughts of a problem, but "
                 f"rollouts.val_completions is {settings.val_completions}: each held-out thought would be the "
@@ -164,19 +149,12 @@ class LikelihoodModule(RLTModule):
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the scorers, if they have weights of their own."""
-        return () if self.scored_by in (POLICY, REFERENCE) else self.students.names
+        return () if self.students.model else super().frozen_names
 
     @property
     def needs_reference(self) -> bool:
         """See `RLTModule.needs_reference`."""
         return super().needs_reference or self.scored_by == REFERENCE
-
-    @property
-    def scoring_models(self) -> Sequence[ReadModel]:
-        """Return the models that read solutions, mostly one."""
-        if self.scored_by == POLICY:
-            return [ReadModel(self.run)]
-        return [self.reference_model] if self.scored_by == REFERENCE else self.student_models
 
     def types(self) -> dict[str, str]:
         """Name the scorer's type as the setting is called."""
@@ -192,52 +170,14 @@ class LikelihoodModule(RLTModule):
 
     # Training
 
-    def update_policy(
-        self, scored: ScoredCompletions, advantages: Tensor, stats: PhaseStats
-    ) -> dict[str, Any]:
-        """Take one optimizer step on the policy loss and the answer term; see `RLTModule.update_policy`."""
-        sums = UpdateSums()
-        self.add_policy_gradient(scored, advantages, stats, sums, last=not self.answer_weight)
-        if self.answer_weight:
-            self.add_answer_gradient(scored, stats, sums)
-        return self.finish_update(sums)
-
-    def add_answer_gradient(self, scored: ScoredCompletions, stats: PhaseStats, sums: UpdateSums) -> None:
-        """Run the backward of the answer term: the policy ascends the score of each solution itself.
-
-        A completion's term has the weight that the loss gives to each of its sampled tokens.
-        """
-        reward = self.reward
-        assert isinstance(reward, LikelihoodReward)
-        rows = scored.build_rollouts(scored.shard)
-        temperature = reward.temperature or scored.request.sampling.temperature
-        sequences = [build_solution_sequence(row.views[0]) for row in rows]
-        lengths = measure_sequences([row.views[0] for row in rows], sequences)
-        sizes = self.sum_over_ranks(len(rows), sum(len(row.completion.token_ids) for row in rows))
-        for micro_batch in self.pack(sequences, lengths, stats):
-            chosen = [rows[i] for i in micro_batch.indices]
-            counts = [len(row.problem.solution_ids) for row in chosen]
-            flat, _ = self.run(compute_log_probs, micro_batch.packed, temperature, self.head)
-            sums.checks.add(flat, counts, "log-prob of the solution", [row.problem.row for row in chosen])
-            scores = self.score_answers(chosen, *to_padded(flat, counts))  # (n,)
-            weights = self.weigh_completions(chosen, *sizes).to(scores)
-            loss = -self.answer_weight * (weights * scores).sum()
-            self.manual_backward(micro_batch.scale * loss)
-            sums.add(micro_batch, {"policy/answer_loss": loss.detach()}, None)
-
-    def score_answers(self, rows: list[Rollout], log_probs: Tensor, token_mask: Tensor) -> Tensor:
-        """Return the solution's score after each of n thoughts, (n,), with gradient."""
+    @property
+    def losses(self) -> list[LossTerm]:
+        """Add the answer term."""
+        if not self.answer_weight:
+            return super().losses
         assert isinstance(self.reward, LikelihoodReward)
-        closed = upload([row.closed for row in rows], self.device, torch.bool)
-        unused = torch.zeros_like(closed)  # scores that compare thoughts have no answer term
-        return self.reward.score(SolutionScores(log_probs, token_mask, closed, unused, unused))
-
-    def weigh_completions(self, rows: list[Rollout], num_sequences: float, num_tokens: float) -> Tensor:
-        """Return the weight of a sampled token of each completion in the loss, (n,)."""
-        mask = mask_tokens([len(row.completion.token_ids) for row in rows]).float()  # (n, T)
-        mask = upload(mask, self.device)
-        mean_weights = self.policy_loss.mean_weights(mask, num_tokens, num_sequences)
-        return self.policy_loss.loss_weights(mask, mean_weights)[:, 0]
+        [student] = self.students
+        return [*super().losses, AnswerTerm(self.reward, self.policy_loss, student, self.answer_weight)]
 
 
 def choose_answer_weight(answer_weight: float | None, scorer: str, reward: Reward) -> float:
@@ -266,8 +206,3 @@ def choose_answer_weight(answer_weight: float | None, scorer: str, reward: Rewar
             f"VeriFreeReward, above: it is {answer_weight}, with the scorer {scorer} and {name}. Set it to 0."
         )
     return answer_weight
-
-
-def reward_compares(reward: object) -> bool:
-    """Return whether a thought's reward depends on the others of its problem."""
-    return isinstance(reward, LikelihoodReward) and reward.compares

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -13,42 +12,20 @@ from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRL
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.models.kernels import fuse_blocks
 from rlt_lightning.models.load import Dtype
-from rlt_lightning.modules.base import PolicyModule, PolicyOptions, UpdateBatch, check_model
-from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.base import PolicyModule, PolicyOptions, check_model
+from rlt_lightning.modules.frozen import FrozenModel, ReadModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scorer import pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreement, rollout_metrics
-from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling, measure_mismatch
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Layout
-from rlt_lightning.numerics.rewards import FiniteChecks
+from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.shards import Shards
-from rlt_lightning.run.ranks import gather_from_ranks
-from rlt_lightning.types import InputError, Rollout, Rollouts
+from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.run.ranks import waiting_for_ranks
+from rlt_lightning.types import InputError, Rollouts
 
 T = TypeVar("T")
-
-
-@dataclass
-class UpdateSums:
-    """Metrics of an update, added up over its micro-batches.
-
-    Attributes:
-        metrics: Sums of each metric.
-        mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
-        checks: What must be finite before the optimizer steps.
-    """
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-    mismatches: list[Tensor] = field(default_factory=list)
-    checks: FiniteChecks = field(default_factory=FiniteChecks)
-
-    def add(self, micro_batch: UpdateBatch, metrics: dict[str, Tensor], mismatch: Tensor | None) -> None:
-        """Add a micro-batch's part of each metric."""
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + micro_batch.scale * value
-        if micro_batch.scale and mismatch is not None:
-            self.mismatches.append(mismatch)
 
 
 class OnPolicyOptions(PolicyOptions, total=False):
@@ -101,12 +78,14 @@ class OnPolicyModule(PolicyModule):
         # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
         self.reference: FrozenModel | None = None
         self.reference_moves = False
+        # The other models that are only read, by name.
+        self.models: dict[str, ReadModel] = {}
         # RolloutCallback sets it.
         self.sampler: Sampler | None = None
 
     def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
         """Return the frozen models that read completions, with their names."""
-        raise NotImplementedError
+        return [(name, model) for name, model in self.models.items() if isinstance(model, FrozenModel)]
 
     def load_frozen_models(self) -> None:
         """Refuse to move shards of frozen models."""
@@ -175,53 +154,35 @@ class OnPolicyModule(PolicyModule):
         trainer = self.trainer
         return Shards(trainer.global_rank, trainer.world_size, self.group_size, shares_prefix)
 
-    def gather(self, own: dict[int, T], what: str) -> dict[int, T]:
-        """Return what all ranks have, by the number of the completion; `what` is waited for.
-
-        It is pickled, so tensors must be on the CPU.
-        """
-        parts = gather_from_ranks(self.trainer, own, what)
-        return {number: value for part in parts for number, value in part.items()}
+    def sum_tensor_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks of a tensor; Lightning's own sum would also wait at a barrier."""
+        values = upload(values, self.device)
+        if self.trainer.world_size > 1:
+            with waiting_for_ranks(self.trainer, "the rewards of all ranks"):
+                torch.distributed.all_reduce(values)
+        return values
 
     # The policy update
 
-    def finish_update(self, sums: UpdateSums) -> dict[str, Any]:
+    def finish_update(self, step: StepBatch, counts: bool = True) -> dict[str, Any]:
         """Step the optimizer; return the metrics of the update over all ranks.
 
+        Args:
+            step: The step.
+            counts: Whether it is the last update of the iteration; see `optimizer_step_now`.
+
         Raises:
+            NonFiniteError: If a log-prob or gradient is NaN or infinite.
             EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
         """
-        sums.checks.require()
-        own = Mismatch.read(sums.mismatches)
-        mismatch = Mismatch(*self.max_over_ranks(own.largest), *self.sum_over_ranks(*own.sums()))
+        step.checks.require()
+        (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, [])
+        on_rank = Mismatch.read(mismatches)
+        mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))
         require_agreement(mismatch, self.mismatch_limit, self.global_step + 1)
-        metrics = sums.metrics | self.optimizer_step_now()
+        metrics |= self.optimizer_step_now(counts)
         masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
         return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
-
-    def compare_with_engine(
-        self, rows: list[Rollout], log_probs: Tensor, token_mask: Tensor, stale: bool
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Compare the policy's log-probs of n completions with those that the engine reported.
-
-        Args:
-            rows: The completions.
-            log_probs: The policy's, (n, T), nats.
-            token_mask: True on completion tokens, (n, T).
-            stale: Whether older weights sampled them.
-
-        Returns:
-            The engine's log-probs, (n, T), where the loss needs their ratio; importance weights, (n, T), if
-            they are used; and how far engine and trainer differ (`measure_mismatch`), if that is known.
-        """
-        engine_log_probs = pad_engine_log_probs(rows, log_probs, stale or self.importance_weights is not None)
-        if engine_log_probs is None:
-            return None, None, None
-        weights = None
-        if self.importance_weights is not None:
-            weights = self.importance_weights(log_probs, engine_log_probs, token_mask)
-        mismatch = measure_mismatch(log_probs, engine_log_probs, token_mask, weights)
-        return engine_log_probs if stale and weights is None else None, weights, mismatch
 
 
 def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, FrozenModel]]) -> None:
@@ -236,7 +197,9 @@ def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, FrozenMode
         precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
         with module.reference.loaded_on(module.device) as run, precision.forward_context():
             fuse_blocks(run, module.pretrained, module.kernels, device)
-    exact_kl = getattr(getattr(module, "reward", None), "kl_estimator", "") == "exact"
+    reward = getattr(module, "reward", None)
+    of_kl = None if reward is None else reward.find_kl(temperature=1.0)
+    exact_kl = of_kl is not None and of_kl.kl_estimator == "exact"
     for name, model in scoring:
         with model.loaded_on(module.device) as run:
             check_model(module, run, name, exact_kl=exact_kl)

@@ -2,10 +2,11 @@
 
     training_step
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
-      ├ divide              over ranks, by tokens: a rank's shard is a list of numbers (rollouts/shards.py)
-      ├ update_policy       the shard's micro-batches (`pack` in base.py); for each:
-      │   ├ teacher*        its states before each judged token, without gradient
-      │   └ student*        its states there; the divergence of both distributions, summed → backward
+      ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/shards.py)
+      ├ reader.updates      the shard's micro-batches; for each:
+      │   ├ forward*        the teacher's states before each judged token, without gradient, and those of
+      │   │                 the student; the divergence of both distributions there, or both log-probs
+      │   └ micro.term      `Distillation`: their sum → manual_backward
       └ log_step*
 
 In what is marked * ranks meet: in the first always, in the others with sharded weights.
@@ -13,9 +14,8 @@ In what is marked * ranks meet: in the first always, in the others with sharded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -28,31 +28,22 @@ from rlt_lightning.datamodules.teacher_views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.models.packed import (
-    ModelHead,
-    compute_log_probs,
-    head_divergence,
-    scored_hidden_states,
-)
 from rlt_lightning.modules.base import follow_options
-from rlt_lightning.modules.frozen import FrozenModel, RunModel
-from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, UpdateSums
-from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine
+from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions
+from rlt_lightning.modules.reader import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
-from rlt_lightning.numerics.packing import (
-    MicroBatch,
-    PackedSequences,
-    ScoredSequence,
-    SequenceLengths,
-    from_padded,
-    to_padded,
-)
-from rlt_lightning.numerics.rewards import FiniteChecks
+from rlt_lightning.numerics.packing import from_padded
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts, Scores
+from rlt_lightning.rollouts.step import POLICY, Read, Score, StepBatch
+from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts
+
+# The student itself as the teacher, in reads.
+TEACHER = "teacher"
 
 
 class OPDModule(OnPolicyModule):
@@ -109,7 +100,6 @@ class OPDModule(OnPolicyModule):
         self.estimator = estimator
         self.temperature = temperature
         self.teacher_dtype: Dtype = teacher_dtype
-        self.teacher: FrozenModel | None = None
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that data and settings fit."""
@@ -141,15 +131,12 @@ class OPDModule(OnPolicyModule):
         """Return the name of the teacher, if it is another model."""
         return () if self.teacher_name is None else (self.teacher_name,)
 
-    def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
-        """See `OnPolicyModule.list_scoring_models`."""
-        return [] if self.teacher is None else [(str(self.teacher_name), self.teacher)]
-
     def load_frozen_models(self) -> None:
         """Load the teacher, or a copy of the initial student."""
         super().load_frozen_models()
         if self.teacher_name is not None:
-            self.teacher = self.load_frozen(self.teacher_name, self.teacher_dtype, "the teacher")
+            model = self.load_frozen(self.teacher_name, self.teacher_dtype, "the teacher")
+            self.models[self.teacher_name] = model
         elif self.copies_student:
             role = "the teacher: the student at its start"
             self.reference = self.load_frozen(self.pretrained, self.dtype_name, role)
@@ -177,158 +164,43 @@ class OPDModule(OnPolicyModule):
         self.require_fresh(request.policy_version)
         sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
         shards = self.build_shards()
-        shard = shards.divide({number: request.count_tokens(number) for number in request.completions})
-        rollouts = request.build_rollouts(shard)
+        step = StepBatch.of_request(request, shards)
+        step.divide(range(len(step)))
         with self.phase("train") as stats:
-            metrics, found = self.update_policy(rollouts, stats)
-        # Of each answer how much was judged, and the sum of its divergence.
-        sums = torch.stack([values.sum() for values in found]).tolist() if found else []
-        judged = dict(zip(shard, zip(map(len, found), sums, strict=True), strict=True))
-        judged = self.gather(judged, "what the teacher judges on all ranks")
-        own = request.own_numbers
-        counts = upload([judged[number][0] for number in own], self.device, torch.float32)
-        divergences = upload([judged[number][1] for number in own], self.device, torch.float32)
-        terms = JudgedTerms(-divergences / counts.clamp(min=1), judged_tokens=counts)
-        rollouts = batch.rollouts = request.build_rollouts(own)
-        batch.scores = Scores(terms, [], [], [])
-        metrics |= judged_metrics(terms, rollouts, self.sum_over_ranks)
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+            for micro in self.reader.updates(step, step.shard, [self.term], self, stats):
+                computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
+                output = micro.term(LossInputs.of(step, micro, computed, self.global_step))
+                self.manual_backward(micro.scale * output.loss)
+                step.add_loss(micro, computed.values, output)
+            metrics = self.finish_update(step)
+        step.share(self.sum_tensor_over_ranks)
+        counts, divergences = step.numbers["judged"], step.numbers["divergence"]
+        step.set_score(Score.of(JudgedTerms(-divergences / counts.clamp(min=1), judged_tokens=counts)))
+        rollouts = batch.rollouts = step.list_rollouts(step.own)
+        batch.step = step
+        metrics |= judged_metrics(counts[upload(step.own, counts.device)], rollouts, self.sum_over_ranks)
         metrics |= self.measure_rollouts(rollouts, shards)
         self.log_step(metrics, len(rollouts.rollouts))
 
-    def update_policy(self, rollouts: Rollouts, stats: PhaseStats) -> tuple[dict[str, Any], list[Tensor]]:
-        """Take one optimizer step towards the teacher.
-
-        Args:
-            rollouts: The N answers of this rank's shard.
-            stats: Counts the tokens that the student computes.
-
-        Returns:
-            Metrics, and the divergence at each answer's judged tokens, N of (T,), nats.
-        """
-        rows = rollouts.rollouts
-        sequences = [build_student_sequence(row) for row in rows]
-        _, num_tokens = self.sum_over_ranks(len(rows), sum(sum(s.scored) for s in sequences))
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
-        sums = UpdateSums()
-        with self.place_teacher() as ask:
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro_batch in self.pack(sequences, measure_lengths(rows), stats):
-                loss, values, metrics, mismatch = self.micro_batch_loss(
-                    rollouts, ask, micro_batch.planned, micro_batch.packed, num_tokens, sums.checks
-                )
-                self.manual_backward(micro_batch.scale * loss)
-                sums.add(micro_batch, metrics, mismatch)
-                for i, own in zip(micro_batch.indices, values, strict=True):
-                    found[i] = own
-            return self.finish_update(sums), found
-
-    def micro_batch_loss(
-        self,
-        rollouts: Rollouts,
-        ask: RunModel,
-        micro_batch: MicroBatch,
-        packed: PackedSequences,
-        num_tokens: float,
-        checks: FiniteChecks,
-    ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor], Tensor | None]:
-        """Judge n answers.
-
-        Args:
-            rollouts: N answers.
-            ask: Calls the teacher.
-            micro_batch: Which n of them are meant.
-            packed: What the student reads of them, in one row.
-            num_tokens: Judged tokens of the whole step.
-            checks: Get what must be finite.
-
-        Returns:
-            The loss, the divergence at each answer's judged tokens, n of (T,), nats, metrics, and the
-            engine's mismatch.
-        """
-        rows = rollouts.rollouts
-        teachers = self.pack_sequences([build_teacher_sequence(row) for row in rows], micro_batch)
-        temperature = self.temperature or rollouts.temperature
-        metrics, mismatch, num_tokens = {}, None, max(1.0, num_tokens)
+    @property
+    def term(self) -> Distillation:
+        """Return the loss."""
+        teacher = self.teacher_name or ("reference" if self.copies_student else TEACHER)
+        options = teacher, self.temperature, self.views.exchanged
         if self.estimator == "full":
-            values = self.divergences(packed, teachers, temperature, ask)  # (M,)
-            loss = values.sum() / num_tokens
-        else:
-            chosen = [rows[i] for i in micro_batch.indices]
-            stale = rollouts.policy_version < self.global_step
-            values, token_loss, entropy, mismatch = self.log_ratios(
-                chosen, packed, teachers, temperature, ask, stale
-            )
-            loss = token_loss.sum() / num_tokens
-            metrics["policy/entropy"] = entropy.sum() / num_tokens
-        values = values.detach()
-        lengths = [count_judged(rows[i]) for i in micro_batch.indices]
-        numbers = [rows[i].problem.row for i in micro_batch.indices]
-        checks.add(values, lengths, "divergence of student and teacher", numbers)
-        metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / num_tokens}
-        return loss, values.split(lengths), metrics, mismatch
+            return Distillation(*options, self.divergence)
+        return SampledDistillation(*options, self.importance_weights, self.views.byte_tokenizers is not None)
 
-    def divergences(
-        self, packed: PackedSequences, teachers: PackedSequences, temperature: float, ask: RunModel
-    ) -> Tensor:
-        """Return the divergence before each judged token, (M,), nats, with gradient to the student."""
-        exchanged = self.views.exchanged
-        with torch.no_grad():
-            teacher_hidden = ask(scored_hidden_states, teachers)  # (M, H)
-
-        def with_student(student: Any) -> Tensor:
-            hidden = scored_hidden_states(student, packed)  # (M, H)
-
-            def with_teacher(teacher: Any) -> Tensor:
-                sides = (
-                    ModelHead(student, temperature),
-                    hidden,
-                    ModelHead(teacher, temperature),
-                    teacher_hidden,
-                )
-                return head_divergence(*sides, self.divergence, exchanged, self.head)
-
-            return with_teacher(student) if self.is_own_teacher else ask(with_teacher)
-
-        return self.run(with_student)
-
-    def log_ratios(
-        self,
-        rows: list[Rollout],
-        packed: PackedSequences,
-        teachers: PackedSequences,
-        temperature: float,
-        ask: RunModel,
-        stale: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Compare the models at the sampled tokens.
-
-        Args:
-            rows: n answers.
-            packed: What the student reads of them.
-            teachers: What the teacher reads.
-            temperature: Divides the logits of both.
-            ask: Calls the teacher.
-            stale: Whether older weights sampled them.
-
-        Returns:
-            log p_S - log p_T of each judged token, or its part of that of its span, nats; its loss, with
-            gradient; the entropy there, nats; (M,) each. And the engine's mismatch.
-        """
-        with torch.no_grad():
-            read = exchange_targets(teachers, packed.targets, self.views.exchanged)
-            theirs, _ = ask(compute_log_probs, read, temperature, self.head)
-        log_probs, entropy = self.run(compute_log_probs, packed, temperature, self.head, True)  # (M,)
-        found = [span for row in rows for view in row.views for span in view.spans or ()]
-        spans = found if self.views.byte_tokenizers else None
-        advantages = sampled_advantages(log_probs, theirs, spans)
-        lengths = [count_judged(row) for row in rows]
-        padded, token_mask = to_padded(log_probs, lengths)  # (n, T)
-        cut = [cut_to_judged(row) for row in rows]
-        old, weights, mismatch = self.compare_with_engine(cut, padded, token_mask, stale)
-        log_ratio = padded - (padded.detach() if old is None else old)
-        ratio = from_padded(log_ratio, lengths).exp()  # (M,)
-        weight = ratio if weights is None else from_padded(weights, lengths) * ratio
-        return -per_token(advantages, spans), -weight * advantages, entropy.detach(), mismatch
+    def list_models(self) -> dict[str, ReadModel]:
+        """Add the teacher."""
+        models = super().list_models() | self.models
+        if self.reference is not None:
+            return models | {"reference": self.reference}
+        if self.teacher_name is not None:
+            return models
+        run = self.run if self.teacher_weights == "live" else partial(self.run, without_adapter)
+        return models | {TEACHER: ReadModel(run, is_policy=True)}
 
     @property
     def views(self) -> TeacherViews:
@@ -343,23 +215,6 @@ class OPDModule(OnPolicyModule):
         by_itself = self.teacher_weights == "averaged" or (self.teacher_weights == "frozen" and not self.lora)
         return self.teacher_name is None and by_itself
 
-    @property
-    def is_own_teacher(self) -> bool:
-        """Return whether the teacher's head is the student's."""
-        return self.teacher is None and self.reference is None
-
-    @contextmanager
-    def place_teacher(self) -> Iterator[RunModel]:
-        """Yield what calls the teacher, with its weights on the device inside the block."""
-        frozen = self.teacher or self.reference
-        if frozen is not None:
-            with frozen.loaded_on(self.device) as run:
-                yield run
-        elif self.teacher_weights == "live":
-            yield self.run
-        else:
-            yield partial(self.run, without_adapter)
-
     # Validation
 
     @torch.no_grad()
@@ -367,29 +222,150 @@ class OPDModule(OnPolicyModule):
         """Keep the divergence on held-out problems, answer length and the fraction of closed answers."""
         rollouts = batch.rollouts = self.require_sampler().sample_held_out(batch.problems)
         self.require_fresh(rollouts.policy_version)
-        rows = rollouts.rollouts
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
-        sequences = [build_student_sequence(row) for row in rows]
-        checks = FiniteChecks()
-        with self.phase("score"), self.place_teacher() as ask:
-            num_tokens = sum(map(count_judged, rows))
-            for micro_batch, _ in self.plan_forward(measure_lengths(rows)):
-                packed = self.pack_sequences(sequences, micro_batch)
-                _, values, _, _ = self.micro_batch_loss(
-                    rollouts, ask, micro_batch, packed, num_tokens, checks
-                )
-                for i, own in zip(micro_batch.indices, values, strict=True):
-                    found[i] = own
-            checks.require()
+        step, term = StepBatch.of_rollouts(rollouts), self.term
+        with self.phase("score"):
+            self.reader.read(step, step.shard, lambda rollout: {"judged": term.read(rollout)})
+            divergence, num_judged = term.measure(step)
         lengths = rollout_metrics(rollouts)
         figures = {
             "rollout/val_length_mean": lengths["rollout/length_mean"],
             "rollout/val_closed_frac": lengths["rollout/closed_frac"],
         }
-        self.held_out.add(figures, len(rows), {})
-        judged = torch.cat(found).tolist()
-        divergence = sum(judged) / max(1, len(judged))  # 0 if nothing is judged, as in training
-        self.held_out.add({"distill/val_divergence": divergence}, len(judged), {})
+        self.held_out.add(figures, len(step), {})
+        # 0 if nothing is judged, as in training.
+        figures = {"distill/val_divergence": divergence / max(1, num_judged)}
+        self.held_out.add(figures, num_judged, {})
+
+
+class Distillation(LossTerm):
+    """The divergence of the student from a teacher that sees the solution, over judged tokens.
+
+    Args:
+        teacher: The teacher's name in reads.
+        temperature: Divides the logits of both; None: that of sampling.
+        exchanged: The first tokens of the two models' closing tags, which change places.
+        divergence: Which divergence; None: the log-probs of both.
+    """
+
+    def __init__(
+        self,
+        teacher: str,
+        temperature: float | None,
+        exchanged: tuple[int, int] | None,
+        divergence: Divergence | None,
+    ) -> None:
+        self.teacher = teacher
+        self.temperature = temperature
+        self.exchanged = exchanged
+        self.divergence = divergence
+
+    def read(self, rollout: Rollout) -> Read:
+        """Return the answer up to the last judged token, compared with what the teacher reads.
+
+        Of an answer that the teacher cannot judge: its first token, and the teacher's context.
+        """
+        prompt, start, num = rollout.problem.teacher_prompt, find_first_judged(rollout), count_judged(rollout)
+        context = rollout.problem.teacher_view
+        shown = (rollout.views[0].token_ids if rollout.views else []) or context[-1:]
+        judged = len(context), len(context) + (len(shown) if num else 0)
+        row, what = rollout.problem.row, "divergence of student and teacher"
+        return Read(
+            POLICY,
+            prompt,
+            rollout.completion.token_ids[: max(1, start + num)],
+            (len(prompt) + start, len(prompt) + start + num),
+            family=row,
+            temperature=self.temperature,
+            what=what,
+            sampled=(start, start + num),
+            against=Read(self.teacher, context, shown, judged, row, self.temperature, what),
+            divergence=self.divergence,
+            exchanged=self.exchanged,
+        )
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the sum over judged tokens, divided by their number in the step."""
+        loss = inputs.computed.values.sum() / count_scored(inputs)
+        return self.build_output(inputs, loss, inputs.computed.values.detach(), {}, None)
+
+    def build_output(
+        self,
+        inputs: LossInputs,
+        loss: Tensor,
+        values: Tensor,
+        metrics: dict[str, Tensor],
+        mismatch: Tensor | None,
+    ) -> LossOutput:
+        """Return the output of a micro-batch with these divergences, (M,)."""
+        metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / count_scored(inputs)}
+        lengths = [read.num_scored for read in inputs.micro.reads]
+        divergences = torch.stack([part.sum() for part in values.split(lengths)]).float()
+        judged = upload(lengths, values.device, torch.float32)
+        return LossOutput(loss, metrics, mismatch, {"divergence": divergences, "judged": judged})
+
+    def measure(self, step: StepBatch) -> tuple[float, int]:
+        """Return the sum of the divergences of held-out answers, and the number of judged tokens."""
+        values = torch.cat(list(step.tokens["judged"].values()))
+        return float(values.sum()), len(values)
+
+
+class SampledDistillation(Distillation):
+    """The policy gradient of the sampled tokens' log-ratio, which estimates the reverse KL.
+
+    Args:
+        teacher: See `Distillation`.
+        temperature: See `Distillation`.
+        exchanged: See `Distillation`.
+        importance: Weights pi_trainer / pi_engine; None: no weights.
+        on_spans: Whether the models have other tokens, and are compared on spans of text.
+    """
+
+    with_entropy = True
+
+    def __init__(
+        self,
+        teacher: str,
+        temperature: float | None,
+        exchanged: tuple[int, int] | None,
+        importance: TruncatedImportanceSampling | None,
+        on_spans: bool,
+    ) -> None:
+        super().__init__(teacher, temperature, exchanged, None)
+        self.importance = importance
+        self.on_spans = on_spans
+
+    def list_spans(self, rollouts: Sequence[Rollout]) -> list[Span] | None:
+        """Return the spans of answers, one after the other; None: token by token."""
+        spans = [span for rollout in rollouts for view in rollout.views for span in view.spans or ()]
+        return spans if self.on_spans else None
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return minus the weighted advantages of the judged tokens."""
+        computed, spans = inputs.computed, self.list_spans(inputs.rollouts)
+        assert computed.others is not None
+        assert computed.entropy is not None
+        advantages = sampled_advantages(computed.values, computed.others, spans)
+        lengths, log_probs = [read.num_scored for read in inputs.micro.reads], inputs.log_probs
+        old, weights, mismatch = compare_with_engine(inputs, self.importance)
+        log_ratio = log_probs - old
+        ratio = from_padded(log_ratio, lengths).exp()  # (M,)
+        weight = ratio if weights is None else from_padded(weights, lengths) * ratio
+        loss = (-weight * advantages).sum() / count_scored(inputs)
+        metrics = {"policy/entropy": computed.entropy.detach().sum() / count_scored(inputs)}
+        values = -per_token(advantages, spans).detach()
+        return self.build_output(inputs, loss, values, metrics, mismatch)
+
+    def measure(self, step: StepBatch) -> tuple[float, int]:
+        """See `Distillation.measure`."""
+        ours, theirs = (torch.cat(list(step.tokens[n].values())) for n in ("judged", "judged/against"))
+        spans = self.list_spans(step.rollouts(step.tokens["judged"]))
+        values = -per_token(sampled_advantages(ours, theirs, spans), spans)
+        return float(values.sum()), len(values)
+
+
+def count_scored(inputs: LossInputs) -> float:
+    """Return the judged tokens of the step, 1 if there is none."""
+    return max(1.0, inputs.micro.num_scored)
 
 
 @dataclass(frozen=True)
@@ -414,46 +390,6 @@ def find_first_judged(row: Rollout) -> int:
     return sum(view.start for view in row.views)
 
 
-def cut_to_judged(row: Rollout) -> Rollout:
-    """Return an answer cut to its judged tokens, with the engine's log-probs of them."""
-    completion, start = row.completion, find_first_judged(row)
-    part = slice(start, start + count_judged(row))
-    log_probs = None if completion.log_probs is None else completion.log_probs[part]
-    return replace(
-        row, completion=replace(completion, token_ids=completion.token_ids[part], log_probs=log_probs)
-    )
-
-
-def build_student_sequence(row: Rollout) -> ScoredSequence:
-    """Return prompt and answer up to the last judged token, which are scored; of others the first token."""
-    prompt, start = row.problem.teacher_prompt, find_first_judged(row)
-    rest = row.completion.token_ids[: max(1, start + count_judged(row))]
-    scored = [False] * (len(prompt) + start) + [True] * count_judged(row)
-    return ScoredSequence(prompt, rest, scored if row.views else [False] * (len(prompt) + len(rest)))
-
-
-def build_teacher_sequence(row: Rollout) -> ScoredSequence:
-    """Return the teacher's context and what it judges; of an answer that it cannot judge its context."""
-    context, read = row.problem.teacher_view, row.views[0].token_ids if row.views else []
-    rest = read or context[-1:]
-    return ScoredSequence(context, rest, [False] * len(context) + [bool(read)] * len(rest))
-
-
-def exchange_targets(
-    teachers: PackedSequences, sampled: Tensor, exchanged: tuple[int, int] | None
-) -> PackedSequences:
-    """Return what the teacher reads, scored at the M sampled tokens as in `divergence` with `exchanged`.
-
-    A student that samples the teacher's own closing tag gets no credit for an end: the exchange holds for
-    each of both words, wherever it stands.
-    """
-    if exchanged is None:
-        return teachers
-    first, second = (sampled == word for word in exchanged)
-    targets = torch.where(first, exchanged[1], torch.where(second, exchanged[0], sampled))
-    return replace(teachers, targets=targets)
-
-
 def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
     """Divide what each of the student's tokens has of its whole span, (M,), by the span's tokens."""
     if spans is None:
@@ -462,26 +398,17 @@ def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
     return values / upload(sizes.repeat_interleave(sizes), values.device).to(values.dtype)
 
 
-def measure_lengths(rows: list[Rollout]) -> list[SequenceLengths]:
-    """Return the lengths of what student and teacher read, whichever is longer."""
-    pairs = [(build_student_sequence(row), build_teacher_sequence(row)) for row in rows]
-    return [
-        SequenceLengths(row.problem.row, max(len(s.prefix) for s in pair), max(len(s.rest) for s in pair))
-        for row, pair in zip(rows, pairs, strict=True)
-    ]
-
-
 def judged_metrics(
-    terms: JudgedTerms, rollouts: Rollouts, sum_over_ranks: Callable[..., list[float]]
+    counts: Tensor, rollouts: Rollouts, sum_over_ranks: Callable[..., list[float]]
 ) -> dict[str, Any]:
     """Return how much of the answers the teacher could judge."""
     rows = rollouts.rollouts
     own = sum(map(count_judged, rows)), sum(len(row.completion.token_ids) for row in rows)
     judged, sampled = sum_over_ranks(*own)
     return {
-        "distill/judged_tokens": terms.judged_tokens.mean(),
+        "distill/judged_tokens": counts.mean(),
         "distill/judged_frac": judged / sampled,
-        "distill/unjudged_frac": (terms.judged_tokens == 0).float().mean(),
+        "distill/unjudged_frac": (counts == 0).float().mean(),
     }
 
 

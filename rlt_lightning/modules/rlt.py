@@ -5,21 +5,25 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
     TeacherRLData             batch.problems: this rank's part of the step (`collate` in stratos.py)
     training_step
       ├ sampler.request*      the problems of all ranks (rollouts/sampler.py, from RolloutCallback)
-      ├ sample_and_score      for each chunk of completions, alike on every rank:
+      ├ collect               for each chunk of completions, alike on every rank:
       │   ├ sampler.stream*   what has come from the engine
-      │   ├ divide            over ranks, by tokens: a rank's shard is a list of numbers (rollouts/shards.py)
-      │   ├ scorer            students, teacher and reference read the shard (scorer.py)
-      │   └ reward_groups*    once all are there: each rank rewards its own problems → rewards (N,), on all
+      │   ├ step.divide       over ranks, by tokens: a rank's shard is a list of rows (rollouts/shards.py)
+      │   ├ reader.read       models read the shard, as reward and loss declare (modules/reader.py)
+      │   ├ reward.measure    tokens and texts → numbers of each row (rewards/)
+      │   ├ step.share*       once all are there: all ranks get all numbers
+      │   └ reward.score      whole groups → rewards (N,), alike on every rank
       ├ request_others        dynamic sampling: again, for groups of equal rewards, or nearly equal ones
       ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
       ├ advantages            compare within each group → (N,)
-      ├ update_policy         on the shard's micro-batches, equally many on all ranks (`pack` in base.py):
-      │   ├ add_policy_gradient   log_probs → policy_loss → manual_backward; the last backward sums gradients*
-      │   └ finish_update*    `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
-      └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.scores
+      ├ reader.updates        an update's micro-batches of each loss term, equally many on all ranks:
+      │   ├ forward           log-probs with gradient, (M,)
+      │   ├ micro.term        LossInputs → LossOutput (modules/losses.py)
+      │   └ manual_backward   the last one sums gradients over ranks*
+      ├ finish_update*        `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
+      └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.step
 
-With sharded weights, each forward and backward waits for the other ranks too. `models/packed.py` runs a
-micro-batch through a model; `numerics/` computes, `step_metrics.py` counts.
+With sharded weights, each forward and backward waits for the other ranks too. `rollouts/step.py` carries a
+step, `models/packed.py` runs a micro-batch through a model; `numerics/` computes, `step_metrics.py` counts.
 """
 
 from __future__ import annotations
@@ -30,42 +34,38 @@ from functools import partial
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
-from torch import Tensor
 
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.base import follow_options
-from rlt_lightning.modules.frozen import FrozenModel, ReadModel
-from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, UpdateSums
-from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.modules.rollout_rows import predicted_rows
-from rlt_lightning.modules.scored_completions import ScoredCompletions
-from rlt_lightning.modules.scorer import (
-    Scorer,
-    StudentNames,
-    Students,
-    bring_to_host,
-    build_sampled_sequence,
-    measure_sampled_rows,
-    require_scorable,
+from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.losses import (
+    LossInputs,
+    LossTerm,
+    PolicyGradient,
+    pad_engine_log_probs,
+    read_sampled,
 )
+from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions
+from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.reader import Reader, forward, score_groups, score_rollouts
+from rlt_lightning.modules.rollout_rows import predicted_rows
 from rlt_lightning.modules.step_metrics import held_out_metrics, require_agreement, reward_metrics
-from rlt_lightning.modules.text_reward import TextReward
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
-from rlt_lightning.numerics.importance import TruncatedImportanceSampling
-from rlt_lightning.numerics.likelihood import find_kl_reward
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
-from rlt_lightning.numerics.packing import to_padded
-from rlt_lightning.numerics.rewards import Reward, RLTReward
 from rlt_lightning.numerics.students import Reduction
-from rlt_lightning.numerics.transfers import upload
+from rlt_lightning.rewards.base import Reward
+from rlt_lightning.rewards.explanations import require_scorable, require_student
+from rlt_lightning.rewards.rlt import RLTReward
+from rlt_lightning.rewards.students import StudentNames, Students
 from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.step import POLICY, REFERENCE, Read, StepBatch
 from rlt_lightning.run.jsonl import Row
-from rlt_lightning.types import InputError, PromptBatch, Rollouts, Scores
+from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
 
 class RLTModule(OnPolicyModule):
@@ -86,6 +86,10 @@ class RLTModule(OnPolicyModule):
             reward's temperature, else of another forward; in validation the trainer's. "recompute": always
             of another forward.
         student_dtype: Type of the student's weights.
+        updates_per_rollout: Mini-batches of whole groups into which an iteration's completions are divided,
+            with an optimizer step on each. `global_step` and schedules count iterations.
+        num_epochs: How often an iteration learns from each of them. From the second update on, the ratio in
+            the loss, to the policy at the start of the iteration, is not 1.
         students: Several in its place, with weights or without.
         student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
         options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
@@ -110,6 +114,8 @@ class RLTModule(OnPolicyModule):
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
         teacher_log_probs: Literal["rollout", "recompute"] = "rollout",
         student_dtype: Dtype = "float32",
+        updates_per_rollout: int = 1,
+        num_epochs: int = 1,
         students: StudentNames | None = None,
         student_reduction: Reduction = "mean",
         **options: Unpack[OnPolicyOptions],
@@ -119,13 +125,18 @@ class RLTModule(OnPolicyModule):
         )
         self.save_hyperparameters(logger=False)
         require_group(group_size)
-        self.students = Students.of(student, students, student_reduction).ready_for(reward)
+        self.students = Students.of(student, students, student_reduction).register()
+        require_student(reward, self.students.first)
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
         self.student_dtype: Dtype = student_dtype
         self.teacher_log_probs = teacher_log_probs
-        self.student_models: list[FrozenModel] = []
+        self.updates_per_rollout = updates_per_rollout
+        self.num_epochs = num_epochs
+        for name in ("updates_per_rollout", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise InputError(f"model.{name} must be at least 1, but is {getattr(self, name)}. Raise it.")
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge completions for this data."""
@@ -136,9 +147,15 @@ class RLTModule(OnPolicyModule):
                 f"{type(self).__name__} trains on completions that it samples, but those of ScoringData are "
                 "given. Choose TeacherRLData for data, or score them: `rlt predict`."
             )
-        if isinstance(self.reward, TextReward):
-            self.reward.check(data.problems)
-        require_scorable(self.reward, data.student_views.formats, self.students.names)
+        if self.updates_per_rollout > data.prompts_per_step:
+            raise InputError(
+                "model.updates_per_rollout must be at most data.prompts_per_step, since a mini-batch has "
+                f"whole groups, but they are {self.updates_per_rollout} and {data.prompts_per_step}. Lower "
+                "the first."
+            )
+        self.reward.check(data.problems)
+        self.students = self.students.with_formats(data.student_views.formats)
+        require_scorable(self.reward, self.students)
 
     def require_data(self, data: Any) -> None:
         """See `PolicyModule.require_data`; the reward must judge what is sampled."""
@@ -154,7 +171,7 @@ class RLTModule(OnPolicyModule):
         """Load the student and, where the loss has a KL penalty, the reference."""
         super().load_frozen_models()
         for name in self.frozen_names:
-            self.student_models.append(self.load_frozen(name, self.student_dtype, "the frozen student"))
+            self.models[name] = self.load_frozen(name, self.student_dtype, "the frozen student")
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
         if self.needs_reference and not is_base:
@@ -168,15 +185,11 @@ class RLTModule(OnPolicyModule):
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the students that have weights of their own."""
-        return self.students.names
+        return tuple(dict.fromkeys(self.students.names))
 
     def types(self) -> dict[str, str]:
         """Add the student's type."""
         return super().types() | {"model.student_dtype": self.student_dtype}
-
-    def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
-        """See `OnPolicyModule.list_scoring_models`."""
-        return list(zip(self.frozen_names, self.student_models, strict=True))
 
     def build_metadata(self) -> dict[str, Any]:
         """See `PolicyModule.build_metadata`."""
@@ -203,184 +216,141 @@ class RLTModule(OnPolicyModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Run one RL iteration: sample, score with the student, compare within groups, step the teacher."""
         sampler = self.require_sampler()
-        scored = self.sample_and_score(sampler.request(batch.problems))
+        step = self.collect(sampler.request(batch.problems))  # sampled, read and scored; alike on all ranks
         for _ in range(sampler.max_rounds):  # of dynamic sampling; 0 without it
-            flat = scored.find_flat_groups(sampler.find_min_std(self.global_step + 1))
-            others = sampler.request_others(flat)
+            others = sampler.request_others(step.find_flat_groups(sampler.find_min_std(self.global_step + 1)))
             if others is None:
                 break
-            scored.replace(self.sample_and_score(others))
+            step.replace(self.collect(others), others.places)
         sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
-        if sampler.max_rounds:
-            self.divide_again(scored)
-        with self.phase("train") as stats:
-            advantages = self.advantages(scored.rewards, self.group_size)  # (N,), alike on every rank
-            metrics = self.update_policy(scored, advantages, stats)
-        self.log_iteration(batch, scored, metrics)
-
-    def sample_and_score(self, request: RolloutRequest) -> ScoredCompletions:
-        """Wait for completions and score them as they come; all ranks get all rewards.
-
-        Each rank lets the models read its shard, then rewards its own problems: a judge is asked once.
-        """
-        sampler = self.require_sampler()
-        scored = ScoredCompletions(request, self.build_shards())
-        for chunk in sampler.stream(request):  # numbers of completions, alike on every rank
+        updates = [step.shard]
+        if self.divides_again:
             with self.phase("score") as stats:
-                part = scored.divide(chunk)
-                # A rank without a part reads a dummy, since with sharded weights all ranks run a forward.
-                rows = scored.build_rollouts(part or chunk[:1])
-                options = rows, request.sampling.temperature
-                students = self.scorer.score_students(*options, scored.collect_known_empty(), stats)
-                # What dynamic sampling drops needs no reference.
-                references = [] if sampler.max_rounds else self.scorer.reference_log_probs(*options, stats)
-                scored.add(part, students, references)
+                updates = step.split(self.updates_per_rollout, self.build_shards)
+                self.reader.read(step, step.shard, self.list_loss_reads, stats)
+        with self.phase("train") as stats:
+            step.advantages = self.advantages(step.rewards, self.group_size)  # (N,), alike on every rank
+            metrics = []
+            for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
+                self.optimizers().zero_grad()  # type: ignore[union-attr]
+                for micro in self.reader.updates(step, rows, self.losses, self, stats):
+                    computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
+                    output = micro.term(LossInputs.of(step, micro, computed, self.global_step))
+                    self.manual_backward(micro.scale * output.loss)
+                    step.add_loss(micro, computed.values, output)
+                metrics.append(self.finish_update(step, counts=number == self.num_updates))
+        self.log_iteration(batch, step, average_metrics(metrics))
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many optimizer steps an iteration takes."""
+        return self.updates_per_rollout * self.num_epochs
+
+    @property
+    def divides_again(self) -> bool:
+        """Return whether the loss needs other shards than the reward, and so reads later.
+
+        What dynamic sampling replaces needs no reference; each mini-batch is divided over all ranks.
+        """
+        return bool(self.require_sampler().max_rounds) or self.updates_per_rollout > 1
+
+    @property
+    def losses(self) -> list[LossTerm]:
+        """Return the terms of the loss."""
+        return [PolicyGradient(self.policy_loss, self.importance_weights, self.num_updates > 1)]
+
+    def collect(self, request: RolloutRequest) -> StepBatch:
+        """Return completions, which were read and scored as they came; all ranks get all rewards."""
+        sampler, step = self.require_sampler(), StepBatch.of_request(request, self.build_shards())
+        for chunk in sampler.stream(request):  # rows, alike on every rank
+            with self.phase("score") as stats:
+                self.measure(step, step.divide(chunk), chunk[:1], stats)
         self.require_fresh(request.policy_version)
         with self.phase("score"):
-            self.reward_groups(scored)
-        return scored
+            step.share(self.sum_tensor_over_ranks)
+            score_groups(step, self.reward, self.students)
+        return step
 
-    def reward_groups(self, scored: ScoredCompletions) -> None:
-        """Reward this rank's problems from what models computed on any rank; all ranks get all rewards."""
-        own = dict(zip(scored.students, bring_to_host(list(scored.students.values())), strict=True))
-        scored.students = self.gather(own, "what models compute on all ranks")
-        own_rewards: dict[int, tuple[float, torch.dtype]] = {}  # a rank without problems knows no dtype
-        if scored.own:
-            found = scored.list_scores_of_own()
-            scored.scores = self.scorer.rewards(scored.build_rollouts(scored.own), found, self.group_size)
-            values = scored.scores.terms.reward
-            own_rewards = {
-                number: (value, values.dtype)
-                for number, value in zip(scored.own, values.tolist(), strict=True)
-            }
-        rewards = self.gather(own_rewards, "the rewards of all ranks")
-        values_of_all, (dtype, *_) = zip(*(rewards[n] for n in range(len(scored.sources))), strict=True)
-        scored.set_rewards(upload(values_of_all, self.device, dtype))  # (N,)
+    def measure(self, step: StepBatch, part: Sequence[int], dummy: Sequence[int], stats: PhaseStats) -> None:
+        """Let models read a part of the shard, and the reward measure it.
 
-    def divide_again(self, scored: ScoredCompletions) -> None:
-        """Divide the completions that dynamic sampling has left over ranks; let the reference read them."""
-        with self.phase("score") as stats:
-            rows = scored.build_rollouts(scored.divide_again(self.build_shards()))
-            references = self.scorer.reference_log_probs(rows, scored.request.sampling.temperature, stats)
-            scored.references = dict(zip(scored.shard, references, strict=bool(references)))
-
-    def update_policy(
-        self, scored: ScoredCompletions, advantages: Tensor, stats: PhaseStats
-    ) -> dict[str, Any]:
-        """Take one optimizer step on the policy loss of this rank's shard, and return its metrics.
-
-        Args:
-            scored: The step's completions.
-            advantages: Their advantages, (N,).
-            stats: Counts the tokens that the policy computes.
+        A rank without a part reads a dummy, since with sharded weights all ranks run a forward, and so that
+        it knows the names of the numbers.
         """
-        sums = UpdateSums()
-        self.add_policy_gradient(scored, advantages, stats, sums)
-        return self.finish_update(sums)
+        rows = part or dummy
+        declare = self.list_reward_reads if self.divides_again else self.list_reads
+        self.reader.read(step, rows, declare, stats)
+        with torch.no_grad():
+            numbers = self.reward.measure(step, rows, self.students)
+        step.put_numbers(part, numbers if part else {name: values[:0] for name, values in numbers.items()})
 
-    def add_policy_gradient(
-        self,
-        scored: ScoredCompletions,
-        advantages: Tensor,
-        stats: PhaseStats,
-        sums: UpdateSums,
-        last: bool = True,
-    ) -> None:
-        """Run the backward of each micro-batch; `last`: the step has no further one. See `update_policy`."""
-        rows, temperature = scored.build_rollouts(scored.shard), scored.request.sampling.temperature
-        stale = scored.request.policy_version < self.global_step
-        sequences = [build_sampled_sequence(row) for row in rows]
-        # What the loss divides by, so that micro-batches of all ranks add up.
-        num_sequences, num_tokens = self.sum_over_ranks(len(rows), sum(sum(s.scored) for s in sequences))
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
-        for micro_batch in self.pack(sequences, measure_sampled_rows(rows), stats, last):
-            numbers = [scored.shard[i] for i in micro_batch.indices]
-            chosen = [rows[i] for i in micro_batch.indices]
-            lengths = [len(row.completion.token_ids) for row in chosen]
-            flat, entropy = self.run(
-                compute_log_probs, micro_batch.packed, temperature, self.head, True
-            )  # (M,)
-            log_probs, token_mask = to_padded(flat, lengths)  # (n, T), the only term with gradient
-            sums.checks.add(flat, lengths, "policy log-prob", [row.problem.row for row in chosen])
-            old_log_probs, weights, mismatch = self.compare_with_engine(chosen, log_probs, token_mask, stale)
-            loss, metrics = self.policy_loss(
-                log_probs=log_probs,
-                old_log_probs=old_log_probs,
-                ref_log_probs=scored.reference_log_probs(numbers),
-                importance_weights=weights,
-                advantages=advantages[upload(numbers, self.device)],
-                token_mask=token_mask,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
-            )
-            self.manual_backward(micro_batch.scale * loss)
-            entropy_share = entropy.detach().sum() / num_tokens
-            metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy_share}
-            sums.add(micro_batch, metrics, mismatch)
+    def list_reward_reads(self, rollout: Rollout) -> dict[str, Read]:
+        """Return what models read of a completion for the reward."""
+        return self.reward.reads(rollout, self.students)
 
-    def log_iteration(self, batch: PromptBatch, scored: ScoredCompletions, metrics: dict[str, Any]) -> None:
-        """Log a step's metrics, and give callbacks the scored completions of this rank's problems."""
-        rollouts = scored.build_own_rollouts()
-        batch.rollouts, batch.scores = rollouts, scored.scores
+    def list_loss_reads(self, rollout: Rollout) -> dict[str, Read]:
+        """Return what models read of a completion for the loss, without gradient: the reference."""
+        return {name: read for term in self.losses for name, read in term.reads(rollout).items()}
+
+    def list_reads(self, rollout: Rollout) -> dict[str, Read]:
+        """Return what models read of a completion before the update."""
+        return self.list_reward_reads(rollout) | self.list_loss_reads(rollout)
+
+    def log_iteration(self, batch: PromptBatch, step: StepBatch, metrics: dict[str, Any]) -> None:
+        """Log a step's metrics, and give callbacks the step."""
+        rollouts = step.list_rollouts(step.own)
+        batch.rollouts, batch.step = rollouts, step
         batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
         sampler = self.require_sampler()
         if sampler.max_rounds:
-            kept = scored.find_flat_groups(sampler.find_min_std(self.global_step))
-            batch.counts = scored.counts.compute_metrics(len(kept))
-            batch.dropped = scored.dropped
-            sampler.reward_std.add(torch.cat(scored.stds).tolist(), self.global_step)
-        assert batch.scores is not None
-        metrics |= reward_metrics(batch.scores, scored.rewards, self.group_size)
-        metrics |= self.measure_rollouts(rollouts, scored.shards)
-        self.log_step(metrics | batch.counts, len(rollouts.rollouts))
+            kept = step.find_flat_groups(sampler.find_min_std(self.global_step))
+            metrics |= step.counts.compute_metrics(len(kept))
+            sampler.reward_std.add(torch.cat(step.stds).tolist(), self.global_step)
+        metrics |= reward_metrics(step)
+        assert step.shards is not None
+        metrics |= self.measure_rollouts(rollouts, step.shards)
+        self.log_step(metrics, len(rollouts.rollouts))
 
     @property
-    def scorer(self) -> Scorer:
-        """Return what scores completions with this module's models."""
-        return Scorer(
-            self.reward,
-            self.students,
-            self.scoring_models,
-            self.run,
-            self.plan_forward,
-            self.device,
-            self.head,
-            get_stratos_data(self.trainer).student_views,
-            self.recomputes,
-            self.reference_model if self.policy_loss.kl_coef else None,
-        )
+    def reader(self) -> Reader:
+        """See `PolicyModule.reader`."""
+        return replace(super().reader, recompute=self.teacher_log_probs == "recompute")
 
-    @property
-    def scoring_models(self) -> Sequence[ReadModel]:
-        """Return the model of each student."""
-        return self.student_models
+    def list_models(self) -> dict[str, ReadModel]:
+        """Add the students and the reference."""
+        return super().list_models() | self.models | {REFERENCE: self.reference_model}
 
     @property
     def reference_model(self) -> ReadModel:
         """Return the reference; the policy without its adapter is the initial teacher."""
-        return self.reference or ReadModel(partial(self.run, without_adapter))
-
-    def score(self, rollouts: Rollouts) -> Scores:
-        """Compute the reward of every rollout, the RLT reward with the student."""
-        return self.scorer(rollouts.rollouts, rollouts.temperature, rollouts.group_size)
-
-    def recomputes(self, unknown: bool) -> bool:
-        """Return whether to recompute the teacher's log-probs, of which this rank's may be unknown."""
-        # Ranks with sharded weights run each forward together, so they must decide alike.
-        together = self.sharding.sharded
-        return self.teacher_log_probs == "recompute" or (self.on_any_rank(unknown) if together else unknown)
+        return self.reference or ReadModel(partial(self.run, without_adapter), is_policy=True)
 
     # Validation and prediction
+
+    def score(self, rollouts: Rollouts, recompute: bool = False) -> StepBatch:
+        """Return completions of this rank with their rewards.
+
+        Args:
+            rollouts: The completions.
+            recompute: Take the policy's log-probs from the trainer, not from the engine; the column "sampled"
+                then has those of all tokens.
+        """
+        declare = self.list_held_out_reads if recompute else self.list_reward_reads
+        return score_rollouts(self.reader, self.reward, self.students, rollouts, declare, recompute or None)
+
+    def list_held_out_reads(self, rollout: Rollout) -> dict[str, Read]:
+        """Return what models read of a held-out completion."""
+        return {"sampled": read_sampled(POLICY, rollout)} | self.list_reward_reads(rollout)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
         rollouts = batch.rollouts = self.require_sampler().sample_held_out(batch.problems)
         self.require_fresh(rollouts.policy_version)
         with self.phase("score"):
-            rows, mismatch = self.scorer.recompute_log_probs(rollouts.rollouts, rollouts.temperature)
-            scores = self.score(replace(rollouts, rollouts=rows))
+            step = self.score(rollouts, recompute=True)
+            mismatch = self.compare_sampled(step)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        self.held_out.add(held_out_metrics(scores, rollouts), len(rollouts.rollouts), largest)
+        self.held_out.add(held_out_metrics(step, rollouts), len(rollouts.rollouts), largest)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Row]:
         """Score completions, which may come with the data, and return a row of each; callbacks write them.
@@ -392,7 +362,7 @@ class RLTModule(OnPolicyModule):
             self.check_engine(batch.rollouts)
         self.require_fresh(batch.rollouts.policy_version)
         with self.phase("score"):
-            batch.scores = self.score(batch.rollouts)
+            batch.step = self.score(batch.rollouts)
         if batch.spare:
             return []
         return list(predicted_rows(batch, get_stratos_data(self.trainer), str(self.pretrained)))
@@ -406,10 +376,28 @@ class RLTModule(OnPolicyModule):
             EngineError: If they differ too much.
         """
         in_process = self.require_sampler().dispatcher.engine.in_process
-        if in_process or find_kl_reward(self.reward, rollouts.temperature) is None:
+        if in_process or self.reward.find_kl(rollouts.temperature) is None:
             return
-        _, mismatch = self.scorer.recompute_log_probs(rollouts.rollouts[:1], rollouts.temperature)
-        require_agreement(mismatch, self.mismatch_limit, self.global_step)
+        step = StepBatch.of_rollouts(replace(rollouts, rollouts=rollouts.rollouts[:1]))
+        self.reader.read(
+            step, [0], lambda rollout: {"sampled": read_sampled(POLICY, rollout)}, recompute=True
+        )
+        require_agreement(self.compare_sampled(step), self.mismatch_limit, self.global_step)
+
+    def compare_sampled(self, step: StepBatch) -> Mismatch:
+        """Return how far the engine's log-probs are from the trainer's, which the column "sampled" has."""
+        log_probs, token_mask = step.pad("sampled", step.shard)  # (N, T)
+        engine_log_probs = pad_engine_log_probs(step.rollouts(step.shard), log_probs)
+        if engine_log_probs is None:
+            return Mismatch()
+        return Mismatch.between(log_probs, engine_log_probs, token_mask)
+
+
+def average_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means of metrics over the updates of an iteration."""
+    if len(updates) == 1:
+        return updates[0]
+    return {name: sum(metrics[name] for metrics in updates) / len(updates) for name in updates[0]}
 
 
 def require_group(group_size: int) -> None:

@@ -11,9 +11,12 @@ from typing import Any, TypeVar
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.metrics.catalogue import OF_STUDENT, OURS
+from rlt_lightning.rewards.base import ReadTokens
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import Score, StepBatch
 from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
 from rlt_lightning.tags import decode_each
-from rlt_lightning.types import InputError, ModelView, Problem, PromptBatch, Rollout, Scores
+from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout
 
 T = TypeVar("T")
 # Columns of a completion that each of several students has: the others come from the text.
@@ -28,26 +31,27 @@ def spread_evenly(items: list[T], number: int) -> list[T]:
     return [items[i * len(items) // number] for i in range(number)]
 
 
-def pair_with_scores(batch: PromptBatch) -> Iterator[tuple[int, Rollout, dict[str, float]]]:
-    """Yield each completion of a scored batch: its number in its group, itself, its reward with its terms.
+def pair_with_scores(step: StepBatch, rows: Sequence[int]) -> Iterator[tuple[int, Rollout, dict[str, float]]]:
+    """Yield each completion of a scored step: its number in its group, itself, its reward with its terms.
 
-    What is recorded of a batch is read here.
+    What is recorded of a step is read here.
+
+    Args:
+        step: The step.
+        rows: Which of its rows.
     """
-    assert batch.rollouts is not None
-    assert batch.scores is not None
-    size = batch.rollouts.group_size
-    for i, (rollout, terms) in enumerate(zip(batch.rollouts.rollouts, score_rows(batch.scores), strict=True)):
-        yield i % size, rollout, terms
+    assert step.score is not None
+    for row, terms in zip(rows, score_rows(step.score.choose(rows)), strict=True):
+        yield row % step.group_size, step.rollout(row), terms
 
 
-def rollout_rows(batch: PromptBatch) -> Iterator[Row]:
+def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[Row]:
     """Yield one JSON-ready row per completion."""
-    assert batch.rollouts is not None
-    for number, rollout, terms in pair_with_scores(batch):
+    for number, rollout, terms in pair_with_scores(step, rows):
         yield {
             "row": rollout.problem.row,
             "completion": number,
-            "policy_version": batch.rollouts.policy_version,
+            "policy_version": step.policy_version,
             "question": rollout.problem.question,
             "solution": rollout.problem.solution,
             "explanation": rollout.text,
@@ -72,12 +76,15 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
     elif isinstance(data, StudentRLData):
         yield from build_answer_rows(batch, data, model)
     else:
-        yield from ({**rollout.problem.columns, **terms} for _, rollout, terms in pair_with_scores(batch))
+        yield from (
+            {**rollout.problem.columns, **terms}
+            for _, rollout, terms in pair_with_scores(batch.step, batch.step.shard)
+        )
 
 
 def build_trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
     """Yield a row per trace: the source's columns, the trace, its Bespoke-Stratos form, and its scores."""
-    for number, rollout, terms in pair_with_scores(batch):
+    for number, rollout, terms in pair_with_scores(batch.step, batch.step.shard):
         problem = rollout.problem
         yield {
             **drop_completion(problem),
@@ -98,11 +105,9 @@ def build_answer_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row
 
     An answer that cannot be split stands whole in `reasoning_trace`, with an empty `solution`.
     """
-    assert batch.scores is not None
-    assert batch.rollouts is not None
-    verdicts: Any = batch.scores.terms
-    size, correct = batch.rollouts.group_size, verdicts.correct.tolist()
-    for i, (number, rollout, terms) in enumerate(pair_with_scores(batch)):
+    step = batch.step
+    size, correct = step.group_size, step.score.columns["correct"].tolist()
+    for i, (number, rollout, terms) in enumerate(pair_with_scores(step, step.shard)):
         problem, first = rollout.problem, i - number
         turn = data.split_turn(rollout)
         thought, solution = turn or (rollout.text, "")
@@ -120,7 +125,7 @@ def build_answer_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row
             **conversation,
             **terms,
             "pass_rate": fmean(correct[first : first + size]),
-            "found_answer": verdicts.answers[i],
+            "found_answer": step.texts["answers"][i],
             **completion_columns(rollout, data),
             "model": model,
         }
@@ -139,13 +144,13 @@ def read_reference(problem: Problem) -> Row:
     return found
 
 
-def score_rows(scores: Scores) -> list[dict[str, float]]:
+def score_rows(score: Score) -> list[dict[str, float]]:
     """Return the reward and its terms, one dictionary per rollout; NAME/LABEL is by one of the students."""
-    columns = {name: values.tolist() for name, values in scores.terms.recorded().items()}
-    for label, one in scores.by_student.items():
+    columns = {name: values.tolist() for name, values in score.columns.items()}
+    for label, by_student in score.by_student.items():
         columns |= {
             f"{name}/{label}": values.tolist()
-            for name, values in one.terms.recorded().items()
+            for name, values in by_student.columns.items()
             if name in (*STUDENT_COLUMNS, "baseline")
         }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -163,33 +168,26 @@ def completion_columns(rollout: Rollout, data: Any) -> Row:
     }
 
 
-def build_token_columns(rollout: Rollout, scores: Scores, position: int, formats: Sequence[Any]) -> Row:
+def build_token_columns(tokens: Sequence[ReadTokens], students: Students) -> Row:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
-        rollout: A scored completion.
-        scores: Scores of its batch.
-        position: Its position in the batch.
-        formats: The format of each student, with the tokenizers of teacher and student.
+        tokens: What `Reward.list_tokens` gives, by each student.
+        students: The students, with their formats.
 
     Returns:
         `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`, of the first
         student; those of further students as NAME/LABEL. Values are rounded to 1e-6.
     """
-    columns = build_student_token_columns(rollout.views[0], scores, position, formats[0])
-    for number, (label, one) in enumerate(scores.by_student.items()):
-        own = build_student_token_columns(rollout.views[number], one, position, formats[number])
-        columns |= {f"{name}/{label}": values for name, values in own.items() if number}
-    return columns
-
-
-def build_student_token_columns(view: ModelView, scores: Scores, position: int, chat_format: Any) -> Row:
-    """Return the columns of `build_token_columns` for one student."""
-    columns: Row = {"thought_tokens": decode_each(chat_format.tokenizer, scores.think_tokens[position])}
-    columns["thought_kl"] = [round(value, 6) for value in scores.kl[position].tolist()]
-    columns["solution_tokens"] = decode_each(chat_format.student_tokenizer, view.problem.solution_ids)
-    values = scores.solution_log_probs[position].tolist()
-    columns["solution_log_probs"] = [round(value, 6) for value in values]
+    columns: Row = {}
+    for student, of_student in zip(students, tokens, strict=True):
+        label = f"/{student.label}" if student.number else ""
+        columns |= {
+            f"thought_tokens{label}": decode_each(student.format.tokenizer, of_student.thought),
+            f"thought_kl{label}": [round(value, 6) for value in of_student.kl],
+            f"solution_tokens{label}": decode_each(student.format.student_tokenizer, of_student.solution),
+            f"solution_log_probs{label}": [round(value, 6) for value in of_student.solution_log_probs],
+        }
     return columns
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -11,11 +11,12 @@ from rlt_lightning.datamodules.stages import StudentSFTData, TeacherSFTData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import context_length
-from rlt_lightning.models.packed import compute_log_probs
 from rlt_lightning.modules.base import PolicyModule, PolicyOptions, follow_options
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.numerics.packing import Layout, ScoredSequence, SequenceLengths
-from rlt_lightning.numerics.rewards import FiniteChecks
+from rlt_lightning.modules.reader import forward
+from rlt_lightning.numerics.packing import Layout
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
 
@@ -67,51 +68,38 @@ class SFTModule(PolicyModule):
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Take one optimizer step over all examples of the batch."""
-        num_tokens = float(sum(sum(example.loss_mask) for example in batch.examples))
-        [total_tokens] = self.sum_over_ranks(num_tokens)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()  # type: ignore[union-attr]
-        loss, checks = torch.zeros((), device=self.device), FiniteChecks()
-        sequences = [build_example_sequence(example) for example in batch.examples]
+        step, examples = StepBatch.of_examples(batch.examples), batch.examples
         with self.phase("train") as stats:
-            lengths = [measure_length(sequence) for sequence in sequences]
-            for micro_batch in self.pack(sequences, lengths, stats):
-                packed = micro_batch.packed
-                log_probs, _ = self.run(compute_log_probs, packed, 1.0, self.head)
-                chosen = [batch.examples[i] for i in micro_batch.indices]
-                counts = [sum(example.loss_mask) for example in chosen]
-                checks.add(log_probs, counts, "completion log-prob", [example.row for example in chosen])
-                share = -micro_batch.scale * log_probs.sum() / total_tokens
-                self.manual_backward(share)
-                loss += share.detach()
-            checks.require()
-            metrics = self.optimizer_step_now()
-        metrics |= self.speed_metrics(sum(len(example.token_ids) for example in batch.examples))
-        metrics["policy/loss"] = loss
-        metrics |= {"data/completion_tokens": total_tokens, "data/epoch": float(self.current_epoch)}
-        self.log_step(metrics, len(batch.examples))
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+            for micro in self.reader.updates(step, step.shard, [CompletionLoss()], self, stats):
+                computed = forward(self.run, micro, self.head)  # with gradient
+                output = micro.term(LossInputs.of(step, micro, computed, 0))
+                self.manual_backward(micro.scale * output.loss)
+                step.add_loss(micro, computed.values, output)
+            step.checks.require()
+            metrics = step.metrics | self.optimizer_step_now()
+        metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
+        metrics |= {"data/completion_tokens": micro.num_scored, "data/epoch": float(self.current_epoch)}
+        self.log_step(metrics, len(examples))
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Keep the mean loss per completion token of held-out rows."""
-        num_tokens = sum(sum(example.loss_mask) for example in batch.examples)
-        sequences = [build_example_sequence(example) for example in batch.examples]
+        step = StepBatch.of_examples(batch.examples)
         with self.phase("score"):
-            lengths = [measure_length(sequence) for sequence in sequences]
-            sums = [
-                weight
-                * self.run(compute_log_probs, self.pack_sequences(sequences, micro_batch), 1.0, self.head)[
-                    0
-                ].sum()
-                for micro_batch, weight in self.plan_forward(lengths)
-            ]
-        self.held_out.add({"policy/val_loss": -sum(sums) / num_tokens}, num_tokens, {})
+            self.reader.read(step, step.shard, lambda example: {"completion": CompletionLoss().read(example)})
+        log_probs = torch.cat(list(step.tokens["completion"].values()))
+        self.held_out.add({"policy/val_loss": -log_probs.mean()}, len(log_probs), {})
 
 
-def build_example_sequence(example: SFTExample) -> ScoredSequence:
-    """Return an example's tokens, of which the completion's are scored."""
-    return ScoredSequence([], example.token_ids, example.loss_mask)
+class CompletionLoss(LossTerm):
+    """Minus the log-probs of the tokens that count, divided by their number in the whole step."""
 
+    def read(self, rollout: Any) -> Read:
+        """Return an example's tokens, of which the completion's are scored."""
+        example: SFTExample = rollout
+        return Read(POLICY, [], example.token_ids, temperature=1.0, mask=example.loss_mask)
 
-def measure_length(sequence: ScoredSequence) -> SequenceLengths:
-    """Return the length of a sequence that shares no prefix."""
-    return SequenceLengths(None, 0, len(sequence.rest))
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss."""
+        loss = -inputs.computed.values.sum() / inputs.micro.num_scored
+        return LossOutput(loss, {"policy/loss": loss.detach()})

@@ -10,49 +10,46 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
-from rlt_lightning.types import RewardTerms, Rollouts, Scores
+from rlt_lightning.rollouts.step import Score, StepBatch
+from rlt_lightning.types import Rollouts
 
 
-def reward_metrics(scores: Scores, rewards: Tensor, group_size: int) -> dict[str, Any]:
+def reward_metrics(step: StepBatch) -> dict[str, Any]:
     """Return means over this rank's completions of the reward and its terms, raw and processed.
 
-    Args:
-        scores: The scores of this rank's completions.
-        rewards: The rewards of all ranks' completions, (N,): of them are spread and equal groups.
-        group_size: Completions per problem.
+    Spread and equal groups are those of all ranks' completions.
     """
-    terms = scores.terms
+    assert step.score is not None
+    score, rewards = step.score.choose(step.own), step.rewards
     return {
-        "reward/mean": terms.reward.mean(),
+        "reward/mean": score.rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/group_std": split_groups(rewards, group_size).std(dim=1).mean(),
-        "reward/zero_std_groups": zero_std_groups(rewards, group_size).float().sum(),
-        **{f"reward/{name}": values.mean() for name, values in list_logged_terms(terms).items()},
-        **{name: values.mean() for name, values in terms.details().items()},
-        **student_metrics(scores),
+        "reward/group_std": split_groups(rewards, step.group_size).std(dim=1).mean(),
+        "reward/zero_std_groups": zero_std_groups(rewards, step.group_size).float().sum(),
+        **{f"reward/{name}": values.mean() for name, values in (score.terms | score.levels).items()},
+        **{name: values.mean() for name, values in score.figures.items()},
+        **student_metrics(score),
     }
 
 
-def student_metrics(scores: Scores, held_out: bool = False) -> dict[str, Any]:
+def student_metrics(score: Score, held_out: bool = False) -> dict[str, Any]:
     """Return means of the terms of each of several students, NAME/LABEL; nothing with one.
 
     Held-out are only the reward and the terms that add up to it.
     """
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     prefix = "reward/val_" if held_out else "reward/"
-    for label, one in scores.by_student.items():
-        terms, parts = one.terms, one.terms.parts()
-        own = {"mean": terms.reward} | {name: parts[name] for name in ("solution", "kl") if name in parts}
-        values = {prefix + name: term for name, term in own.items()}
-        values |= {} if held_out else terms.details()
-        found |= {f"{name}/{label}": value.mean() for name, value in values.items()}
-    return found
+    for label, by_student in score.by_student.items():
+        terms = {name: by_student.terms[name] for name in ("solution", "kl") if name in by_student.terms}
+        values = {prefix + name: term for name, term in ({"mean": by_student.rewards} | terms).items()}
+        values |= {} if held_out else by_student.figures
+        metrics |= {f"{name}/{label}": value.mean() for name, value in values.items()}
+    return metrics
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -71,19 +68,14 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-def list_logged_terms(terms: RewardTerms) -> dict[str, Tensor]:
-    """Return what training and validation log as means beside the reward, by name, each (N,)."""
-    return terms.parts() | terms.baselines()
-
-
-def held_out_metrics(scores: Scores, rollouts: Rollouts) -> dict[str, Any]:
+def held_out_metrics(step: StepBatch, rollouts: Rollouts) -> dict[str, Any]:
     """Return held-out reward, its terms, completion length and the fraction of closed explanations."""
-    terms = scores.terms
-    lengths = rollout_metrics(rollouts)
+    assert step.score is not None
+    score, lengths = step.score, rollout_metrics(rollouts)
     return {
-        "reward/val_mean": terms.reward.mean(),
-        **{f"reward/val_{name}": values.mean() for name, values in list_logged_terms(terms).items()},
-        **student_metrics(scores, held_out=True),
+        "reward/val_mean": score.rewards.mean(),
+        **{f"reward/val_{name}": values.mean() for name, values in (score.terms | score.levels).items()},
+        **student_metrics(score, held_out=True),
         "rollout/val_length_mean": lengths["rollout/length_mean"],
         "rollout/val_closed_frac": lengths["rollout/closed_frac"],
     }

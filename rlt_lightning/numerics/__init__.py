@@ -12,13 +12,6 @@ from rlt_lightning.numerics.advantages import (
 )
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
-from rlt_lightning.numerics.likelihood import (
-    LikelihoodReward,
-    LogProbReward,
-    NOVERReward,
-    RLPRReward,
-    VeriFreeReward,
-)
 from rlt_lightning.numerics.losses import (
     BNPOLoss,
     CISPOLoss,
@@ -28,7 +21,6 @@ from rlt_lightning.numerics.losses import (
     GSPOLoss,
     PolicyLoss,
 )
-from rlt_lightning.numerics.rewards import Reward, RLTReward
 
 __all__ = [
     "AdvantageEstimator",
@@ -42,14 +34,7 @@ __all__ = [
     "GroupCenteredAdvantages",
     "GroupNormalisedAdvantages",
     "LeaveOneOutAdvantages",
-    "LikelihoodReward",
-    "LogProbReward",
-    "NOVERReward",
     "PolicyLoss",
-    "RLPRReward",
-    "RLTReward",
-    "Reward",
     "ShuffledAdvantages",
     "TruncatedImportanceSampling",
-    "VeriFreeReward",
 ]

@@ -70,12 +70,21 @@ class Unsharded:
         model = self.strategy.model
         return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
-    def step(self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip (0: never), step the optimizer, and return the gradient's norm before clipping."""
+    def step(
+        self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float, counts: bool = True
+    ) -> Tensor:
+        """Clip (0: never), step the optimizer, and return the gradient's norm before clipping.
+
+        Args:
+            optimizer: Lightning's optimizer, which counts its steps as `global_step`.
+            parameters: What it trains.
+            max_norm: The largest norm.
+            counts: Whether this step is counted.
+        """
         norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm or torch.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if norm.isfinite():
-            optimizer.step()
+            (optimizer if counts else optimizer.optimizer).step()
         return norm
 
 
@@ -138,9 +147,11 @@ class DeepSpeedZeRO(Unsharded):
         self.strategy.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
-    def step(self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    def step(
+        self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float, counts: bool = True
+    ) -> Tensor:
         """Let the engine clip, to the norm in its configuration, and step."""
-        optimizer.step()
+        (optimizer if counts else self.strategy.model).step()
         norm = float(self.strategy.model.get_global_grad_norm())
         # DeepSpeed reports -1 for a norm that is not finite. NCCL averages only tensors of the device.
         return torch.tensor(norm if norm >= 0 else torch.nan, device=self.strategy.root_device)

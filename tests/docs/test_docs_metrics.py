@@ -31,15 +31,9 @@ from rlt_lightning.datamodules import (
     TeacherSFTData,
 )
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import (
-    CorrectnessReward,
-    EvaluationModule,
-    LikelihoodModule,
-    OPDModule,
-    RLTModule,
-    SFTModule,
-)
-from rlt_lightning.numerics import LogProbReward, NOVERReward, RLTReward, TruncatedImportanceSampling
+from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
+from rlt_lightning.numerics import TruncatedImportanceSampling
+from rlt_lightning.rewards import CorrectnessReward, LogProbReward, NOVERReward, RLTReward
 
 
 def data(model: str, kind: type[StratosDataModule] = TeacherRLData, **options: object) -> StratosDataModule:

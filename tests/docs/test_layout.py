@@ -3,8 +3,8 @@
 The layers, from low to high; a module may import its own layer and those below:
 
     types gloo version allocator → tags numerics → models judging → checkpoints strategies → run → metrics
-    → datamodules tasks engines → rollouts → modules → callbacks → trainer → commands → teacher → cli
-    → __main__ and __init__, which hands out what scripts use
+    → datamodules tasks engines → rollouts → rewards → modules → callbacks → trainer → commands → teacher
+    → cli → __main__ and __init__, which hands out what scripts use
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LAYERS = [
     {"metrics"},
     {"datamodules", "tasks", "engines", "vllm_worker"},
     {"rollouts"},
+    {"rewards"},
     {"modules"},
     {"callbacks"},
     {"trainer"},

@@ -52,11 +52,12 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
 WAITS = {
     "modules/phases.py:synchronise": 18,  # at either end of nine phases
     "modules/rollout_rows.py:<dictcomp>": 8,  # one for each column of rollouts.jsonl
-    "numerics/rewards.py:require": 2,  # that scores and log-probs are finite, at the end of each pass
-    "numerics/transfers.py:download": 1,  # scores
+    "modules/reader.py:require": 1,  # that log-probs are finite, at the end of all passes
+    "numerics/rewards.py:require": 1,  # those of the update
+    "numerics/transfers.py:download": 1,  # recorded tokens
+    "callbacks/recorder.py:_build_rows": 1,  # rewards, of which the extremes are recorded with tokens
     "numerics/rewards.py:require_tokens": 1,
     "numerics/rewards.py:require_finite": 1,  # rewards
-    "modules/rlt.py:reward_groups": 1,
     "strategies/sharding.py:step": 1,  # the gradient's norm
     "modules/base.py:optimizer_step_now": 1,
     "numerics/importance.py:read": 1,
@@ -71,11 +72,10 @@ COUNTED_STEP = [
 
 # Two ranks wait for these too: what they tell each other, none of it per token, row or metric.
 WAITS_OF_TWO = WAITS | {
-    "rollouts/collectives.py:gather_from_ranks": 24,  # four for each of six gathers
+    "run/ranks.py:gather_from_ranks": 8,  # four for each of two gathers: problems and completions
     "callbacks/recorder.py:gather_rows": 8,
     "modules/base.py:reduce_numbers": 6,
-    "lightning/pytorch/strategies/strategy.py:__call__": 4,
-    "lightning/pytorch/loops/training_epoch_loop.py:_broadcast_sigterm_tensor": 2,
+    "trainer.py:run": 6,  # Lightning's own
 }
 
 

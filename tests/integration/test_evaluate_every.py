@@ -44,8 +44,9 @@ from rlt_lightning.datamodules import (
 )
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.metrics.catalogue import EVALUATION
-from rlt_lightning.modules import CorrectnessReward, EvaluationModule, RLTModule, SFTModule
+from rlt_lightning.modules import EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings(

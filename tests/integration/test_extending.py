@@ -45,7 +45,6 @@ from rlt_lightning.metrics import catalogue
 from rlt_lightning.metrics.catalogue import find_metric
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.scorer import Scorer, Students
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
@@ -216,18 +215,13 @@ def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
     assert "Repetition term -0.375" in write_report(outside / "runs" / "scores").read_text()
 
 
-def scorer(kind: str) -> Scorer:
-    nothing: Any = None
-    return Scorer(Terms(kind=kind), Students((), ()), [], nothing, nothing, torch.device("cpu"))
-
-
 def rollouts(*numbers: int) -> list[Rollout]:
     problems = [Problem(number, "?", "!", [], [], [], [], []) for number in numbers]
     return [Rollout(problem, Completion([1], None, "stop"), "So.", closed=True) for problem in problems]
 
 
 def test_terms_come_in_the_order_of_their_names_as_numbers_of_the_reward() -> None:
-    terms = scorer("right").extra_terms(rollouts(7, 8))
+    terms = Terms(kind="right").check_extra_terms(rollouts(7, 8), torch.device("cpu"))
     assert {name: values.tolist() for name, values in terms.items()} == {"one": [0, 1], "two": [0.5, 0.5]}
     assert list(terms) == ["one", "two"]
     assert {values.dtype for values in terms.values()} == {torch.float32}
@@ -246,7 +240,7 @@ def test_terms_come_in_the_order_of_their_names_as_numbers_of_the_reward() -> No
 )
 def test_a_term_that_is_none_is_named(kind: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        scorer(kind).extra_terms(rollouts(7, 8))
+        Terms(kind=kind).check_extra_terms(rollouts(7, 8), torch.device("cpu"))
 
 
 # The engine

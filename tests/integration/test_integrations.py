@@ -31,9 +31,7 @@ from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import LikelihoodModule
-from rlt_lightning.numerics import NOVERReward, RLPRReward, VeriFreeReward
-from rlt_lightning.numerics.likelihood import LikelihoodReward
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import LikelihoodReward, NOVERReward, RLPRReward, RLTReward, VeriFreeReward
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Rollout
 
@@ -285,8 +283,7 @@ def test_trl_gets_the_likelihood_rewards_of_our_stage(
         bare_trainer(tmp_path, rollouts, witness).fit(module, data)
         [batch] = witness.batches
         assert batch.rollouts is not None
-        assert batch.scores is not None
-        ours = batch.scores.terms.reward.tolist()
+        ours = batch.step.rewards.tolist()
         keys = [identity(one) for one in batch.rollouts.rollouts]
         assert ours == pytest.approx([known[key] for key in keys], abs=1e-4)
         assert max(ours) - min(ours) > 1e-3

@@ -30,10 +30,9 @@ from rlt_lightning import (
 from rlt_lightning.callbacks import ModelExporter
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules.base import PolicyModule, to_plain
-from rlt_lightning.modules.text_reward import CorrectnessReward
 from rlt_lightning.numerics import DrGRPOLoss, TruncatedImportanceSampling
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.numerics.likelihood import RLPRReward
+from rlt_lightning.rewards import CorrectnessReward, RLPRReward
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -109,7 +108,7 @@ def test_a_runs_folder_loads(tmp_path: Path, lora: LoRA | None) -> None:
     assert loaded.lora == lora
     assert equal(dict(loaded.policy.state_dict()), dict(trained.policy.state_dict()))
     state = torch.load(tmp_path / "run/checkpoints/step=000001.ckpt/state.pt", weights_only=True)
-    assert state["hyper_parameters"]["reward"]["class_path"] == "rlt_lightning.numerics.rewards.RLTReward"
+    assert state["hyper_parameters"]["reward"]["class_path"] == "rlt_lightning.rewards.RLTReward"
     with pytest.raises(InputError, match="must be a checkpoint"):
         RLTModule.load_from_checkpoint(tmp_path)
 

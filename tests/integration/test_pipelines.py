@@ -32,7 +32,8 @@ from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition, spl
 from rlt_lightning.datamodules.rows import RawResponses, split_raw, split_response, tidy_response
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
-from rlt_lightning.modules import CorrectnessReward, RLTModule
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import Completion, InputError
 

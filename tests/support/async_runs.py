@@ -17,7 +17,7 @@ from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward
 
 SAMPLING = Sampling(max_completion_length=8)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlt_lightning.engines import HFEngine
-from rlt_lightning.numerics import RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Rollout
 
 

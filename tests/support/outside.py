@@ -14,7 +14,7 @@ from rlt_lightning.engines import (
     SampleRequest,
     Sampling,
 )
-from rlt_lightning.modules.scored_completions import ScoredCompletions
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.types import Completion
 
 
@@ -53,12 +53,12 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Waiting], None]:
     """Lets an engine continue when a chunk has been scored."""
 
     def watch(engine: Waiting) -> None:
-        keep = ScoredCompletions.add
+        right = RLTModule.measure
 
-        def add(self: ScoredCompletions, *arguments: Any) -> None:
-            keep(self, *arguments)
+        def measure(self: RLTModule, *arguments: Any) -> None:
+            right(self, *arguments)
             engine.go.set()
 
-        monkeypatch.setattr(ScoredCompletions, "add", add)
+        monkeypatch.setattr(RLTModule, "measure", measure)
 
     return watch

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
+from rlt_lightning.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.types import Rollout
 
 

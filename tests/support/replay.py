@@ -55,17 +55,17 @@ class Recorder(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         folder, step = Path(trainer.default_root_dir), trainer.global_step
-        temperature = batch.rollouts.temperature
+        temperature, size, every = batch.step.temperature, batch.step.group_size, range(len(batch.step))
         rows = [
             {"step": step, **row}
             | build_columns(rollout.problem.teacher_prompt, rollout.completion, temperature)
-            for row, rollout in zip(rollout_rows(batch), batch.rollouts.rollouts, strict=True)
+            for row, rollout in zip(rollout_rows(batch.step, every), batch.step.rollouts(every), strict=True)
         ]
         append_rows(folder / "rollouts.jsonl", rows)
         dropped = [
-            {"step": step, "row": problem.row, "completion": number}
-            | build_columns(problem.teacher_prompt, completion, temperature)
-            for problem, number, completion in batch.dropped
+            {"step": step, "row": request.rows[number // size], "completion": number % size}
+            | build_columns(request.prompts[number // size], request.completions[number], temperature)
+            for request, number in batch.step.replaced
         ]
         if dropped:
             append_rows(folder / "dropped.jsonl", dropped)

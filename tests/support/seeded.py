@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules import TextReward
+from rlt_lightning.rewards import TextReward
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import RewardTerms, Rollout
 

@@ -37,10 +37,8 @@ from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scorer import Scorer, TokenScores
-from rlt_lightning.numerics.likelihood import LogProbReward
 from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import LogProbReward, RLTReward
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import Completion
@@ -135,23 +133,14 @@ class Counted(OnPolicyModule):
         return super().plan(lengths, all_ranks)
 
 
-class TellingScorer(Scorer):
-    """Tells when students have read something."""
-
-    def score_students(self, *arguments: Any) -> list[tuple[TokenScores, ...]]:
-        found = super().score_students(*arguments)
-        Counting.scored.set()
-        return found
-
-
 class Counting(Counted, RLTModule):
     """RLT that tells when something was scored."""
 
     scored: ClassVar[Event] = Event()
 
-    @property
-    def scorer(self) -> Scorer:
-        return TellingScorer(**vars(super().scorer))
+    def measure(self, *arguments: Any) -> None:
+        super().measure(*arguments)
+        self.scored.set()
 
 
 class Distilling(Counted, OPDModule):

@@ -32,8 +32,10 @@ class Recorded(RLTRewardFunction):
             return hook
 
         hooks = [self.model.base_model.register_forward_pre_hook(count("teacher"))]
-        if self.student_models:  # else it is loaded now, and checked with further forwards
-            hooks.append(self.student_models[0].model.base_model.register_forward_pre_hook(count("student")))
+        if self.models:  # else it is loaded now, and checked with further forwards
+            hooks.append(
+                next(iter(self.models.values())).model.base_model.register_forward_pre_hook(count("student"))
+            )
         rewards = super().__call__(prompts, completions, completion_ids, **columns)
         for hook in hooks:
             hook.remove()

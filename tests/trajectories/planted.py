@@ -5,7 +5,6 @@ A fault is a function that patches; beside it stand the kinds of run that must n
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,24 +12,25 @@ import pytest
 from torch import Tensor
 
 from rlt_lightning.callbacks import ReferenceSync
-from rlt_lightning.modules import rlt as rlt_module
-from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.numerics import advantages, losses, rewards, students
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.modules import losses as loss_terms
+from rlt_lightning.modules.reader import Reader
+from rlt_lightning.numerics import advantages, losses, students
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rewards import rlt as rlt_reward
 
 Patch = pytest.MonkeyPatch
 
 
 def scale_by_micro_batches(patch: Patch) -> None:
     """Divide each gradient by the number of micro-batches, as a loss that is a mean would need it."""
-    right = PolicyModule.pack
+    right = Reader.updates
 
-    def pack(self: Any, *arguments: Any) -> Any:
+    def updates(self: Any, *arguments: Any) -> Any:
         micro_batches = list(right(self, *arguments))
-        for micro_batch in micro_batches:
-            yield dataclasses.replace(micro_batch, scale=micro_batch.scale / len(micro_batches))
+        for micro in micro_batches:
+            yield micro._replace(scale=micro.scale / len(micro_batches))
 
-    patch.setattr(PolicyModule, "pack", pack)
+    patch.setattr(Reader, "updates", updates)
 
 
 def turn_kl(patch: Patch) -> None:
@@ -41,7 +41,7 @@ def turn_kl(patch: Patch) -> None:
 
 def shift_mask(patch: Patch) -> None:
     """Count a completion's tokens without its first one."""
-    right = rlt_module.to_padded
+    right = loss_terms.to_padded
 
     def to_padded(values: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         padded, mask = right(values, lengths)
@@ -49,7 +49,7 @@ def shift_mask(patch: Patch) -> None:
         mask[:, 0] = False
         return padded, mask
 
-    patch.setattr(rlt_module, "to_padded", to_padded)
+    patch.setattr(loss_terms, "to_padded", to_padded)
 
 
 def compare_across_problems(patch: Patch) -> None:
@@ -64,12 +64,12 @@ def compare_across_problems(patch: Patch) -> None:
 
 def drop_minimum(patch: Patch) -> None:
     """Give the solution's hardest token twice its weight."""
-    right = rewards.student_solution_reward
+    right = rlt_reward.student_solution_reward
 
     def twice(log_probs: Tensor, mask: Tensor, min_coef: float, *rest: Any) -> Tensor:
         return right(log_probs, mask, 2 * min_coef, *rest)
 
-    patch.setattr(rewards, "student_solution_reward", twice)
+    patch.setattr(rlt_reward, "student_solution_reward", twice)
 
 
 def forget_student_temperature(patch: Patch) -> None:

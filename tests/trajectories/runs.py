@@ -39,7 +39,7 @@ from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
-from rlt_lightning.modules import CorrectnessReward, LikelihoodModule, OPDModule, RLTModule, SFTModule
+from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule, SFTModule
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import (
@@ -50,11 +50,14 @@ from rlt_lightning.numerics import (
     DrGRPOLoss,
     GRPOLoss,
     GSPOLoss,
+    TruncatedImportanceSampling,
+)
+from rlt_lightning.rewards import (
+    CorrectnessReward,
     LogProbReward,
     NOVERReward,
     RLPRReward,
     RLTReward,
-    TruncatedImportanceSampling,
     VeriFreeReward,
 )
 from rlt_lightning.strategies.fsdp2 import FSDP2

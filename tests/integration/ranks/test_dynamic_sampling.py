@@ -32,17 +32,18 @@ from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
-from rlt_lightning.modules import CorrectnessReward, RLTModule
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scored_completions import find_replaced_rows, merge_rows
-from rlt_lightning.modules.text_reward import CorrectnessTerms
 from rlt_lightning.numerics.losses import GRPOLoss
-from rlt_lightning.numerics.rewards import Reward, RLTReward, RLTRewardTerms
+from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
 from rlt_lightning.rollouts import dynamic_sampling
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.dynamic_sampling import RewardStd
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.sampler import Sampler
-from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, Scores
+from rlt_lightning.rollouts.shards import Shards
+from rlt_lightning.rollouts.step import Score, StepBatch
+from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, RewardTerms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
@@ -51,38 +52,46 @@ GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
 # The arithmetic
 
 
-def test_new_groups_stand_where_the_old_ones_stood() -> None:
-    # Old completions 0 to 5 in groups of two, new ones from 6 on: the first replaces the last group.
-    assert find_replaced_rows(3, [2, 0], size=2) == [8, 9, 2, 3, 6, 7]
-    assert find_replaced_rows(3, [], size=2) == [0, 1, 2, 3, 4, 5]
+def build_step(rows: Sequence[int], rewards: Sequence[float], shard: Sequence[int]) -> StepBatch:
+    """A scored step of groups of two, of which this rank has read a shard; a reward is the only token."""
+    texts = [Completion([int(reward)], None, "stop") for reward in rewards]
+    problems: Any = [Problem(row, "?", "!", [], [], [], [], []) for row in rows]
+    request = RolloutRequest([*rows], [[1]] * len(rows), [0] * len(rows), 0, Sampling(), 2, "")
+    request.problems, request.completions = problems, dict(enumerate(texts))
+    step = StepBatch.of_request(request, Shards(0, 1, 2, True))
+    values = torch.tensor(rewards, dtype=torch.float32)
+    step.tokens["kl"] = {row: -values[row : row + 1] for row in shard}
+    step.texts["answers"] = {row: str(rewards[row]) for row in shard}
+    step.put_numbers(shard, {"reward": values[[*shard]]})
+    by_student = {"a": RewardTerms(values + 1)}
+    step.set_score(Score.of(RewardTerms(values), by_student))
+    return step
 
 
-def test_every_part_of_the_scores_is_replaced() -> None:
-    def numbers(*values: float) -> Tensor:
-        return torch.tensor(values)
+def test_every_part_of_a_step_is_replaced() -> None:
+    # Groups of the rows 3, 5 and 7; the first and the last are replaced by those of 9 and 11.
+    step = build_step((3, 5, 7), (0, 1, 2, 3, 4, 5), shard=(0, 2, 4))
+    step.replace(build_step((9, 11), (6, 7, 8, 9), shard=(1, 2)), [2, 0])
+    assert step.rewards.tolist() == [8, 9, 2, 3, 6, 7]
+    assert step.score is not None
+    assert step.score.columns["reward"].tolist() == [8, 9, 2, 3, 6, 7]
+    assert step.score.by_student["a"].rewards.tolist() == [9, 10, 3, 4, 7, 8]
+    assert [step.row_number(row) for row in range(6)] == [11, 11, 5, 5, 9, 9]
+    assert [step.token_ids(row) for row in range(6)] == [[8], [9], [2], [3], [6], [7]]
+    # What this rank has read moves with its row.
+    assert step.measured == [0, 2, 5]
+    assert {row: values.tolist() for row, values in step.tokens["kl"].items()} == {2: [-2], 5: [-7], 0: [-8]}
+    assert step.texts["answers"] == {2: "2", 5: "7", 0: "8"}
+    assert (step.counts.rounds, step.counts.dropped_groups, step.counts.dropped_tokens) == (1, 2, 4)
+    assert [number for _, number in step.replaced] == [4, 5, 0, 1]
 
-    def rlt_scores(*values: float) -> Scores:
-        names = [f for f in RLTRewardTerms.__dataclass_fields__ if f != "extra"]
-        terms = {name: numbers(*values) + i for i, name in enumerate(names)}
-        lists = [[numbers(v)] for v in values], [[int(v)] for v in values], [[numbers(-v)] for v in values]
-        return Scores(RLTRewardTerms(**terms, extra={"own": numbers(*values)}), *lists)
 
-    rows = find_replaced_rows(2, [1], size=2)
-    found = merge_rows(rlt_scores(1, 2, 3, 4), rlt_scores(8, 9), rows)
-    expected = rlt_scores(1, 2, 8, 9)
-    assert {n: v.tolist() for n, v in found.terms.recorded().items()} == {
-        n: v.tolist() for n, v in expected.terms.recorded().items()
-    }
-    assert found.terms.raw_kl_max.tolist() == expected.terms.raw_kl_max.tolist()
-    assert (found.think_tokens, found.kl) == (expected.think_tokens, expected.kl)
-    assert found.solution_log_probs == expected.solution_log_probs
-
-    old = CorrectnessTerms(numbers(1, 1), numbers(1, 1), numbers(1, 1), numbers(0, 0), ["a", "b"])
-    new = CorrectnessTerms(numbers(0, 1), numbers(0, 1), numbers(1, 1), numbers(0, 0), ["c", None])
-    found = merge_rows(Scores(old, [], [], []), Scores(new, [], [], []), find_replaced_rows(1, [0], size=2))
-    assert found.terms.correct.tolist() == [0, 1]
-    assert found.terms.answers == ["c", None]
-    assert found.kl == []  # no model was asked
+def test_equal_completions_get_the_same_numbers() -> None:
+    step = build_step((3, 5), (1, 1, 1, 2), shard=range(4))
+    step.numbers = {"reward": torch.tensor([0.5, 0.4, 0.3, 0.2])}
+    step.share(lambda table: table)
+    # Of another problem it is another completion.
+    assert step.numbers["reward"].tolist() == pytest.approx([0.5, 0.5, 0.3, 0.2])
 
 
 def test_at_least_one_round_is_allowed() -> None:
@@ -158,10 +167,13 @@ class Seen(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         names = ("sampled_problems", "dropped_groups", "refill_rounds", "kept_equal_groups")
         self.rows.append([problem.row for problem in batch.problems])
-        self.counts.append([int(batch.counts[f"rollout/{name}"]) for name in names if batch.counts])
+        metrics = module.step_metrics
+        self.counts.append(
+            [int(metrics[f"rollout/{name}"]) for name in names if f"rollout/{name}" in metrics]
+        )
         self.batches.append(batch)
         # HFEngine brought the teacher's log-probs, so that new weights change nothing.
-        self.rescored.append(module.score(batch.rollouts).terms.reward)
+        self.rescored.append(module.score(batch.rollouts).rewards)
         self.grad_norms.append(float(module.step_metrics["policy/grad_norm"]))
         self.weights = {name: value.clone() for name, value in module.policy.state_dict().items()}
 
@@ -278,14 +290,13 @@ def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model:
     assert seen.counts == counts
     assert {0, 1} <= {kept > 0 for _, _, _, kept in counts} or rounds == 5
     for batch, rescored in zip(seen.batches, seen.rescored, strict=True):
-        torch.testing.assert_close(batch.scores.terms.reward, rescored, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(batch.step.rewards, rescored, rtol=1e-4, atol=1e-5)
         assert [r.problem.row for r in batch.rollouts.rollouts[::GROUP_SIZE]] == [
             p.row for p in batch.problems
         ]
-        assert batch.scores.terms.extra["odd"].tolist() == [
-            r.problem.row % 2 for r in batch.rollouts.rollouts
-        ]
-        assert [len(kl) for kl in batch.scores.kl] == [len(tokens) for tokens in batch.scores.think_tokens]
+        assert batch.step.score.terms["odd"].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
+        thoughts = [rollout.views[0].compared for rollout in batch.rollouts.rollouts]
+        assert [len(batch.step.tokens["kl"][i]) for i in range(len(thoughts))] == [*map(len, thoughts)]
 
 
 def test_dropped_tokens_are_counted(tiny_model: str, tmp_path: Path) -> None:
@@ -293,8 +304,8 @@ def test_dropped_tokens_are_counted(tiny_model: str, tmp_path: Path) -> None:
     seen, _ = fit(tiny_model, tmp_path, steps=2)
     for batch in seen.batches:
         assert {len(r.completion.token_ids) for r in batch.rollouts.rollouts} == {8}
-        dropped = batch.counts["rollout/dropped_groups"]
-        assert batch.counts["rollout/dropped_tokens"] == dropped * GROUP_SIZE * 8
+        counts = batch.step.counts
+        assert counts.dropped_tokens == counts.dropped_groups * GROUP_SIZE * 8
 
 
 def test_nothing_to_drop_is_as_without(tiny_model: str, tmp_path: Path) -> None:
@@ -342,7 +353,7 @@ def test_answers_of_a_real_model_are_told_apart(miniature: str, tmp_path: Path) 
     }
     seen, _ = fit(miniature, tmp_path, 3, CorrectnessReward(), prompts=8, **options)
     for batch, (sampled, dropped, rounds, kept) in zip(seen.batches, seen.counts, strict=True):
-        groups = batch.scores.terms.reward.view(-1, GROUP_SIZE)
+        groups = batch.step.rewards.view(-1, GROUP_SIZE)
         equal = (groups == groups[:, :1]).all(dim=1)
         assert int(equal.sum()) == kept
         assert sampled == 8 + dropped
@@ -470,7 +481,7 @@ def test_groups_of_little_spread_are_replaced_and_a_resume_repeats_it(
     assert dropped[:2] == [0, 0]
     assert sum(dropped[2:]) > 0
     # Without drops the average is the plain mean of the first two steps' groups.
-    stds = [b.scores.terms.reward.view(PROMPTS, GROUP_SIZE).std(dim=1) for b in whole.batches]
+    stds = [b.step.rewards.view(PROMPTS, GROUP_SIZE).std(dim=1) for b in whole.batches]
     bound = 0.9 * float(torch.stack(stds[:2]).mean())
     assert whole.counts[2][3] == int((stds[2] < bound).sum())
     resume = tmp_path / "whole" / "checkpoints" / "step=000003.ckpt"

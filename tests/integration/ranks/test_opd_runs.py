@@ -119,8 +119,7 @@ def test_a_step_in_which_nothing_can_be_judged_moves_nothing(
     assert float(metrics["distill/unjudged_frac"]) == 1
     assert float(metrics["policy/loss"]) == float(metrics["policy/grad_norm"]) == 0
     [batch] = witness.batches
-    assert batch.scores is not None
-    assert not batch.scores.terms.reward.any()
+    assert not batch.step.rewards.any()
 
 
 def log_probs(model: Any, prompt: list[int], rest: list[int]) -> Tensor:

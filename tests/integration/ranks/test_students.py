@@ -32,15 +32,16 @@ from rlt_lightning.engines import Sampling
 from rlt_lightning.metrics import catalogue
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model
-from rlt_lightning.modules import CorrectnessReward, RLTModule, on_policy
+from rlt_lightning.modules import RLTModule, on_policy
 from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scorer import Students
-from rlt_lightning.numerics.rewards import RLTReward, RLTRewardTerms
 from rlt_lightning.numerics.students import combine_terms
+from rlt_lightning.rewards import CorrectnessReward, RLTReward, RLTRewardTerms
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import Score
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import STRATOS
-from rlt_lightning.types import InputError, PromptBatch, Scores
+from rlt_lightning.types import InputError, PromptBatch
 
 CHAINS: dict[str, Any] = {
     "source": "chains",
@@ -133,12 +134,11 @@ def fit(folder: Path, module: RLTModule, steps: int = 1, length: int = 24, **dat
 
 def scores_of(
     folder: Path, length: int = 24, steps: int = 1, **options: Any
-) -> tuple[Scores, dict[str, float]]:
+) -> tuple[Score, dict[str, float]]:
     """Return the scores of a step's completions, the same ones for any students, and its metrics."""
     options = {"student": None, "optimizer": OptimizerConfig(lr=1e-3)} | options
     keeper = fit(folder, RLTModule("miniature", group_size=4, **options), steps, length)
-    assert keeper.batches[-1].scores is not None
-    return keeper.batches[-1].scores, keeper.metrics[-1]
+    return keeper.batches[-1].step.score, keeper.metrics[-1]
 
 
 OTHERS = [SEED1, QWEN2]
@@ -153,25 +153,25 @@ OTHERS = [SEED1, QWEN2]
     ],
 )
 def test_real_students_combine_as_single_runs_do_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
-    single = [scores_of(tmp_path, students=[name], **options)[0].terms for name in OTHERS]
+    single = [scores_of(tmp_path, students=[name], **options)[0] for name in OTHERS]
     hand = {
-        "mean": ([1.0, 1.0], (single[0].reward + single[1].reward) / 2),
-        "weighted": ([1.0, 0.5], (single[0].reward + 0.5 * single[1].reward) / 1.5),
-        "min": ([1.0, 1.0], torch.minimum(single[0].reward, single[1].reward)),
+        "mean": ([1.0, 1.0], (single[0].rewards + single[1].rewards) / 2),
+        "weighted": ([1.0, 0.5], (single[0].rewards + 0.5 * single[1].rewards) / 1.5),
+        "min": ([1.0, 1.0], torch.minimum(single[0].rewards, single[1].rewards)),
     }
     for name, (weights, expected) in hand.items():
         several = dict(zip(OTHERS, weights, strict=True))
         reduction = "min" if name == "min" else "mean"
         scores, metrics = scores_of(tmp_path, students=several, student_reduction=reduction, **options)
-        torch.testing.assert_close(scores.terms.reward, expected, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(sum(scores.terms.parts().values()), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.rewards, expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(sum(scores.terms.values()), expected, atol=1e-5, rtol=1e-5)
         for own, terms in zip(scores.by_student.values(), single, strict=True):
-            torch.testing.assert_close(own.terms.reward, terms.reward, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(own.rewards, terms.rewards, atol=1e-6, rtol=1e-6)
         assert metrics["reward/mean"] == pytest.approx(expected.mean().item(), abs=1e-6)
         for label, terms in zip(("miniature_seed1", "miniature_qwen2"), single, strict=True):
-            assert metrics[f"reward/mean/{label}"] == pytest.approx(terms.reward.mean().item(), abs=1e-6)
+            assert metrics[f"reward/mean/{label}"] == pytest.approx(terms.rewards.mean().item(), abs=1e-6)
             for part in ("solution", "kl"):
-                value = terms.parts()[part].mean().item()
+                value = terms.terms[part].mean().item()
                 assert metrics[f"reward/{part}/{label}"] == pytest.approx(value, abs=1e-6)
 
 
@@ -180,7 +180,7 @@ def test_the_same_student_twice_gives_todays_figures_exactly(tmp_path: Path) -> 
     for number, reduction in ((1, "mean"), (2, "mean"), (2, "min")):
         several = [SEED1] * number
         both, figures = scores_of(tmp_path, students=several, student_reduction=reduction, steps=2)
-        assert torch.equal(both.terms.reward, one.terms.reward)
+        assert torch.equal(both.rewards, one.rewards)
         own = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
         assert {name: figures[name] for name in own} == own
     assert [*both.by_student] == ["miniature_seed1", "miniature_seed1_2"]
@@ -199,11 +199,12 @@ def test_a_student_in_other_tokens_reads_a_view_of_its_own(
     label = next(label for label in both.by_student if label.startswith("renumbered"))
     assert [*both.by_student].index(label) == place
     own = both.by_student[label]
-    for name in NAMES:
-        ours, theirs = getattr(own.terms, name), getattr(single.terms, name)
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    other = next(one.terms.reward for name, one in both.by_student.items() if name != label)
-    torch.testing.assert_close(both.terms.reward, torch.minimum(own.terms.reward, other))
+    for ours, theirs in ((own.columns, single.columns), (own.figures, single.figures)):
+        assert ours.keys() == theirs.keys()
+        for name, values in theirs.items():
+            torch.testing.assert_close(ours[name], values, atol=1e-4, rtol=1e-4)
+    other = next(one.rewards for name, one in both.by_student.items() if name != label)
+    torch.testing.assert_close(both.rewards, torch.minimum(own.rewards, other))
 
 
 def test_students_of_three_formats_score_as_each_does_by_itself(
@@ -218,17 +219,17 @@ def test_students_of_three_formats_score_as_each_does_by_itself(
     several = RLTModule(tiny_model, None, students=names, group_size=4, reward=RLTReward(score_given=True))
     batch = fit(tmp_path, several, **prompts).batches[0]
     assert batch.rollouts is not None
-    assert batch.scores is not None
     reads = [
         row.views[number].spans is not None for row in batch.rollouts.rollouts[:1] for number in range(3)
     ]
     assert reads == [True, True, False]
-    for name, own in zip(names, batch.scores.by_student.values(), strict=True):
+    for name, own in zip(names, batch.step.score.by_student.values(), strict=True):
         module = RLTModule(tiny_model, name, group_size=4, reward=RLTReward(score_given=True))
-        single = fit(tmp_path, module, **prompts).batches[0].scores
-        assert single is not None
-        torch.testing.assert_close(own.terms.reward, single.terms.reward, atol=1e-5, rtol=1e-5)
-        assert own.think_tokens == single.think_tokens
+        single = fit(tmp_path, module, **prompts).batches[0].step
+        torch.testing.assert_close(own.rewards, single.rewards, atol=1e-5, rtol=1e-5)
+        label = several.students.labels[names.index(name)]
+        ours, theirs = batch.step.tokens[f"kl/{label}"], single.tokens["kl"]
+        assert [len(ours[i]) for i in range(4)] == [len(theirs[i]) for i in range(4)]
 
 
 class Visits(FrozenModel):
@@ -252,7 +253,7 @@ def test_offloaded_students_are_on_the_device_one_at_a_time(
     stay, _ = scores_of(tmp_path, students=OTHERS)
     monkeypatch.setattr(on_policy, "FrozenModel", Visits)
     back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
-    assert torch.equal(back.terms.reward, stay.terms.reward)
+    assert torch.equal(back.rewards, stay.rewards)
     assert Visits.most == 1
 
 
@@ -438,7 +439,7 @@ def test_python_and_other_trainers_score_against_several(renumbered: str) -> Non
         told, scorer.format.completion_from_trace(told, problem["reasoning_trace"])
     )
     terms = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
-    assert terms.reward.item() == pytest.approx(score.reward, abs=1e-5)
+    assert terms.rewards.item() == pytest.approx(score.reward, abs=1e-5)
 
 
 def plan_of(tmp_path: Path, tiny_model: str, *options: str) -> dict[str, Any]:

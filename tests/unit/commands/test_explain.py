@@ -31,7 +31,7 @@ from rlt_lightning.commands.explain import (
 from rlt_lightning.datamodules import StudentOPDData, StudentRLData
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model, load_tokenizer
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError

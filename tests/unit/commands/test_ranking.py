@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from commands import rlt
 
-from rlt_lightning.numerics import RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.run.ranking import split_into_groups, write_comparison_page, write_groups
 from rlt_lightning.types import InputError
 

@@ -25,14 +25,8 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.modules import (
-    CorrectnessReward,
-    EvaluationModule,
-    LikelihoodModule,
-    OPDModule,
-    RLTModule,
-    SFTModule,
-)
+from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
+from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.types import InputError
 
 READS = {"student_tokenizer", "max_solution_length", "max_length"}

@@ -29,9 +29,8 @@ from rlt_lightning.metrics.catalogue import (
     reward_term,
     write_entries,
 )
-from rlt_lightning.modules.text_reward import CorrectnessTerms
-from rlt_lightning.numerics import RLTReward
-from rlt_lightning.numerics.rewards import TAKEN_NAMES
+from rlt_lightning.rewards import CorrectnessTerms, RLTReward
+from rlt_lightning.rewards.base import TAKEN_NAMES
 from rlt_lightning.types import NO_TERM, InputError
 
 spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "scripts" / "metrics_page.py")
@@ -45,7 +44,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlt_lightning.numerics import RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.metrics.catalogue import reward_term
 
 BREVITY = reward_term("brevity", "Brevity term", "−0.01 · words of the explanation", "rises towards 0")

@@ -25,15 +25,17 @@ from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.load import load_model
-from rlt_lightning.modules import scorer
-from rlt_lightning.modules.scorer import Students, TokenScores, build_empty_view, collect_empty_scores
+from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.advantages import (
     AdvantageEstimator,
     GroupCenteredAdvantages,
     GroupNormalisedAdvantages,
     LeaveOneOutAdvantages,
 )
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward, explanations
+from rlt_lightning.rewards.explanations import build_empty_view
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.teacher import EXACT, Teacher
 from rlt_lightning.types import ModelView, Problem
@@ -99,12 +101,11 @@ def test_advantages_and_gradients_are_those_without_it(
         diverse = RolloutCallback(sampling=Sampling(temperature=1.5, max_completion_length=24))
         bare_trainer(folder, diverse, witness).fit(rlt, chains(folder, "miniature"))
         [batch] = witness.batches
-        assert batch.scores is not None
-        found[baseline] = batch.scores.terms, advantages(batch.scores.terms.reward, 4), witness.gradients
+        found[baseline] = batch.step.score.columns, advantages(batch.step.rewards, 4), witness.gradients
     (plain, plain_advantages, plain_gradients), (terms, own_advantages, gradients) = found.values()
-    gain = plain.solution_log_prob_reward - terms.baseline
-    torch.testing.assert_close(terms.solution_log_prob_reward, gain, atol=1e-6, rtol=0)
-    assert (terms.baseline < -0.01).all()
+    gain = plain["solution_log_prob_reward"] - terms["baseline"]
+    torch.testing.assert_close(terms["solution_log_prob_reward"], gain, atol=1e-6, rtol=0)
+    assert (terms["baseline"] < -0.01).all()
     assert (own_advantages.abs().view(-1, 4).amax(dim=1) > 0.1).all()
     torch.testing.assert_close(own_advantages, plain_advantages, atol=1e-6, rtol=1e-6)
     assert gradients.keys() == plain_gradients.keys()
@@ -127,7 +128,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
         read.append(problem.row)
         return build_empty_view(problem, chat_format)
 
-    monkeypatch.setattr(scorer, "build_empty_view", counted)
+    monkeypatch.setattr(explanations, "build_empty_view", counted)
     student = tiny_model if student == "other" else student  # of another tokenizer: it reads text
     witness, rlt = Witness(), module("miniature", reward=EMPTY)
     rlt.students = Students.of(student, None)
@@ -135,27 +136,25 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, data)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
     rows = batch.rollouts.rollouts
     assert read == [rows[0].problem.row, rows[4].problem.row]
-    terms: Any = batch.scores.terms
+    terms: Any = batch.step.score.columns
     slow = [
-        slow_baseline(rlt.student_models[0].model, build_empty_view(row.problem, data.format)) for row in rows
+        slow_baseline(rlt.list_scoring_models()[0][1].model, build_empty_view(row.problem, data.format))
+        for row in rows
     ]
-    assert terms.baseline.tolist() == pytest.approx(slow, abs=1e-5)
+    assert terms["baseline"].tolist() == pytest.approx(slow, abs=1e-5)
 
     # In chunks: the second and third bring nothing of a problem that the first did not have.
-    read.clear()
-    known: dict[int, Any] = {}
-    scored: dict[int, tuple[TokenScores, ...]] = {}
-    for places in ([6, 1], [0, 4, 5], [2, 3, 7]):
-        chunk = [rows[place] for place in places]
-        found = rlt.scorer.score_students(chunk, 0.7, known)
-        known |= collect_empty_scores(chunk, found)
-        scored |= dict(zip(places, found, strict=True))
-    assert sorted(read) == [rows[0].problem.row, rows[4].problem.row]
-    chunks = rlt.scorer.rewards(rows, [scored[place] for place in range(len(rows))]).terms
-    torch.testing.assert_close(chunks.baseline, terms.baseline, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
+    step, packed = StepBatch.of_rollouts(batch.rollouts), PhaseStats()
+    counts = []
+    for places in ([1, 6], [0, 4, 5], [2, 3, 7]):
+        rlt.reader.read(step, places, rlt.list_reward_reads, packed)
+        counts.append(len(step.known))
+    assert counts == [2, 2, 2]
+    with torch.no_grad():
+        chunks = rlt.reward.measure(step, range(len(rows)), rlt.students)
+    torch.testing.assert_close(chunks["baseline"], terms["baseline"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.full
@@ -191,12 +190,11 @@ def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> No
     bare_trainer(folder, callback, witness).fit(rlt, data)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
-    assert batch.counts["rollout/dropped_groups"] == 4
-    student = rlt.student_models[0].model
+    assert batch.step.counts.dropped_groups == 4
+    student = rlt.list_scoring_models()[0][1].model
     slow = [slow_baseline(student, build_empty_view(r.problem, data.format)) for r in batch.rollouts.rollouts]
-    terms: Any = batch.scores.terms
-    assert terms.baseline.tolist() == pytest.approx(slow, abs=1e-5)
+    terms: Any = batch.step.score.columns
+    assert terms["baseline"].tolist() == pytest.approx(slow, abs=1e-5)
 
 
 # Everywhere else
@@ -232,8 +230,8 @@ def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> Non
     )
     terms: Any = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
     [score] = teachers[1].score([row])
-    assert float(terms.reward) == pytest.approx(score.reward, abs=1e-5)
-    assert float(terms.solution_log_prob_reward) == pytest.approx(score.r_ss, abs=1e-5)
+    assert float(terms.rewards) == pytest.approx(score.reward, abs=1e-5)
+    assert float(terms.columns["solution_log_prob_reward"]) == pytest.approx(score.r_ss, abs=1e-5)
 
 
 def test_rlt_explain_prints_the_gain_as_the_term() -> None:

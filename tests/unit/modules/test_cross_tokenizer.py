@@ -34,12 +34,15 @@ from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import ReadModel
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scorer import Scorer, Students, student_sequence
+from rlt_lightning.modules.reader import Reader, score_rollouts
 from rlt_lightning.numerics.packing import micro_batches
-from rlt_lightning.numerics.rewards import RLTReward
 from rlt_lightning.numerics.spans import Span
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rewards.explanations import read_explanation
+from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
-from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout
+from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
 
 CASES = [json.loads(line) for line in (GOLDEN_FOLDER / "rlt_reward.jsonl").open()]
 PIECES = [
@@ -153,13 +156,14 @@ def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature
     return rows.gather(1, torch.tensor(scored)[:, None]).squeeze(1)
 
 
-def scorer(teacher: Any, student: Any, **options: Any) -> Scorer:
-    def plan(lengths: Any) -> Any:
+def score(teacher: Any, student: Any, rows: list[Rollout], chat: Any, **options: Any) -> StepBatch:
+    def plan(lengths: Any, all_ranks: bool) -> Any:
         return [(row, 1.0) for row in micro_batches(lengths, max_tokens=3000, layout="packed")]
 
-    reward, students = RLTReward(**options), Students.of("student", None)
-    models = [ReadModel(ModelEntry(student))]
-    return Scorer(reward, students, models, ModelEntry(teacher), plan, torch.device("cpu"))
+    reward, students = RLTReward(**options), Students.of("student", None).with_formats([chat])
+    models = {"student": ReadModel(ModelEntry(student)), POLICY: ReadModel(ModelEntry(teacher))}
+    reader = Reader(models, plan, torch.device("cpu"))
+    return score_rollouts(reader, reward, students, Rollouts(rows, 1, 0, 0.7))
 
 
 # What the student reads
@@ -196,13 +200,13 @@ def test_contexts_are_in_the_students_own_tokens(chat: CrossTokenizerFormat) -> 
     problem = chat.build_problem(1, "What is 3 + 4?", chat.tags.wrap("7"), "Be brief.")
     completion = chat.completion_from_trace(problem, "Add 3 and 4, 数学.")
     rollout = chat.build_rollout(problem, completion)
-    sequence = student_sequence(rollout.views[0], score_given=False)
+    read, think, solution = read_explanation(Student("student", 0, chat), rollout.views[0])
     tags = chat.tags
     turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
     prompt = chat.student.render_student_chat("What is 3 + 4?", "Be brief.")
     tokens = chat.student_tokenizer(prompt + turn, add_special_tokens=False)["input_ids"]
-    assert sequence.prefix + sequence.rest == tokens
-    scored = [i for i, counts in zip(tokens, sequence.scored, strict=True) if counts]
+    assert read.prefix + read.rest == tokens
+    scored = tokens[slice(*think)] + tokens[slice(*solution)]
     # Between them is the separator, where the tokens of either side glue it to a text.
     assert chat.student_tokenizer.decode(scored).split() == ["Add", "3", "and", "4,", "数学.", "7"]
     assert problem.think_prefix == []
@@ -271,7 +275,8 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
         pytest.skip("exp(-d) of a long span under two random models is inf")
     teacher, student = random_model(chat.tokenizer, 0), random_model(chat.student_tokenizer, 1)
     rows = sample_rollouts(chat, number)
-    scored = scorer(teacher, student, kl_estimator=estimator)(rows, 0.7)
+    scored = score(teacher, student, rows, chat, kl_estimator=estimator)
+    kl, solutions = scored.tokens["kl"], scored.tokens["solution"]
     largest = 0.0
     for i, rollout in enumerate(rows):
         [view] = rollout.views
@@ -281,7 +286,7 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
         prefix = rollout.problem.student_prefix
         read = view.token_ids[: view.num_own]
         if not think:
-            assert scored.kl[i].tolist() == []
+            assert kl[i].tolist() == []
             continue
         of_teacher = slow_log_probs(teacher, prompt, think)
         of_student = slow_log_probs(student, prefix, read)
@@ -289,22 +294,22 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
             whole = float(of_teacher.sum() - of_student.sum())
             # Rounding grows with the sums, while their difference may be near 0.
             size = float(of_teacher.sum().abs() + of_student.sum().abs())
-            largest = max(largest, abs(float(scored.kl[i].sum()) - whole) / size)
+            largest = max(largest, abs(float(kl[i].sum()) - whole) / size)
         values, t, s = [], 0, 0
         for num_teacher, num_student in view.spans:  # slow: one span at a time
             d = of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum()
             t, s = t + num_teacher, s + num_student
             value = d if estimator == "k1" else d - 1 + torch.exp(-d)
             values += [float(value) / num_teacher] * num_teacher
-        torch.testing.assert_close(scored.kl[i], torch.tensor(values), atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(kl[i], torch.tensor(values), atol=1e-3, rtol=1e-4)
         context = prefix + view.token_ids + rollout.problem.student_suffix
         solution = slow_log_probs(student, context, rollout.problem.solution_ids)
-        torch.testing.assert_close(scored.solution_log_probs[i], solution, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(solutions[i], solution, atol=1e-4, rtol=1e-4)
         if estimator == "k1":
             r_kl = sum(values) / len(values) + 0.01 * max(values)
             r_ss = solution.mean() + 0.01 * solution.min()
             reward = r_ss - 3 * r_kl - (0 if rollout.closed and not rollout.empty else 1)
-            torch.testing.assert_close(scored.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
+            torch.testing.assert_close(scored.rewards[i], reward, atol=1e-3, rtol=1e-4)
     if estimator == "k1":
         assert largest < 1e-6
         print(f"figure: {number}: span sums and whole-text log-probs differ by at most {largest:.1e} of them")
@@ -397,13 +402,12 @@ def test_steps_equal_the_slow_version(
         **options,
     )
     trainer.fit(module, datamodule=data)
-    student, met = module.student_models[0].model, set()
+    student, met = module.list_scoring_models()[0][1].model, set()
     for batch, teacher in zip(keeper.batches, keeper.teachers, strict=True):
         assert batch.rollouts is not None
-        assert batch.scores is not None
         for i, rollout in enumerate(batch.rollouts.rollouts):
             reward = obvious_reward(rollout, teacher, student)
-            torch.testing.assert_close(batch.scores.terms.reward[i], reward, atol=1e-3, rtol=1e-4)
+            torch.testing.assert_close(batch.step.rewards[i], reward, atol=1e-3, rtol=1e-4)
             met |= set(rollout.views[0].spans or ())
     assert len(keeper.batches) == 2
     assert spans <= met
@@ -434,7 +438,7 @@ def test_what_the_student_cannot_hold_names_the_row(chat: CrossTokenizerFormat) 
     teacher, student = random_model(chat.tokenizer, 0), random_model(chat.student_tokenizer, 1)
     student.config.max_position_embeddings = 50
     with pytest.raises(InputError, match="must fit into its context of 50 tokens, but row 1"):
-        scorer(teacher, student)(sample_rollouts(chat, 1), 0.7)
+        score(teacher, student, sample_rollouts(chat, 1), chat)
 
 
 def verb(name: str, tiny_model: str, *options: str) -> str:
@@ -507,7 +511,7 @@ def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
     [problem] = ours.build_problems(rows)
     rollout = ours.format.build_rollout(problem, ours.format.completion_from_trace(problem, "3 add 4 is 7."))
     terms = ours.score([rollout], ModelEntry(load_model(tiny_model)), torch.device("cpu"))
-    assert terms.reward.item() == pytest.approx(theirs.reward, abs=1e-5)
+    assert terms.rewards.item() == pytest.approx(theirs.reward, abs=1e-5)
     with pytest.raises(InputError, match="exact sums over a vocabulary"):
         ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]
 
@@ -539,7 +543,7 @@ def test_training_with_a_renumbered_student_is_the_same(
             enable_model_summary=False,
             callbacks=[keeper, RolloutCallback(sampling=sampling)],
         ).fit(module, datamodule=data)
-        rewards = torch.cat([batch.scores.terms.reward for batch in keeper.batches if batch.scores])
+        rewards = torch.cat([batch.step.rewards for batch in keeper.batches if batch.step])
         rows = [row for batch in keeper.batches if batch.rollouts for row in batch.rollouts.rollouts]
         view = [row.views[0].spans for row in rows]
         found.append((rewards, module.policy.state_dict(), view))

@@ -33,7 +33,7 @@ from rlt_lightning.modules.frozen import FrozenModel
 from rlt_lightning.modules.on_policy import get_frozen_ready
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer
 from rlt_lightning.numerics import Divergence
-from rlt_lightning.numerics.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.strategies.sharding import Unsharded
 from rlt_lightning.types import InputError
 

@@ -30,20 +30,13 @@ from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import LikelihoodModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.scorer import Scorer, Students, TokenScores, build_solution_sequence
-from rlt_lightning.numerics import (
-    DrGRPOLoss,
-    GRPOLoss,
-    LeaveOneOutAdvantages,
-    LogProbReward,
-    NOVERReward,
-    RLPRReward,
-    ShuffledAdvantages,
-    VeriFreeReward,
-)
-from rlt_lightning.numerics.likelihood import SolutionScores
+from rlt_lightning.numerics import DrGRPOLoss, GRPOLoss, LeaveOneOutAdvantages, ShuffledAdvantages
+from rlt_lightning.rewards import LogProbReward, NOVERReward, RLPRReward, SolutionScores, VeriFreeReward
+from rlt_lightning.rewards.explanations import read_solution
+from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.tags import R1, STRATOS, TagStyle
-from rlt_lightning.types import Completion, InputError, Problem, Rollout
+from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
 
 __all__ = ["scored"]  # a fixture
 TEMPERATURE = 1.0
@@ -110,13 +103,13 @@ def test_tokens_are_those_of_stages_4_and_5(tags: Any, smollm2: str, tmp_path: P
     completion = chat.completion_from_trace(problem, thought)
     rollout = stage.build_rollout(problem, completion)
     assert (rollout.text, rollout.closed) == (thought, True)
-    sequence = build_solution_sequence(rollout.views[0])
+    sequence = read_solution(Student("policy", 0, stage.format), rollout.views[0], None)
     tokens = sequence.prefix + sequence.rest
     wrap = chat.student_tags.wrap
     system = problem.student_system_prompt
     example = chat.build_student_sft_example(1, problem.question, wrap(thought), problem.solution, system)
     assert tokens == example.token_ids[: len(tokens)]
-    scored = [token for token, counts in zip(tokens, sequence.scored, strict=True) if counts]
+    scored = tokens[slice(*sequence.scored)]
     assert scored == problem.solution_ids == tokens[-len(scored) :]
     # As in RLT, the separator after the opening tag is scored where it is a token of its own.
     assert chat.tokenizer.decode(scored).lstrip("\n") == "The product is \\boxed{12}."
@@ -133,7 +126,7 @@ def test_a_cut_thought_is_followed_by_its_closing_tag(tmp_path: Path) -> None:
     ids = encode(stage.format.tokenizer, "4 times 3 is")
     rollout = stage.build_rollout(problem, Completion(ids, None, "length"))
     assert not rollout.closed
-    sequence = build_solution_sequence(rollout.views[0])
+    sequence = read_solution(Student("policy", 0, stage.format), rollout.views[0], None)
     text = stage.format.tokenizer.decode(sequence.prefix + sequence.rest)
     assert "<think>\n4 times 3 is</think>\n\n<solution>\n" in text
 
@@ -182,17 +175,16 @@ def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any,
     policy.load_state_dict(witness.weights_before, strict=False)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
     rows = batch.rollouts.rollouts
     # The tokens of an empty thought are a line end, and then its closing tag.
     newline = encode(policy_tokenizer(tmp_path), "\n")
     scores = solution_scores(policy, rows, [newline] * len(rows) if reward.baseline == "empty" else None)
     rewards = reward(scores).reward.detach()
-    torch.testing.assert_close(batch.scores.terms.reward, rewards, atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=0)
 
     advantages = LeaveOneOutAdvantages()(rewards, 4)
     loss = torch.zeros(())
-    for row, advantage, score in zip(rows, advantages, reward.score(scores), strict=True):
+    for row, advantage, score in zip(rows, advantages, reward.score_solution(scores), strict=True):
         ids = row.completion.token_ids
         log_probs = slow_log_probs(policy, row.problem.teacher_prompt, ids, TEMPERATURE)
         # A completion's sum of both terms has the weight of one of its tokens.
@@ -230,12 +222,16 @@ def test_two_groups_of_one_row_are_compared_apart(tmp_path: Path) -> None:
     texts = ("1</think>", "1 1</think>", "1 1 1</think>", "1 1 1 1</think>")
     ids = [encode(stage.format.tokenizer, text) for text in texts]
     rows = [stage.build_rollout(stage.problems[0], Completion(one, None, "stop")) for one in ids]
-    found = [(TokenScores(torch.tensor([-float(i)]), torch.empty(0)),) for i in range(1, 5)]
-    scorer = Scorer(NOVERReward(), Students(("a",), (1.0,)), [], print, lambda _: [], torch.device("cpu"))
-    together = scorer.rewards(rows, found, 2).terms.reward
-    apart = [scorer.rewards(rows[i : i + 2], found[i : i + 2], 2).terms.reward for i in (0, 2)]
-    torch.testing.assert_close(together, torch.cat(apart))
-    assert not torch.equal(together, scorer.rewards(rows, found, 4).terms.reward)
+    reward, students = NOVERReward(), Students(("a",), (1.0,)).with_formats([stage.format])
+
+    def score(first: int, number: int, group_size: int) -> torch.Tensor:
+        step = StepBatch.of_rollouts(Rollouts(rows[first : first + number], group_size, 0, 1.0))
+        step.tokens["solution"] = {i: torch.tensor([-1.0 - first - i]) for i in range(number)}
+        step.put_numbers(range(number), reward.measure(step, range(number), students))
+        return reward.score(step, students).rewards
+
+    torch.testing.assert_close(score(0, 4, 2), torch.cat([score(0, 2, 2), score(2, 2, 2)]))
+    assert not torch.equal(score(0, 4, 2), score(0, 4, 4))
 
 
 # Who scores
@@ -254,15 +250,14 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
         fit(tmp_path / scorer, likelihood, witness, *callbacks, **options)
         [batch] = witness.batches
         assert batch.rollouts is not None
-        assert batch.scores is not None
-        frozen = likelihood.reference or likelihood.student_models[0]
-        assert len(likelihood.student_models) == (scorer != "reference")
+        frozen = likelihood.reference or likelihood.list_scoring_models()[0][1]
+        assert len(likelihood.models) == (scorer != "reference")
         assert likelihood.answer_weight == 0
         rows = batch.rollouts.rollouts
         with torch.no_grad():
             slow = LogProbReward()(solution_scores(frozen.model, rows)).reward
             of_policy = LogProbReward()(solution_scores(likelihood.policy, rows)).reward
-        torch.testing.assert_close(batch.scores.terms.reward, slow, atol=1e-5, rtol=0)
+        torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=0)
         assert float((slow - of_policy).abs().max()) > 0.01
 
 
@@ -274,13 +269,12 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
     fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorer)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
-    terms, expected = batch.scores.terms, []
+    score, expected = batch.step.score, []
     for row in batch.rollouts.rollouts:
         context, thought = row.problem.teacher_prompt, row.views[0].compared
         log_p, log_q = (
             model(torch.tensor([context + thought])).logits[0, len(context) - 1 : -1].log_softmax(-1)
-            for model in (likelihood.policy, likelihood.student_models[0].model)
+            for model in (likelihood.policy, likelihood.list_scoring_models()[0][1].model)
         )  # (K, V)
         if estimator == "exact":
             values = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -289,10 +283,9 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
             own, other = (one.gather(1, ids)[:, 0] for one in (log_p, log_q))
             values = own - other if estimator == "k1" else (other - own).expm1() - (other - own)
         expected.append(-2.0 * values.mean())
-    torch.testing.assert_close(terms.kl_reward, torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
-    parts = terms.parts()
-    assert parts.keys() == {"solution", "format", "kl"}
-    torch.testing.assert_close(terms.reward, sum(parts.values()))
+    torch.testing.assert_close(score.terms["kl"], torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
+    assert score.terms.keys() == {"solution", "format", "kl"}
+    torch.testing.assert_close(score.rewards, sum(score.terms.values()))
     assert "kl_reward" in likelihood.reward.columns()
 
 
@@ -315,11 +308,11 @@ def test_the_policy_reads_thoughts_once_for_all_scorers(tmp_path: Path) -> None:
         fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorers)
     # The engine's log-probs are at another temperature, so the policy scores its thoughts, and then trains.
     assert passes == [False, True]
-    of_teacher, of_itself = (one.terms.kl_reward for one in witness.batches[0].scores.by_student.values())
+    score = witness.batches[0].step.score
+    of_teacher, of_itself = (by_student.terms["kl"] for by_student in score.by_student.values())
     torch.testing.assert_close(of_itself, torch.zeros(8), atol=1e-5, rtol=0)
     assert float(of_teacher.abs().max()) > 0.01
-    total = witness.batches[0].scores.terms
-    torch.testing.assert_close(total.reward, sum(total.parts().values()))
+    torch.testing.assert_close(score.rewards, sum(score.terms.values()))
 
 
 @pytest.mark.parametrize("reward", [full(RLPRReward()), full(NOVERReward())], ids=["rlpr", "nover"])
@@ -331,9 +324,9 @@ def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: st
         names = scorer if isinstance(scorer, str) else [*scorer]
         options = {"force_format": True, "student_tokenizer": names}
         fit(tmp_path / str(len(found)), module(scorer=scorer, reward=reward), witness, **options)
-        found[str(scorer)] = witness.batches[0].scores.terms.recorded()
+        found[str(scorer)] = witness.batches[0].step.score.columns
         if isinstance(scorer, dict):
-            assert [*witness.batches[0].scores.by_student] == Students.of(None, scorer).labels
+            assert [*witness.batches[0].step.score.by_student] == Students.of(None, scorer).labels
     several, first, second = found.values()
     assert not torch.allclose(first["reward"], second["reward"], atol=1e-3)
     for name in several:
@@ -351,7 +344,7 @@ def test_the_command_line_tells_the_data_whose_tokens_score(scorer: Any, named: 
 def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:
     likelihood = module()
     fit(tmp_path, likelihood, steps=2)
-    assert (likelihood.student_models, likelihood.reference) == ([], None)
+    assert (likelihood.models, likelihood.reference) == ({}, None)
 
 
 # Bad input
@@ -485,7 +478,7 @@ def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> 
     plain, adapted = Watch(), Watch()
     fit(tmp_path / "plain", module(scorer=scorer), plain)
     fit(tmp_path / "lora", module(scorer=scorer, lora=LoRA(rank=2)), adapted)
-    ours, theirs = (one.batches[0].scores.terms.recorded() for one in (adapted, plain))
+    ours, theirs = (one.batches[0].step.score.columns for one in (adapted, plain))
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name], values, atol=1e-5, rtol=0)
     assert adapted.trained
@@ -499,7 +492,7 @@ def test_early_scores_are_those_of_scoring_at_the_end(scored: Any, tmp_path: Pat
         callback = rollouts(engine=engine, score_early=early)
         likelihood = module(reward=RLPRReward(), micro_batch_tokens=16)
         bare_trainer(tmp_path / str(early), callback, witness).fit(likelihood, data(tmp_path / str(early)))
-        found.append(witness.batches[0].scores.terms.recorded())
+        found.append(witness.batches[0].step.score.columns)
     for name, values in found[0].items():
         torch.testing.assert_close(found[1][name], values, atol=1e-5, rtol=0)
 
@@ -512,13 +505,13 @@ def test_dynamic_sampling_replaces_groups_that_earn_the_same(tmp_path: Path) -> 
         callback = rollouts(2, dynamic_sampling=DynamicSampling(1))
         bare_trainer(tmp_path, callback, witness).fit(likelihood, data(tmp_path))
         [batch] = witness.batches
-        counts[type(reward)] = batch.counts["rollout/dropped_groups"], batch.counts["rollout/refill_rounds"]
+        counts[type(reward)] = batch.step.counts.dropped_groups, batch.step.counts.rounds
         with torch.no_grad():
             policy = module().load("miniature", "float32").model
             policy.load_state_dict(witness.weights_before, strict=False)
             # In float64, so that only the rounding of ours counts: that of log-probs as low as -40 nats.
             slow = reward(solution_scores(policy.double(), batch.rollouts.rollouts)).reward.float()
-        torch.testing.assert_close(batch.scores.terms.reward, slow, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=1e-5)
     assert counts == {VeriFreeReward: (2, 1), LogProbReward: (0, 0)}
 
 

@@ -115,13 +115,12 @@ def test_one_step_equals_full_logits(
     tokenizer = AutoTokenizer.from_pretrained(miniature)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
     pairs = [slow_pairs(student, judge, r, view.kind, tokenizer) for r in batch.rollouts.rollouts]
     values = [slow_divergence(options, *pair) for pair in pairs]
     assert sum(len(own) > 0 for own in values) >= 6
     means = torch.stack([-own.mean() if len(own) else torch.zeros(()) for own in values])
-    torch.testing.assert_close(batch.scores.terms.reward, means.detach().float(), atol=2e-6, rtol=0)
-    assert [len(own) for own in values] == [int(n) for n in batch.scores.terms.parts()["judged_tokens"]]
+    torch.testing.assert_close(batch.step.rewards, means.detach().float(), atol=2e-6, rtol=0)
+    assert [len(own) for own in values] == [int(n) for n in batch.step.score.terms["judged_tokens"]]
 
     loss = torch.cat(values).mean()
     torch.testing.assert_close(witness.metrics[0]["policy/loss"], loss.detach().float(), atol=1e-6, rtol=0)

@@ -11,10 +11,11 @@ from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.modules import OPDModule, RLTModule
-from rlt_lightning.modules.opd import exchange_targets, per_token
-from rlt_lightning.modules.scorer import Students
+from rlt_lightning.modules.opd import per_token
+from rlt_lightning.modules.reader import exchange_targets
 from rlt_lightning.numerics.divergence import divergence, sampled_advantages
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
+from rlt_lightning.rewards.students import Students
 from rlt_lightning.types import InputError
 
 

@@ -27,9 +27,11 @@ from rlt_lightning.modules.phases import forward_flops
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import BNPOLoss, GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
-from rlt_lightning.numerics.rewards import NonFiniteError, RLTReward
+from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.strategies.sharding import Unsharded
-from rlt_lightning.types import Completion, InputError, Rollout, Rollouts, Scores
+from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
 
 
 def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
@@ -64,13 +66,12 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
     policy.load_state_dict(witness.weights_before, strict=False)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
     assert rlt.reference is not None
     rows = batch.rollouts.rollouts
-    rewards = torch.tensor([slow_reward(policy, rlt.student_models[0].model, row) for row in rows])
-    torch.testing.assert_close(batch.scores.terms.reward, rewards, atol=1e-5, rtol=1e-5)
+    rewards = torch.tensor([slow_reward(policy, rlt.list_scoring_models()[0][1].model, row) for row in rows])
+    torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=1e-5)
 
-    advantages = GroupNormalisedAdvantages()(batch.scores.terms.reward, 4)  # their scale magnifies rounding
+    advantages = GroupNormalisedAdvantages()(batch.step.rewards, 4)  # their scale magnifies rounding
     loss = torch.zeros(())
     for row, advantage in zip(rows, advantages, strict=True):
         prompt, completion = row.problem.teacher_prompt, row.completion.token_ids
@@ -119,7 +120,7 @@ def test_layouts_do_not_change_the_step(layout: str, tiny_model: str, tmp_path: 
         )
 
 
-Scored = tuple[RLTModule, Rollouts, Scores]
+Scored = tuple[RLTModule, Rollouts, StepBatch]
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +131,7 @@ def one_step(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Score
     bare_trainer(folder, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, folder))
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
-    return rlt, batch.rollouts, batch.scores
+    return rlt, batch.rollouts, batch.step
 
 
 @pytest.fixture
@@ -161,9 +161,9 @@ def test_the_reward_takes_the_teachers_log_probs_from_the_rollouts(scored: Score
     rlt.teacher_log_probs = "recompute"
     forwards, recomputed = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
     assert len(forwards) == 1
-    torch.testing.assert_close(recomputed.terms.reward, scores.terms.reward, atol=1e-4, rtol=0)
-    for ours, theirs in zip(scores.kl, recomputed.kl, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    torch.testing.assert_close(recomputed.rewards, scores.rewards, atol=1e-4, rtol=0)
+    for row, values in scores.tokens["kl"].items():
+        torch.testing.assert_close(values, recomputed.tokens["kl"][row], atol=1e-4, rtol=0)
 
 
 class LyingEngine(HFEngine):
@@ -200,9 +200,7 @@ def test_reward_takes_the_engines_log_probs_only_by_default(
         bare_trainer(tmp_path, rollout_callback(engine=LyingEngine(nats)), witness).fit(
             rlt, datamodule=data(tiny_model, tmp_path)
         )
-        scores = witness.batches[0].scores
-        assert scores is not None
-        rewards.append(scores.terms.reward)
+        rewards.append(witness.batches[0].step.rewards)
     assert torch.equal(*rewards) != believed
 
 
@@ -230,7 +228,7 @@ def test_given_tokens_cost_one_pass_over_each_prompt(scored: Scored) -> None:
     prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rollouts.rollouts}
     assert forwards == [sum(prompts.values())]
     rlt.teacher_log_probs = "recompute"
-    torch.testing.assert_close(found.terms.reward, rlt.score(rollouts).terms.reward, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.rewards, rlt.score(rollouts).rewards, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
@@ -241,17 +239,19 @@ def test_score_given_adds_the_given_tokens_and_nothing_else(
     rlt, rollouts, _ = scored
     rlt.teacher_log_probs = source
     rlt.reward = RLTReward(kl_estimator=estimator)
-    without = rlt.score(rollouts)
+    step = rlt.score(rollouts)
+    plain = [rlt.reward.list_tokens(step, i, rlt.students)[0] for i in range(len(step))]
     rlt.reward = RLTReward(kl_estimator=estimator, score_given=True)
-    scores = rlt.score(rollouts)
+    step = rlt.score(rollouts)
     for i, row in enumerate(rollouts.rollouts):
         given = row.problem.think_prefix
         assert given  # of SmolLM2's tokenizer
-        assert without.think_tokens[i] == row.views[0].compared
-        assert scores.think_tokens[i] == given + without.think_tokens[i]
-        torch.testing.assert_close(scores.kl[i][len(given) :], without.kl[i], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(scores.solution_log_probs[i], without.solution_log_probs[i])
-        assert len(scores.kl[i]) == len(scores.think_tokens[i])
+        [tokens] = rlt.reward.list_tokens(step, i, rlt.students)
+        assert plain[i].thought == row.views[0].compared
+        assert tokens.thought == given + plain[i].thought
+        assert tokens.kl[len(given) :] == pytest.approx(plain[i].kl, abs=1e-5, rel=1e-5)
+        assert tokens.solution_log_probs == pytest.approx(plain[i].solution_log_probs, abs=1e-5)
+        assert len(tokens.kl) == len(tokens.thought)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
@@ -265,9 +265,10 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
         for row in rollouts.rollouts
     ]
     scores = rlt.score(replace(rollouts, rollouts=empty))
-    assert scores.think_tokens == [[]] * len(empty)
-    assert scores.terms.kl_reward.abs().max() == 0
-    assert scores.terms.format_reward.tolist() == [-1.0] * len(empty)
+    assert {len(values) for values in scores.tokens["kl"].values()} == {0}
+    assert scores.score is not None
+    assert scores.score.terms["kl"].abs().max() == 0
+    assert scores.score.terms["format"].tolist() == [-1.0] * len(empty)
 
 
 @pytest.mark.parametrize("case", ["no log-probs", "another temperature", "exact KL"])
@@ -284,8 +285,8 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Sc
     forwards, scores = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
     assert len(forwards) == 1
     if case == "no log-probs":
-        student = rlt.student_models[0].model
-        for row, reward in zip(rollouts.rollouts, scores.terms.reward.tolist(), strict=True):
+        student = rlt.list_scoring_models()[0][1].model
+        for row, reward in zip(rollouts.rollouts, scores.rewards.tolist(), strict=True):
             assert reward == pytest.approx(slow_reward(rlt.policy, student, row), abs=1e-4)
 
 
@@ -408,7 +409,7 @@ def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model:
     optimized = sum(len(group["params"]) for group in rlt.optimizers().param_groups)  # type: ignore[union-attr]
     assert optimized == len(list(rlt.policy.parameters()))
     initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
-    for name, tensor in rlt.student_models[0].model.state_dict().items():
+    for name, tensor in rlt.list_scoring_models()[0][1].model.state_dict().items():
         torch.testing.assert_close(tensor, initial[name], atol=0, rtol=0)
 
 
@@ -476,7 +477,7 @@ def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
 def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str, tmp_path: Path) -> None:
     class Poison(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            pl_module.student_models[0].model.get_output_embeddings().weight.data[0] = torch.nan
+            pl_module.list_scoring_models()[0][1].model.get_output_embeddings().weight.data[0] = torch.nan
 
     with pytest.raises(
         NonFiniteError, match=r"student log-prob of the solution must be finite, but row\(s\) \d+"
@@ -504,7 +505,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     class OtherStudent(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
             torch.manual_seed(2)
-            for parameter in pl_module.student_models[0].model.parameters():
+            for parameter in pl_module.list_scoring_models()[0][1].model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     bare_trainer(tmp_path, rollout_callback(), OtherStudent(), witness).fit(
@@ -514,13 +515,13 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     policy.load_state_dict(witness.weights_before, strict=False)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
-    for row, kl in zip(batch.rollouts.rollouts, batch.scores.kl, strict=True):
+    for place, row in enumerate(batch.rollouts.rollouts):
+        kl = batch.step.tokens["kl"][place]
         think = row.views[0].compared
         distributions = []
         for model, prefix in (
             (policy, row.problem.teacher_prompt),
-            (rlt.student_models[0].model, row.problem.student_prefix + row.problem.think_prefix),
+            (rlt.list_scoring_models()[0][1].model, row.problem.student_prefix + row.problem.think_prefix),
         ):
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([prefix + think])).logits[0, len(prefix) - 1 : -1]

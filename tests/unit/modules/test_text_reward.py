@@ -18,10 +18,11 @@ from seeded import SeededReward
 from trainers import bare_trainer
 
 from rlt_lightning.datamodules import StratosDataModule, StudentRLData
-from rlt_lightning.modules import CorrectnessReward, RLTModule
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.text_reward import CorrectnessTerms, judge_texts
 from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.rewards import CorrectnessReward
+from rlt_lightning.rewards.correctness import judge_texts
 from rlt_lightning.tags import R1, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -193,14 +194,12 @@ def test_one_step_goes_from_answers_to_rewards_to_advantages_to_the_loss(
 
     [batch] = witness.batches
     assert batch.rollouts is not None
-    assert batch.scores is not None
-    rows, terms = batch.rollouts.rollouts, batch.scores.terms
-    assert isinstance(terms, CorrectnessTerms)
+    rows, score = batch.rollouts.rollouts, batch.step.score
     formatted = torch.tensor([bool(re.search("e.*t.*a.*o", row.text, re.DOTALL)) for row in rows])
     assert 0 < formatted.sum() < len(rows)
-    assert terms.correct.sum() == 0
+    assert score.terms["correct"].sum() == 0
     rewards = torch.where(formatted, -0.5, -1.0)
-    torch.testing.assert_close(terms.reward, rewards)
+    torch.testing.assert_close(score.rewards, rewards)
 
     groups = rewards.view(2, 8)  # (P, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -285,8 +284,8 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
 ) -> None:
     (tmp_path / "my_rewards.py").write_text(
         "import torch\n"
-        "from rlt_lightning.modules import TextReward\n"
-        "from rlt_lightning.numerics.rewards import RewardTerms\n\n\n"
+        "from rlt_lightning.rewards import TextReward\n"
+        "from rlt_lightning.types import RewardTerms\n\n\n"
         "class Brevity(TextReward):\n"
         "    def __init__(self, per_letter: float = -0.1) -> None:\n"
         "        self.per_letter = per_letter\n\n"
@@ -323,7 +322,7 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
             "model.student must be null, since CorrectnessReward asks no model",
         ),
         (
-            ["--model.reward=rlt_lightning.numerics.rewards.RLTReward"],
+            ["--model.reward=rlt_lightning.rewards.RLTReward"],
             "model.student must be a model, which RLTReward asks, but is null",
         ),
         (

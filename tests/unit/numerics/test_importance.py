@@ -18,6 +18,7 @@ from torch import Tensor
 from rlt_lightning.callbacks.rollout_checks import choose_weights
 from rlt_lightning.engines import Engine, HFEngine, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.losses import compare_with_engine, pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics
 from rlt_lightning.numerics import DAPOLoss, GRPOLoss, PolicyLoss, TruncatedImportanceSampling
 from rlt_lightning.numerics.importance import Mismatch
@@ -150,13 +151,18 @@ def test_bounds_that_leave_out_one_are_refused() -> None:
 
 def test_masked_tokens_are_counted_and_a_step_without_others_warns() -> None:
     masks = TruncatedImportanceSampling("token", cap=1.5, floor=0.75, mode="mask")
-    rlt = RLTModule(importance_sampling=masks)
-    rows = [
+    rows: Any = [
         SimpleNamespace(completion=SimpleNamespace(log_probs=ENGINE[i, : MASK[i].sum()].tolist()))
         for i in range(2)
     ]
+    inputs: Any = SimpleNamespace(
+        old_log_probs=LOG_PROBS,
+        engine_log_probs=pad_engine_log_probs(rows, LOG_PROBS),
+        token_mask=MASK,
+        stale=False,
+    )
     # Ratios 3/2, 1/2 and 4; then 3/2 and 2: three of the five tokens are outside of the bounds.
-    _, _, measured = rlt.compare_with_engine(rows, LOG_PROBS, MASK, stale=False)  # type: ignore[arg-type]
+    _, _, measured = compare_with_engine(inputs, masks)
     assert measured is not None
     mismatch = Mismatch.read([measured])
     assert (mismatch.num_masked, mismatch.num_tokens) == (3, 5)

@@ -14,18 +14,17 @@ from cases import GOLDEN_FOLDER
 from torch import Tensor, nn
 
 from rlt_lightning.modules.likelihood import choose_answer_weight
-from rlt_lightning.numerics import (
-    DrGRPOLoss,
-    LeaveOneOutAdvantages,
+from rlt_lightning.numerics import DrGRPOLoss, LeaveOneOutAdvantages
+from rlt_lightning.numerics.rewards import reduce_tokens
+from rlt_lightning.rewards import (
     LikelihoodReward,
     LogProbReward,
     NOVERReward,
     RLPRReward,
     RLTReward,
+    SolutionScores,
     VeriFreeReward,
 )
-from rlt_lightning.numerics.likelihood import SolutionScores
-from rlt_lightning.numerics.rewards import reduce_tokens
 from rlt_lightning.types import InputError
 
 
@@ -142,7 +141,7 @@ def test_reductions_are_those_of_the_released_code(reduction: Any, expected: flo
     values = torch.tensor([[-1.0, -8.0, -2.0, -4.0, 99.0]])
     mask = torch.tensor([[True, True, True, True, False]])
     equals(reduce_tokens(values, mask, reduction), [expected])
-    equals(LogProbReward(reduction=reduction).score(scores_of(values, mask)), [expected])
+    equals(LogProbReward(reduction=reduction).score_solution(scores_of(values, mask)), [expected])
     # RLT's r_SS with it, and r_KL of the same values.
     rlt = RLTReward(reduction=reduction, kl_reduction=reduction, min_coef=0, max_coef=0, kl_weight=2)
     terms = rlt(values, mask, values, mask, torch.tensor([True]))
@@ -213,7 +212,7 @@ class Recurrent(nn.Module):
 def exact_gradient(model: Recurrent, rows: Tensor, reward: LikelihoodReward) -> Tensor:
     """Autograd's gradient of E r(z), every thought weighed by its probability."""
     found = model(rows)
-    value = reward.score(scores_of(found[:, THOUGHT:], torch.ones(len(rows), len(SOLUTION)).bool()))
+    value = reward.score_solution(scores_of(found[:, THOUGHT:], torch.ones(len(rows), len(SOLUTION)).bool()))
     return flat_gradient(model, (found[:, :THOUGHT].sum(1).exp() * value).sum())
 
 
@@ -231,7 +230,7 @@ def estimated_gradient(
     found = model(rows)
     sampled, solution = found[:, :THOUGHT], found[:, THOUGHT:]
     prob = sampled.sum(1).exp().detach()
-    score = reward.score(scores_of(solution, torch.ones_like(solution, dtype=torch.bool)))
+    score = reward.score_solution(scores_of(solution, torch.ones_like(solution, dtype=torch.bool)))
     advantages = LeaveOneOutAdvantages()(score.detach()[members], 2)
     of_group = (prob[first] * prob[second]).repeat_interleave(2)
     loss, _ = DrGRPOLoss(kl_coef=0.0, max_completion_length=1)(
@@ -301,7 +300,7 @@ def test_verifree_equals_the_released_code_with_its_gradient() -> None:
     given = golden_scores(log_probs=golden["scale_of_log_probs"] * golden_scores().log_probs)
     is_near(VeriFreeReward()(given).reward, golden["reward"])
     log_probs = given.log_probs.clone().requires_grad_()
-    rewards = VeriFreeReward().score(replace(given, log_probs=log_probs))
+    rewards = VeriFreeReward().score_solution(replace(given, log_probs=log_probs))
     # The code's answer loss is -r(z) log p(y | z), r without gradient, of one thought at a time.
     rewards.sum().backward()
     assert log_probs.grad is not None

@@ -8,7 +8,7 @@ import torch
 from cases import GOLDEN_FOLDER
 from jsonargparse import ArgumentParser
 
-from rlt_lightning.numerics import Divergence, RLTReward
+from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.divergence import divergence, log_ratio_kl, schulman_kl
 from rlt_lightning.numerics.rewards import (
     FiniteChecks,
@@ -18,6 +18,7 @@ from rlt_lightning.numerics.rewards import (
     student_kl_penalty,
     student_solution_reward,
 )
+from rlt_lightning.rewards import RLTReward
 
 LN2 = math.log(2)
 GOLDEN = GOLDEN_FOLDER / "rlt_reward.jsonl"

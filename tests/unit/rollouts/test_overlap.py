@@ -38,7 +38,7 @@ from rlt_lightning.engines import (
     build_requests,
 )
 from rlt_lightning.engines.threads import run_in_background
-from rlt_lightning.modules.scored_completions import ScoredCompletions
+from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.sampler import sum_hidden_seconds
@@ -65,7 +65,7 @@ def fit(tiny_model: str, tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
 
 
 def rewards(witness: Witness) -> torch.Tensor:
-    return torch.stack([batch.scores.terms.reward for batch in witness.batches if batch.scores])
+    return torch.stack([batch.step.rewards for batch in witness.batches if batch.step])
 
 
 def rows(witness: Witness) -> list[list[int]]:
@@ -105,10 +105,10 @@ def test_a_reward_that_is_not_finite_stops_the_run_while_others_are_sampled(
 ) -> None:
     engine = Waiting(patience_s=60)
 
-    def spoilt(self: ScoredCompletions, *arguments: Any) -> None:
+    def spoilt(self: RLTModule, *arguments: Any) -> None:
         raise NonFiniteError("Every reward must be finite, but one is not.")
 
-    monkeypatch.setattr(ScoredCompletions, "add", spoilt)
+    monkeypatch.setattr(RLTModule, "measure", spoilt)
     with pytest.raises(NonFiniteError):
         fit(engine)
     assert not engine.go.is_set()

@@ -11,13 +11,21 @@ from torch import Tensor
 
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics.catalogue import COLUMNS
-from rlt_lightning.numerics.rewards import TAKEN_NAMES, Reward, require_finite
+from rlt_lightning.numerics.rewards import require_finite
+from rlt_lightning.rewards.base import TAKEN_NAMES, Reward
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import Score, StepBatch
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import NO_TERM, InputError, Problem, RewardTerms, Rollout
+from rlt_lightning.types import NO_TERM, InputError, RewardTerms, Rollout
+
+# The columns of a Score, in its order.
+KINDS = ("terms", "levels", "figures", "columns")
 
 
 class TextReward(Reward, ABC):
     """A reward that asks no model, chosen by its class: `--model.reward my_package.MyReward`."""
+
+    asks_student = False
 
     @abstractmethod
     def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
@@ -31,8 +39,26 @@ class TextReward(Reward, ABC):
             The reward and its terms, each (N,), on the CPU.
         """
 
-    def check(self, problems: Sequence[Problem]) -> None:
-        """Raise an InputError for problems that it cannot judge; called before a model is loaded."""
+    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+        """Return what logs and records need of the terms; keep what was found in the texts."""
+        terms = judge_texts(self, step.rollouts(rows), students.formats[0].tags)
+        for column in fields(terms):
+            if column.metadata == NO_TERM:
+                values = getattr(terms, column.name)
+                step.texts.setdefault(column.name, {}).update(zip(rows, values, strict=True))
+        numbers = {"reward": terms.reward}
+        kinds = (terms.parts(), terms.baselines(), terms.details(), terms.recorded())
+        for kind, columns in zip(KINDS, kinds, strict=True):
+            numbers |= {f"{kind}/{name}": values for name, values in columns.items()}
+        return numbers
+
+    def score(self, step: StepBatch, students: Students) -> Score:
+        """Return what `measure` did of all rows."""
+        terms, levels, figures, columns = (
+            {n.removeprefix(f"{kind}/"): v for n, v in step.numbers.items() if n.startswith(f"{kind}/")}
+            for kind in KINDS
+        )
+        return Score(step.numbers["reward"], terms, levels, figures, columns)
 
 
 @dataclass(frozen=True)
@@ -67,6 +93,7 @@ class CorrectnessReward(TextReward):
     """
 
     judges = ("answers",)
+    judges_answers = True
 
     def __init__(self, right: float = 1.0, wrong: float = -0.5, unformatted: float = -1.0) -> None:
         if not unformatted <= wrong < right:
@@ -116,11 +143,3 @@ def judge_texts(reward: TextReward, rollouts: list[Rollout], tags: TagStyle) -> 
         )
     require_finite(terms.reward, "reward", [rollout.problem.row for rollout in rollouts])
     return terms
-
-
-def require_student(reward: Reward, student: str | None) -> None:
-    """Check that there is a student exactly if the reward asks one."""
-    if isinstance(reward, TextReward) != (student is None):
-        name = type(reward).__name__
-        needed = f"null, since {name} asks no model" if student else f"a model, which {name} asks"
-        raise InputError(f"model.student must be {needed}, but is {student or 'null'}. Set it.")

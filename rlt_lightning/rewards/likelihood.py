@@ -15,7 +15,8 @@ code differ; the code is followed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -23,8 +24,6 @@ from torch import Tensor
 
 from rlt_lightning.numerics.rewards import (
     Reduction,
-    Reward,
-    RLTReward,
     masked_min,
     mean_of_tokens,
     reduce_tokens,
@@ -33,7 +32,19 @@ from rlt_lightning.numerics.rewards import (
     require_tokens,
     student_kl_penalty,
 )
-from rlt_lightning.types import RewardTerms
+from rlt_lightning.numerics.transfers import upload
+from rlt_lightning.rewards.base import StudentReward
+from rlt_lightning.rewards.explanations import (
+    estimate_kl,
+    list_views,
+    read_empty_solution,
+    read_kl,
+    read_solution,
+)
+from rlt_lightning.rewards.rlt import RLTReward
+from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rollouts.step import Read, StepBatch, pad_rows
+from rlt_lightning.types import RewardTerms, Rollout
 
 
 @dataclass(frozen=True)
@@ -106,11 +117,11 @@ class LikelihoodTerms(RewardTerms):
 
 
 @dataclass(frozen=True)
-class LikelihoodReward(Reward, ABC):
+class LikelihoodReward(StudentReward, ABC):
     """A reward of the solution's log-probs after a thought.
 
-    A subclass writes `score` and, where it has them, the other terms. The KL term comes on top: a thought
-    that is not closed pays it too.
+    A subclass writes `score_solution` and, where it has them, the other terms. The KL term comes on top: a
+    thought that is not closed pays it too.
 
     Args:
         temperature: Temperature of the log-probs; None: that of sampling.
@@ -120,12 +131,11 @@ class LikelihoodReward(Reward, ABC):
     """
 
     judges = ("thoughts",)
+    terms_type = LikelihoodTerms
     # Whether the solution is also read after an empty thought.
     baseline: ClassVar[Literal["none", "empty"]] = "none"
-    # Whether `score` is an objective that the policy may ascend itself, where it is the scorer.
+    # Whether `score_solution` is an objective that the policy may ascend itself, where it is the scorer.
     has_answer_term: ClassVar[bool] = False
-    # Whether a thought's reward depends on the others of its group.
-    compares: ClassVar[bool] = False
 
     temperature: float | None = None
     kl_weight: float = field(default=0.0, kw_only=True)
@@ -144,13 +154,76 @@ class LikelihoodReward(Reward, ABC):
         columns = ("reward", "solution_log_prob_reward", "format_reward")
         return (*columns, "kl_reward") if self.kl_weight else columns
 
+    def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
+        """Return the solution after the thought as each scorer reads it and, with a KL term, the thought."""
+        reads: dict[str, Read] = {}
+        for student, view in list_views(rollout, students):
+            reads[student.name("solution")] = read_solution(student, view, self.temperature)
+            if self.kl_weight:
+                reads |= read_kl(student, view, self.kl_settings(1.0), self.temperature, self.temperature)
+        if self.baseline == "empty":
+            for student, view in list_views(rollout, students):
+                reads[student.name("empty")] = read_empty_solution(student, view.problem, self.temperature)
+        return reads
+
+    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+        """Return the terms by each scorer and, where thoughts are compared, what `score_groups` reads."""
+        rollouts, numbers = step.rollouts(rows), dict[str, Tensor]()
+        for student in students:
+            scores = self.build_scores(step, rows, student)
+            numbers |= self.list_numbers(self(scores), student)
+            if self.compares:
+                mean = mean_of_tokens(scores.log_probs, scores.token_mask)
+                numbers[student.name("mean")] = mean
+                numbers["closed"] = scores.closed.to(mean.dtype)
+                numbers["length"] = upload([float(r.views[0].num_tokens) for r in rollouts], mean.device)
+        return numbers
+
+    def build_scores(self, step: StepBatch, rows: Sequence[int], student: Student) -> SolutionScores:
+        """Return what a scorer has computed of n thoughts; each is its group."""
+        rollouts = step.rollouts(rows)
+        log_probs, token_mask = step.pad(student.name("solution"), rows)
+        device, kl, kl_mask = log_probs.device, None, None
+        if self.kl_weight:
+            kl, kl_mask = pad_rows([estimate_kl(step, row, student, self.kl_settings(1.0)) for row in rows])
+        return SolutionScores(
+            log_probs=log_probs,
+            token_mask=token_mask,
+            closed=upload([r.closed for r in rollouts], device),
+            lengths=upload([r.views[0].num_tokens for r in rollouts], device),
+            groups=torch.arange(len(rows), device=device),
+            empty_log_probs=step.pad(student.name("empty"), rows)[0] if self.baseline == "empty" else None,
+            kl=kl,
+            kl_mask=kl_mask,
+        )
+
+    def build_terms(self, step: StepBatch, student: Student) -> LikelihoodTerms:
+        """Compare the thoughts of whole groups, from one number of each thought."""
+        terms: LikelihoodTerms = super().build_terms(step, student)
+        if not self.compares:
+            return terms
+        numbers = step.numbers
+        mean = numbers[student.name("mean")].unsqueeze(1)  # (N, 1)
+        # By place, not by row: one problem may have two groups in a step.
+        groups = torch.arange(len(step), device=mean.device) // step.group_size
+        every = torch.ones_like(mean, dtype=torch.bool)
+        scores = SolutionScores(mean, every, numbers["closed"] > 0, numbers["length"], groups)
+        solution, efficiency = self.score_solution(scores), self.score_efficiency(scores)
+        further = [term for term in (efficiency, terms.kl_reward) if term is not None]
+        reward = sum(further, start=solution) + terms.format_reward
+        return replace(terms, reward=reward, solution_log_prob_reward=solution, efficiency_reward=efficiency)
+
+    def find_kl(self, temperature: float) -> RLTReward | None:
+        """See `Reward.find_kl`."""
+        return self.kl_settings(temperature) if self.kl_weight else None
+
     def kl_settings(self, temperature: float) -> RLTReward:
         """Return the same KL as RLT's reward has it, for sampling at a temperature."""
         own = self.temperature or temperature or 1.0  # at temperature 0 the models' own distributions count
         return RLTReward(kl_estimator=self.kl_estimator, teacher_temperature=own, student_temperature=own)
 
     @abstractmethod
-    def score(self, scores: SolutionScores) -> Tensor:
+    def score_solution(self, scores: SolutionScores) -> Tensor:
         """Return the solution's term, (N,). With `has_answer_term` its gradient is the answer term."""
 
     @abstractmethod
@@ -172,7 +245,7 @@ class LikelihoodReward(Reward, ABC):
             ValueError: If a row has no solution tokens.
         """
         require_tokens(scores.token_mask, "solution token")
-        solution, shape = self.score(scores), self.score_format(scores)
+        solution, shape = self.score_solution(scores), self.score_format(scores)
         efficiency, kl_mean = self.score_efficiency(scores), None
         if scores.kl is not None and scores.kl_mask is not None:
             kl_mean = student_kl_penalty(scores.kl, scores.kl_mask, max_coef=0.0)
@@ -189,13 +262,6 @@ class LikelihoodReward(Reward, ABC):
             kl_mean=kl_mean,
             baseline=self.score_baseline(scores),
         )
-
-
-def find_kl_reward(reward: Reward | None, temperature: float) -> RLTReward | None:
-    """Return RLT's reward with the same KL, for sampling at a temperature; None without a KL term."""
-    if isinstance(reward, LikelihoodReward) and reward.kl_weight:
-        return reward.kl_settings(temperature)
-    return reward if isinstance(reward, RLTReward) else None
 
 
 @dataclass(frozen=True)
@@ -221,7 +287,7 @@ class LogProbReward(LikelihoodReward):
         holds = self.format_penalty <= 0
         require_option("format_penalty", self.format_penalty, holds, "at most 0; 0 switches the term off")
 
-    def score(self, scores: SolutionScores) -> Tensor:
+    def score_solution(self, scores: SolutionScores) -> Tensor:
         """Reduce the log-probs."""
         return reduce_tokens(scores.log_probs, scores.token_mask, self.reduction)
 
@@ -258,7 +324,7 @@ class RLPRReward(LikelihoodReward):
         """See `LikelihoodReward.baseline`."""
         return "empty" if self.subtract_empty else "none"
 
-    def score(self, scores: SolutionScores) -> Tensor:
+    def score_solution(self, scores: SolutionScores) -> Tensor:
         """Return the gain over an empty thought, not below 0."""
         after = self.mean_prob(scores.log_probs, scores.token_mask).masked_fill(~scores.closed, 0.0)
         after = after.bfloat16().to(after.dtype) if self.round_bf16 else after
@@ -294,7 +360,7 @@ class VeriFreeReward(LikelihoodReward):
 
     has_answer_term = True
 
-    def score(self, scores: SolutionScores) -> Tensor:
+    def score_solution(self, scores: SolutionScores) -> Tensor:
         """Return the probability."""
         total = reduce_tokens(scores.log_probs, scores.token_mask, "sum")
         return total.exp().masked_fill(~scores.closed, 0.0)
@@ -352,7 +418,7 @@ class NOVERReward(LikelihoodReward):
         same = scores.groups.unsqueeze(1) == scores.groups.unsqueeze(0)
         return same & scores.closed.unsqueeze(1) & scores.closed.unsqueeze(0)
 
-    def score(self, scores: SolutionScores) -> Tensor:
+    def score_solution(self, scores: SolutionScores) -> Tensor:
         """Return the rank's term."""
         nats, comparable = self.nats(scores), self.comparable(scores)
         lower = nats.unsqueeze(0) < nats.unsqueeze(1)  # (N, N), whether j is better than i

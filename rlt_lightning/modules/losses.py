@@ -1,0 +1,278 @@
+"""Terms of a loss: each declares what the policy reads with gradient, and what to make of it.
+
+    LossTerm.reads   before the update, without gradient: what other models compute of a completion
+    LossTerm.read    what the policy computes of it, with gradient; the reader makes micro-batches of these
+    LossTerm()       the loss of a micro-batch
+
+A module's loss is the sum of its terms: the policy gradient, the answer term of likelihood rewards,
+distillation (modules/opd.py), supervised fine-tuning (modules/sft.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlt_lightning.modules.reader import Micro, Values
+from rlt_lightning.numerics.importance import TruncatedImportanceSampling, measure_mismatch
+from rlt_lightning.numerics.losses import PolicyLoss
+from rlt_lightning.numerics.packing import mask_tokens, to_padded
+from rlt_lightning.numerics.transfers import upload
+from rlt_lightning.rewards.explanations import read_solution
+from rlt_lightning.rewards.likelihood import LikelihoodReward, SolutionScores
+from rlt_lightning.rewards.students import Student
+from rlt_lightning.rollouts.step import POLICY, REFERENCE, Read, StepBatch
+from rlt_lightning.types import Rollout
+
+# The token column of the policy's log-probs at the start of an iteration with several updates.
+OLD = "old"
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """A micro-batch of n rows: what the policy has computed, and everything that was known before.
+
+    Attributes:
+        step: The step.
+        micro: The micro-batch.
+        computed: What the policy has computed, (M,): the only values with gradient.
+        log_probs: The same, (n, T), padded with 0: log-probs, or divergences.
+        token_mask: True where the policy has computed something, (n, T).
+        stale: Whether older weights sampled.
+    """
+
+    step: StepBatch
+    micro: Micro
+    computed: Values
+    log_probs: Tensor
+    token_mask: Tensor
+    stale: bool
+
+    @classmethod
+    def of(cls, step: StepBatch, micro: Micro, computed: Values, global_step: int) -> LossInputs:
+        """Return what the loss of a micro-batch is computed from."""
+        padded, token_mask = to_padded(computed.values, [read.num_scored for read in micro.reads])
+        return cls(step, micro, computed, padded, token_mask, step.policy_version < global_step)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Return the completions."""
+        return self.step.rollouts(self.micro.rows)
+
+    @property
+    def advantages(self) -> Tensor:
+        """Return the advantages, (n,)."""
+        assert self.step.advantages is not None
+        return self.step.advantages[upload(self.micro.rows, self.step.advantages.device)]
+
+    def pad_column(self, name: str) -> Tensor:
+        """Return a token column of these rows, (n, T)."""
+        return self.step.pad(name, self.micro.rows)[0]
+
+    @property
+    def old_log_probs(self) -> Tensor:
+        """Return the policy's log-probs at the start of the iteration, (n, T), without gradient.
+
+        These are `log_probs` unless the iteration updates the policy several times.
+        """
+        return self.pad_column(OLD) if OLD in self.step.tokens else self.log_probs.detach()
+
+    @property
+    def engine_log_probs(self) -> Tensor | None:
+        """Return the log-probs with which the engine sampled, (n, T); None if it did not report them."""
+        parts = [slice(*read.sampled) if read.sampled else slice(None) for read in self.micro.reads]
+        return pad_engine_log_probs(self.rollouts, self.log_probs, parts)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of a micro-batch.
+
+    Attributes:
+        loss: To be minimised; its sum over micro-batches is the step's.
+        metrics: Scalars without gradient, whose sums over micro-batches are the step's.
+        mismatch: How far engine and trainer differ (`measure_mismatch`), if that is known.
+        numbers: Numbers of the rows to be kept in the step, (n,).
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    mismatch: Tensor | None = None
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class LossTerm(ABC):
+    """A term of the loss."""
+
+    # Whether it reads the entropies of the policy.
+    with_entropy = False
+
+    def reads(self, rollout: Rollout) -> dict[str, Read]:
+        """Return what models are to compute of a completion before the update, without gradient."""
+        return {}
+
+    @abstractmethod
+    def read(self, rollout: Any) -> Read:
+        """Return what the policy is to compute of a completion, with gradient."""
+
+    @abstractmethod
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of a micro-batch."""
+
+
+class PolicyGradient(LossTerm):
+    """The policy loss on the sampled tokens.
+
+    Args:
+        policy_loss: The loss.
+        importance: Weights pi_trainer / pi_engine; None: no weights.
+        is_repeated: Whether an iteration updates the policy several times: the ratio is then to the policy
+            at its start.
+    """
+
+    with_entropy = True
+
+    def __init__(
+        self,
+        policy_loss: PolicyLoss,
+        importance: TruncatedImportanceSampling | None,
+        is_repeated: bool = False,
+    ) -> None:
+        self.policy_loss = policy_loss
+        self.importance = importance
+        self.is_repeated = is_repeated
+
+    def reads(self, rollout: Rollout) -> dict[str, Read]:
+        """Return the reference's log-probs, if there is a KL penalty, and those of the policy as it is."""
+        reads = {"reference": read_sampled(REFERENCE, rollout)} if self.policy_loss.kl_coef else {}
+        return reads | ({OLD: read_sampled(POLICY, rollout)} if self.is_repeated else {})
+
+    def read(self, rollout: Rollout) -> Read:
+        """Return the sampled tokens."""
+        return read_sampled(POLICY, rollout)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """See `PolicyLoss`."""
+        micro, log_probs = inputs.micro, inputs.log_probs
+        old_log_probs, weights, mismatch = compare_with_engine(inputs, self.importance)
+        loss, metrics = self.policy_loss(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            ref_log_probs=inputs.pad_column("reference") if self.policy_loss.kl_coef else None,
+            importance_weights=weights,
+            advantages=inputs.advantages,
+            token_mask=inputs.token_mask,
+            num_tokens=micro.num_tokens,
+            num_sequences=micro.num_sequences,
+        )
+        assert inputs.computed.entropy is not None
+        entropy = inputs.computed.entropy.detach().sum() / micro.num_tokens
+        metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy}
+        return LossOutput(loss, metrics, mismatch)
+
+
+class AnswerTerm(LossTerm):
+    """The policy ascends the solution's score itself, where it is the scorer of a likelihood reward.
+
+    A completion's term has the weight that the policy loss gives to each of its sampled tokens.
+
+    Args:
+        reward: The reward.
+        policy_loss: The loss of the sampled tokens.
+        student: The policy as a scorer.
+        weight: Weight of the term.
+    """
+
+    def __init__(
+        self, reward: LikelihoodReward, policy_loss: PolicyLoss, student: Student, weight: float
+    ) -> None:
+        self.reward = reward
+        self.policy_loss = policy_loss
+        self.student = student
+        self.weight = weight
+
+    def read(self, rollout: Rollout) -> Read:
+        """Return the solution after the thought."""
+        return read_solution(self.student, rollout.views[self.student.number], self.reward.temperature)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return minus the weighted scores."""
+        rollouts, micro, device = inputs.rollouts, inputs.micro, inputs.log_probs.device
+        closed = upload([row.closed for row in rollouts], device, torch.bool)
+        unused = torch.zeros_like(closed)  # scores that compare thoughts have no answer term
+        scores = self.reward.score_solution(
+            SolutionScores(inputs.log_probs, inputs.token_mask, closed, unused, unused)
+        )  # (n,)
+        mask = upload(
+            mask_tokens([len(row.completion.token_ids) for row in rollouts]).float(), device
+        )  # (n, T)
+        mean_weights = self.policy_loss.mean_weights(mask, micro.num_tokens, micro.num_sequences)
+        weights = self.policy_loss.loss_weights(mask, mean_weights)[:, 0].to(scores)
+        loss = -self.weight * (weights * scores).sum()
+        return LossOutput(loss, {"policy/answer_loss": loss.detach()})
+
+
+def read_sampled(model: str, rollout: Rollout) -> Read:
+    """Return prompt and completion; every sampled token is scored, the end tag included."""
+    problem, tokens = rollout.problem, rollout.completion.token_ids
+    prompt = problem.teacher_prompt
+    scored = len(prompt), len(prompt) + len(tokens)
+    return Read(model, prompt, tokens, scored, problem.row, what=f"{model} log-prob")
+
+
+def compare_with_engine(
+    inputs: LossInputs, importance: TruncatedImportanceSampling | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Choose what the ratio of a loss is to, and compare the policy with the engine.
+
+    Returns:
+        The log-probs to which the policy's have their ratio, (n, T): those of the engine if older weights
+        sampled and no weights correct for that, else the policy's at the start of the iteration; importance
+        weights, (n, T), if they are used; and how far engine and trainer differ (`measure_mismatch`), if that
+        is known.
+
+    Raises:
+        RuntimeError: If the engine's log-probs are needed, but unknown.
+    """
+    old_log_probs, engine_log_probs = inputs.old_log_probs, inputs.engine_log_probs
+    if engine_log_probs is None:
+        if inputs.stale or importance is not None:
+            raise RuntimeError(
+                "Stale rollouts and importance sampling need the log-probs of the policy that sampled, but "
+                "the engine sent none. Let it report them, or set model.max_staleness to 0 and "
+                "model.importance_sampling to null."
+            )
+        return old_log_probs, None, None
+    weights = None if importance is None else importance(old_log_probs, engine_log_probs, inputs.token_mask)
+    mismatch = measure_mismatch(old_log_probs, engine_log_probs, inputs.token_mask, weights)
+    return engine_log_probs if inputs.stale and weights is None else old_log_probs, weights, mismatch
+
+
+def pad_engine_log_probs(
+    rollouts: Sequence[Rollout], like: Tensor, parts: Sequence[slice] | None = None
+) -> Tensor | None:
+    """Return the engine's log-probs of the sampled tokens, (n, T), padded with 0 like `like`.
+
+    Args:
+        rollouts: n completions.
+        like: A tensor of the type and on the device that are wanted.
+        parts: Which tokens of each; None: all.
+
+    Returns:
+        None if the engine did not send all of them.
+    """
+    values = [rollout.completion.log_probs for rollout in rollouts]
+    if any(value is None for value in values):
+        return None
+    parts = parts or [slice(None)] * len(rollouts)
+    tensors = [
+        torch.tensor((value or [])[part], dtype=like.dtype, device="cpu")
+        for value, part in zip(values, parts, strict=True)
+    ]
+    return upload(pad_sequence(tensors, batch_first=True), like.device)

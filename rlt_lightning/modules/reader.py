@@ -1,0 +1,625 @@
+"""The one reader: it plans, packs, runs and unpacks whatever rewards and losses declare.
+
+    read      reads of each row ─▶ items: equal or nested token sequences of a model once ─▶ passes, in one
+              order on all ranks ─▶ micro-batches, equally many on ranks that wait for each other ─▶ columns
+    updates   the policy's reads of each loss term ─▶ micro-batches, equally many on all ranks ─▶ `forward`,
+              with gradient, in the module's training_step
+
+Reads merge within a row, where one's tokens begin with the other's, and across rows only by `Read.once`. With
+sharded weights every forward waits for all ranks: all run the same passes, and a rank that lacks a read runs
+one again as a dummy. Reading draws no random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.models.load import read_context_length
+from rlt_lightning.models.packed import (
+    HeadOptions,
+    ModelHead,
+    call_model,
+    compute_log_probs,
+    head_divergence,
+    scored_hidden_states,
+    states_and_log_probs,
+)
+from rlt_lightning.modules.frozen import ReadModel, RunModel
+from rlt_lightning.modules.phases import PhaseStats, forward_flops
+from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
+from rlt_lightning.numerics.rewards import require_finite
+from rlt_lightning.numerics.transfers import upload
+from rlt_lightning.rewards.base import Reward
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import Read, StepBatch, pad_rows
+from rlt_lightning.types import InputError, Rollout, Rollouts
+
+# Declares what models read of a completion, by the name of the token column.
+Declare = Callable[[Rollout], Mapping[str, Read]]
+
+
+class Target(NamedTuple):
+    """Where the value of a read goes."""
+
+    name: str
+    rows: list[int]
+    read: Read
+
+
+@dataclass
+class Item:
+    """One sequence that goes through a model, for all reads whose tokens it holds."""
+
+    read: Read  # the longest
+    targets: list[Target]
+    against: Read | None = None
+
+    def add(self, name: str, row: int, read: Read) -> bool:
+        """Serve this read too, if its tokens begin this sequence's, or the other way round."""
+        if self.against is not None and read.against is not None and self.against != read.against:
+            return False
+        if not begins_with(self.read, read):
+            if not begins_with(read, self.read):
+                return False
+            self.read = read
+        self.against = self.against or read.against
+        self.targets.append(Target(name, [row], read))
+        return True
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the scored ranges of all targets, sorted, overlaps joined."""
+        joined: list[tuple[int, int]] = []
+        for first, end in sorted(target.read.scored for target in self.targets):
+            if joined and first <= joined[-1][1]:
+                joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            else:
+                joined.append((first, end))
+        return joined
+
+    def build_sequence(self) -> ScoredSequence:
+        """Return the tokens, of which those of all targets are scored."""
+        if self.read.mask is not None:
+            return self.read.build_sequence()
+        mask: list[bool] = []
+        for first, end in self.ranges:
+            mask += [False] * (first - len(mask)) + [True] * (end - first)
+        mask += [False] * (len(self.read.prefix) + len(self.read.rest) - len(mask))
+        return ScoredSequence(self.read.prefix, self.read.rest, mask)
+
+    def find_place(self, read: Read) -> slice:
+        """Return where a target's tokens lie among the item's scored tokens."""
+        if self.read.mask is not None:
+            return slice(0, self.read.num_scored)
+        before = 0
+        for first, end in self.ranges:
+            if first <= read.scored[0] and read.scored[1] <= end:
+                return slice(before + read.scored[0] - first, before + read.scored[1] - first)
+            before += end - first
+        raise AssertionError("a target's range is one of the item's")
+
+    @property
+    def compared(self) -> Read:
+        """Return the read whose tokens are compared with those of `against`."""
+        return next(target.read for target in self.targets if target.read.against is not None)
+
+
+class Micro(NamedTuple):
+    """A micro-batch of an update: rows of a loss term's reads, in one packed row.
+
+    Attributes:
+        term: The loss term.
+        rows: The rows of the step.
+        reads: What the policy reads of each.
+        packed: Their tokens.
+        against: What the model reads that the policy is compared with; None without one.
+        ask: Calls that model.
+        shares_head: Whether its head is the policy's.
+        temperature: Divides the logits.
+        scale: What the loss is multiplied by: the strategy averages gradients over ranks, so each rank's part
+            counts world_size times. 0: computed only because other ranks compute one.
+        num_sequences: Rows of the whole update, of all ranks.
+        num_tokens: Their tokens.
+        num_scored: Tokens that the term scores in the whole update.
+    """
+
+    term: Any
+    rows: list[int]
+    reads: list[Read]
+    packed: PackedSequences
+    against: PackedSequences | None
+    ask: RunModel | None
+    shares_head: bool
+    temperature: float
+    scale: float
+    num_sequences: float
+    num_tokens: float
+    num_scored: float
+
+
+class Values(NamedTuple):
+    """What the policy has computed of a micro-batch's M scored tokens.
+
+    Attributes:
+        values: Log-probs, or divergences, (M,), nats: the only ones with gradient.
+        entropy: Entropies there, (M,), nats; None if the term asks for none.
+        others: Log-probs of the other model, (M,); None if none is wanted.
+    """
+
+    values: Tensor
+    entropy: Tensor | None = None
+    others: Tensor | None = None
+
+
+class Term(Protocol):
+    """A term of the loss, as far as the reader knows it; see `LossTerm` in modules/losses.py."""
+
+    def read(self, row: Any) -> Read:
+        """Return what the policy reads of a row with gradient."""
+
+
+class Trained(Protocol):
+    """The module whose policy is updated, a PolicyModule: what is used of it here."""
+
+    sharding: Any
+    trainer: Any
+
+    @property
+    def policy(self) -> Any:
+        """Return the model."""
+
+    @property
+    def forwards_per_step(self) -> int:
+        """Return how many forwards a forward with its backward costs."""
+
+    def sum_over_ranks(self, *numbers: float) -> list[float]:
+        """Return the sums over all ranks."""
+
+
+class PassKey(NamedTuple):
+    """What the sequences that go through a model together share."""
+
+    model: str
+    temperature: float
+    against: str = ""
+    against_temperature: float = 0.0
+
+
+@dataclass
+class ValueChecks:
+    """Checks that everything in a read is finite; the host waits once, at the end."""
+
+    kept: list[tuple[Tensor, list[tuple[Target, Tensor]]]] = field(default_factory=list)
+
+    def require(self, step: StepBatch) -> None:
+        """Raise a NonFiniteError that names the first value that is not, and the rows of the data."""
+        if not self.kept or torch.stack([values.isfinite().all() for values, _ in self.kept]).all():
+            return
+        by_name: dict[str, list[tuple[Target, Tensor]]] = {}
+        for _, parts in self.kept:
+            for target, values in parts:
+                by_name.setdefault(target.read.what, []).append((target, values))
+        for what, parts in by_name.items():
+            numbers = [step.row_number(target.rows[0]) for target, _ in parts if target.rows]
+            require_finite(pad_rows([v for target, v in parts if target.rows])[0], what, numbers)
+
+
+@dataclass
+class Reader:
+    """Runs reads.
+
+    Args:
+        models: The models by the names that reads use.
+        plan: plan(lengths, all_ranks) divides sequences into micro-batches with weights. If a forward waits
+            for all ranks, they get equally many: a rank with fewer repeats one with weight 0.
+        device: Where models compute.
+        head: How log-probs are computed from hidden states.
+        together: Whether the forwards of all ranks meet, because weights are sharded.
+        on_any_rank: on_any_rank(flag) is whether any rank has it set; only asked where `together`.
+        gather: gather(keys) returns the keys of every rank; only asked where `together`.
+        recompute: Ask the policy also where the engine reported log-probs.
+    """
+
+    models: Mapping[str, ReadModel]
+    plan: Callable[[list[SequenceLengths], bool], list[tuple[MicroBatch, float]]]
+    device: torch.device
+    head: HeadOptions = HeadOptions()
+    together: bool = False
+    on_any_rank: Callable[[bool], bool] = bool
+    gather: Callable[[list[PassKey]], list[list[PassKey]]] = lambda keys: [keys]
+    recompute: bool = False
+
+    @torch.no_grad()
+    def read(
+        self,
+        step: StepBatch,
+        rows: Sequence[int],
+        declare: Declare,
+        stats: PhaseStats | None = None,
+        recompute: bool | None = None,
+    ) -> None:
+        """Fill token columns of the step for these rows, which are this rank's, or a dummy.
+
+        Args:
+            step: The step.
+            rows: Rows of it.
+            declare: Returns what is read of a row, by the name of the column.
+            stats: Counts the tokens that models compute.
+            recompute: Replaces `self.recompute`.
+
+        Raises:
+            NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the value.
+            InputError: If a retokenized completion does not fit into a model's context.
+        """
+        rollouts = {row: step.rollout(row) for row in rows}
+        declared = {row: declare(rollout) for row, rollout in rollouts.items()}
+        names = list(dict.fromkeys(name for reads in declared.values() for name in reads))
+        # Name by name: which sequences share a forward, and so the rounding, depends on the order.
+        reads = [(name, row, declared[row][name]) for name in names for row in rows if name in declared[row]]
+        if not (self.recompute if recompute is None else recompute):
+            reads = self.take_sampled(step, rollouts, reads)
+        items = self.merge(step, reads)
+        passes: dict[PassKey, list[Item]] = {}
+        for item in items:
+            passes.setdefault(self.build_key(item, step), []).append(item)
+        keys, dummies = list(passes), dict[PassKey, Item]()
+        if self.together:
+            for name, _, read in reads:
+                dummy = Item(read, [Target(name, [], read)], read.against)
+                dummies.setdefault(self.build_key(dummy, step), dummy)
+            keys = sorted({key for part in self.gather(keys) for key in part})
+        checks = ValueChecks()
+        for key in keys:
+            self.run_pass(step, key, passes.get(key) or [dummies[key]], checks, stats)
+        checks.require(step)
+
+    def find_temperature(self, read: Read, step: StepBatch) -> float:
+        """Return what divides the logits of a read."""
+        return read.temperature or step.temperature or 1.0
+
+    def build_key(self, item: Item, step: StepBatch) -> PassKey:
+        """Return the pass in which a sequence goes through its model."""
+        other = item.against
+        against = () if other is None else (other.model, self.find_temperature(other, step))
+        return PassKey(item.read.model, self.find_temperature(item.read, step), *against)
+
+    def take_sampled(
+        self, step: StepBatch, rollouts: dict[int, Rollout], reads: list[tuple[str, int, Read]]
+    ) -> list[tuple[str, int, Read]]:
+        """Take from the engine what it reported, in one copy; return the reads that are left."""
+        served = [
+            (name, row, read)
+            for name, row, read in reads
+            if read.sampled and not read.against and self.find_temperature(read, step) == step.temperature
+        ]
+        if not served:
+            return reads
+        unknown = any(rollouts[row].completion.log_probs is None for _, row, _ in served)
+        # Ranks that run forwards together must decide alike.
+        if self.on_any_rank(unknown) if self.together else unknown:
+            return reads
+        values: list[float] = []
+        for _, row, read in served:
+            log_probs = rollouts[row].completion.log_probs
+            assert log_probs is not None
+            assert read.sampled is not None
+            values += log_probs[slice(*read.sampled)]
+        flat = upload(values, self.device, torch.float32)
+        counts = [read.num_scored for *_, read in served]
+        for (name, row, _), part in zip(served, flat.split(counts), strict=True):
+            step.tokens.setdefault(name, {})[row] = part
+        left = {id(read) for *_, read in served}
+        return [entry for entry in reads if id(entry[2]) not in left]
+
+    def merge(self, step: StepBatch, reads: list[tuple[str, int, Read]]) -> list[Item]:
+        """Return the sequences that must be run, pass by pass; what the step knows is put in place."""
+        items: dict[tuple[str, float], list[Item]] = {}
+        of_row: dict[Hashable, list[Item]] = {}
+        shared: dict[Hashable, Item] = {}  # by `once`
+        for name, row, read in reads:
+            model = (read.model, self.find_temperature(read, step))
+            once = None if read.once is None else (*model, read.once)
+            if once in step.known:
+                step.tokens.setdefault(name, {})[row] = step.known[once]
+                continue
+            if once is not None and once in shared:
+                targets = shared[once].targets
+                same = [t for t in targets if t.name == name and t.read.once == read.once]
+                if same:
+                    same[0].rows.append(row)
+                else:
+                    targets.append(Target(name, [row], read))
+                continue
+            of_this_row = of_row.setdefault((*model, row), [])
+            item = next((item for item in of_this_row if item.add(name, row, read)), None)
+            if item is None:
+                item = Item(read, [Target(name, [row], read)], read.against)
+                items.setdefault(model, []).append(item)
+                of_this_row.append(item)
+            if once is not None:
+                shared[once] = item
+        return [item for of_model in items.values() for item in of_model]
+
+    def run_pass(
+        self, step: StepBatch, key: PassKey, items: list[Item], checks: ValueChecks, stats: PhaseStats | None
+    ) -> None:
+        """Run a model over sequences, or two models of which one is compared with the other."""
+        sequences = [item.build_sequence() for item in items]
+        others = [item.against.build_sequence() for item in items if item.against is not None]
+        lengths = measure_lengths([item.read for item in items], sequences, others or sequences)
+        with ExitStack() as stack:
+            run = stack.enter_context(self.models[key.model].loaded_on(self.device))
+            if any(item.read.retokenized for item in items):
+                require_room(run, step, items)
+            ask = (
+                stack.enter_context(self.models[key.against].loaded_on(self.device)) if key.against else None
+            )
+            for micro_batch, weight in self.plan(lengths, self.together):
+                packed = self.pack(sequences, micro_batch, weight, stats)
+                chosen = [items[i] for i in micro_batch.indices]
+                counts = [sum(sequences[i].scored) for i in micro_batch.indices]
+                other = None if ask is None else self.pack(others, micro_batch, 1.0, stats)
+                values, compared = self.compute(run, ask, packed, other, chosen, counts, key)
+                targets: list[tuple[Target, Tensor]] = []
+                for place, (item, of_item) in enumerate(zip(chosen, values.split(counts), strict=True)):
+                    for target in item.targets:
+                        value = of_item[item.find_place(target.read)]
+                        if target.read.against is not None and target.read.divergence is not None:
+                            value = compared[place]
+                        elif target.read.against is not None:
+                            targets.append((target._replace(name=f"{target.name}/against"), compared[place]))
+                        targets.append((target, value))
+                for target, value in targets:
+                    for row in target.rows:
+                        step.tokens.setdefault(target.name, {})[row] = value
+                    if target.read.once is not None:
+                        step.known[(key.model, key.temperature, target.read.once)] = value
+                checks.kept.append((torch.cat([values, *compared]), targets))
+
+    def compute(
+        self,
+        run: RunModel,
+        ask: RunModel | None,
+        packed: PackedSequences,
+        other: PackedSequences | None,
+        items: Sequence[Item],
+        counts: list[int],
+        key: PassKey,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Run a micro-batch of items, which have these numbers of scored tokens.
+
+        Returns:
+            The log-probs of all scored tokens, (M,); and of each item the divergence from the other model, or
+            that model's log-probs.
+        """
+        if ask is None or other is None:
+            return run(compute_log_probs, packed, key.temperature, self.head)[0], []
+        hidden, values = run(states_and_log_probs, packed, key.temperature, self.head)
+        reads = [item.compared for item in items]
+        places = [item.find_place(read) for item, read in zip(items, reads, strict=True)]
+
+        def choose(scored: Tensor) -> Tensor:
+            parts = zip(scored.split(counts), places, strict=True)
+            return torch.cat([part[place] for part, place in parts])
+
+        if reads[0].divergence is None:
+            other = exchange_targets(other, choose(packed.targets), reads[0].exchanged)
+            compared, _ = ask(compute_log_probs, other, key.against_temperature, self.head)
+        else:
+            compared = self.compare(run, ask, choose(hidden), other, key, reads[0])
+        return values, compared.split([read.num_scored for read in reads])
+
+    def compare(
+        self, run: RunModel, ask: RunModel, states: Tensor, other: PackedSequences, key: PassKey, read: Read
+    ) -> Tensor:
+        """Return the divergence of a model, whose states are given, from another one, (M,), nats."""
+        assert read.divergence is not None
+        divergence, same = (
+            read.divergence,
+            self.models[key.model].is_policy and self.models[key.against].is_policy,
+        )
+
+        def with_other(model: Any) -> Tensor:
+            hidden = scored_hidden_states(model, other)
+            theirs = ModelHead(model, key.against_temperature)
+
+            def with_first(model: Any) -> Tensor:
+                ours = ModelHead(model, key.temperature)
+                return head_divergence(ours, states, theirs, hidden, divergence, read.exchanged, self.head)
+
+            # A model computes one forward at a time.
+            return with_first(model) if same else run(with_first)
+
+        return ask(with_other)
+
+    # With gradient
+
+    def updates(
+        self, step: StepBatch, rows: Sequence[int], terms: Sequence[Term], module: Trained, stats: PhaseStats
+    ) -> Iterator[Micro]:
+        """Yield the micro-batches of all loss terms, each inside the strategy's context for its backward.
+
+        All ranks get equally many: the last backward of an update sums gradients over ranks.
+
+        Args:
+            step: The step.
+            rows: This rank's part of the rows that the update learns from.
+            terms: The terms of the loss.
+            module: The module that trains.
+            stats: Counts the tokens that the policy computes.
+        """
+        rollouts = step.rollouts(rows)
+        reads_of_terms = [[term.read(rollout) for rollout in rollouts] for term in terms]
+        counts = [sum(read.num_scored for read in reads) for reads in reads_of_terms]
+        # What losses divide by, so that micro-batches of all ranks add up.
+        num_tokens = sum(len(step.token_ids(row)) for row in rows)
+        totals = module.sum_over_ranks(len(rows), num_tokens, *counts)
+        for number, (term, reads) in enumerate(zip(terms, reads_of_terms, strict=True)):
+            sequences = [read.build_sequence() for read in reads]
+            others = [read.against.build_sequence() for read in reads if read.against is not None]
+            planned = self.plan(measure_lengths(reads, sequences, others or sequences), True)
+            other = self.models[reads[0].against.model] if reads and reads[0].against is not None else None
+            # Once for all micro-batches: the model may lie in main memory.
+            with nullcontext() if other is None else other.loaded_on(self.device) as ask:
+                for place, (micro_batch, weight) in enumerate(planned):
+                    is_last = number == len(terms) - 1 and place == len(planned) - 1
+                    packed = self.pack(sequences, micro_batch)
+                    flops = module.forwards_per_step * forward_flops(module.policy, packed)
+                    stats.count(packed, sequences, micro_batch, weight, flops)
+                    with module.sharding.micro_batch(last=is_last):
+                        yield Micro(
+                            term,
+                            [rows[i] for i in micro_batch.indices],
+                            [reads[i] for i in micro_batch.indices],
+                            packed,
+                            self.pack(others, micro_batch) if others else None,
+                            ask,
+                            other is not None and other.is_policy,
+                            self.find_temperature(reads[0], step),
+                            weight * module.trainer.world_size,
+                            totals[0],
+                            totals[1],
+                            totals[2 + number],
+                        )
+
+    def pack(
+        self,
+        sequences: list[ScoredSequence],
+        micro_batch: MicroBatch,
+        weight: float = 1.0,
+        stats: PhaseStats | None = None,
+    ) -> PackedSequences:
+        """Return one row with the sequences of a micro-batch, and count its cost."""
+        packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+        if stats is not None:
+            stats.count(packed, sequences, micro_batch, weight)
+        return packed
+
+
+@torch.no_grad()
+def score_rollouts(
+    reader: Reader,
+    reward: Reward,
+    students: Students,
+    rollouts: Rollouts,
+    declare: Declare | None = None,
+    recompute: bool | None = None,
+) -> StepBatch:
+    """Return completions that no other rank has, with their rewards.
+
+    Args:
+        reader: Runs the models.
+        reward: The reward.
+        students: Who reads for it, with their formats.
+        rollouts: The completions.
+        declare: What models read; None: what the reward needs.
+        recompute: See `Reader.read`.
+
+    Raises:
+        NonFiniteError: If a log-prob or reward is NaN or infinite.
+    """
+    step = StepBatch.of_rollouts(rollouts)
+    declare = declare or (lambda rollout: reward.reads(rollout, students))
+    reader.read(step, step.shard, declare, recompute=recompute)
+    step.put_numbers(step.shard, reward.measure(step, step.shard, students))
+    score_groups(step, reward, students)
+    return step
+
+
+def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
+    """Reward whole groups from the numbers of their completions."""
+    step.set_score(reward.score(step, students))
+    require_finite(step.rewards, "reward", [step.row_number(row) for row in range(len(step))])
+
+
+def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool = False) -> Values:
+    """Return what the policy computes of a micro-batch, with gradient, and what it is compared with."""
+    if micro.against is None:
+        return Values(*run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy))
+    assert micro.ask is not None
+    divergence, exchanged, ask = micro.reads[0].divergence, micro.reads[0].exchanged, micro.ask
+    if divergence is None:
+        with torch.no_grad():
+            other = exchange_targets(micro.against, micro.packed.targets, exchanged)
+            others, _ = ask(compute_log_probs, other, micro.temperature, head)
+        values, entropy = run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy)
+        return Values(values, entropy, others)
+    with torch.no_grad():
+        other_hidden = ask(scored_hidden_states, micro.against)  # (M, H)
+
+    def with_policy(policy: Any) -> Tensor:
+        hidden = scored_hidden_states(policy, micro.packed)  # (M, H)
+
+        def with_other(other: Any) -> Tensor:
+            ours, theirs = ModelHead(policy, micro.temperature), ModelHead(other, micro.temperature)
+            return head_divergence(ours, hidden, theirs, other_hidden, divergence, exchanged, head)
+
+        return with_other(policy) if micro.shares_head else ask(with_other)
+
+    return Values(run(with_policy))
+
+
+def exchange_targets(
+    packed: PackedSequences, sampled: Tensor, exchanged: tuple[int, int] | None
+) -> PackedSequences:
+    """Return what another model reads, scored at the M sampled tokens as in a divergence with `exchanged`.
+
+    A student that samples the teacher's own closing tag gets no credit for an end: the exchange holds for
+    each of both words, wherever it stands.
+    """
+    if exchanged is None:
+        return packed
+    first, second = (sampled == word for word in exchanged)
+    targets = torch.where(first, exchanged[1], torch.where(second, exchanged[0], sampled))
+    return replace(packed, targets=targets)
+
+
+def begins_with(longer: Read, shorter: Read) -> bool:
+    """Return whether the tokens of a read begin with those of another one."""
+    if longer.mask is not None or shorter.mask is not None:
+        return longer is shorter
+    if longer.prefix == shorter.prefix:
+        return longer.rest[: len(shorter.rest)] == shorter.rest
+    tokens = shorter.prefix + shorter.rest
+    return (longer.prefix + longer.rest)[: len(tokens)] == tokens
+
+
+def measure_lengths(
+    reads: Sequence[Read], sequences: Sequence[ScoredSequence], others: Sequence[ScoredSequence]
+) -> list[SequenceLengths]:
+    """Return the lengths by which sequences are planned: of both models' where two are compared."""
+    return [
+        SequenceLengths(
+            read.family,
+            max(len(sequence.prefix), len(other.prefix)),
+            max(len(sequence.rest), len(other.rest)),
+        )
+        for read, sequence, other in zip(reads, sequences, others, strict=True)
+    ]
+
+
+def require_room(run: RunModel, step: StepBatch, items: Sequence[Item]) -> None:
+    """Check that retokenized completions fit into a model's context.
+
+    Completions that the models read in the same tokens were checked before the run.
+
+    Raises:
+        InputError: If one does not; it names the row.
+    """
+    context: int = call_model(run, lambda model: read_context_length(model.config))
+    for item in items:
+        length = len(item.read.prefix) + len(item.read.rest)
+        if length > context and item.targets[0].rows:
+            rollout = step.rollout(item.targets[0].rows[0])
+            raise InputError(
+                f"What the student reads must fit into its context of {context} tokens, but row "
+                f"{rollout.problem.row}, with a completion of {len(rollout.completion.token_ids)} tokens of "
+                f"the teacher, has {length} tokens of the student. Lower "
+                "rollouts.sampling.max_completion_length or, for given traces, data.max_length."
+            )

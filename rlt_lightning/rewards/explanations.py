@@ -1,0 +1,173 @@
+"""What models read of an explanation, or of a thought: the sequences behind r_SS and r_KL (RLT, figure 3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.console import announce
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
+from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.numerics.spans import span_kl
+from rlt_lightning.rewards.base import KLOptions, Reward
+from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
+
+announce_once = cache(announce)
+
+
+class Explanation(NamedTuple):
+    """What a student reads of a completion, and where its tokens stand.
+
+    Attributes:
+        read: The whole sequence, of which nothing is scored.
+        think: Its own tokens of the explanation, first and end.
+        solution: The solution's tokens, first and end.
+    """
+
+    read: Read
+    think: tuple[int, int]
+    solution: tuple[int, int]
+
+
+def read_explanation(student: Student, view: ModelView, num_given: int = 0) -> Explanation:
+    """Return a completion in the student's context; `num_given` tokens before it count as its own."""
+    problem = view.problem
+    prefix = problem.student_prefix + problem.think_prefix
+    rest = view.token_ids + problem.student_suffix + problem.solution_ids
+    first, length = len(prefix), len(prefix) + len(rest)
+    read = Read(student.model, prefix, rest, family=problem.row, retokenized=view.spans is not None)
+    think = first - num_given, first + view.num_own
+    return Explanation(read, think, (length - len(problem.solution_ids), length))
+
+
+def read_solution(student: Student, view: ModelView, temperature: float | None) -> Read:
+    """Return the solution's tokens after a completion, as a student reads them."""
+    explanation = read_explanation(student, view)
+    what = "student log-prob of the solution"
+    return replace(explanation.read, scored=explanation.solution, temperature=temperature, what=what)
+
+
+def read_empty_solution(student: Student, problem: Problem, temperature: float | None) -> Read:
+    """Return the solution's tokens after an empty explanation: once for all completions of a problem."""
+    latest = student.latest_empty.get(student.number)
+    if latest is None or latest[0] is not problem:  # completions of a problem come together
+        latest = student.latest_empty[student.number] = problem, build_empty_view(problem, student.format)
+    read = read_solution(student, latest[1], temperature)
+    return replace(read, once=("empty", student.number, problem.row))
+
+
+def read_kl(
+    student: Student,
+    view: ModelView,
+    options: KLOptions,
+    student_temperature: float | None,
+    teacher_temperature: float | None,
+) -> dict[str, Read]:
+    """Return the reads of r_KL: both models' log-probs of the explanation, or the divergence there."""
+    given = count_given(view, options)
+    own, think, _ = read_explanation(student, view, given)
+    what = "student log-prob of the explanation"
+    own = replace(own, scored=think, temperature=student_temperature, what=what)
+    prompt, end = view.problem.teacher_prompt, view.start + view.num_tokens
+    first = len(prompt) + view.start
+    teacher = Read(
+        POLICY,
+        prompt,
+        view.completion.token_ids[:end],
+        (first, len(prompt) + end),
+        family=view.problem.row,
+        temperature=teacher_temperature,
+        what="teacher log-prob of the explanation",
+        sampled=(view.start, end),
+    )
+    if options.kl_estimator == "exact":
+        teacher = replace(teacher, scored=(first - given, len(prompt) + end), sampled=None)
+        return {student.name("kl"): replace(own, against=teacher, what="KL of the explanation")}
+    reads = {student.name("think"): own, student.name("teacher"): teacher}
+    if given:  # the separator at the end of the prompt, which no engine has sampled
+        scored, once = (len(prompt) - given, len(prompt)), ("given", view.problem.row, given)
+        reads[student.name("given")] = Read(
+            POLICY, [], prompt, scored, view.problem.row, teacher_temperature, teacher.what, once
+        )
+    return reads
+
+
+def estimate_kl(step: StepBatch, row: int, student: Student, options: KLOptions) -> Tensor:
+    """Return r_KL's tokens of a row, (K,), nats; on spans where the student has other tokens."""
+    if options.kl_estimator == "exact":
+        return step.tokens[student.name("kl")][row]
+    teacher, think = (step.tokens[student.name(name)][row] for name in ("teacher", "think"))
+    given = step.tokens.get(student.name("given"), {}).get(row)
+    teacher = teacher if given is None else torch.cat([given, teacher])
+    spans = step.rollout(row).views[student.number].spans
+    if spans is None:
+        return options.token_kl(teacher, think)
+    return span_kl(options.token_kl, teacher, think, spans)
+
+
+def count_given(view: ModelView, options: KLOptions) -> int:
+    """Return how many tokens at the end of the prompt r_KL counts."""
+    return len(view.problem.think_prefix) if options.score_given else 0
+
+
+def list_think_tokens(view: ModelView, score_given: bool) -> list[int]:
+    """Return the tokens that r_KL counts: the explanation and, with `score_given`, the separator before."""
+    return (view.problem.think_prefix if score_given else []) + view.compared
+
+
+def build_empty_completion(problem: Problem, chat_format: ChatFormat) -> Completion:
+    """Return an explanation without text, closed by its tag: the student then reads its tags and no more.
+
+    Its tokens are those of an empty trace, and an explanation of exactly these gains 0. None of them counts
+    in r_KL.
+    """
+    completion = chat_format.completion_from_trace(problem, "")
+    # They enter nothing. Without them the teacher would read the step's completions again.
+    return replace(completion, log_probs=[0.0] * len(completion.token_ids))
+
+
+def build_empty_view(problem: Problem, chat_format: ChatFormat) -> ModelView:
+    """Return an empty explanation as a student reads it."""
+    [view] = chat_format.build_rollout(problem, build_empty_completion(problem, chat_format)).views
+    return view
+
+
+def list_views(rollout: Rollout, students: Students) -> list[tuple[Student, ModelView]]:
+    """Return each student with its view of a completion."""
+    return [(student, rollout.views[student.number]) for student in students]
+
+
+def require_scorable(reward: Reward, students: Students) -> None:
+    """Check that a reward can be computed with students, and name each that reads explanations as text.
+
+    Raises:
+        InputError: If it sums over a vocabulary that the models do not share.
+    """
+    of_kl = reward.find_kl(temperature=1.0)
+    for student, chat_format in zip(students.names, students.formats, strict=False):
+        if not isinstance(chat_format, CrossTokenizerFormat):
+            continue
+        if of_kl is not None and of_kl.kl_estimator == "exact":
+            raise InputError(
+                "reward.kl_estimator exact sums over a vocabulary that teacher and student share, but the "
+                f"tokenizer of the student {student} is not the teacher's. Set it to k1 or k3, which compare "
+                "the models on spans of text; or choose models of one family."
+            )
+        announce_once(
+            f"the student {student} reads every explanation as text, in tokens of its own: its tokenizer is "
+            "not the teacher's"
+        )
+
+
+def require_student(reward: Reward, student: str | None) -> None:
+    """Check that there is a student exactly if the reward asks one."""
+    if reward.asks_student == (student is None):
+        name = type(reward).__name__
+        needed = f"a model, which {name} asks" if reward.asks_student else f"null, since {name} asks no model"
+        raise InputError(f"model.student must be {needed}, but is {student or 'null'}. Set it.")

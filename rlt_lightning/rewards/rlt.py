@@ -1,0 +1,381 @@
+"""The reward of Reinforcement-Learned Teachers (arXiv:2506.08388): does the student understand it?
+
+To add a term without changing this file, write a subclass of `RLTReward`: name the term in `extra_names` and
+return its values from `extra_terms` (docs/extending.md has an example).
+
+To add a term inside this file, change these places:
+
+    RLTReward            an option with its weight and its check; the sum in `__call__`; `columns`
+    RLTRewardTerms       a field; `parts`, from which it is logged; `recorded`, its column in rollouts.jsonl
+    TAKEN_NAMES          the name, so that no subclass takes it
+    metrics/catalogue.yaml     an entry: title, unit, meaning, healthy values
+    commands/explain.py  what `rlt explain` says the term is made of
+
+Then run scripts/metrics_page.py: docs/metrics.md is made of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.numerics.divergence import log_ratio_kl, schulman_kl
+from rlt_lightning.numerics.rewards import (
+    Reduction,
+    masked_max,
+    masked_min,
+    mean_of_tokens,
+    require_finite,
+    require_option,
+    require_reduction,
+    student_kl_penalty,
+    student_solution_reward,
+    with_zero_for_empty_rows,
+)
+from rlt_lightning.numerics.transfers import upload
+from rlt_lightning.rewards.base import TAKEN_NAMES, ReadTokens, StudentReward
+from rlt_lightning.rewards.explanations import (
+    estimate_kl,
+    list_think_tokens,
+    list_views,
+    read_empty_solution,
+    read_kl,
+    read_solution,
+)
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import Read, StepBatch, pad_rows
+from rlt_lightning.types import InputError, RewardTerms, Rollout
+
+
+@dataclass(frozen=True)
+class RLTRewardTerms(RewardTerms):
+    """The RLT reward of each completion and its terms; all (N,).
+
+    `reward` is the sum of the next three, w_SS * r_SS, -lambda * r_KL and 0 or the format penalty, and of
+    `extra`, the terms of a subclass of RLTReward by name. Means, minima and maxima over tokens are given
+    after clipping and normalisation and, as `raw_`, before them, in nats. `baseline` is r_SS of an empty
+    explanation, which is subtracted from r_SS; None without one.
+    """
+
+    solution_log_prob_reward: Tensor
+    kl_reward: Tensor
+    format_reward: Tensor
+    solution_log_prob_mean: Tensor
+    solution_log_prob_min: Tensor
+    kl_mean: Tensor
+    kl_max: Tensor
+    raw_solution_log_prob_mean: Tensor
+    raw_solution_log_prob_min: Tensor
+    raw_kl_mean: Tensor
+    raw_kl_max: Tensor
+    baseline: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def parts(self) -> dict[str, Tensor]:
+        """See `RewardTerms.parts`."""
+        terms = (self.solution_log_prob_reward, self.kl_reward, self.format_reward)
+        return dict(zip(("solution", "kl", "format"), terms, strict=True)) | self.extra
+
+    def baselines(self) -> dict[str, Tensor]:
+        """See `RewardTerms.baselines`."""
+        return {} if self.baseline is None else {"baseline": self.baseline}
+
+    def details(self) -> dict[str, Tensor]:
+        """See `RewardTerms.details`."""
+        names = ("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max")
+        processed = {f"reward/{name}": getattr(self, name) for name in names}
+        return processed | {f"student/{name}": getattr(self, f"raw_{name}") for name in names}
+
+    def recorded(self) -> dict[str, Tensor]:
+        """See `RewardTerms.recorded`: the reward, its terms, and what entered them."""
+        names = [
+            *("reward", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"),
+            *("format_reward", "solution_log_prob_reward", "kl_reward"),
+        ]
+        extra = {f"{name}_reward": values for name, values in self.extra.items()}
+        return {name: getattr(self, name) for name in names} | self.baselines() | extra
+
+    def to(self, device: torch.device) -> Self:
+        """See `RewardTerms.to`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        extra = {name: values.to(device) for name, values in self.extra.items()}
+        return replace(self, **own, extra=extra)
+
+
+@dataclass(frozen=True)
+class RLTReward(StudentReward):
+    """The reward of an explanation; its defaults are the released recipe's.
+
+    r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
+
+    A subclass may add terms computed from the texts: it names them in `extra_names` and returns them from
+    `extra_terms`.
+
+    Args:
+        solution_weight: Weight of r_SS, `student_solution_reward`.
+        min_coef: Weight of the hardest solution token inside r_SS, alpha in the paper.
+        kl_weight: Weight of r_KL, `student_kl_penalty`, lambda in the paper.
+        max_coef: Weight of the least natural think token inside r_KL, alpha in the paper.
+        format_penalty: Added to the reward of a badly formed completion.
+        kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
+        score_given: Let r_KL count the separator that the prompt ends with, as the released code does. The
+            teacher did not sample it, so k1 of it estimates no KL and can pay for being short.
+        teacher_temperature: Temperature of the teacher's log-probs in the KL.
+        student_temperature: Temperature of the student's log-probs, in the KL and on the solution.
+        normalise_log_probs: exp turns the solution's log-probs into probabilities.
+        normalise_kl: one_minus_exp turns each token's KL into 1 - exp(-KL), below 1.
+        clip_log_probs: Lower bound on a solution token's log-prob, nats, applied before normalisation.
+        clip_kl: Bound on |KL| of a think token, nats: clipped to -clip_kl ... clip_kl before normalisation.
+        baseline: empty: r_SS is the gain over saying nothing, r_SS(explanation) - r_SS(empty explanation).
+            All completions of a problem lose the same, so advantages and gradients stay.
+        reduction: What stands in place of the mean in r_SS: one of the reductions of the released code.
+        kl_reduction: The same in r_KL.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    judges = ("explanations",)
+    terms_type = RLTRewardTerms
+    has_tokens = True
+    # The names of the terms that a subclass adds, in lower case.
+    extra_names: ClassVar[tuple[str, ...]] = ()
+
+    solution_weight: float = 1.0
+    min_coef: float = 0.01
+    kl_weight: float = 3.0
+    max_coef: float = 0.01
+    format_penalty: float = -1.0
+    kl_estimator: Literal["k1", "k3", "exact"] = "k1"
+    score_given: bool = False
+    teacher_temperature: float = 0.7
+    student_temperature: float = 0.7
+    normalise_log_probs: Literal["none", "exp"] = "none"
+    normalise_kl: Literal["none", "one_minus_exp"] = "none"
+    clip_log_probs: float | None = None
+    clip_kl: float | None = None
+    baseline: Literal["none", "empty"] = "none"
+    reduction: Reduction = "mean"
+    kl_reduction: Reduction = "mean"
+
+    def __post_init__(self) -> None:
+        for name in ("solution_weight", "min_coef", "kl_weight", "max_coef"):
+            self.require(name, getattr(self, name) >= 0, "at least 0; 0 switches the term off")
+        self.require("format_penalty", self.format_penalty <= 0, "at most 0; 0 switches the term off")
+        for name in ("teacher_temperature", "student_temperature"):
+            self.require(name, getattr(self, name) > 0, "positive; 1.0 is the model's own distribution")
+        self.require("kl_estimator", self.kl_estimator in ("k1", "k3", "exact"), "k1, k3 or exact")
+        self.require("normalise_log_probs", self.normalise_log_probs in ("none", "exp"), "none or exp")
+        self.require("normalise_kl", self.normalise_kl in ("none", "one_minus_exp"), "none or one_minus_exp")
+        self.require("baseline", self.baseline in ("none", "empty"), "none or empty")
+        for name in ("reduction", "kl_reduction"):
+            require_reduction(name, getattr(self, name))
+        bound = self.clip_log_probs
+        self.require("clip_log_probs", bound is None or bound < 0, "negative nats, or null for no bound")
+        bound = self.clip_kl
+        self.require("clip_kl", bound is None or bound > 0, "positive nats, or null for no bound")
+        for name in self.extra_names:
+            if name in TAKEN_NAMES or name.startswith("val_") or not name.isidentifier():
+                raise ValueError(
+                    f"A term of a reward needs a new name, such as 'length', but "
+                    f"{type(self).__name__}.extra_names has {name!r}, which is taken or no name. "
+                    "Choose another."
+                )
+
+    def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
+        """Return the solution and the explanation as each student reads them, and as the teacher does."""
+        reads: dict[str, Read] = {}
+        temperatures = self.student_temperature, self.teacher_temperature
+        for student, view in list_views(rollout, students):
+            reads[student.name("solution")] = read_solution(student, view, self.student_temperature)
+            reads |= read_kl(student, view, self, *temperatures)
+        if self.baseline == "empty":
+            for student, view in list_views(rollout, students):
+                read = read_empty_solution(student, view.problem, self.student_temperature)
+                reads[student.name("empty")] = read
+        return reads
+
+    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+        """Return the terms of the reward by each student."""
+        rollouts, numbers = step.rollouts(rows), dict[str, Tensor]()
+        for student in students:
+            solution, solution_mask = step.pad(student.name("solution"), rows)  # (n, S)
+            kl = [estimate_kl(step, row, student, self) for row in rows]
+            step.tokens.setdefault(student.name("kl"), {}).update(zip(rows, kl, strict=True))
+            kl_values, kl_mask = pad_rows(kl)  # (n, K)
+            closed = upload([r.closed and not r.empty for r in rollouts], solution.device)
+            extra = self.check_extra_terms(rollouts, solution.device)
+            options = {}
+            if self.baseline == "empty":
+                options["empty_log_probs"] = step.pad(student.name("empty"), rows)[0]
+            terms = self(solution, solution_mask, kl_values, kl_mask, closed, extra, **options)
+            numbers |= self.list_numbers(terms, student)
+        return numbers
+
+    def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[ReadTokens]:
+        """See `Reward.list_tokens`."""
+        return [
+            ReadTokens(
+                list_think_tokens(view, self.score_given),
+                step.tokens[student.name("kl")][row].tolist(),
+                view.problem.solution_ids,
+                step.tokens[student.name("solution")][row].tolist(),
+            )
+            for student, view in list_views(step.rollout(row), students)
+        ]
+
+    def find_kl(self, temperature: float) -> RLTReward:
+        """See `Reward.find_kl`."""
+        return self
+
+    def columns(self) -> tuple[str, ...]:
+        """See `Reward.columns`."""
+        own = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
+        return (*own, *(f"{name}_reward" for name in self.extra_names))
+
+    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """Return terms that are added to the reward, with their weight and sign; a subclass has some.
+
+        A term is logged as reward/NAME and reward/val_NAME, and recorded as NAME_reward.
+
+        Args:
+            rollouts: N, with their `text` and their `problem`; no tensors.
+
+        Returns:
+            One for each of `extra_names`, (N,), on any device.
+        """
+        return {}
+
+    def check_extra_terms(self, rollouts: Sequence[Rollout], device: torch.device) -> dict[str, Tensor]:
+        """Return what `extra_terms` does, each (N,), in the order of the names.
+
+        Raises:
+            InputError: If the terms have wrong names or shapes.
+            NonFiniteError: If a term is NaN or infinite, naming the rows.
+        """
+        name, names = type(self).__name__, self.extra_names
+        terms = self.extra_terms(rollouts)
+        if not isinstance(terms, dict) or set(terms) != set(names):
+            returned = list(terms) if isinstance(terms, dict) else type(terms).__name__
+            raise InputError(
+                f"{name}.extra_terms must return the terms of {name}.extra_names, {list(names)}, but "
+                f"returned {returned}. Let them agree."
+            )
+        for term, values in terms.items():
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            if shape != (len(rollouts),):
+                raise InputError(
+                    f"{name}.extra_terms must return tensors with one number per rollout, "
+                    f"({len(rollouts)},), but '{term}' is {shape}. Correct it."
+                )
+            require_finite(values, f"reward term '{term}'", [r.problem.row for r in rollouts])
+        return {term: terms[term].to(device, torch.float32) for term in names}
+
+    def require(self, name: str, holds: bool, expected: str) -> None:
+        """Raise a ValueError that names an option unless it holds."""
+        require_option(name, getattr(self, name), holds, expected)
+
+    def __call__(
+        self,
+        solution_log_probs: Tensor,
+        solution_mask: Tensor,
+        kl: Tensor,
+        kl_mask: Tensor,
+        format_ok: Tensor,
+        extra: dict[str, Tensor] | None = None,
+        empty_log_probs: Tensor | None = None,
+    ) -> RLTRewardTerms:
+        """Return the reward of each completion and its terms.
+
+        Args:
+            solution_log_probs: Student log-probabilities of the solution tokens, (N, S), nats.
+            solution_mask: True on solution tokens, (N, S).
+            kl: KL of teacher from student at each think token, raw, (N, K), nats.
+            kl_mask: True on think tokens, (N, K). A row may have none.
+            format_ok: False where the completion is badly formed, bool, (N,).
+            extra: What `extra_terms` returned, on the device of the others.
+            empty_log_probs: With a baseline, `solution_log_probs` after an empty explanation, (N, S), nats.
+
+        Returns:
+            The terms of the reward, each (N,).
+
+        Raises:
+            ValueError: If a row has no solution tokens.
+        """
+        kl, kl_mask = with_zero_for_empty_rows(kl, kl_mask)
+        log_probs = self.process_log_probs(solution_log_probs, solution_mask)
+        processed_kl = self.process_kl(kl, kl_mask)
+
+        solution = self.reduce_solution(log_probs, solution_mask)  # (N,)
+        baseline = self.compute_baseline(empty_log_probs, solution_mask)
+        solution = self.solution_weight * (solution if baseline is None else solution - baseline)
+        kl_penalty = student_kl_penalty(processed_kl, kl_mask, self.max_coef, self.kl_reduction)
+        penalty = -self.kl_weight * kl_penalty
+        format_reward = torch.zeros_like(solution).masked_fill(~format_ok, self.format_penalty)
+        return RLTRewardTerms(
+            reward=sum((extra or {}).values(), start=solution + penalty + format_reward),
+            solution_log_prob_reward=solution,
+            kl_reward=penalty,
+            format_reward=format_reward,
+            solution_log_prob_mean=mean_of_tokens(log_probs, solution_mask),
+            solution_log_prob_min=masked_min(log_probs, solution_mask),
+            kl_mean=mean_of_tokens(processed_kl, kl_mask),
+            kl_max=masked_max(processed_kl, kl_mask),
+            raw_solution_log_prob_mean=mean_of_tokens(solution_log_probs, solution_mask),
+            raw_solution_log_prob_min=masked_min(solution_log_probs, solution_mask),
+            raw_kl_mean=mean_of_tokens(kl, kl_mask),
+            raw_kl_max=masked_max(kl, kl_mask),
+            baseline=baseline,
+            extra=extra or {},
+        )
+
+    def compute_baseline(self, empty_log_probs: Tensor | None, solution_mask: Tensor) -> Tensor | None:
+        """Return r_SS of an empty explanation, (N,), from its log-probs, (N, S); None without a baseline."""
+        if self.baseline == "none":
+            return None
+        assert empty_log_probs is not None, "reward.baseline needs the log-probs after an empty explanation"
+        processed = self.process_log_probs(empty_log_probs, solution_mask)
+        return self.reduce_solution(processed, solution_mask)
+
+    def reduce_solution(self, processed: Tensor, solution_mask: Tensor) -> Tensor:
+        """Return r_SS, (N,), of the solution's log-probs after `process_log_probs`, (N, S)."""
+        return student_solution_reward(processed, solution_mask, self.min_coef, self.reduction)
+
+    def token_kl(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Estimate the KL of teacher from student at each think token, by the estimator of the options.
+
+        Args:
+            log_p: The teacher's log-probabilities of the think tokens, any shape, nats.
+            log_q: The student's, same shape, nats.
+
+        Returns:
+            Same shape, nats.
+
+        Raises:
+            ValueError: If the estimator is `exact`, which needs the logits of both.
+        """
+        if self.kl_estimator == "exact":
+            raise ValueError(
+                "token_kl estimates from log-probs of sampled tokens, but reward.kl_estimator is 'exact'. "
+                "Call linear_divergence on both models' hidden states, or choose k1 or k3."
+            )
+        return log_ratio_kl(log_p, log_q) if self.kl_estimator == "k1" else schulman_kl(log_p, log_q)
+
+    def process_log_probs(self, log_probs: Tensor, token_mask: Tensor) -> Tensor:
+        """Clip and normalise the solution's log-probs, (N, S); padding becomes harmless."""
+        log_probs = log_probs.masked_fill(~token_mask, 0.0)
+        if self.clip_log_probs is not None:
+            log_probs = log_probs.clamp(min=self.clip_log_probs)
+        return log_probs.exp() if self.normalise_log_probs == "exp" else log_probs
+
+    def process_kl(self, kl: Tensor, token_mask: Tensor) -> Tensor:
+        """Clip and normalise the think tokens' KL, (N, K); padding becomes harmless."""
+        kl = kl.masked_fill(~token_mask, 0.0)
+        if self.clip_kl is not None:
+            kl = kl.clamp(-self.clip_kl, self.clip_kl)
+        return -torch.expm1(-kl) if self.normalise_kl == "one_minus_exp" else kl

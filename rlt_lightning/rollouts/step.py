@@ -1,0 +1,387 @@
+"""A step's completions with everything that is known of them: `StepBatch`, the only carrier of a step.
+
+Read         what a model is to compute of one completion: rewards and losses declare it (rewards/base.py)
+tokens       what the models computed, (T,) per row: on the rank that ran them, which has these rows as shard
+numbers      what a reward made of these tokens and of texts, one number per row: shared, (N,) on all ranks
+Score        rewards and their terms, (N,), from the numbers of whole groups
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
+from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.numerics.packing import ScoredSequence, to_padded
+from rlt_lightning.numerics.rewards import FiniteChecks
+from rlt_lightning.numerics.transfers import download, upload
+from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
+from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.shards import Shards
+from rlt_lightning.types import RewardTerms, Rollout, Rollouts, SFTExample
+
+# The models that are no frozen ones by name: the weights that train, and the initial ones.
+POLICY, REFERENCE = "policy", "reference"
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a model is to compute of one completion: log-probs of some tokens, or a divergence there.
+
+    Example:
+        `Read("policy", prompt, completion, (len(prompt), len(prompt) + 3))` asks for the log-probs of the
+        first three tokens of a completion.
+
+    Attributes:
+        model: "policy", "reference" or the name of a frozen model.
+        prefix: Tokens with which all reads of this `family` begin.
+        rest: The tokens after them.
+        scored: Positions in prefix + rest whose tokens are scored, first and end.
+        family: Names the prefix, such as the problem's row.
+        temperature: Divides the logits; None: that of sampling, or 1 where that is 0.
+        what: What the values are, for messages.
+        once: Rows with the same one share the value, such as that of an empty explanation.
+        sampled: The scored tokens are these of the completion, first and end: where the engine reported their
+            log-probs at this temperature, no model is asked.
+        against: Another model's read of as many tokens: not log-probs are wanted, but the divergence between
+            both models before each of them.
+        divergence: Which, where `against` is set; its student is `model`. None: the log-probs of both, of the
+            tokens that `model` scores.
+        exchanged: Two words that change places in the `against` model's distribution.
+        mask: The scored tokens in place of `scored`, where they are no range.
+        retokenized: Whether the model has other tokens than the policy: no earlier check knows their number.
+    """
+
+    model: str
+    prefix: list[int]
+    rest: list[int]
+    scored: tuple[int, int] = (0, 0)
+    family: Hashable = None
+    temperature: float | None = None
+    what: str = "log-prob"
+    once: Hashable = None
+    sampled: tuple[int, int] | None = None
+    against: Read | None = None
+    divergence: Divergence | None = Divergence("forward")
+    exchanged: tuple[int, int] | None = None
+    mask: list[bool] | None = None
+    retokenized: bool = False
+
+    @property
+    def num_scored(self) -> int:
+        """Return how many tokens are scored."""
+        return self.scored[1] - self.scored[0] if self.mask is None else sum(self.mask)
+
+    def build_sequence(self) -> ScoredSequence:
+        """Return the tokens with the mask of those that are scored."""
+        length, (first, end) = len(self.prefix) + len(self.rest), self.scored
+        mask = [False] * first + [True] * (end - first) + [False] * (length - end)
+        return ScoredSequence(self.prefix, self.rest, mask if self.mask is None else self.mask)
+
+
+@dataclass
+class Score:
+    """What completions are worth. Every tensor is (N,).
+
+    Attributes:
+        rewards: The rewards.
+        terms: What adds up to the reward, by name: logged as reward/NAME and reward/val_NAME.
+        levels: What a term is measured from, by name: logged as the terms are.
+        figures: What only training logs, by its whole name.
+        columns: What is recorded of every completion, by the name of the column.
+        by_student: The same by each of several students, by their labels; empty if there is one.
+    """
+
+    rewards: Tensor
+    terms: dict[str, Tensor]
+    levels: dict[str, Tensor]
+    figures: dict[str, Tensor]
+    columns: dict[str, Tensor]
+    by_student: dict[str, Score] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, terms: RewardTerms, by_student: Mapping[str, RewardTerms] | None = None) -> Score:
+        """Return the score that reward terms make, with those of each of several students."""
+        students = {label: cls.of(own) for label, own in (by_student or {}).items()}
+        columns = (terms.parts(), terms.baselines(), terms.details(), terms.recorded())
+        return cls(terms.reward, *columns, by_student=students)
+
+    def choose(self, rows: Sequence[int]) -> Score:
+        """Return the score of some rows, in this order."""
+        return self.change(lambda values, _: values[upload(list(rows), values.device)], self)
+
+    def change(self, change: Callable[[Tensor, Tensor], Tensor], other: Score) -> Score:
+        """Return the score whose columns a function makes of those of this one and another one."""
+
+        def put(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: change(values, theirs[name]) for name, values in ours.items()}
+
+        students = {
+            label: own.change(change, other.by_student[label]) for label, own in self.by_student.items()
+        }
+        return Score(
+            change(self.rewards, other.rewards),
+            put(self.terms, other.terms),
+            put(self.levels, other.levels),
+            put(self.figures, other.figures),
+            put(self.columns, other.columns),
+            students,
+        )
+
+
+@dataclass
+class StepBatch:
+    """Completions and what is known of them; row `i` is completion `i % group_size` of its group.
+
+    Example:
+        4 problems with 2 completions each on 2 ranks: rank 1 logs the rows 4 to 7, those of its own problems,
+        and may have the shard 0, 5, 7 if completion 0 is short.
+
+    Attributes:
+        sources: Where each row comes from: a request and its number there, or a rollout or example itself.
+        group_size: Completions of a problem, in adjacent rows.
+        temperature: The temperature of sampling.
+        policy_version: Optimizer steps of the weights that sampled.
+        shards: Divides rows over ranks; None: all rows are this rank's and nobody else has them (held-out).
+        shard: The rows that this rank computes, ascending.
+        own: The rows of this rank's problems, which the loader gave it: it logs them.
+        measured: The rows whose tokens and texts this rank has measured: it records them.
+        tokens: By name a value per scored token, (T,), by row; of measured rows.
+        texts: By name what a reward found in a text, by row; of measured rows.
+        numbers: By name one number per row, (N,); once they are shared alike on every rank.
+        known: Values that several rows share, by `Read.once`; they hold for the whole step.
+        score: Rewards and terms, alike on every rank.
+        stds: Standard deviation of the rewards of each group, by request, replaced ones included.
+        counts: What dynamic sampling has cost.
+        replaced: The sources of the completions that dynamic sampling replaced.
+        advantages: One per row, (N,).
+        metrics: Those of the update, added up over its micro-batches.
+        mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
+        checks: What must be finite before the optimizer steps.
+    """
+
+    sources: list[tuple[RolloutRequest, int] | Rollout | SFTExample]
+    group_size: int
+    temperature: float
+    policy_version: int
+    shards: Shards | None = None
+    shard: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    measured: list[int] = field(default_factory=list)
+    tokens: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    texts: dict[str, dict[int, Any]] = field(default_factory=dict)
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    known: dict[Hashable, Tensor] = field(default_factory=dict)
+    score: Score | None = None
+    stds: list[Tensor] = field(default_factory=list)
+    counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
+    replaced: list[tuple[RolloutRequest, int] | Rollout | SFTExample] = field(default_factory=list)
+    advantages: Tensor | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    mismatches: list[Tensor] = field(default_factory=list)
+    checks: FiniteChecks = field(default_factory=FiniteChecks)
+
+    @classmethod
+    def of_request(cls, request: RolloutRequest, shards: Shards) -> StepBatch:
+        """Return the step of a request, which may lack completions still."""
+        size, num_problems = request.num_completions, len(request.rows)
+        return cls(
+            [(request, number) for number in range(num_problems * size)],
+            size,
+            request.sampling.temperature,
+            request.policy_version,
+            shards,
+            own=request.own_numbers,
+            counts=RefillCounts(num_problems),
+        )
+
+    @classmethod
+    def of_rollouts(cls, rollouts: Rollouts) -> StepBatch:
+        """Return the step of held-out, predicted or given completions, which no other rank has."""
+        rows = list(range(len(rollouts.rollouts)))
+        version, temperature = rollouts.policy_version, rollouts.temperature
+        sources: list[Any] = list(rollouts.rollouts)
+        return cls(sources, rollouts.group_size, temperature, version, shard=rows, own=list(rows))
+
+    @classmethod
+    def of_examples(cls, examples: Sequence[SFTExample]) -> StepBatch:
+        """Return the step of examples, which no other rank has, in place of completions."""
+        rows, sources = list(range(len(examples))), cast(list[Any], list(examples))
+        return cls(sources, 1, 1.0, 0, shard=rows, own=list(rows))
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    # Rows
+
+    def rollout(self, row: int) -> Rollout:
+        """Return a completion attached to its problem; a rank builds only what it needs."""
+        source = self.sources[row]
+        return source[0].build_rollout(source[1]) if isinstance(source, tuple) else cast(Rollout, source)
+
+    def rollouts(self, rows: Iterable[int]) -> list[Rollout]:
+        """Return completions attached to their problems."""
+        return [self.rollout(row) for row in rows]
+
+    def list_rollouts(self, rows: Iterable[int]) -> Rollouts:
+        """Return completions with what they share, as callbacks get those of this rank's problems."""
+        return Rollouts(self.rollouts(rows), self.group_size, self.policy_version, self.temperature)
+
+    def row_number(self, row: int) -> int:
+        """Return the number in the data of the problem that a row belongs to."""
+        source = self.sources[row]
+        if isinstance(source, tuple):
+            return source[0].rows[source[1] // source[0].num_completions]
+        return source.problem.row if isinstance(source, Rollout) else source.row
+
+    def token_ids(self, row: int) -> list[int]:
+        """Return the tokens of a completion."""
+        source = self.sources[row]
+        if isinstance(source, tuple):
+            return source[0].completions[source[1]].token_ids
+        return source.completion.token_ids if isinstance(source, Rollout) else source.token_ids
+
+    def divide(self, rows: Sequence[int]) -> list[int]:
+        """Add rows to the ranks' shards, by tokens; return this rank's part."""
+        assert self.shards is not None
+        lengths = {}
+        for row in rows:
+            source = self.sources[row]
+            assert isinstance(source, tuple)
+            lengths[row] = source[0].count_tokens(source[1])
+        part = self.shards.divide(lengths)
+        self.shard = sorted([*self.shard, *part])
+        return part
+
+    def split(self, number: int, build_shards: Callable[[], Shards]) -> list[list[int]]:
+        """Divide all rows into mini-batches of whole groups, and each of these over the ranks.
+
+        Returns:
+            This rank's rows of each mini-batch.
+        """
+        num_groups, parts = len(self) // self.group_size, []
+        longest, self.shard = 0, []
+        for i in range(number):
+            first, end = (place * num_groups // number * self.group_size for place in (i, i + 1))
+            self.shards = build_shards()
+            parts.append(self.divide(range(first, end)))
+            longest = self.shards.longest = max(longest, self.shards.longest)
+        return parts
+
+    # Columns
+
+    def pad(self, name: str, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return a token column of measured rows, (n, T), padded with 0, and its mask."""
+        return pad_rows([self.tokens[name][row] for row in rows])
+
+    def put_numbers(self, rows: Sequence[int], values: Mapping[str, Tensor]) -> None:
+        """Write numbers of rows that this rank has measured; none of a dummy, but names and types."""
+        for name, column in values.items():
+            if name not in self.numbers:
+                self.numbers[name] = column.new_zeros(len(self))
+            if rows:
+                places = upload(list(rows), column.device)
+                self.numbers[name] = self.numbers[name].index_copy(0, places, column)
+        self.measured = sorted({*self.measured, *rows})
+
+    def share(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Let all ranks have all numbers: one sum over ranks, to which each brings its own rows.
+
+        Equal completions of a problem get the numbers of the first one: elsewhere in a packed row, or from
+        the engine, the same tokens have log-probs that differ by rounding.
+
+        Args:
+            sum_over_ranks: Returns the sum of a tensor over ranks, (columns, N), float64.
+        """
+        names = sorted(self.numbers)
+        if not names:
+            return
+        table = sum_over_ranks(torch.stack([self.numbers[name].double() for name in names]))
+        firsts: dict[tuple[int, ...], int] = {}
+        rows = [
+            firsts.setdefault((row // self.group_size, *self.token_ids(row)), row) for row in range(len(self))
+        ]
+        table = table[:, upload(rows, table.device)]
+        for name, column in zip(names, table, strict=True):
+            self.numbers[name] = column.to(self.numbers[name].dtype)
+
+    def bring_to_host(self, rows: Sequence[int]) -> None:
+        """Move the token columns of these rows to main memory; the host waits for the device once."""
+        places = [(column, row) for column in self.tokens.values() for row in rows if row in column]
+        moved = download([column[row] for column, row in places])
+        for (column, row), values in zip(places, moved, strict=True):
+            column[row] = values
+
+    # Rewards
+
+    @property
+    def rewards(self) -> Tensor:
+        """Return the rewards, (N,)."""
+        assert self.score is not None, "the step has not been scored"
+        return self.score.rewards
+
+    def set_score(self, score: Score) -> None:
+        """Keep rewards and terms."""
+        self.score = score
+        if self.shards is not None and self.group_size > 1:  # whole groups, of training
+            self.stds = [split_groups(score.rewards, self.group_size).std(dim=1)]
+
+    # The update
+
+    def add_loss(self, micro: Any, values: Tensor, output: Any) -> None:
+        """Add what a micro-batch has told; with scale 0 it was computed only because others are.
+
+        Args:
+            micro: The micro-batch.
+            values: What the policy has computed, (M,); checked before the optimizer steps.
+            output: The LossOutput.
+        """
+        counts = [read.num_scored for read in micro.reads]
+        self.checks.add(values, counts, micro.reads[0].what, [self.row_number(row) for row in micro.rows])
+        for name, value in output.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value
+        if micro.scale and output.mismatch is not None:
+            self.mismatches.append(output.mismatch)
+        self.put_numbers(micro.rows if micro.scale else [], output.numbers)
+
+    # Dynamic sampling
+
+    def find_flat_groups(self, min_std: float) -> list[int]:
+        """Return the places of the groups whose rewards are all equal, or differ by less than `min_std`."""
+        flat = zero_std_groups(self.rewards, self.group_size)
+        flat |= split_groups(self.rewards, self.group_size).std(dim=1) < min_std
+        return [place for place, is_flat in enumerate(flat.tolist()) if is_flat]
+
+    def replace(self, others: StepBatch, places: Sequence[int]) -> None:
+        """Put the groups of another step into these places; how many there are stays the same."""
+        size = self.group_size
+        target = [place * size + i for place in places for i in range(size)]
+        self.replaced += [self.sources[row] for row in target]
+        self.counts.dropped_tokens += sum(len(self.token_ids(row)) for row in target)
+        for row, source in zip(target, others.sources, strict=True):
+            self.sources[row] = source
+        replaced = set(target)
+        for mine, theirs in ((self.tokens, others.tokens), (self.texts, others.texts)):
+            for name in mine.keys() | theirs.keys():
+                kept = {row: value for row, value in mine.get(name, {}).items() if row not in replaced}
+                new = {target[row]: value for row, value in theirs.get(name, {}).items()}
+                mine[name] = kept | new
+        self.measured = sorted({*self.measured} - replaced | {target[row] for row in others.measured})
+        assert self.score is not None
+        assert others.score is not None
+        self.score = self.score.change(
+            lambda ours, theirs: ours.index_copy(0, upload(target, ours.device), theirs), others.score
+        )
+        self.stds += others.stds
+        self.counts.rounds += 1
+        self.counts.dropped_groups += len(places)
+
+
+def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Stack rows of different lengths; return values (N, T), padded with 0, and their token_mask."""
+    return to_padded(torch.cat(list(rows)), [len(row) for row in rows])

@@ -1,0 +1,158 @@
+"""The reader: which sequences go through which model, and where their values go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.reader import PassKey, Reader
+from rlt_lightning.numerics.packing import micro_batches
+from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
+
+PROMPT = [1, 2]
+COMPLETIONS = ([5, 6, 7], [5, 8])
+
+
+class Fake:
+    """A model whose log-prob of token t at temperature T is -t / T; it notes what it scores."""
+
+    def __init__(self, name: str, calls: list[tuple[str, list[int]]]) -> None:
+        self.name = name
+        self.calls = calls
+
+    def __call__(self, function: Any, packed: Any, temperature: float, *rest: Any) -> Any:
+        self.calls.append((self.name, packed.targets.tolist()))
+        return -packed.targets.float() / temperature, None
+
+
+def read(
+    reads: Mapping[str, Read] | Any,
+    log_probs: list[float] | None = None,
+    step: StepBatch | None = None,
+    rows: Any = range(2),
+    **options: Any,
+) -> tuple[StepBatch, list[tuple[str, list[int]]]]:
+    """What a step has after it was read, and what models scored, pass by pass."""
+    calls: list[tuple[str, list[int]]] = []
+    problem = Problem(9, "?", "!", PROMPT, [], [], [], [])
+    rollouts = [
+        Rollout(problem, Completion(ids, log_probs and log_probs[: len(ids)], "stop"), "", True)
+        for ids in COMPLETIONS
+    ]
+    step = step or StepBatch.of_rollouts(Rollouts(rollouts, 2, 0, 0.5))
+    models = {name: ReadModel(Fake(name, calls)) for name in (POLICY, "student")}
+    reader = Reader(
+        models,
+        lambda lengths, all_ranks: [(row, 1.0) for row in micro_batches(lengths, 100, "packed")],
+        torch.device("cpu"),
+        **options,
+    )
+    reader.read(step, rows, reads)
+    return step, calls
+
+
+def of_completion(
+    rollout: Rollout, first: int = 0, end: int = 99, model: str = POLICY, **options: Any
+) -> Read:
+    tokens = rollout.completion.token_ids[:end]
+    return Read(model, PROMPT, tokens, (2 + first, 2 + len(tokens)), 9, **options)
+
+
+def test_equal_and_nested_reads_of_a_row_are_one_sequence() -> None:
+    step, calls = read(
+        lambda rollout: {
+            "whole": of_completion(rollout),
+            "begin": of_completion(rollout, end=2),
+            "again": of_completion(rollout, first=1),
+        }
+    )
+    assert calls == [(POLICY, [5, 6, 7, 5, 8])]
+    # At the temperature of sampling, 0.5.
+    assert {name: rows[0].tolist() for name, rows in step.tokens.items()} == {
+        "whole": [-10, -12, -14],
+        "begin": [-10, -12],
+        "again": [-12, -14],
+    }
+    assert step.tokens["whole"][1].tolist() == [-10, -16]
+
+
+def test_another_temperature_or_model_is_another_pass() -> None:
+    step, calls = read(
+        lambda rollout: {
+            "policy": of_completion(rollout),
+            "student": of_completion(rollout, model="student", temperature=1.0),
+            "warm": of_completion(rollout, temperature=1.0),
+        }
+    )
+    assert [name for name, _ in calls] == [POLICY, "student", POLICY]
+    assert step.tokens["warm"][0].tolist() == [-5, -6, -7]
+
+
+def test_what_rows_share_is_read_once_in_a_step() -> None:
+    def reads(rollout: Rollout) -> dict[str, Read]:
+        return {"empty": Read("student", PROMPT, [3, 4], (3, 4), 9, 1.0, once=("empty", 9))}
+
+    step, calls = read(reads, rows=[0])
+    assert calls == [("student", [4])]
+    # In a later chunk it is known already.
+    step, calls = read(reads, step=step, rows=[1])
+    assert calls == []
+    assert [values.tolist() for values in step.tokens["empty"].values()] == [[-4], [-4]]
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "options", "asks"),
+    [
+        ([-0.1, -0.2, -0.3], {}, False),
+        (None, {}, True),
+        ([-0.1, -0.2, -0.3], {"recompute": True}, True),
+        # Another rank lacks them, and all must run the policy together.
+        ([-0.1, -0.2, -0.3], {"together": True, "on_any_rank": lambda flag: True}, True),
+    ],
+    ids=["reported", "unknown", "recompute", "another rank"],
+)
+def test_the_engines_log_probs_serve_where_all_are_known(log_probs: Any, options: Any, asks: bool) -> None:
+    step, calls = read(
+        lambda rollout: {
+            "teacher": of_completion(rollout, first=1, sampled=(1, len(rollout.completion.token_ids)))
+        },
+        log_probs,
+        **options,
+    )
+    assert bool(calls) == asks
+    expected = [-12, -14] if asks else [-0.2, -0.3]
+    assert step.tokens["teacher"][0].tolist() == pytest.approx(expected)
+
+
+def test_at_another_temperature_the_engines_do_not_serve() -> None:
+    whole = {"sampled": (0, 3), "temperature": 0.7}
+    _, calls = read(lambda rollout: {"teacher": of_completion(rollout, **whole)}, [-0.1, -0.2, -0.3])
+    assert len(calls) == 1
+
+
+def test_a_rank_that_knows_a_read_runs_it_again_for_the_others() -> None:
+    def reads(rollout: Rollout) -> dict[str, Read]:
+        return {
+            "whole": of_completion(rollout, model="student", temperature=1.0),
+            "given": Read(POLICY, [], PROMPT, (1, 2), 9, once=("given", 9)),
+        }
+
+    together = {"together": True, "gather": lambda keys: [keys, [PassKey(POLICY, 0.5)]]}
+    step, calls = read(reads, rows=[0], **together)
+    assert calls == [(POLICY, [2]), ("student", [5, 6, 7])]
+    step, calls = read(reads, step=step, rows=[1], **together)
+    assert calls == [(POLICY, [2]), ("student", [5, 8])]
+    assert step.tokens["given"][1].tolist() == [-4]
+
+
+def test_what_is_not_finite_is_named_with_its_row() -> None:
+    with pytest.raises(
+        NonFiniteError, match=r"Every log-prob of tests must be finite, but row\(s\) 9 have -inf"
+    ):
+        read(lambda rollout: {"cold": of_completion(rollout, temperature=1e-45, what="log-prob of tests")})

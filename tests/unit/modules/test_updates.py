@@ -1,0 +1,117 @@
+"""Several updates of the policy on the completions of one iteration."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
+from torch import Tensor
+from trainers import bare_trainer
+
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
+from rlt_lightning.numerics.losses import CISPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
+from rlt_lightning.types import InputError
+
+LR = 0.05
+
+
+class PlainSteps(RLTModule):
+    """RLT by SGD: a step shows a gradient as it is."""
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.policy.parameters(), lr=LR)
+
+
+def update_slowly(
+    policy: Any, rollouts: Any, rewards: Tensor, loss: PolicyLoss, updates: int, epochs: int
+) -> list[dict[str, Tensor]]:
+    """The weights after each update: one sequence after the other, nothing packed."""
+    advantages, policy = GroupNormalisedAdvantages()(rewards, 4), copy.deepcopy(policy)
+
+    def log_probs(rows: Any) -> tuple[Tensor, Tensor]:
+        values = [
+            slow_log_probs(policy, row.problem.teacher_prompt, row.completion.token_ids, TEMPERATURE)
+            for row in rows
+        ]
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(v)) for v in values], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True), mask.bool()
+
+    with torch.no_grad():
+        old = [log_probs([row])[0][0] for row in rollouts]
+    found, size = [], len(rollouts) // updates
+    for _ in range(epochs):
+        for first in range(0, len(rollouts), size):
+            rows = slice(first, first + size)
+            values, mask = log_probs(rollouts[rows])
+            padded = torch.nn.utils.rnn.pad_sequence(old[rows], batch_first=True)
+            value, _ = loss(
+                log_probs=values, old_log_probs=padded, advantages=advantages[rows], token_mask=mask
+            )
+            gradients = torch.autograd.grad(value, list(policy.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
+                    parameter -= LR * gradient
+            found.append({name: p.detach().clone() for name, p in policy.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss", "updates", "epochs"),
+    [
+        (GRPOLoss(clip_eps_low=0.01, clip_eps_high=0.01, kl_coef=0.0), 2, 2),
+        (GSPOLoss(clip_eps_low=0.05, clip_eps_high=0.05, kl_coef=0.0), 1, 3),
+        (CISPOLoss(clip_eps_high=0.01, kl_coef=0.0), 2, 1),
+    ],
+    ids=["grpo", "gspo", "cispo"],
+)
+def test_updates_equal_the_slow_obvious_ones(
+    loss: PolicyLoss, updates: int, epochs: int, tiny_model: str, tmp_path: Path
+) -> None:
+    witness = Witness()
+    rlt = PlainSteps(
+        tiny_model,
+        tiny_model,
+        group_size=4,
+        policy_loss=loss,
+        updates_per_rollout=updates,
+        num_epochs=epochs,
+        micro_batch_tokens=300,
+    )
+    rlt.optimizer_config = module(tiny_model).optimizer_config  # no clipping
+    fitted = bare_trainer(tmp_path, rollout_callback(), witness)
+    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert fitted.global_step == 1
+    [batch] = witness.batches
+    policy = module(tiny_model).load(tiny_model, "float32").model
+    policy.load_state_dict(witness.weights_before, strict=False)
+    rollouts = batch.rollouts.rollouts  # type: ignore[union-attr]
+    steps = update_slowly(policy, rollouts, batch.step.rewards, loss, updates, epochs)
+    before, after = witness.weights_before, dict(rlt.policy.named_parameters())
+    for name, expected in steps[-1].items():
+        bound = 1e-4 * float((expected - before[name]).abs().max()) + 1e-8
+        torch.testing.assert_close(after[name].detach(), expected, atol=bound, rtol=0, msg=name)
+    # The later updates are seen: the ratio is not 1 in all of them.
+    moved = max(float((steps[-1][n] - steps[0][n]).abs().max()) for n in before)
+    assert moved > 1e-5
+    assert float(fitted.callback_metrics["policy/ratio_mean"]) != 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_epochs": 0}, "model.num_epochs must be at least 1, but is 0"),
+        ({"updates_per_rollout": 3}, "at most data.prompts_per_step, .* they are 3 and 2"),
+    ],
+)
+def test_impossible_numbers_of_updates_are_refused(
+    options: dict[str, int], message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        bare_trainer(tmp_path, rollout_callback()).fit(
+            module(tiny_model, **options), datamodule=data(tiny_model, tmp_path)
+        )
