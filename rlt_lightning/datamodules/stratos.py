@@ -130,7 +130,8 @@ class StratosDataModule(LightningDataModule, ABC):
         streaming: Read data sets of the hub row by row, with max_rows only those, and do not download them
             first.
         token_cache: Folder in which tokenised rows are kept for the other processes and for later starts.
-            True: a folder of the user's cache; False: none, and every process keeps its own in memory.
+            True: a folder of the user's cache; False, and with a data class of your own: none, and every
+            process keeps its own in memory.
 
     Attributes:
         role: The model that a run of this stage trains, or whose work it scores.
@@ -554,7 +555,9 @@ class StratosDataModule(LightningDataModule, ABC):
         self, sources: list[Source], reader: SourceReader, row_filter: RowFilter | None = None
     ) -> list[StoredSource]:
         """Read and tokenise sources, or find them in the cache; row numbers continue from one to the next."""
-        cache = TokenCache(find_token_folder(self.token_cache))
+        # The key holds our code, but not that of a class of one's own: its items could be those of before.
+        is_ours = type(self).__module__.startswith("rlt_lightning.")
+        cache = TokenCache(find_token_folder(self.token_cache) if is_ours else None)
         keys = [""] * len(sources)  # without a folder nothing is looked up
         if cache.folder:
             keys = self.build_keys(sources, reader, row_filter)

@@ -128,6 +128,18 @@ def test_mapped_items_equal_those_just_made(
     assert (tmp_path / "tokens" / entry).is_file()
 
 
+def test_a_class_of_ones_own_gets_no_items_of_before(make_data: MakeData, tmp_path: Path) -> None:
+    class Longer(TeacherRLData):
+        def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
+            return super().complete({**columns, "question": f"{columns['question']} Explain."})
+
+    before = make_data("arithmetic", num_embedded_rows=40).items
+    assert len(entries(tmp_path)) == 1
+    changed = make_data("arithmetic", num_embedded_rows=40, kind=Longer).items
+    assert len(changed[0].teacher_prompt) > len(before[0].teacher_prompt)
+    assert len(entries(tmp_path)) == 1
+
+
 def test_one_file_holds_items_and_the_reasons_of_rejected_rows(
     make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
