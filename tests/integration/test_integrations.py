@@ -254,7 +254,7 @@ def test_trl_gets_the_likelihood_rewards_of_our_stage(
     class Recorded(LikelihoodRewardFunction):
         def score(self, rollouts: Sequence[Rollout], *options: Any) -> Any:
             terms = super().score(rollouts, *options)
-            steps.append((list(rollouts), terms.reward.tolist()))
+            steps.append((list(rollouts), terms.rewards.tolist()))
             self.model.save_pretrained(tmp_path / f"weights{len(steps)}")
             self.tokenizer.save_pretrained(tmp_path / f"weights{len(steps)}")
             return terms

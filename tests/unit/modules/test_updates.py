@@ -64,7 +64,7 @@ def update_slowly(
     ("loss", "updates", "epochs"),
     [
         (GRPOLoss(clip_eps_low=0.01, clip_eps_high=0.01, kl_coef=0.0), 2, 2),
-        (GSPOLoss(clip_eps_low=0.05, clip_eps_high=0.05, kl_coef=0.0), 1, 3),
+        (GSPOLoss(clip_eps_low=0.9, clip_eps_high=9.0, kl_coef=0.0), 1, 3),
         (CISPOLoss(clip_eps_high=0.01, kl_coef=0.0), 2, 1),
     ],
     ids=["grpo", "gspo", "cispo"],
