@@ -108,7 +108,7 @@ def test_a_runs_folder_loads(tmp_path: Path, lora: LoRA | None) -> None:
     assert loaded.lora == lora
     assert equal(dict(loaded.policy.state_dict()), dict(trained.policy.state_dict()))
     state = torch.load(tmp_path / "run/checkpoints/step=000001.ckpt/state.pt", weights_only=True)
-    assert state["hyper_parameters"]["reward"]["class_path"] == "rlt_lightning.rewards.RLTReward"
+    assert state["hyper_parameters"]["reward"]["class_path"] == "rlt_lightning.rewards.rlt.RLTReward"
     with pytest.raises(InputError, match="must be a checkpoint"):
         RLTModule.load_from_checkpoint(tmp_path)
 
