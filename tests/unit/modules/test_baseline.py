@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from commands import rlt
 from compared import largest_difference, weights
 from grpo import Witness, module, rollout_callback, slow_log_probs
 from ranks import run
-from tiny import CHAINS
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
@@ -232,14 +229,3 @@ def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> Non
     [score] = teachers[1].score([row])
     assert float(terms.rewards) == pytest.approx(score.reward, abs=1e-5)
     assert float(terms.columns["solution_log_prob_reward"]) == pytest.approx(score.r_ss, abs=1e-5)
-
-
-def test_rlt_explain_prints_the_gain_as_the_term() -> None:
-    options = ["--config=configs/recipe_7b/rank.yaml", *CHAINS, "--row=1", "--trainer.accelerator=cpu"]
-    options += ["--model.teacher=miniature", "--model.student=miniature", "--data.tags=r1"]
-    plain, gaining = (rlt("explain", *options, *more) for more in ([], ["--model.reward.baseline=empty"]))
-    assert plain.returncode == gaining.returncode == 0, plain.stderr + gaining.stderr
-    [gain] = re.findall(r"([+-][\d.]+) against an empty explanation", plain.stdout)
-    [term, same] = re.findall(r"^ +solution +(\S+).*?(\S+) against an empty", gaining.stdout, re.M | re.S)[0]
-    assert float(gain) > 0.1
-    assert (term, same) == (gain, gain)
