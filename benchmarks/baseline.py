@@ -17,7 +17,7 @@ import torch
 from balance import GROUP_SIZE, PROMPT, lengths_of_step
 from side_by_side import CPU, benchmark_parser, finish, read_options
 
-from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.reader import Reader
 from rlt_lightning.numerics.packing import Layout, micro_batches
@@ -76,7 +76,7 @@ def tokens_of(chunks: list[list[Rollout]], layout: Layout, baseline: Any) -> int
 
     students = Students.of("student", None).with_formats([empty])
     reward = RLTReward(baseline=baseline)
-    reader = Reader({"student": ReadModel(nothing)}, plan, CPU)
+    reader = Reader({"student": Model(nothing)}, plan, CPU)
     step = StepBatch.of_rollouts(Rollouts([row for rows in chunks for row in rows], 1, 0, 0.7))
     first = 0
     for rows in chunks:

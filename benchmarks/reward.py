@@ -21,7 +21,7 @@ from torch import Tensor
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling, sample_all
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import load_model, load_tokenizer
-from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.reader import Reader, score_rollouts
 from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.rewards import RLTReward
@@ -96,7 +96,7 @@ def build_scorer(
     policy: Any, student: Any, reward: RLTReward, recompute: bool
 ) -> Callable[[Rollouts], Tensor]:
     """Return a function that scores completions on the CPU, in rows of 16k tokens."""
-    models = {"student": ReadModel(ModelEntry(student)), POLICY: ReadModel(ModelEntry(policy))}
+    models = {"student": Model(ModelEntry(student)), POLICY: Model(ModelEntry(policy))}
 
     def plan(lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(lengths, max_tokens=16384)]

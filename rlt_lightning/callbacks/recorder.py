@@ -158,7 +158,7 @@ def build_table_rows(batch: PromptBatch) -> list[Row]:
     """Build one row per completion: its texts, the reward and its terms, and lengths in tokens."""
     rows = []
     step = batch.step
-    for rollout, row in zip(step.rollouts(step.own), rollout_rows(step, step.own), strict=True):
+    for rollout, row in zip(step.rollouts(step.logged), rollout_rows(step, step.logged), strict=True):
         shown = {n: v for n, v in row.items() if n not in NOT_SHOWN and not isinstance(v, list)}
         lengths = {
             "closed": rollout.closed,

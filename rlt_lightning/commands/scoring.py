@@ -29,7 +29,7 @@ from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.load import Dtype, load_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
-from rlt_lightning.modules.frozen import FrozenModel, ReadModel, RunModel
+from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.reader import Reader, score_rollouts
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches
@@ -271,7 +271,7 @@ class ExplanationScorer:
         self.layout: Layout = layout
         self.head = HeadOptions()
         self.trust_remote_code = trust_remote_code
-        self.models: dict[str, FrozenModel] = {}
+        self.models: dict[str, Model] = {}
         self.checked = False
 
     def build_problem(self, number: int, row: dict[str, Any]) -> Problem:
@@ -331,7 +331,7 @@ class ExplanationScorer:
         """
         assert group_size > 1 or not self.reward.compares, "completions can be compared in groups only"
         self._prepare_models(teacher, device)
-        models = self.models | {POLICY: ReadModel(teacher)}
+        models = self.models | {POLICY: Model(teacher)}
         reader = Reader(models, self._plan, device, self.head)
         groups = Rollouts(list(rollouts), group_size, 0, self.temperature)
         step = score_rollouts(reader, self.reward, self.students, groups)
@@ -357,7 +357,7 @@ class ExplanationScorer:
         if not self.checked:
             options = None, self.trust_remote_code, "the frozen student"
             for name in self.frozen_names:
-                student = FrozenModel(ModelEntry(load_model(name, self.student_dtype, *options)).to(device))
+                student = Model.frozen(ModelEntry(load_model(name, self.student_dtype, *options)).to(device))
                 self.head = prepare_model(student.run, name, Kernels(), self.head, device)
                 self.layout = verify_layout(student.run, name, self.layout)
                 self.models[name] = student

@@ -35,7 +35,7 @@ from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
-from rlt_lightning.modules.frozen import ReadModel, RunModel
+from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.optimizer import (
     OptimizerConfig,
     build_optimizer,
@@ -502,9 +502,9 @@ class PolicyModule(LightningModule):
             self.gather_keys,
         )
 
-    def list_models(self) -> dict[str, ReadModel]:
+    def list_models(self) -> dict[str, Model]:
         """Return the models by the names that reads use."""
-        return {POLICY: ReadModel(self.run, is_policy=True)}
+        return {POLICY: Model(self.run, is_policy=True)}
 
     def gather_keys(self, keys: list[PassKey]) -> list[list[PassKey]]:
         """Return what models read on every rank."""

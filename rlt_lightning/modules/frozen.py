@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,43 +15,32 @@ from rlt_lightning.strategies.sharding import ModelEntry, Unsharded
 RunModel = Callable[..., Any]
 
 
-class ReadModel:
-    """A model that is only read, through `run`; its weights are on the device.
+class Model:
+    """A model by which completions are read, through `run`; in no optimizer, no checkpoint and no wrapper.
 
     Args:
         run: Calls the model.
+        model: The model, if its weights are of its own and nobody trains them; None: the trained model's.
+        offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `loaded_on`.
         is_policy: Whether it is the trained model, with or without its adapter: its head is the policy's.
     """
 
-    def __init__(self, run: RunModel, is_policy: bool = False) -> None:
+    def __init__(
+        self, run: RunModel, model: Any = None, offload: bool = False, is_policy: bool = False
+    ) -> None:
         self.run = run
+        self.model = model
+        self.offload = offload
         self.is_policy = is_policy
 
-    @contextmanager
-    def loaded_on(self, device: torch.device) -> Iterator[RunModel]:
-        """Yield `run` with the model on the device inside the block; nothing may write to the weights."""
-        yield self.run
-
-
-class FrozenModel(ReadModel):
-    """A model with its own weights. Not a submodule, so it is in no optimizer, no checkpoint and no wrapper.
-
-    Args:
-        entry: The entry of the model.
-        offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `loaded_on`.
-    """
-
-    def __init__(self, entry: ModelEntry, offload: bool = False) -> None:
-        super().__init__(entry)
-        self.is_placed = False
-        self.model: Any = entry.model.eval().requires_grad_(False)
-        self.offload = offload
+    @classmethod
+    def frozen(cls, entry: ModelEntry, offload: bool = False) -> Self:
+        """Return a model with weights of its own, which nobody trains."""
+        return cls(entry, entry.model.eval().requires_grad_(False), offload)
 
     def place(self, device: torch.device, sharding: Unsharded) -> None:
-        """Move the model to a device or, when offloading to a GPU, pin its weights in host memory."""
-        if not self.is_placed:  # a second verb of a trainer would give it to a second engine
-            self.run = sharding.freeze(self.run)
-        self.is_placed = True
+        """Move the weights to a device or, when offloading to a GPU, pin them in host memory."""
+        self.run = sharding.freeze(self.run)
         if sharding.sharded:
             return
         if not self.offload:
@@ -62,7 +51,7 @@ class FrozenModel(ReadModel):
 
     @contextmanager
     def loaded_on(self, device: torch.device) -> Iterator[RunModel]:
-        """See `ReadModel`."""
+        """Yield `run` with the model on the device inside the block; nothing may write to the weights."""
         if not self.offload:
             yield self.run
             return

@@ -30,7 +30,7 @@ from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.advantages import AdvantageEstimator, LeaveOneOutAdvantages, ShuffledAdvantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import DrGRPOLoss, PolicyLoss
-from rlt_lightning.rewards import LikelihoodReward, LogProbReward, Reward
+from rlt_lightning.rewards import LikelihoodReward, LogProbReward
 from rlt_lightning.rewards.students import StudentNames, Students, split_student_setting
 from rlt_lightning.rollouts.step import POLICY, REFERENCE
 from rlt_lightning.types import InputError
@@ -65,6 +65,7 @@ class LikelihoodModule(RLTModule):
 
     data_classes = (StudentLikelihoodData,)
     reference_role = "the reference"
+    reward: LikelihoodReward
 
     @follow_options
     def __init__(
@@ -175,19 +176,18 @@ class LikelihoodModule(RLTModule):
         """Add the answer term."""
         if not self.answer_weight:
             return super().losses
-        assert isinstance(self.reward, LikelihoodReward)
         [student] = self.students
         return [*super().losses, AnswerTerm(self.reward, self.policy_loss, student, self.answer_weight)]
 
 
-def choose_answer_weight(answer_weight: float | None, scorer: str, reward: Reward) -> float:
+def choose_answer_weight(answer_weight: float | None, scorer: str, reward: LikelihoodReward) -> float:
     """Return the weight of the answer term.
 
     Raises:
         InputError: If there is no such term for this scorer and reward.
     """
     name = type(reward).__name__
-    if not isinstance(reward, LikelihoodReward):
+    if "thoughts" not in reward.judges:
         raise InputError(
             f"LikelihoodModule needs a reward of the solution's log-probs, such as LogProbReward, but "
             f"model.reward is {name}. Set another."

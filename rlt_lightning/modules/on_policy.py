@@ -13,7 +13,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.models.kernels import fuse_blocks
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.base import PolicyModule, PolicyOptions, check_model
-from rlt_lightning.modules.frozen import FrozenModel, ReadModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreement, rollout_metrics
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
@@ -76,16 +76,16 @@ class OnPolicyModule(PolicyModule):
         self.max_staleness = max_staleness
         self.offload_frozen = offload_frozen
         # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
-        self.reference: FrozenModel | None = None
+        self.reference: Model | None = None
         self.reference_moves = False
         # The other models that are only read, by name.
-        self.models: dict[str, ReadModel] = {}
+        self.models: dict[str, Model] = {}
         # RolloutCallback sets it.
         self.sampler: Sampler | None = None
 
-    def list_scoring_models(self) -> list[tuple[str, FrozenModel]]:
+    def list_scoring_models(self) -> list[tuple[str, Model]]:
         """Return the frozen models that read completions, with their names."""
-        return [(name, model) for name, model in self.models.items() if isinstance(model, FrozenModel)]
+        return [(name, model) for name, model in self.models.items() if model.model is not None]
 
     def load_frozen_models(self) -> None:
         """Refuse to move shards of frozen models."""
@@ -95,11 +95,11 @@ class OnPolicyModule(PolicyModule):
                 "--config hardware/cpu_offload keeps shards in main memory."
             )
 
-    def load_frozen(self, name: str, dtype: Dtype, role: str) -> FrozenModel:
+    def load_frozen(self, name: str, dtype: Dtype, role: str) -> Model:
         """Load a model that is only read: on the default device, or in main memory if it is offloaded."""
         # Lightning makes the GPU the default device inside configure_model, and the GPU may lack the memory.
         with torch.device("cpu") if self.offload_frozen else nullcontext():
-            return FrozenModel(self.load(name, dtype, role), self.offload_frozen)
+            return Model.frozen(self.load(name, dtype, role), self.offload_frozen)
 
     @torch.no_grad()
     def get_ready(self) -> None:
@@ -185,7 +185,7 @@ class OnPolicyModule(PolicyModule):
         return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
 
 
-def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, FrozenModel]]) -> None:
+def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
     """Place the frozen models that score, which choose a layout, and the reference.
 
     The reference is fused like the policy, so that their log-probs are equal where their weights are.

@@ -29,7 +29,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import follow_options
-from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine
 from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions
 from rlt_lightning.modules.reader import forward
@@ -177,9 +177,9 @@ class OPDModule(OnPolicyModule):
         step.share(self.sum_tensor_over_ranks)
         counts, divergences = step.numbers["judged"], step.numbers["divergence"]
         step.set_score(Score.of(JudgedTerms(-divergences / counts.clamp(min=1), judged_tokens=counts)))
-        rollouts = batch.rollouts = step.list_rollouts(step.own)
+        rollouts = batch.rollouts = step.list_rollouts(step.logged)
         batch.step = step
-        metrics |= judged_metrics(counts[upload(step.own, counts.device)], rollouts, self.sum_over_ranks)
+        metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.sum_over_ranks)
         metrics |= self.measure_rollouts(rollouts, shards)
         self.log_step(metrics, len(rollouts.rollouts))
 
@@ -192,7 +192,7 @@ class OPDModule(OnPolicyModule):
             return Distillation(*options, self.divergence)
         return SampledDistillation(*options, self.importance_weights, self.views.byte_tokenizers is not None)
 
-    def list_models(self) -> dict[str, ReadModel]:
+    def list_models(self) -> dict[str, Model]:
         """Add the teacher."""
         models = super().list_models() | self.models
         if self.reference is not None:
@@ -200,7 +200,7 @@ class OPDModule(OnPolicyModule):
         if self.teacher_name is not None:
             return models
         run = self.run if self.teacher_weights == "live" else partial(self.run, without_adapter)
-        return models | {TEACHER: ReadModel(run, is_policy=True)}
+        return models | {TEACHER: Model(run, is_policy=True)}
 
     @property
     def views(self) -> TeacherViews:

@@ -30,7 +30,7 @@ from rlt_lightning.models.packed import (
     scored_hidden_states,
     states_and_log_probs,
 )
-from rlt_lightning.modules.frozen import ReadModel, RunModel
+from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.phases import PhaseStats, forward_flops
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import require_finite
@@ -226,7 +226,7 @@ class Reader:
         recompute: Ask the policy also where the engine reported log-probs.
     """
 
-    models: Mapping[str, ReadModel]
+    models: Mapping[str, Model]
     plan: Callable[[list[SequenceLengths], bool], list[tuple[MicroBatch, float]]]
     device: torch.device
     head: HeadOptions = HeadOptions()

@@ -41,7 +41,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import follow_options
-from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
     LossInputs,
     LossTerm,
@@ -298,7 +298,7 @@ class RLTModule(OnPolicyModule):
 
     def log_iteration(self, batch: PromptBatch, step: StepBatch, metrics: dict[str, Any]) -> None:
         """Log a step's metrics, and give callbacks the step."""
-        rollouts = step.list_rollouts(step.own)
+        rollouts = step.list_rollouts(step.logged)
         batch.rollouts, batch.step = rollouts, step
         batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
         sampler = self.require_sampler()
@@ -316,14 +316,14 @@ class RLTModule(OnPolicyModule):
         """See `PolicyModule.reader`."""
         return replace(super().reader, recompute=self.teacher_log_probs == "recompute")
 
-    def list_models(self) -> dict[str, ReadModel]:
+    def list_models(self) -> dict[str, Model]:
         """Add the students and the reference."""
         return super().list_models() | self.models | {REFERENCE: self.reference_model}
 
     @property
-    def reference_model(self) -> ReadModel:
+    def reference_model(self) -> Model:
         """Return the reference; the policy without its adapter is the initial teacher."""
-        return self.reference or ReadModel(partial(self.run, without_adapter), is_policy=True)
+        return self.reference or Model(partial(self.run, without_adapter), is_policy=True)
 
     # Validation and prediction
 

@@ -25,7 +25,7 @@ def reward_metrics(step: StepBatch) -> dict[str, Any]:
     Spread and equal groups are those of all ranks' completions.
     """
     assert step.score is not None
-    score, rewards = step.score.choose(step.own), step.rewards
+    score, rewards = step.score.choose(step.logged), step.rewards
     return {
         "reward/mean": score.rewards.mean(),
         "reward/std": rewards.std(),

@@ -71,9 +71,9 @@ def read_kl(
 ) -> dict[str, Read]:
     """Return the reads of r_KL: both models' log-probs of the explanation, or the divergence there."""
     given = count_given(view, options)
-    own, think, _ = read_explanation(student, view, given)
+    whole, think, _ = read_explanation(student, view, given)
     what = "student log-prob of the explanation"
-    own = replace(own, scored=think, temperature=student_temperature, what=what)
+    explanation = replace(whole, scored=think, temperature=student_temperature, what=what)
     prompt, end = view.problem.teacher_prompt, view.start + view.num_tokens
     first = len(prompt) + view.start
     teacher = Read(
@@ -88,8 +88,8 @@ def read_kl(
     )
     if options.kl_estimator == "exact":
         teacher = replace(teacher, scored=(first - given, len(prompt) + end), sampled=None)
-        return {student.name("kl"): replace(own, against=teacher, what="KL of the explanation")}
-    reads = {student.name("think"): own, student.name("teacher"): teacher}
+        return {student.name("kl"): replace(explanation, against=teacher, what="KL of the explanation")}
+    reads = {student.name("think"): explanation, student.name("teacher"): teacher}
     if given:  # the separator at the end of the prompt, which no engine has sampled
         scored, once = (len(prompt) - given, len(prompt)), ("given", view.problem.row, given)
         reads[student.name("given")] = Read(

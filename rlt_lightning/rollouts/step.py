@@ -107,7 +107,7 @@ class Score:
     @classmethod
     def of(cls, terms: RewardTerms, by_student: Mapping[str, RewardTerms] | None = None) -> Score:
         """Return the score that reward terms make, with those of each of several students."""
-        students = {label: cls.of(own) for label, own in (by_student or {}).items()}
+        students = {label: cls.of(of_student) for label, of_student in (by_student or {}).items()}
         columns = (terms.parts(), terms.baselines(), terms.details(), terms.recorded())
         return cls(terms.reward, *columns, by_student=students)
 
@@ -122,7 +122,7 @@ class Score:
             return {name: change(values, theirs[name]) for name, values in ours.items()}
 
         students = {
-            label: own.change(change, other.by_student[label]) for label, own in self.by_student.items()
+            label: score.change(change, other.by_student[label]) for label, score in self.by_student.items()
         }
         return Score(
             change(self.rewards, other.rewards),
@@ -149,7 +149,7 @@ class StepBatch:
         policy_version: Optimizer steps of the weights that sampled.
         shards: Divides rows over ranks; None: all rows are this rank's and nobody else has them (held-out).
         shard: The rows that this rank computes, ascending.
-        own: The rows of this rank's problems, which the loader gave it: it logs them.
+        logged: The rows of this rank's problems, which the loader gave it: it logs them.
         measured: The rows whose tokens and texts this rank has measured: it records them.
         tokens: By name a value per scored token, (T,), by row; of measured rows.
         texts: By name what a reward found in a text, by row; of measured rows.
@@ -171,7 +171,7 @@ class StepBatch:
     policy_version: int
     shards: Shards | None = None
     shard: list[int] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
+    logged: list[int] = field(default_factory=list)
     measured: list[int] = field(default_factory=list)
     tokens: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     texts: dict[str, dict[int, Any]] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class StepBatch:
             request.sampling.temperature,
             request.policy_version,
             shards,
-            own=request.own_numbers,
+            logged=request.own_numbers,
             counts=RefillCounts(num_problems),
         )
 
@@ -206,13 +206,13 @@ class StepBatch:
         rows = list(range(len(rollouts.rollouts)))
         version, temperature = rollouts.policy_version, rollouts.temperature
         sources: list[Any] = list(rollouts.rollouts)
-        return cls(sources, rollouts.group_size, temperature, version, shard=rows, own=list(rows))
+        return cls(sources, rollouts.group_size, temperature, version, shard=rows, logged=list(rows))
 
     @classmethod
     def of_examples(cls, examples: Sequence[SFTExample]) -> StepBatch:
         """Return the step of examples, which no other rank has, in place of completions."""
         rows, sources = list(range(len(examples))), cast(list[Any], list(examples))
-        return cls(sources, 1, 1.0, 0, shard=rows, own=list(rows))
+        return cls(sources, 1, 1.0, 0, shard=rows, logged=list(rows))
 
     def __len__(self) -> int:
         return len(self.sources)

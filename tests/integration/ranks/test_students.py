@@ -33,7 +33,7 @@ from rlt_lightning.metrics import catalogue
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule, on_policy
-from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.students import combine_terms
 from rlt_lightning.rewards import CorrectnessReward, RLTReward, RLTRewardTerms
@@ -232,7 +232,7 @@ def test_students_of_three_formats_score_as_each_does_by_itself(
         assert [len(ours[i]) for i in range(4)] == [len(theirs[i]) for i in range(4)]
 
 
-class Visits(FrozenModel):
+class Visits(Model):
     """Counts how many students are on the device."""
 
     now: ClassVar[int] = 0
@@ -251,7 +251,7 @@ def test_offloaded_students_are_on_the_device_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stay, _ = scores_of(tmp_path, students=OTHERS)
-    monkeypatch.setattr(on_policy, "FrozenModel", Visits)
+    monkeypatch.setattr(on_policy, "Model", Visits)
     back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
     assert torch.equal(back.rewards, stay.rewards)
     assert Visits.most == 1

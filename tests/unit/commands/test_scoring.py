@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.reader import Reader, score_rollouts
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.rewards import RLTReward
@@ -35,7 +35,7 @@ def score(score_given: bool, teacher_runs: list[int]) -> Any:
     view = ModelView(problem, completion, [7, 8], num_tokens=2, num_own=2)
     rollout = Rollout(problem, completion, text="So.", closed=True, views=(view,))
     reader = Reader(
-        {"fake": ReadModel(student), POLICY: ReadModel(teacher)},
+        {"fake": Model(student), POLICY: Model(teacher)},
         lambda lengths, all_ranks: [(row, 1.0) for row in micro_batches(lengths, max_tokens=100)],
         torch.device("cpu"),
     )

@@ -32,7 +32,7 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.reader import Reader, score_rollouts
 from rlt_lightning.numerics.packing import micro_batches
@@ -161,7 +161,7 @@ def score(teacher: Any, student: Any, rows: list[Rollout], chat: Any, **options:
         return [(row, 1.0) for row in micro_batches(lengths, max_tokens=3000, layout="packed")]
 
     reward, students = RLTReward(**options), Students.of("student", None).with_formats([chat])
-    models = {"student": ReadModel(ModelEntry(student)), POLICY: ReadModel(ModelEntry(teacher))}
+    models = {"student": Model(ModelEntry(student)), POLICY: Model(ModelEntry(teacher))}
     reader = Reader(models, plan, torch.device("cpu"))
     return score_rollouts(reader, reward, students, Rollouts(rows, 1, 0, 0.7))
 

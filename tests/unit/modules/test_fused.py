@@ -29,7 +29,7 @@ from rlt_lightning.models.kernels import (
 )
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
 from rlt_lightning.modules.base import check_model
-from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.on_policy import get_frozen_ready
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer
 from rlt_lightning.numerics import Divergence
@@ -258,7 +258,7 @@ def test_the_exact_kl_is_checked_where_the_reward_uses_it(
     monkeypatch.setattr(
         chosen_kernels, "compiled_head_fault", lambda dtype, device, divergence: seen.append(divergence)
     )
-    student = FrozenModel(StrictEntry(tiny_qwen()))
+    student = Model.frozen(StrictEntry(tiny_qwen()))
     frozen = {"reference": None}
     places = {"device": CPU, "sharding": Unsharded(None)}
     reward = RLTReward(kl_estimator=estimator)

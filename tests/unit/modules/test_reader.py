@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlt_lightning.modules.frozen import ReadModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.reader import PassKey, Reader
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import NonFiniteError
@@ -46,7 +46,7 @@ def read(
         for ids in COMPLETIONS
     ]
     step = step or StepBatch.of_rollouts(Rollouts(rollouts, 2, 0, 0.5))
-    models = {name: ReadModel(Fake(name, calls)) for name in (POLICY, "student")}
+    models = {name: Model(Fake(name, calls)) for name in (POLICY, "student")}
     reader = Reader(
         models,
         lambda lengths, all_ranks: [(row, 1.0) for row in micro_batches(lengths, 100, "packed")],

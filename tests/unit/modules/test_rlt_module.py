@@ -21,7 +21,7 @@ from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.frozen import FrozenModel
+from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import forward_flops
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
@@ -296,16 +296,16 @@ def test_frozen_models_are_on_the_device_only_while_they_are_used(name: str, tin
     device, whole = torch.device(name), Unsharded(None)
 
     def devices() -> set[str]:
-        return {tensor.device.type for tensor in FrozenModel(entry).tensors()}
+        return {tensor.device.type for tensor in Model.frozen(entry).tensors()}
 
-    frozen = FrozenModel(entry, offload=True)
+    frozen = Model.frozen(entry, offload=True)
     frozen.place(device, whole)
     kept = {name: tensor.clone() for name, tensor in frozen.model.state_dict().items()}
     with frozen.loaded_on(device):
         assert devices() == {name}
     for key, tensor in frozen.model.state_dict().items():
         assert torch.equal(tensor, kept[key]), key
-    stays = FrozenModel(entry)
+    stays = Model.frozen(entry)
     stays.place(device, whole)
     with stays.loaded_on(torch.device("cpu")):
         assert devices() == {name}
