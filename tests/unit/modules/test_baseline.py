@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from cases import full
+from commands import rlt
 from compared import largest_difference, weights
 from grpo import Witness, module, rollout_callback, slow_log_probs
 from ranks import run
+from tiny import CHAINS
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
