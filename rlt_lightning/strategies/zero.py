@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
+from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,11 +158,12 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             return
         self.link_moments()
         keys = [key for key, value in states[0].items() if torch.is_tensor(value) and value.ndim]
-        numbers = {key: copy(value) for key, value in states[0].items() if key not in keys}  # step
+        numbers = {key: value for key, value in states[0].items() if key not in keys}  # step
         for name, parameter in trained_parameters(policy):
             get = partial(safe_get_full_optimizer_state, parameter)
             moments = {key: fp32_state(parameter, partial(get, key)) for key in keys}
-            yield name, numbers | moments
+            # Each weight's own: AdamW counts its steps in place.
+            yield name, deepcopy(numbers) | moments
 
     def link_moments(self) -> None:
         """Let stages 1 and 2 find each parameter's part of the moments.
