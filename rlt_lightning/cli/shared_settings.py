@@ -19,6 +19,7 @@ from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_stude
 from rlt_lightning.commands.check import CheckOptions, check_run
 from rlt_lightning.commands.explain import ExplainOptions, change_stage, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
@@ -82,6 +83,8 @@ class PlanCommandLine(SharedSettingsCommandLine):
         trainer = config[self.settings_verb].trainer.clone()
         for name in ("callbacks", "logger", "plugins", "profiler", "strategy"):
             config[self.settings_verb].trainer[name] = "auto" if name == "strategy" else None
+        if config[self.settings_verb].get("optimizer"):
+            announce("the plan counts the states of AdamW, not those of --optimizer")
         made = self.parser.instantiate_classes(config)[self.settings_verb]
         self.status = print_plan(trainer, made.model, made.data, made.rollouts, made.plan)
 

@@ -578,7 +578,7 @@ class DatasetRows:
     """A data set of the hub or a copy of one in a folder, a folder of `save_to_disk`, Parquet or Arrow files.
 
     Local files are streamed: so no copy of them enters the library's cache, which tells a changed file by its
-    time only. A part of a split has to be loaded.
+    time only. A part of a split has to be loaded, each time anew.
 
     Args:
         source: What the user calls it.
@@ -619,12 +619,14 @@ class DatasetRows:
             if is_saved(Path(self.name)):
                 return choose_split(load_saved(self.name), self.split)
             files = {read_split_name(self.split): [str(path) for path in self.files]} if self.files else None
+            loads_part = bool(self.local_files) and is_part(self.split)
             return datasets.load_dataset(
                 self.name,
                 self.configuration or None,
                 data_files=files,
                 split=self.split,
-                streaming=self.streaming or (bool(self.local_files) and not is_part(self.split)),
+                streaming=self.streaming or (bool(self.local_files) and not loads_part),
+                download_mode="force_redownload" if loads_part else None,
             )
 
     def read_rows(self) -> Iterator[NumberedRow]:

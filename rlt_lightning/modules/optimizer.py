@@ -90,12 +90,18 @@ def require_usable(optimizers: list[Any], schedulers: list[Any]) -> None:
     """Check what a module's `configure_optimizers` has returned: a step has one optimizer, and no figure.
 
     Raises:
-        InputError: If there are several optimizers or none, or a scheduler waits for a figure.
+        InputError: If there are several optimizers or none, one that runs the loss again, or a scheduler
+            that waits for a figure.
     """
     if len(optimizers) != 1 or not optimizers[0].param_groups:
         raise InputError(
             "configure_optimizers must return one optimizer, with all weights that are trained, but returned "
             f"{sum(bool(optimizer.param_groups) for optimizer in optimizers)}. Put them into one, in groups."
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise InputError(
+            "optimizer must step by the gradients of one backward, but LBFGS computes the loss again. Choose "
+            "another."
         )
     if any(isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) for schedule in schedulers):
         raise InputError(

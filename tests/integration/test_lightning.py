@@ -108,7 +108,7 @@ def test_a_runs_folder_loads(tmp_path: Path, lora: LoRA | None) -> None:
     assert loaded.lora == lora
     assert equal(dict(loaded.policy.state_dict()), dict(trained.policy.state_dict()))
     state = torch.load(tmp_path / "run/checkpoints/step=000001.ckpt/state.pt", weights_only=True)
-    assert state["hyper_parameters"]["reward"]["class_path"] == "rlt_lightning.rewards.RLTReward"
+    assert state["hyper_parameters"]["reward"]["class_path"] == "rlt_lightning.rewards.rlt.RLTReward"
     with pytest.raises(InputError, match="must be a checkpoint"):
         RLTModule.load_from_checkpoint(tmp_path)
 
@@ -195,6 +195,11 @@ class WithTwo(RLTModule):
         return [torch.optim.SGD(weights[:1], lr=0.1), torch.optim.SGD(weights[1:], lr=0.1)]
 
 
+class WithClosure(RLTModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 class WithPlateau(RLTModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -251,7 +256,10 @@ def test_an_unmodified_trainer_on_two_ranks(tmp_path: Path, strategy: str) -> No
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("kind", "match"), [(WithTwo, "one optimizer"), (WithPlateau, "ReduceLROnPlateau")])
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [(WithTwo, "one optimizer"), (WithClosure, "LBFGS"), (WithPlateau, "ReduceLROnPlateau")],
+)
 def test_what_cannot_step_is_refused(tmp_path: Path, kind: type[RLTModule], match: str) -> None:
     with pytest.raises(InputError, match=match):
         trainer(tmp_path, logger=False, enable_checkpointing=False).fit(module(kind), data())

@@ -31,7 +31,7 @@ from rlt_lightning.commands.explain import (
 from rlt_lightning.datamodules import StudentOPDData, StudentRLData
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model, load_tokenizer
-from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rewards import CorrectnessReward, RLTReward
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
@@ -285,8 +285,8 @@ def test_what_cannot_be_explained_is_one_clear_line(options: dict[str, Any], mes
 
 
 def test_only_a_reward_of_students_is_explained() -> None:
-    one: Any = type("Module", (), {"reward": object()})()
-    with pytest.raises(InputError, match=r"model\.reward must be an RLTReward, but is object"):
+    one: Any = type("Module", (), {"reward": CorrectnessReward()})()
+    with pytest.raises(InputError, match=r"model\.reward must be an RLTReward, but is CorrectnessReward"):
         command.explain(one, one, one, ExplainOptions())
 
 

@@ -137,7 +137,8 @@ def test_local_tables_leave_nothing_in_the_librarys_cache(tmp_path: Path, librar
     assert not list(library_cache.rglob("*.arrow"))
 
 
-def test_a_replaced_table_of_the_same_time_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["train", "train[:1]"])
+def test_a_replaced_table_of_the_same_time_is_noticed(split: str, tmp_path: Path) -> None:
     import os
 
     path = tmp_path / "rows.parquet"
@@ -145,7 +146,7 @@ def test_a_replaced_table_of_the_same_time_is_noticed(tmp_path: Path) -> None:
     for answer in ("7", "8"):
         datasets.Dataset.from_list([{"question": "q", "solution": answer}]).to_parquet(path)
         os.utime(path, (0, 0))
-        assert read_rows(str(path)) == [(1, {"question": "q", "solution": answer})]
+        assert read_rows(str(path), split) == [(1, {"question": "q", "solution": answer})]
         prints.append(SourceReader().fingerprint(str(path)))
     assert prints[0] != prints[1]
 

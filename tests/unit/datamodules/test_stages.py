@@ -94,7 +94,7 @@ def test_a_module_proposes_its_data(tmp_path: Path) -> None:
     ):
         proposed, *rest = propose_data(words)
         assert (proposed.rpartition(".")[2], rest) == (kind.__name__, words)
-    for words in (["--data.source=chains"], ["--model=NoModule"], ["--model=no.Module"], ["--config={a: 1}"]):
+    for words in (["--data=ScoringData"], ["--model=NoModule"], ["--model=no.Module"], ["--config={a: 1}"]):
         assert propose_data(words) == words
     assert find_class(["--config=laptop/rlt", "--data=ScoringData"], "data") == "ScoringData"
 
