@@ -13,8 +13,8 @@ MAX_WINDOW = 10
 # The figures of the sentence, with their words.
 SHOWN = {
     "reward/mean": "reward",
-    "reward/solution": "its solution term",
-    "reward/kl": "its KL term",
+    "reward/solution": "solution term",
+    "reward/kl": "KL term",
     "reward/correct": "right answers",
     "distill/divergence": "divergence from the teacher",
     "policy/loss": "loss",

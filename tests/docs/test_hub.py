@@ -56,7 +56,7 @@ def test_a_run_uploads_its_model_at_its_end(hub: FakeHub, tmp_path: Path) -> Non
     assert repo.files.items() >= local.items()
     assert repo.files.keys() - local.keys() == {".gitattributes"}
     card = repo.files["README.md"].decode()
-    assert "| r_SS | -" in card
+    assert "| solution term | -" in card
     assert str(tmp_path) not in card
     assert faults(card) == []
     # Before the first model was loaded.

@@ -48,7 +48,7 @@ def test_the_line_names_terms_and_held_out_figures(tmp_path: Path) -> None:
     )
     result = read_fit_result(tmp_path)
     assert result.line() == (
-        "reward -1 → -0.5, its solution term -0.7 → -0.3, its KL term -0.3 → -0.2, "
+        "reward -1 → -0.5, solution term -0.7 → -0.3, KL term -0.3 → -0.2, "
         "held-out reward -0.9 → -0.6, accuracy on chains 20.0 → 90.0 %"
     )
     assert result.held_out["eval/chains/pass_at_1"] == Change(0.2, 0.9)
