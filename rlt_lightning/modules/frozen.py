@@ -32,6 +32,7 @@ class Model:
         self.model = model
         self.offload = offload
         self.is_policy = is_policy
+        self.is_placed = False
 
     @classmethod
     def frozen(cls, entry: ModelEntry, offload: bool = False) -> Self:
@@ -40,7 +41,9 @@ class Model:
 
     def place(self, device: torch.device, sharding: Unsharded) -> None:
         """Move the weights to a device or, when offloading to a GPU, pin them in host memory."""
-        self.run = sharding.freeze(self.run)
+        if not self.is_placed:  # a second verb of a trainer would give it to a second engine
+            self.run = sharding.freeze(self.run)
+        self.is_placed = True
         if sharding.sharded:
             return
         if not self.offload:
