@@ -22,6 +22,7 @@ from rlt_lightning.callbacks.rollout_checks import (
     announce_unused,
     choose_weights,
     list_model_contexts,
+    require_comparable,
     require_even,
     require_gathering,
     require_rewarded,
@@ -196,6 +197,8 @@ class RolloutCallback(Callback):
             require_rewarded(self.dynamic_sampling, pl_module)
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
             announce_unused(self.score_early, pl_module)
+        if stage in ("fit", "validate"):
+            require_comparable(self.val_completions, trainer, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         for model in list_model_contexts(pl_module, data):
             require_room(data.all_items, model, longest)

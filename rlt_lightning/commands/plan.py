@@ -47,7 +47,7 @@ from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.models.weights import FILE_BYTES
-from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule
+from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
@@ -1083,7 +1083,7 @@ def add_students(
         with_reference=bool(module.policy_loss.kl_coef) and setup.trains,
         teacher_runs=reads_teacher(module, rollouts),
     )
-    if isinstance(module, LikelihoodModule) and not module.frozen_names:
+    if module.students.model is not None:
         # The policy reads thoughts with solutions too; where it trains on them, its activations are theirs.
         reader, reads = setup.policy, step.with_scoring_prompts(0)
         if reads.row_tokens > step.row_tokens:
@@ -1093,7 +1093,7 @@ def add_students(
             setup,
             policy=reader if module.answer_weight and setup.trains else setup.policy,
             students=(reader,),
-            scorer="policy" if module.scored_by == "policy" else "reference",
+            scorer="policy" if module.students.model == "policy" else "reference",
         )
     if isinstance(data, ScoringData):
         # Nobody has told the log-probs of given completions, so the teacher runs where these count.

@@ -215,11 +215,10 @@ class ExplanationScorer:
         trust_remote_code: Run code that comes with a model.
 
     Raises:
-        InputError: If the reward is no RLTReward, a model or its tokenizer cannot be loaded, or a setting
+        InputError: If the reward is of another kind, a model or its tokenizer cannot be loaded, or a setting
             contradicts what a model was trained in or what a student with another tokenizer allows.
     """
 
-    reward_type: ClassVar[type[Reward]] = RLTReward
     data_type: ClassVar[type[ReadData]] = TeacherRLData
 
     def __init__(
@@ -237,10 +236,10 @@ class ExplanationScorer:
         layout: Layout = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        if not isinstance(reward, self.reward_type):
+        if not (reward.asks_student and self.data_type.samples in reward.judges):
             raise InputError(
-                f"{type(self).__name__} needs a reward that is a {self.reward_type.__name__}, but it is "
-                f"{type(reward).__name__}. Pass one; rlt fit trains with the others."
+                f"{type(self).__name__} needs a reward of {self.data_type.samples} by a student, but "
+                f"{type(reward).__name__} is none. Pass another; rlt fit trains with it."
             )
         students = Students.of(*split_student_setting(student), student_reduction)
         names = students.names
@@ -347,7 +346,7 @@ class ExplanationScorer:
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the students that have weights of their own."""
-        return tuple(dict.fromkeys(self.students.names))
+        return self.students.frozen_names
 
     def _plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(lengths, self.micro_batch_tokens, self.layout)]

@@ -53,6 +53,23 @@ class KLOptions(Protocol):
         """Estimate the KL of each token from the log-probs of both models, nats."""
 
 
+class AnswerScore(Protocol):
+    """A score of the solution that the policy can ascend itself, where it is the student."""
+
+    @property
+    def temperature(self) -> float | None:
+        """Return the temperature of the solution's log-probs; None: that of sampling."""
+
+    def score_answers(self, log_probs: Tensor, token_mask: Tensor, closed: Tensor) -> Tensor:
+        """Return the scores of n solutions, (n,), from the log-probs of their tokens, (n, S), nats.
+
+        Args:
+            log_probs: Log-probs after the completion.
+            token_mask: True on solution tokens.
+            closed: Whether a completion ended with its tag, bool, (n,).
+        """
+
+
 class ReadTokens(NamedTuple):
     """The tokens of one completion that a reward by one student counts, with their raw values.
 
@@ -107,6 +124,10 @@ class Reward(ABC):
 
     def find_kl(self, temperature: float) -> KLOptions | None:
         """Return how its KL compares policy and student, for sampling at a temperature, if it has one."""
+        return None
+
+    def find_answer(self) -> AnswerScore | None:
+        """Return the score of the answer term, if it has one: the gradient of `score_answers`."""
         return None
 
     def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[ReadTokens]:

@@ -8,8 +8,8 @@
 | `NOVERReward` | the thought's rank in its group by perplexity, and a bonus for shorter ones |
 
 Each is a pure function of the solution's log-probs, the lengths of the thoughts and their groups. Who
-computes the log-probs is `model.scorer` of `LikelihoodModule`. docs/method.md says where paper and released
-code differ; the code is followed.
+computes the log-probs, the scorer, is `model.student` of `RLTModule`: the policy itself, its reference or a
+frozen model. docs/method.md says where paper and released code differ; the code is followed.
 """
 
 from __future__ import annotations
@@ -216,6 +216,15 @@ class LikelihoodReward(StudentReward, ABC):
     def find_kl(self, temperature: float) -> RLTReward | None:
         """See `Reward.find_kl`."""
         return self.kl_settings(temperature) if self.kl_weight else None
+
+    def find_answer(self) -> LikelihoodReward | None:
+        """See `Reward.find_answer`."""
+        return self if self.has_answer_term else None
+
+    def score_answers(self, log_probs: Tensor, token_mask: Tensor, closed: Tensor) -> Tensor:
+        """See `AnswerScore.score_answers`; scores that compare thoughts have no answer term."""
+        unused = torch.zeros_like(closed)
+        return self.score_solution(SolutionScores(log_probs, token_mask, closed, unused, unused))
 
     def kl_settings(self, temperature: float) -> RLTReward:
         """Return the same KL as RLT's reward has it, for sampling at a temperature."""

@@ -30,7 +30,7 @@ from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model
-from rlt_lightning.modules import LikelihoodModule
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.rewards import LikelihoodReward, NOVERReward, RLPRReward, RLTReward, VeriFreeReward
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Rollout
@@ -273,7 +273,7 @@ def test_trl_gets_the_likelihood_rewards_of_our_stage(
             groups.setdefault(identity(one)[0], []).append(one.completion)
         known = {identity(one): value for one, value in zip(sampled, theirs, strict=True)}
         witness, model = Witness(), str(tmp_path / f"weights{number}")
-        module = LikelihoodModule(model, scorer, kind, group_size=4)
+        module = RLTModule(model, scorer, group_size=4, reward=kind)
         asked = {"student_tokenizer": scorer} if scorer == smollm2 else {}
         data = StudentLikelihoodData(
             source=ROWS[:2], prompts_per_step=2, tokenizer=model, tags="r1",

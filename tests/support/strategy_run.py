@@ -34,9 +34,11 @@ from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
-from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule
+from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.numerics.advantages import LeaveOneOutAdvantages
+from rlt_lightning.numerics.losses import DrGRPOLoss
 from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.rewards import LogProbReward, RLTReward
 from rlt_lightning.strategies.fsdp2 import FSDP2
@@ -145,10 +147,6 @@ class Counting(Counted, RLTModule):
 
 class Distilling(Counted, OPDModule):
     """On-policy distillation, counted."""
-
-
-class Thinking(Counted, LikelihoodModule):
-    """Likelihood rewards, counted."""
 
 
 class Keep(Callback):
@@ -282,7 +280,14 @@ def run_job(
     )
     module: Counted
     if likelihood:
-        module = Thinking(model, reward=LogProbReward(reduction="mean"), **shared)
+        module = Counting(
+            model,
+            "policy",
+            reward=LogProbReward(reduction="mean"),
+            advantages=LeaveOneOutAdvantages(),
+            policy_loss=DrGRPOLoss(kl_coef=0.0, max_completion_length=1),
+            **shared,
+        )
     elif opd is None:
         reward = Parity() if dynamic else RLTReward(baseline=baseline)
         student = None if students else model

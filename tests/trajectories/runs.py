@@ -39,7 +39,7 @@ from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
-from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule, SFTModule
+from rlt_lightning.modules import OPDModule, RLTModule, SFTModule
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import (
@@ -50,6 +50,7 @@ from rlt_lightning.numerics import (
     DrGRPOLoss,
     GRPOLoss,
     GSPOLoss,
+    LeaveOneOutAdvantages,
     TruncatedImportanceSampling,
 )
 from rlt_lightning.rewards import (
@@ -165,10 +166,18 @@ def stale(**options: Any) -> Setup:
     return rlt(recording="stale", rollouts=asynchronous, in_process=False, max_staleness=1, **options)
 
 
-def likelihood(reward: Any, scorer: str = "policy") -> Setup:
+def likelihood(reward: Any, student: str = "policy") -> Setup:
     """Return a student that learns to think by the probability of the solution."""
     return Setup(
-        LikelihoodModule(STUDENT, scorer=scorer, reward=reward, group_size=4, **UPDATE),
+        RLTModule(
+            STUDENT,
+            student,
+            group_size=4,
+            reward=reward,
+            advantages=LeaveOneOutAdvantages(),
+            policy_loss=DrGRPOLoss(kl_coef=0.0, max_completion_length=1),
+            **UPDATE,
+        ),
         data(STUDENT, kind=StudentLikelihoodData, tags="r1", student_system_prompt=""),
         {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=30)},
         "likelihood",

@@ -343,7 +343,7 @@ def test_likelihood_rewards_are_planned_with_their_scorer(
     scorer: str, part: str | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    options = [f"--model.scorer={scorer}", "--data.force_format=true", f"--plan.json={file}"]
+    options = [f"--model.student={scorer}", "--data.force_format=true", f"--plan.json={file}"]
     found = rlt("plan", "--config=laptop/likelihood", *options)
     assert found.returncode == 0, found.stderr
     plan = json.loads(file.read_text())
