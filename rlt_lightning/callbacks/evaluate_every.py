@@ -36,7 +36,7 @@ from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.engines.base import Engine, Sampling
+from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
@@ -50,9 +50,9 @@ from rlt_lightning.modules.responses import (
     require_responses_fit,
     response_seed,
 )
-from rlt_lightning.rollouts.collectives import Collectives
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.run.ranks import Collectives
 from rlt_lightning.types import InputError, Problem, SFTExample
 
 SECONDS = "perf/evaluate_s"
@@ -106,7 +106,7 @@ class EvaluateEvery(Callback):
         self.engine = engine
         self.judge_deadline_s = judge_deadline_s
         self.deadline_s = deadline_s
-        self.collectives = Collectives(deadline_s)
+        self.collectives = Collectives(deadline_s, EngineError)
         # Each fit sets these four.
         self.questions = self._build_questions()
         self.own_dispatcher: Dispatcher | None = None

@@ -175,7 +175,7 @@ class OnPolicyModule(PolicyModule):
             NonFiniteError: If a log-prob or gradient is NaN or infinite.
             EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
         """
-        step.checks.require()
+        self.raise_together(step)
         (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, [])
         on_rank = Mismatch.read(mismatches)
         mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))

@@ -34,6 +34,7 @@ from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
+    EngineError,
     NamedTensor,
     push_until_current,
     require_context,
@@ -43,8 +44,8 @@ from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.lora import list_adapter_weights, merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.rollouts.collectives import Collectives, waiting_for_ranks
 from rlt_lightning.rollouts.request import Chunk, RolloutRequest
+from rlt_lightning.run.ranks import Collectives, waiting_for_ranks
 from rlt_lightning.types import Completion
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class Dispatcher:
     def __init__(self, engine: Engine, verify_every_n_steps: int, deadline_s: float) -> None:
         self.engine = engine
         self.verify_every_n_steps = verify_every_n_steps
-        self.collectives = Collectives(deadline_s)
+        self.collectives = Collectives(deadline_s, EngineError)
         # `start` sets both.
         self.trainer: Trainer | None = None
         self.module: Policy | None = None
@@ -141,7 +142,7 @@ class Dispatcher:
             In process what this rank's call returned; else what rank 0's did, on every rank.
 
         Raises:
-            EngineError: On every rank, if rank 0's call raised it; InputError likewise.
+            Exception: On every rank, whichever rank 0's call raised.
         """
         if self.engine.in_process or self.trainer is None:
             return function()

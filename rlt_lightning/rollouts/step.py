@@ -18,7 +18,7 @@ from torch import Tensor
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
-from rlt_lightning.numerics.rewards import FiniteChecks
+from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
 from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
 from rlt_lightning.rollouts.request import RolloutRequest
@@ -162,7 +162,9 @@ class StepBatch:
         advantages: One per row, (N,).
         metrics: Those of the update, added up over its micro-batches.
         mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
-        checks: What must be finite before the optimizer steps.
+        checks: What models have computed, which must be finite before it is used.
+        failure: What failed on this rank; all ranks raise it where they next tell each other of failures.
+        lacks_log_probs: Whether the engine did not report the log-probs of a completion, of any rank's.
     """
 
     sources: list[tuple[RolloutRequest, int] | Rollout | SFTExample]
@@ -185,6 +187,8 @@ class StepBatch:
     metrics: dict[str, Any] = field(default_factory=dict)
     mismatches: list[Tensor] = field(default_factory=list)
     checks: FiniteChecks = field(default_factory=FiniteChecks)
+    failure: Exception | None = None
+    lacks_log_probs: bool = False
 
     @classmethod
     def of_request(cls, request: RolloutRequest, shards: Shards) -> StepBatch:
@@ -254,6 +258,7 @@ class StepBatch:
             source = self.sources[row]
             assert isinstance(source, tuple)
             lengths[row] = source[0].count_tokens(source[1])
+            self.lacks_log_probs |= source[0].completions[source[1]].log_probs is None
         part = self.shards.divide(lengths)
         self.shard = sorted([*self.shard, *part])
         return part
@@ -272,6 +277,20 @@ class StepBatch:
             parts.append(self.divide(range(first, end)))
             longest = self.shards.longest = max(longest, self.shards.longest)
         return parts
+
+    # Failures
+
+    def find_failed(self) -> Tensor:
+        """Return whether this rank has failed, or has computed NaN or an infinity; the host does not wait."""
+        return self.checks.find_bad() if self.failure is None else torch.tensor(True, device="cpu")
+
+    def find_failure(self) -> Exception | None:
+        """Return what has failed on this rank; a value that is not finite comes first, as a cause."""
+        try:
+            self.checks.require()
+        except NonFiniteError as error:
+            return error
+        return self.failure
 
     # Columns
 
