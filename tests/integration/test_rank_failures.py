@@ -224,7 +224,9 @@ def test_a_script_under_torchrun_ends_with_the_message_of_the_rank_that_failed(
     assert ended.status == 1, ended.lines
     told = [line for line in ended.lines if re.search(message, line)]
     assert told, ended.lines
-    assert "gloo" not in "\n".join(ended.lines)  # nobody waited for a rank that had ended
+    assert "Connection closed by peer" not in "\n".join(
+        ended.lines
+    )  # nobody waited for a rank that had ended
     print(f"figure: all ended after {ended.took_s:.1f} s")
     assert ended.took_s < ENDS_WITHIN_S
 
