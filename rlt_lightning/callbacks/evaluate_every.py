@@ -13,7 +13,7 @@ One evaluation, after the optimizer step and before the step's checkpoint:
       metrics.csv and the other loggers
 
 The folder `evaluation/` has what this shares with `rlt test`; how ranks share an engine is in
-`rollouts/dispatcher.py`.
+`rollouts/sampler.py`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from rlt_lightning.modules.responses import (
     require_responses_fit,
     response_seed,
 )
-from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import Dispatcher
 from rlt_lightning.run.ranks import Collectives
 from rlt_lightning.types import InputError, Problem, SFTExample
 

@@ -2,8 +2,8 @@
 
     rollouts section of the config
       └ RolloutCallback      settings, checks, the engine's start and end, what a checkpoint keeps
-          ├ Dispatcher       weights to the engine, completions from it (rollouts/dispatcher.py)
-          └ Sampler ───────▶ module.sampler: all that RLTModule and OPDModule know (rollouts/sampler.py)
+          ├ Dispatcher       weights to the engine, completions from it   (both in rollouts/sampler.py)
+          └ Sampler ───────▶ module.sampler: all that RLTModule and OPDModule know
 
 Completions are sampled inside training_step, validation_step and predict_step, when the module asks for them.
 """
@@ -34,10 +34,9 @@ from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Sampler
+from rlt_lightning.rollouts.sampler import Dispatcher, Sampler
 from rlt_lightning.types import InputError
 
 # schedule(the config's sampling, optimizer step) is the sampling of that step.

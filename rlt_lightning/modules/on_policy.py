@@ -20,8 +20,7 @@ from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampl
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.sampler import Sampler
-from rlt_lightning.rollouts.shards import Shards
-from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.run.ranks import waiting_for_ranks
 from rlt_lightning.types import InputError, Rollouts
 

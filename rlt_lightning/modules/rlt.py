@@ -7,7 +7,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ sampler.request*      the problems of all ranks (rollouts/sampler.py, from RolloutCallback)
       ├ collect               for each chunk of completions, alike on every rank:
       │   ├ sampler.stream*   what has come from the engine
-      │   ├ step.divide       over ranks, by tokens: a rank's shard is a list of rows (rollouts/shards.py)
+      │   ├ step.divide       over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
       │   ├ reader.read       models read the shard, as reward and loss declare (modules/reader.py)
       │   ├ reward.measure    tokens and texts → numbers of each row (rewards/)
       │   ├ step.share*       once all are there: all ranks get all numbers

@@ -62,7 +62,7 @@ class RolloutRequest:
         step: The training step that they are for, from 0; None: validation or prediction.
         problems: The problems themselves; a checkpoint holds none.
         places: Which of the step's problems each one is, or replaces.
-        own: Those that this rank rewards, logs and records: the problems that the loader gave it.
+        logged: Those that this rank logs and records: the problems that the loader gave it.
         asked: The problems that this rank asks the engine for; None: all.
         build: Attaches a completion to its problem.
     """
@@ -78,7 +78,7 @@ class RolloutRequest:
     step: int | None = None
     problems: list[Problem] = field(default_factory=list, compare=False)
     places: Sequence[int] = field(default=(), compare=False)
-    own: Sequence[int] = field(default=(), compare=False)
+    logged: Sequence[int] = field(default=(), compare=False)
     asked: Sequence[int] | None = field(default=None, compare=False)
     build: Callable[[Problem, Completion], Rollout] | None = field(default=None, compare=False, repr=False)
 
@@ -101,10 +101,10 @@ class RolloutRequest:
         return [i for i in asked if any(i * size + j not in self.completions for j in range(size))]
 
     @property
-    def own_numbers(self) -> list[int]:
-        """Return the numbers of the completions of this rank's own problems."""
+    def logged_numbers(self) -> list[int]:
+        """Return the numbers of the completions of the problems that this rank logs."""
         size = self.num_completions
-        return [i * size + j for i in self.own for j in range(size)]
+        return [i * size + j for i in self.logged for j in range(size)]
 
     def build_rollout(self, number: int) -> Rollout:
         """Return a completion attached to its problem; a rank builds only what it needs."""
