@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Event
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -88,7 +87,6 @@ class RolloutRequest:
         # On the rank that talks to the engine: what has come, and at its end None or the error.
         self.arrivals: SimpleQueue[tuple[int, Completion] | BaseException | None] = SimpleQueue()
         self.sampling_now = False
-        self.ended = Event()
         self.ended_at = 0.0  # time.monotonic()
 
     # What is there
@@ -136,7 +134,7 @@ class RolloutRequest:
         Returns:
             What it is asked for, and the numbers of these completions.
         """
-        self.arrivals, self.ended, self.sampling_now = SimpleQueue(), Event(), True
+        self.arrivals, self.sampling_now = SimpleQueue(), True
         missing, size = self.missing, self.num_completions
         numbers = [i * size + j for i in missing for j in range(size)]
         requests = [
@@ -160,13 +158,6 @@ class RolloutRequest:
             end = error
         self.ended_at = time.monotonic()
         arrivals.put(end)
-        self.ended.set()
-
-    def wait(self) -> None:
-        """Wait until the engine has finished, or failed."""
-        if self.sampling_now:
-            with waiting_for(f"the engine's completions of {len(self.missing)} prompts", on_terminal=False):
-                self.ended.wait()
 
     def collect(self) -> None:
         """Wait for what the engine was asked for, and keep it.

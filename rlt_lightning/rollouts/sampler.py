@@ -418,7 +418,7 @@ class Sampler:
     def wait(self) -> None:
         """Wait until nothing is sampled any more, since an engine does one thing at a time."""
         if self.pending is not None:
-            self.dispatcher.call(self.pending.wait)
+            self.dispatcher.call(self.pending.collect)
 
     # Requests
 

@@ -179,6 +179,30 @@ def test_ranks_of_an_unmodified_script_end_together(
     assert ended.took_s < ENDS_WITHIN_S
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_kill_between_the_updates_of_an_iteration_changes_nothing(
+    strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    options = [*STRATEGIES[strategy], "--model.updates_per_rollout=2", "--model.num_epochs=2"]
+    options += [
+        "--data.prompts_per_step=4",
+        "--model.optimizer.lr=1e-3",
+        "--checkpoint.every_n_train_steps=1",
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert Ended(tiny_model, whole, *options).status == 0
+    # An iteration has four updates of at least one backward: the kill comes within the second.
+    kill = {"rank": 1, "hook": "on_after_backward", "kind": "kill", "step": 1, "calls_before": 2}
+    faults = json.dumps({"class_path": "faults.Fault", "init_args": kill})
+    ended = Ended(tiny_model, killed, *options, f"--trainer.callbacks+={faults}")
+    assert (ended.status, bool(ended.made_at)) == (1, True), ended.lines
+    assert Ended(tiny_model, killed, *options, "--resume=true").status == 0
+    assert (killed / "model/model.safetensors").read_bytes() == (
+        whole / "model/model.safetensors"
+    ).read_bytes()
+
+
 UNDER_TORCHRUN = """
 import sys
 from lightning.pytorch import Trainer
@@ -214,7 +238,6 @@ class EndedUnderTorchrun(Ended):
         ("reward", "ddp", "KeyError: 'made in measure on rank 1'"),
         full("reward", "fsdp2", "KeyError: 'made in measure on rank 1'"),
         ("engine", "ddp", "ZeroDivisionError: made in the engine on rank 0"),
-        full("engine", "fsdp2", "ZeroDivisionError: made in the engine on rank 0"),
     ],
 )
 def test_a_script_under_torchrun_ends_with_the_message_of_the_rank_that_failed(

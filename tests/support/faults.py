@@ -24,13 +24,15 @@ PAUSE_S = 3.0
 class Fault(Callback):
     """Fail on one rank, at one hook, once so many steps were taken.
 
-    The kinds: bug, mistake (of the user's), kill, hang, pause (once); and bug or kill "while the other
+    `calls_before`: how often the hook is called before, from that step on. The kinds: bug, mistake (of the user's), kill, hang, pause (once); and bug or kill "while the other
     sleeps", where the other rank sits in what never returns, like a collective of NCCL. `life`: only after so
     many restarts.
     """
 
-    def __init__(self, rank: int, hook: str, kind: str, step: int = 1, life: int | None = None) -> None:
-        self.rank, self.kind, self.step = rank, kind, step
+    def __init__(
+        self, rank: int, hook: str, kind: str, step: int = 1, life: int | None = None, calls_before: int = 0
+    ) -> None:
+        self.rank, self.kind, self.step, self.calls_before = rank, kind, step, calls_before
         if life is not None and os.environ["TORCHELASTIC_RESTART_COUNT"] != str(life):
             return
         if hook != "init":
@@ -40,6 +42,9 @@ class Fault(Callback):
 
     def fail(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step < self.step:
+            return
+        self.calls_before -= 1
+        if self.calls_before >= 0:
             return
         if trainer.global_rank != self.rank:
             if "sleeps" in self.kind:
