@@ -24,9 +24,9 @@ PAUSE_S = 3.0
 class Fault(Callback):
     """Fail on one rank, at one hook, once so many steps were taken.
 
-    `calls_before`: how often the hook is called before, from that step on. The kinds: bug, mistake (of the user's), kill, hang, pause (once); and bug or kill "while the other
+    The kinds: bug, mistake (of the user's), kill, hang, pause (once); and bug or kill "while the other
     sleeps", where the other rank sits in what never returns, like a collective of NCCL. `life`: only after so
-    many restarts.
+    many restarts. `calls_before`: how often the hook is called before, from that step on.
     """
 
     def __init__(
