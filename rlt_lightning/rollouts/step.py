@@ -354,14 +354,18 @@ class StepBatch:
         return pad_rows([self.tokens[name][row] for row in rows])
 
     def put_numbers(self, rows: Sequence[int], values: Mapping[str, Tensor]) -> None:
-        """Write numbers of rows that this rank has measured; none of a dummy, but names and types."""
+        """Write numbers of rows that this rank has measured; none of a dummy, but names and types.
+
+        Later mini-batches are divided otherwise: a row is recorded by the rank that read it for its score.
+        """
         for name, column in values.items():
             if name not in self.numbers:
                 self.numbers[name] = column.new_zeros(len(self))
             if rows:
                 places = upload(list(rows), column.device)
                 self.numbers[name] = self.numbers[name].index_copy(0, places, column)
-        self.measured = sorted({*self.measured, *rows})
+        if self.score is None:
+            self.measured = sorted({*self.measured, *rows})
 
     def share(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Let all ranks have all numbers: one sum over ranks, to which each brings its own rows.

@@ -84,6 +84,13 @@ def test_every_part_of_a_step_is_replaced() -> None:
     assert [number for _, number in step.replaced] == [4, 5, 0, 1]
 
 
+def test_a_row_is_recorded_by_the_rank_that_read_it_for_its_score() -> None:
+    # Of two mini-batches each is divided anew: this rank also updates with row 1, whose tokens it lacks.
+    step = build_step((3, 5), (0, 1, 2, 3), shard=(0, 2))
+    step.put_numbers([1], {"loss": torch.zeros(1)})
+    assert step.measured == [0, 2]
+
+
 def test_equal_completions_get_the_same_numbers() -> None:
     step = build_step((3, 5), (1, 1, 1, 2), shard=range(4))
     step.numbers = {"reward": torch.tensor([0.5, 0.4, 0.3, 0.2])}
