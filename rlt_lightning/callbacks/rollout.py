@@ -117,8 +117,8 @@ class RolloutCallback(Callback):
     @staticmethod
     def find(trainer: Trainer) -> RolloutCallback | None:
         """Return the trainer's RolloutCallback, which every run of the command line has; None without one."""
-        found = (c for c in trainer.callbacks if isinstance(c, RolloutCallback))  # type: ignore[attr-defined]
-        return next(found, None)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return next((callback for callback in callbacks if isinstance(callback, RolloutCallback)), None)
 
     @staticmethod
     def of(trainer: Trainer) -> RolloutCallback:
@@ -243,8 +243,8 @@ class RolloutCallback(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        known = self.asynchronous and "order" in state_dict
-        self.sampler.pending = RolloutRequest.from_plain(state_dict["order"]) if known else None
+        is_saved = self.asynchronous and "order" in state_dict
+        self.sampler.pending = RolloutRequest.from_plain(state_dict["order"]) if is_saved else None
         self.sampler.reward_std.average = state_dict.get("reward_std")
 
     @override
