@@ -223,7 +223,6 @@ class EvaluateEvery(Callback):
         )
         request.asked = dispatcher.divide(len(rows))
         dispatcher.complete(request)
-        dispatcher.share_completions(request)
         responses: dict[int, list[Response]] = {number: [] for number in rows}
         for number, completion in sorted(request.completions.items()):
             response = build_response(tokenizer, completion.token_ids, completion.finish_reason)

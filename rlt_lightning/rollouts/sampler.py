@@ -35,7 +35,7 @@ rounding, since micro-batches differ. Why each wait ends:
                                     the engine returns or raises within its own deadlines
     the others, for rank 0's chunk  rank 0 hands on the chunk or its exception; `deadline_s` bounds the rest
 
-What an engine lost with its workers is submitted again, by whoever waits for it: `stream` or `complete`.
+What an engine lost with its workers is submitted again in `Dispatcher.stream`.
 """
 
 from __future__ import annotations
@@ -167,11 +167,37 @@ class Dispatcher:
         elif trainer.is_global_zero:
             run_in_background(self._sample(request))
 
-    def next_chunk(self, request: RolloutRequest, min_tokens: float) -> Chunk:
-        """Return what has come of a request since the chunk before; see `RolloutRequest.next_chunk`.
+    def stream(self, request: RolloutRequest, min_tokens: float = math.inf) -> Iterator[Chunk]:
+        """Yield what has come of a request, chunk by chunk, until nothing is missing.
 
-        In process this is what this rank has sampled; otherwise all ranks get the same.
+        What is not sampled yet, or was lost with workers, is submitted. All ranks get the same chunks; but of
+        a request of its own (`RolloutRequest.asked` is None) in process, a rank gets that.
+
+        Args:
+            request: The request.
+            min_tokens: Tokens that a chunk waits for; infinity: all there are.
         """
+        _, module = self._bound()
+        while True:
+            # On every rank: metrics must have the same names everywhere.
+            with module.phase("generate") as stats:
+                chunk = self._next_chunk(request, min_tokens)
+                stats.tokens += self._count_tokens(chunk)
+                if chunk.complete and request.asked is not None:
+                    chunk = self._share(request, chunk)
+            yield chunk
+            if chunk.complete:
+                return
+            if not chunk.sampling:
+                self.submit(request)
+
+    def complete(self, request: RolloutRequest) -> None:
+        """Wait for all completions of a request at once; see `stream`."""
+        for _ in self.stream(request):
+            pass
+
+    def _next_chunk(self, request: RolloutRequest, min_tokens: float) -> Chunk:
+        """Return what has come since the chunk before; in process, what this rank has sampled."""
         chunk = self.call(lambda: request.next_chunk(min_tokens))
         request.deliver(chunk)
         if chunk.complete and self.engine.takes_turns:
@@ -179,30 +205,19 @@ class Dispatcher:
             self.call(self.engine.put_to_sleep)
         return chunk
 
-    def complete(self, request: RolloutRequest) -> None:
-        """Sample what a request lacks, and wait for all of it; in process, of what this rank asks for."""
-        _, module = self._bound()
-        while True:
-            # On every rank: metrics must have the same names everywhere.
-            with module.phase("generate") as stats:
-                chunk = self.next_chunk(request, math.inf)
-                stats.tokens += self.count_tokens(chunk)
-            if chunk.complete:
-                return
-            self.submit(request)
-
-    def share_completions(self, request: RolloutRequest) -> None:
+    def _share(self, request: RolloutRequest, chunk: Chunk) -> Chunk:
         """Give all ranks what each has sampled in process, at the end of a request; otherwise all have it."""
         trainer, _ = self._bound()
         if not self.engine.in_process or trainer.world_size == 1:
-            return
+            return chunk
         packed = {number: pack_completion(sampled) for number, sampled in request.completions.items()}
         parts = self.collectives.gather(trainer, packed, "the completions of all ranks")
         request.completions = {
             number: unpack_completion(arrays) for part in parts for number, arrays in part.items()
         }
+        return chunk._replace(completions=request.completions)
 
-    def count_tokens(self, chunk: Chunk) -> int:
+    def _count_tokens(self, chunk: Chunk) -> int:
         """Return this rank's part of a chunk's tokens; the parts of all ranks add up, up to rounding."""
         trainer, _ = self._bound()
         num_tokens = sum(len(completion.token_ids) for completion in chunk.completions.values())
@@ -321,23 +336,13 @@ class Sampler:
         if self.settings.score_early:
             min_tokens = CHUNK_FORWARDS * self.module.micro_batch_tokens * self.trainer.world_size
         spans: list[tuple[float, float]] = []
-        while True:
-            with self.module.phase("generate") as stats:
-                chunk = self.dispatcher.next_chunk(request, min_tokens)
-                ended_at = time.perf_counter() - chunk.waited_s
-                stats.tokens += self.dispatcher.count_tokens(chunk)
-                numbers = sorted(chunk.completions)
-                if chunk.complete and self.dispatcher.engine.in_process:
-                    self.dispatcher.share_completions(request)
-                    numbers = sorted(request.completions)
-            if numbers:
-                start = time.perf_counter()
-                yield numbers
+        ended_at = 0.0
+        for chunk in self.dispatcher.stream(request, min_tokens):
+            start = time.perf_counter()
+            ended_at = start - chunk.waited_s
+            if chunk.completions:
+                yield sorted(chunk.completions)
                 spans.append((start, time.perf_counter()))
-            if chunk.complete:
-                break
-            if not chunk.sampling:
-                self.dispatcher.submit(request)
         with self.module.phase("score") as stats:
             stats.hidden_s += sum_hidden_seconds(spans, ended_at)
 
@@ -374,7 +379,6 @@ class Sampler:
     def complete(self, request: RolloutRequest) -> None:
         """Wait for all completions of a request at once; all ranks get all of them."""
         self.dispatcher.complete(request)
-        self.dispatcher.share_completions(request)
 
     # Validation and prediction
 
