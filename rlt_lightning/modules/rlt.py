@@ -7,7 +7,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ sampler.request*      the problems of all ranks (rollouts/sampler.py, from RolloutCallback)
       ├ collect               for each chunk of completions, alike on every rank:
       │   ├ sampler.stream*   what has come from the engine
-      │   ├ step.divide       over ranks, by tokens: a rank's shard is a list of rows (rollouts/shards.py)
+      │   ├ step.divide       over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
       │   ├ reader.read       models read the shard, as reward and loss declare (modules/reader.py)
       │   ├ reward.measure    tokens and texts → numbers of each row (rewards/)
       │   ├ step.share*       once all are there: all ranks get all numbers
@@ -298,6 +298,7 @@ class RLTModule(OnPolicyModule):
                 self.measure(step, step.divide(chunk), chunk[:1], stats)
         self.require_fresh(request.policy_version)
         with self.phase("score"):
+            self.raise_together(step)
             step.share(self.sum_tensor_over_ranks)
             score_groups(step, self.reward, self.students)
         return step
@@ -306,13 +307,20 @@ class RLTModule(OnPolicyModule):
         """Let models read a part of the shard, and the reward measure it.
 
         A rank without a part reads a dummy, since with sharded weights all ranks run a forward, and so that
-        it knows the names of the numbers.
+        it knows the names of the numbers. A failure of the reward is kept, as all ranks go on with the next
+        chunk: `raise_together` comes behind the last one.
         """
         rows = part or dummy
         declare = self.list_reward_reads if self.divides_again else self.list_reads
         self.reader.read(step, rows, declare, stats)
-        with torch.no_grad():
-            numbers = self.reward.measure(step, rows, self.students)
+        try:
+            with torch.no_grad():
+                numbers = self.reward.measure(step, rows, self.students)
+        except Exception as error:  # of a user's class: any
+            if self.trainer.world_size == 1:
+                raise
+            step.failure = step.failure or error
+            return
         step.put_numbers(part, numbers if part else {name: values[:0] for name, values in numbers.items()})
 
     def list_reward_reads(self, rollout: Rollout) -> dict[str, Read]:

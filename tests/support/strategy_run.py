@@ -167,6 +167,7 @@ class Keep(Callback):
             self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        assert not getattr(trainer.strategy.model, "broadcast_buffers", False)  # of DDP
         counts = self.output.with_suffix(f".rank{trainer.global_rank}.json")
         counts.write_text(json.dumps(pl_module.counts))
         weights = {}
@@ -202,6 +203,8 @@ def run_job(
     students: list[str] | None = None,
     opd: dict[str, Any] | None = None,
     likelihood: bool = False,
+    updates: int = 1,
+    epochs: int = 1,
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
@@ -231,6 +234,8 @@ def run_job(
         students: In place of the one student; then the problems are short.
         opd: Settings of on-policy distillation, with a hint, in place of RLT.
         likelihood: Log-probs of the policy as rewards, with the answer term, in place of RLT.
+        updates: Mini-batches of an RLT iteration.
+        epochs: How often it learns from each.
     """
     folder = Path(output)
     Counted.counts.clear()
@@ -291,7 +296,9 @@ def run_job(
     elif opd is None:
         reward = Parity() if dynamic else RLTReward(baseline=baseline)
         student = None if students else model
-        module = Counting(teacher=model, student=student, students=students, reward=reward, **shared)
+        repeats = {"updates_per_rollout": updates, "num_epochs": epochs}
+        models = {"teacher": model, "student": student, "students": students}
+        module = Counting(**models, reward=reward, **repeats, **shared)  # type: ignore[arg-type]
     else:
         module = Distilling(model, **opd, **shared)
     # A miniature has no room for long prompts.

@@ -19,7 +19,7 @@ from cases import full, slow
 from commands import rlt
 from compared import STOP, largest_difference, weights
 from miniatures import PIECES
-from ranks import STEPS, run
+from ranks import STEPS, Runs, run
 from safetensors.torch import load_file
 from tiny import CHAINS
 from torch import Tensor, nn
@@ -107,6 +107,37 @@ def test_four_ranks_train_as_two_and_one(strategy: str, tiny_model: str, tmp_pat
             for name in ("reward/mean", "reward/group_std", "student/kl_mean", "policy/entropy"):
                 assert step[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-6), name
             assert 1 <= step["perf/rank_imbalance"] <= 1.1  # four ranks have four completions each
+
+
+@pytest.fixture(scope="module")
+def repeated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs whose iterations take four optimizer steps each, on uneven shards."""
+    folder = tmp_path_factory.mktemp("repeated")
+    return Runs(tiny_model, folder, updates=2, epochs=2, tokens=280, uneven=True, prompts=4, steps=3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", full("zero3")])
+def test_several_updates_on_two_ranks_equal_those_of_one_process(strategy: str, repeated: Runs) -> None:
+    assert largest_difference(weights(repeated[strategy]), weights(repeated["single"])) < 1e-6
+    ours, single = (json.loads(repeated[s].with_suffix(".json").read_text()) for s in (strategy, "single"))
+    for step, reference in zip(ours, single, strict=True):
+        for name in ("policy/loss", "reward/mean", "policy/ratio_mean", "policy/kl_ref"):
+            assert step[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-6), name
+        assert abs(step["policy/ratio_mean"] - 1) > 1e-6  # to the policy at the start of the iteration
+
+
+@pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
+def test_a_run_of_several_updates_resumes_exactly(
+    strategy: str, repeated: Runs, tiny_model: str, tmp_path: Path
+) -> None:
+    checkpoint = repeated[strategy] / "checkpoints" / "step=000001.ckpt"
+    run(tiny_model, tmp_path / "run", strategy, checkpoint=checkpoint, **repeated.options)
+    assert largest_difference(weights(tmp_path / "run"), weights(repeated[strategy])) == 0
+    after, uninterrupted = (
+        json.loads(path.with_suffix(".json").read_text()) for path in (tmp_path / "run", repeated[strategy])
+    )
+    for step, reference in zip(after, uninterrupted[1:], strict=True):
+        assert step["policy/loss"] == reference["policy/loss"]
 
 
 @pytest.mark.parametrize(
