@@ -14,12 +14,17 @@ import torch
 from commands import ROOT
 from grpo import Witness, data, module, rollout_callback, slow_log_probs
 from trainers import bare_trainer
+from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules import StudentRLData
+from rlt_lightning.datamodules import StudentRLData, TeacherRLData
+from rlt_lightning.metrics import catalogue
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import GRPOLoss
 from rlt_lightning.rewards import TextReward
 from rlt_lightning.rewards.correctness import CorrectnessTerms
+from rlt_lightning.rewards.students import Student
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Rollout
 
@@ -27,14 +32,17 @@ from rlt_lightning.types import Rollout
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    for name in ("contrast_weights", "joint_stage", "masked_ratio_loss", "pedagogical_reward"):
+    names = ("contrast_weights", "hurdle_reward", "joint_stage", "masked_ratio_loss", "pedagogical_reward")
+    for name in names:
         sys.modules.pop(name, None)
+    # Students have metrics of their own, which pages that other tests of this process read must not show.
+    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
 
 
-def fit(rlt: Any, model: str, folder: Path) -> tuple[Any, dict[str, Any], Witness]:
+def fit(rlt: Any, model: str, folder: Path, rows: Any = None) -> tuple[Any, dict[str, Any], Witness]:
     witness = Witness()
     trainer = bare_trainer(folder, rollout_callback(), witness)
-    trainer.fit(rlt, datamodule=data(model, folder))
+    trainer.fit(rlt, datamodule=rows or data(model, folder))
     [batch] = witness.batches
     return batch, trainer.callback_metrics, witness
 
@@ -77,6 +85,52 @@ def test_a_reward_reads_what_surprises_the_student(tiny_model: str, tmp_path: Pa
         assert reward == pytest.approx(-0.5 * spikes, abs=1e-4)  # random text has no right answer
     assert float(metrics["reward/correct"]) == 0
     assert float(metrics["reward/mean"]) == pytest.approx(float(metrics["reward/spikes"]), abs=1e-6)
+
+
+def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path) -> None:
+    from hurdle_reward import HurdleReward
+
+    reward = HurdleReward(hurdle_weight=0.5, threshold=-9.0)
+    student = Student("one", 0, None)  # type: ignore[arg-type]
+    step: Any = StepBatch([], 1, 1.0, 0)
+    step.tokens["solution"] = {2: torch.tensor([-1.0, -9.5, -9.0]), 5: torch.tensor([-10.0, -2.0])}
+    # One of 3 tokens is below -9, and one of 2: padding is none.
+    terms = reward.token_terms(step, [2, 5], student)
+    torch.testing.assert_close(terms["hurdles"], torch.tensor([-0.5 / 3, -0.5 / 2]))
+
+    students = [tiny_model, shifted(tiny_model, tmp_path)]
+    rlt = RLTModule(tiny_model, None, students=students, group_size=4, reward=reward)
+    options = {"prompts_per_step": 2, "tokenizer": tiny_model, "student_tokenizer": students}
+    rows = TeacherRLData("arithmetic", num_embedded_rows=8, output_dir=str(tmp_path), **options)
+    batch, metrics, _ = fit(rlt, tiny_model, tmp_path, rows)
+    models = [module(tiny_model).load(name, "float32").model for name in students]
+    for number, row in enumerate(batch.rollouts.rollouts):
+        each = []
+        for model in models:
+            problem, view = row.problem, row.views[0]
+            before = problem.student_prefix + problem.think_prefix + view.token_ids + problem.student_suffix
+            with torch.no_grad():
+                log_probs = slow_log_probs(model, before, problem.solution_ids, 0.7)
+            each.append(-0.5 * float((log_probs < -9.0).float().mean()))
+        score = batch.step.score
+        assert float(score.terms["hurdles"][number]) == pytest.approx(sum(each) / 2, abs=1e-5)
+        of_students = [float(one.terms["hurdles"][number]) for one in score.by_student.values()]
+        assert of_students == pytest.approx(each, abs=1e-5)
+        total = sum(values[number] for values in score.terms.values())
+        assert float(score.rewards[number]) == pytest.approx(float(total), abs=1e-4)
+    assert batch.step.score.terms["hurdles"].std() > 0
+    assert float(metrics["reward/hurdles"]) < 0
+
+
+def shifted(model: str, folder: Path) -> str:
+    """A copy of a model with other weights."""
+    copy = module(model).load(model, "float32").model
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    copy.save_pretrained(folder / "shifted")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "shifted")
+    return str(folder / "shifted")
 
 
 def test_a_model_teaches_and_learns_in_one_step(tiny_model: str, tmp_path: Path) -> None:
