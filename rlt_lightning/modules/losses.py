@@ -157,6 +157,10 @@ class PolicyGradient(LossTerm):
         """Return the sampled tokens."""
         return read_sampled(POLICY, rollout)
 
+    def advantages(self, inputs: LossInputs) -> Tensor:
+        """Return the advantages of n rows, (n,), or those of their tokens, (n, T)."""
+        return inputs.advantages
+
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """See `PolicyLoss`."""
         micro, log_probs = inputs.micro, inputs.log_probs
@@ -166,7 +170,7 @@ class PolicyGradient(LossTerm):
             old_log_probs=old_log_probs,
             ref_log_probs=inputs.pad_column("reference") if self.policy_loss.kl_coef else None,
             importance_weights=weights,
-            advantages=inputs.advantages,
+            advantages=self.advantages(inputs),
             token_mask=inputs.token_mask,
             num_tokens=micro.num_tokens,
             num_sequences=micro.num_sequences,

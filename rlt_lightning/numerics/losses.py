@@ -64,7 +64,7 @@ class PolicyLoss(ABC):
 
         Args:
             log_probs: The policy's, the only term with gradient, (N, T), nats. Padding may hold anything.
-            advantages: (N,).
+            advantages: (N,), or (N, T) if tokens have their own.
             token_mask: True on completion tokens, (N, T). A row without any adds 0.
             old_log_probs: The sampling policy's, (N, T), nats. None: it is the policy itself, ratio 1.
             ref_log_probs: The reference's, (N, T), nats. None only if `kl_coef` is 0.
@@ -83,7 +83,7 @@ class PolicyLoss(ABC):
             ValueError: If `kl_coef` is not 0 and there is no reference.
         """
         assert log_probs.shape == token_mask.shape
-        assert advantages.shape == log_probs.shape[:1]
+        assert advantages.shape in (log_probs.shape[:1], log_probs.shape)
         self.require_reference(ref_log_probs)
         # Mask before exp(): inf or NaN on padding would reach the weights through the backward pass.
         padding = ~token_mask  # (N, T)
@@ -91,7 +91,7 @@ class PolicyLoss(ABC):
         old = log_probs.detach() if old_log_probs is None else old_log_probs.masked_fill(padding, 0.0)
         mask = token_mask.to(log_probs.dtype)  # (N, T), 1 on tokens and 0 on padding
         ratio = self.ratio(log_probs - old, mask)  # (N, T)
-        advantages = advantages.unsqueeze(1)  # (N, 1)
+        advantages = advantages.view(len(advantages), -1)  # (N, 1) or (N, T)
         mean_weights = self.mean_weights(mask, num_tokens, num_sequences)  # (N, T)
         weights = torch.ones_like(mask) if importance_weights is None else importance_weights
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)

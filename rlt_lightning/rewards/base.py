@@ -150,7 +150,8 @@ class StudentReward(Reward):
         """Return the numbers of terms, (n,), by the names that `build_terms` reads."""
         values = {field.name: getattr(terms, field.name) for field in fields(terms)}
         numbers = {student.name(name): v for name, v in values.items() if isinstance(v, Tensor)}
-        return numbers | {f"extra/{name}": v for name, v in values.get("extra", {}).items()}
+        extra = student.name("extra")
+        return numbers | {f"{extra}/{name}": v for name, v in values.get("extra", {}).items()}
 
     def build_terms(self, step: StepBatch, student: Student) -> Any:
         """Return the terms of all rows by a student, (N,), from what `list_numbers` gave."""
@@ -158,7 +159,8 @@ class StudentReward(Reward):
         terms: dict[str, Any] = {
             name: step.numbers[student.name(name)] for name in names if student.name(name) in step.numbers
         }
-        extra = {n.removeprefix("extra/"): v for n, v in step.numbers.items() if n.startswith("extra/")}
+        start = student.name("extra") + "/"
+        extra = {n.removeprefix(start): v for n, v in step.numbers.items() if n.startswith(start)}
         return self.terms_type(**terms | ({"extra": extra} if "extra" in names else {}))
 
     def score(self, step: StepBatch, students: Students) -> Score:

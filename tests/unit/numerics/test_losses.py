@@ -119,6 +119,24 @@ def test_grpo_loss_by_hand():
     assert metrics["policy/ratio_mean"].item() == pytest.approx((1.25 + 0.5) / 2)
 
 
+@by_class
+def test_each_token_may_have_its_own_advantage(policy_loss: PolicyLoss) -> None:
+    batch = random_batch()
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(batch["log_probs"].shape, generator=generator, dtype=torch.float64)
+    whole, grad = loss_and_grad(policy_loss, batch | {"advantages": tokens})
+    same, _ = loss_and_grad(
+        policy_loss, batch | {"advantages": batch["advantages"][:, None].expand_as(tokens)}
+    )
+    torch.testing.assert_close(same, loss_and_grad(policy_loss, batch)[0])
+    if isinstance(policy_loss, GSPOLoss):  # a token's ratio depends on all tokens
+        return
+    for t in range(tokens.shape[1]):
+        _, of_column = loss_and_grad(policy_loss, batch | {"advantages": tokens[:, t]})
+        torch.testing.assert_close(grad[:, t], of_column[:, t])
+    assert whole != same
+
+
 def slow_loss(policy_loss: PolicyLoss, batch: dict[str, Tensor]) -> Tensor:
     """The losses as their papers write them, token by token."""
     log_probs, old, ref, advantages, token_mask = (
