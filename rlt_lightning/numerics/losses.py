@@ -199,10 +199,11 @@ class GSPOLoss(GRPOLoss):
         return (log_ratio.sum(dim=1, keepdim=True) / num_tokens).exp().expand_as(log_ratio)
 
 
-class BNPOLoss(PolicyLoss):
-    """BNPO, as TRL names it: the mean over all tokens, of the whole step, over all micro-batches and ranks.
+class DAPOLoss(PolicyLoss):
+    """DAPO: the mean over all tokens of the step, over all micro-batches and ranks (arXiv:2503.14476).
 
-    Dividing by each micro-batch's own tokens instead would make the loss depend on how the batch was cut.
+    TRL's "bnpo" is the same loss, but divides by the tokens of a micro-batch, and so depends on how a batch was
+    cut. The paper's recipe also clips higher, `clip_eps_high=0.28`, and drops the KL, `kl_coef=0`.
     """
 
     def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:
@@ -210,14 +211,7 @@ class BNPOLoss(PolicyLoss):
         return mask / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
 
 
-class DAPOLoss(BNPOLoss):
-    """DAPO: the mean over all tokens of the step (arXiv:2503.14476), so equal to `BNPOLoss` as we define it.
-
-    The paper's recipe also clips higher, `clip_eps_high=0.28`, and drops the KL, `kl_coef=0`.
-    """
-
-
-class CISPOLoss(BNPOLoss):
+class CISPOLoss(DAPOLoss):
     """CISPO: REINFORCE weighted by a clipped ratio without gradient (MiniMax-M1, arXiv:2506.13585).
 
     surrogate = detach(min(ratio, 1 + clip_eps_high)) * A * log pi

@@ -43,7 +43,6 @@ from rlt_lightning.modules import OPDModule, RLTModule, SFTModule
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import (
-    BNPOLoss,
     CISPOLoss,
     DAPOLoss,
     Divergence,
@@ -249,7 +248,7 @@ KINDS: dict[str, Callable[[], Setup]] = {
         rollouts={"score_early": False},
         importance_sampling=TruncatedImportanceSampling("token", cap=1.01),
     ),
-    "loss_bnpo": lambda: stale(policy_loss=BNPOLoss()),
+    "loss_dapo_symmetric": lambda: stale(policy_loss=DAPOLoss()),
     "loss_dr_grpo": lambda: stale(policy_loss=DrGRPOLoss(max_completion_length=30)),
     "loss_dapo": lambda: stale(policy_loss=DAPOLoss(clip_eps_high=0.28)),
     "loss_gspo": lambda: stale(policy_loss=GSPOLoss(clip_eps_low=1e-3, clip_eps_high=2e-3)),

@@ -16,7 +16,7 @@ from trainers import bare_trainer
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
-from rlt_lightning.numerics.losses import BNPOLoss, CISPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
+from rlt_lightning.numerics.losses import DAPOLoss, CISPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
 from rlt_lightning.rewards import TextReward
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, RewardTerms, Rollout
@@ -207,7 +207,7 @@ class WithRecord(RLTModule):
     ("loss", "theirs"),
     [
         (GRPOLoss(clip_eps_low=0.01, clip_eps_high=0.02), {"loss_type": "grpo", "beta": 0.04}),
-        full(BNPOLoss(clip_eps_low=0.01, clip_eps_high=0.02, kl_coef=0.0), {"loss_type": "bnpo"}),
+        full(DAPOLoss(clip_eps_low=0.01, clip_eps_high=0.02, kl_coef=0.0), {"loss_type": "bnpo"}),
         full(
             GSPOLoss(clip_eps_low=0.01, clip_eps_high=0.02, kl_coef=0.0),
             {"loss_type": "grpo", "importance_sampling_level": "sequence"},

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlt_lightning.numerics import (
     AdvantageEstimator,
-    BNPOLoss,
     CISPOLoss,
     DAPOLoss,
     DrGRPOLoss,
@@ -32,7 +31,7 @@ GOLDEN_LOSSES: dict[str, PolicyLoss] = {
     "grpo": GRPOLoss(),
     "grpo no kl": GRPOLoss(kl_coef=0),
     "clip-higher": GRPOLoss(clip_eps_high=0.28),
-    "bnpo": BNPOLoss(),
+    "bnpo": DAPOLoss(),
     "dr_grpo": DrGRPOLoss(kl_coef=0, max_completion_length=9),
     "dapo": DAPOLoss(clip_eps_high=0.28, kl_coef=0),
     "gspo": GSPOLoss(clip_eps_low=3e-4, clip_eps_high=4e-4, kl_coef=0),
@@ -40,9 +39,8 @@ GOLDEN_LOSSES: dict[str, PolicyLoss] = {
 }
 EVERY_LOSS = [
     GRPOLoss(kl_coef=0.3),
-    BNPOLoss(clip_eps_low=0.1),
     DrGRPOLoss(max_completion_length=11, unbiased_kl=False),
-    DAPOLoss(clip_eps_high=0.28),
+    DAPOLoss(clip_eps_low=0.1, clip_eps_high=0.28),
     GSPOLoss(clip_eps_low=0.05, clip_eps_high=0.06),
     CISPOLoss(clip_eps_high=0.3),
 ]
@@ -160,7 +158,7 @@ def slow_loss(policy_loss: PolicyLoss, batch: dict[str, Tensor]) -> Tensor:
         length = policy_loss.max_completion_length if isinstance(policy_loss, DrGRPOLoss) else len(tokens)
         rows.append(sum(losses) / length)
         all_tokens += losses
-    per_token = isinstance(policy_loss, BNPOLoss)
+    per_token = isinstance(policy_loss, DAPOLoss)
     return sum(all_tokens) / len(all_tokens) if per_token else sum(rows) / len(rows)
 
 
