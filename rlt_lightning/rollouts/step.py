@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -113,7 +114,8 @@ class Score:
 
     def choose(self, rows: Sequence[int]) -> Score:
         """Return the score of some rows, in this order."""
-        return self.change(lambda values, _: values[upload(list(rows), values.device)], self)
+        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
+        return self.change(lambda values, _: values[place_on(values.device)], self)
 
     def change(self, change: Callable[[Tensor, Tensor], Tensor], other: Score) -> Score:
         """Return the score whose columns a function makes of those of this one and another one."""
@@ -281,12 +283,12 @@ class StepBatch:
 
     def put_numbers(self, rows: Sequence[int], values: Mapping[str, Tensor]) -> None:
         """Write numbers of rows that this rank has measured; none of a dummy, but names and types."""
+        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
         for name, column in values.items():
             if name not in self.numbers:
                 self.numbers[name] = column.new_zeros(len(self))
             if rows:
-                places = upload(list(rows), column.device)
-                self.numbers[name] = self.numbers[name].index_copy(0, places, column)
+                self.numbers[name] = self.numbers[name].index_copy(0, place_on(column.device), column)
         self.measured = sorted({*self.measured, *rows})
 
     def share(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
