@@ -214,6 +214,11 @@ def train_and_count(rank: int, model: str, output: str, *sides: str) -> None:
         if rank == 0:
             save_file(whole, f"{output}/{side}.safetensors")
             Path(f"{output}/{side}.json").write_text(json.dumps(counted))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("rlt_lightning.strategies.sharding.measure_free_bytes", lambda *_: 0.0)
+        counted, _ = train("fsdp2_auto", model, rows=8, tokens=100)
+    Path(f"{output}/full{rank}.json").write_text(json.dumps(counted))
 
 
 def test_fsdp2_adds_up_gradients_once_per_update_or_in_every_micro_batch(
@@ -227,6 +232,9 @@ def test_fsdp2_adds_up_gradients_once_per_update_or_in_every_micro_batch(
     assert every["reductions"] == groups * every["micro_batches"]
     assert last["reductions"] == auto["reductions"] == groups  # the miniature's gradients fit
     assert every["reduced_bytes"] == every["micro_batches"] * last["reduced_bytes"]
+    for rank in (0, 1):  # rank 1 has no memory left: so both reduce every time
+        full = json.loads((tmp_path / f"full{rank}.json").read_text())
+        assert full["reductions"] == every["reductions"]
     expected = load_file(tmp_path / "fsdp2_every.safetensors")
     for side in sides[1:]:
         assert largest_difference(load_file(tmp_path / f"{side}.safetensors"), expected) < 1e-6
