@@ -62,6 +62,7 @@ from rlt_lightning.numerics.packing import (
     micro_batches,
 )
 from rlt_lightning.strategies import NAMED
+from rlt_lightning.strategies.fsdp2 import whole_gradients_fit
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
 
@@ -306,6 +307,7 @@ class Setup:
     offload_parameters: bool = False
     bucket_numel: int = REDUCE_BUCKET  # gradients that are reduced together
     sub_group_numel: int = SUB_GROUP  # weights that DeepSpeed ZeRO-3 steps together
+    keeps_whole: bool = False  # whether FSDP2 keeps whole gradients until an update's last micro-batch
     worker: PlannedWorkers | None = None
     hf_sequences: int = 0  # completions that the trainer's processes sample at once; 0 if workers sample
     students: tuple[LanguageModel, ...] = ()  # none if the reward asks no model
@@ -511,7 +513,8 @@ def count_gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> 
 
     FSDP2 holds three things in a pass: the weights outside the blocks, one block, and the next block with the
     buffer that it arrives in. A backward adds gradients: those of the weights outside the blocks until its
-    end, and those of one block twice (as they are computed, and as they are sent).
+    end, and those of one block twice (as they are computed, and as they are sent). Where they are added up
+    once per update, those of all trained weights are whole until then, in place of their shards.
 
     DeepSpeed ZeRO-3 keeps up to 1e9 weights and fetches ahead. A backward adds the gradients that are not in
     the bucket yet; a full bucket is copied to be sent.
@@ -522,12 +525,28 @@ def count_gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> 
     if setup.sharding == "fsdp2":
         outside, block = shape.outside * size, shape.block * size
         whole = outside + max(outside, 3 * block)
-        return whole + (outside + 2 * shape.block * setup.grad_bytes if backward else 0.0)
+        if not backward:
+            return whole
+        if setup.keeps_whole:
+            kept = shape.trained * setup.grad_bytes - count_gradient_bytes(setup)
+            return whole + kept + shape.block * setup.grad_bytes
+        return whole + outside + 2 * shape.block * setup.grad_bytes
     live = min(shape.weights, LIVE_NUMEL + PREFETCH_NUMEL) * size
     if not backward:
         return live
     sent = setup.bucket_numel * setup.grad_bytes if shape.trained > setup.bucket_numel else 0
     return live + shape.largest * size + sent
+
+
+def keeps_whole_gradients(setup: Setup, chosen: bool | Literal["auto"]) -> bool:
+    """Return what FSDP2 decides; `chosen` is its reduce_every_micro_batch."""
+    if setup.sharding != "fsdp2" or chosen != "auto":
+        return setup.sharding == "fsdp2" and not chosen
+    free = setup.device.memory
+    if not setup.device.is_cpu:
+        parts = list_lasting_parts(setup)
+        free -= sum(parts[part] for part in parts if part not in ("optimizer states", "gradients"))
+    return whole_gradients_fit(setup.policy.shape.trained * setup.grad_bytes, free)
 
 
 def count_bucket_bytes(setup: Setup) -> float:
@@ -1052,6 +1071,8 @@ def read_setup(
                 is_policy_teacher=is_policy,
                 compares_words=module.estimator == "full",
             )
+    reduces = strategy.get("reduce_every_micro_batch", "auto")
+    setup = replace(setup, keeps_whole=keeps_whole_gradients(setup, reduces))
     models = [("policy", policy)]
     models += [("student", model) for model in setup.frozen_models["student weights"]]
     models += [("teacher", model) for model in setup.frozen_models["teacher weights"]]

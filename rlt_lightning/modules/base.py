@@ -464,6 +464,7 @@ class PolicyModule(LightningModule):
         if not isinstance(trainer.strategy, DeepSpeedStrategy):  # which needs the names before
             name_parameters(trainer.optimizers[0], self.policy)
         self.get_ready()
+        self.sharding.prepare_fit()
         self.phase.device = self.device
         precision = self.trainer.precision
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else None

@@ -202,8 +202,8 @@ class GSPOLoss(GRPOLoss):
 class DAPOLoss(PolicyLoss):
     """DAPO: the mean over all tokens of the step, over all micro-batches and ranks (arXiv:2503.14476).
 
-    TRL's "bnpo" is the same loss, but divides by the tokens of a micro-batch, and so depends on how a batch was
-    cut. The paper's recipe also clips higher, `clip_eps_high=0.28`, and drops the KL, `kl_coef=0`.
+    TRL's "bnpo" is the same loss, but divides by the tokens of a micro-batch, and so depends on how a batch
+    was cut. The paper's recipe also clips higher, `clip_eps_high=0.28`, and drops the KL, `kl_coef=0`.
     """
 
     def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -123,7 +124,8 @@ class Score:
 
     def choose(self, rows: Sequence[int]) -> Score:
         """Return the score of some rows, in this order."""
-        return self.change(lambda values, _: values[upload(list(rows), values.device)], self)
+        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
+        return self.change(lambda values, _: values[place_on(values.device)], self)
 
     def change(self, change: Callable[[Tensor, Tensor], Tensor], other: Score) -> Score:
         """Return the score whose columns a function makes of those of this one and another one."""
@@ -358,12 +360,12 @@ class StepBatch:
 
         Later mini-batches are divided otherwise: a row is recorded by the rank that read it for its score.
         """
+        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
         for name, column in values.items():
             if name not in self.numbers:
                 self.numbers[name] = column.new_zeros(len(self))
             if rows:
-                places = upload(list(rows), column.device)
-                self.numbers[name] = self.numbers[name].index_copy(0, places, column)
+                self.numbers[name] = self.numbers[name].index_copy(0, place_on(column.device), column)
         if self.score is None:
             self.measured = sorted({*self.measured, *rows})
 

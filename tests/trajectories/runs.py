@@ -75,7 +75,8 @@ TEMPERATURE = 1.3
 MEASURED = "perf/"
 STRATEGIES: dict[str, Callable[[], dict[str, Any]]] = {
     "ddp": lambda: {"strategy": "ddp", "devices": 2},
-    "fsdp2": lambda: {"strategy": FSDP2(), "devices": 2},
+    # In another order of additions, once per update, norms differ by 3e-7.
+    "fsdp2": lambda: {"strategy": FSDP2(reduce_every_micro_batch=True), "devices": 2},
     "zero3": lambda: {"strategy": DeepSpeed(stage=3), "devices": 2},
 }
 

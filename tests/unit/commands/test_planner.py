@@ -108,6 +108,26 @@ CPU = replace(GPU, name="cpu")
 EIGHT_BIT = replace(MODEL, states_8bit=1)
 
 
+def test_fsdp2_keeps_whole_gradients_where_they_fit() -> None:
+    # 4 processes. Runtime, and shards of three models, are not free.
+    sharded = on(SETUP, "fsdp2")
+    fits = replace(sharded, device=replace(GPU, memory=50 + 3 * 100 + 4 * 400))
+    assert planner.keeps_whole_gradients(fits, "auto")
+    assert not planner.keeps_whole_gradients(
+        replace(fits, device=replace(GPU, memory=fits.device.memory - 1)), "auto"
+    )
+    assert planner.keeps_whole_gradients(replace(fits, device=replace(GPU, memory=1)), False)
+    assert not planner.keeps_whole_gradients(fits, True)
+    assert not planner.keeps_whole_gradients(on(SETUP, "ddp"), False)
+    # In shards: outside the blocks, and a block twice. Whole: all but the shard, and a block.
+    gathered = (
+        planner.count_gathered_bytes(setup, MODEL, backward=True)
+        - planner.count_gathered_bytes(setup, MODEL, backward=False)
+        for setup in (sharded, replace(sharded, keeps_whole=True))
+    )
+    assert tuple(gathered) == (4 * 40 + 2 * 4 * 10, 400 - 100 + 4 * 10)
+
+
 @pytest.mark.parametrize(
     ("options", "sharding", "expected"),
     [  # bytes: 100 weights of 4, the largest tensor has 20; 4 processes, where it says so

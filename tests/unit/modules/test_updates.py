@@ -16,7 +16,7 @@ from trainers import bare_trainer
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
-from rlt_lightning.numerics.losses import DAPOLoss, CISPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
+from rlt_lightning.numerics.losses import CISPOLoss, DAPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
 from rlt_lightning.rewards import TextReward
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, RewardTerms, Rollout
