@@ -252,7 +252,7 @@ def run_job(
             dynamic_sampling=DynamicSampling(dynamic) if dynamic else None,
         ),
         *([ReferenceSync(every_n_steps=2)] if opd is None or "averaged" in opd.values() else []),
-        Checkpoint(save_top_k=-1),
+        Checkpoint(1, save_top_k=-1),
         Keep(folder, spoil),
     ]
     trainer = Trainer(
