@@ -331,7 +331,7 @@ def test_offloaded_models_are_loaded_into_main_memory(
     assert defaults == {
         "the trained model": torch.device("cpu", 0),
         "the frozen student": torch.device("cpu"),
-        "the reference of the KL penalty": torch.device("cpu"),
+        "the reference": torch.device("cpu"),
     }
 
 
