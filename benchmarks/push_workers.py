@@ -23,7 +23,7 @@ from side_by_side import alternate, benchmark_parser, finish, measure, read_opti
 from torch.distributed import PrefixStore, TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlt_lightning.commands.plan import KNOWN
+from rlt_lightning.commands.plan import read_known_configs
 from rlt_lightning.engines import GlooPush
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
@@ -91,7 +91,7 @@ def start_workers(number: int) -> Iterator[list[WorkerClient]]:
 
 def build_weights(model: str) -> list[tuple[str, torch.Tensor]]:
     """Return a model's tensors in bfloat16, those of one shape in the same memory."""
-    fields = dict(KNOWN[model])
+    fields = dict(read_known_configs()[model])
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     memory: dict[torch.Size, torch.Tensor] = {}
@@ -103,7 +103,7 @@ def build_weights(model: str) -> list[tuple[str, torch.Tensor]]:
 def main() -> None:
     parser = benchmark_parser(__doc__, rounds=1)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--model", choices=KNOWN, default="Qwen/Qwen2.5-7B-Instruct")
+    parser.add_argument("--model", choices=read_known_configs(), default="Qwen/Qwen2.5-7B-Instruct")
     options = read_options(parser, workers=2, model="smollm2-135m")
     named_tensors = build_weights(options.model)
     num_bytes = sum(tensor.nbytes for _, tensor in named_tensors)

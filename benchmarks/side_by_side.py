@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import platform
+import resource
 import shlex
 import statistics
 import subprocess
@@ -37,6 +38,8 @@ from rlt_lightning.modules.phases import peak_memory, reset_peak_memory, residen
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
+# Set where pairs.py runs a script: `alternate` then runs a side when told to, and marks results with it.
+SERVES = "BENCHMARK_SERVES"
 PACKAGES = ("torch", "transformers", "lightning", "deepspeed", "vllm", "triton", "liger-kernel", "flash-attn")
 
 
@@ -68,7 +71,7 @@ def read_options(parser: argparse.ArgumentParser, **tiny: Any) -> argparse.Names
 
 
 def measure(function: Callable[[], Any], device: torch.device = CPU) -> dict[str, float]:
-    """Run once; return the seconds, and how far memory in use rises above what it was before, bytes."""
+    """Run once; return seconds, CPU seconds of all threads, and how far memory in use rises, bytes."""
     gc.collect()
     if device.type == "cpu" and sys.platform == "linux":
         # What the run before left with the allocator is no memory in use.
@@ -76,10 +79,16 @@ def measure(function: Callable[[], Any], device: torch.device = CPU) -> dict[str
     reset_peak_memory(device)
     before = memory_now(device)
     synchronise(device)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), cpu_seconds()
     function()
     synchronise(device)
-    return {"seconds": time.perf_counter() - start, "peak_bytes": peak_memory(device) - before}
+    seconds, cpu_s = time.perf_counter() - start, cpu_seconds() - cpu_start
+    return {"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": peak_memory(device) - before}
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def memory_now(device: torch.device) -> int:
@@ -92,6 +101,8 @@ def alternate(
     sides: dict[str, Callable[[], dict[str, float]]], rounds: int, warm_up: int = 1
 ) -> dict[str, dict[str, Any]]:
     """Run the sides in turns, so that disturbances meet all of them; return medians after the warm-up."""
+    if SERVES in os.environ:
+        serve(sides)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(warm_up + rounds):
         for name, side in sides.items():
@@ -102,6 +113,13 @@ def alternate(
         | {"all_seconds": [run["seconds"] for run in found[warm_up:]]}
         for name, found in runs.items()
     }
+
+
+def serve(sides: dict[str, Callable[[], dict[str, float]]]) -> None:
+    """Run the side that each line of the standard input names, for pairs.py, and end."""
+    for line in sys.stdin:
+        print(SERVES + json.dumps(sides[line.rstrip("\n")]()), flush=True)
+    raise SystemExit
 
 
 def run_text(*command: str) -> str:

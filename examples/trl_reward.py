@@ -211,7 +211,6 @@ class LikelihoodRewardFunction(RLTRewardFunction):
     """
 
     __name__ = "likelihood"
-    reward_type = LikelihoodReward
     data_type = StudentLikelihoodData
     reward: LikelihoodReward
 
@@ -228,11 +227,6 @@ class LikelihoodRewardFunction(RLTRewardFunction):
         layout: Layout = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        if isinstance(reward, LikelihoodReward) and reward.kl_weight:
-            raise InputError(
-                f"reward.kl_weight must be 0 for TRL, but it is {reward.kl_weight:g}. Set it to 0; TRL's own "
-                "KL penalty is GRPOConfig.beta."
-            )
         self.scored_by = scorer
         super().__init__(
             student=pretrained if scorer == POLICY else scorer,
@@ -246,6 +240,11 @@ class LikelihoodRewardFunction(RLTRewardFunction):
             layout=layout,
             trust_remote_code=trust_remote_code,
         )
+        if reward.find_kl(temperature=1.0) is not None:
+            raise InputError(
+                "A reward must have no KL term for TRL, but this one has. Set its thought_kl_weight to 0; "
+                "TRL's own KL penalty is GRPOConfig.beta."
+            )
         if scorer == POLICY:
             self.students = replace(self.students, model=POLICY)
 

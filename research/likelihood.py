@@ -79,7 +79,7 @@ METHODS = {
 }
 ARMS = (*STARTS, *(f"{method}_{start}" for start in STARTS for method in METHODS))
 PARTS = {"steps 1 to 5": (1, 5), "steps 6 to 20": (6, 20)}  # of the training, first and last step
-# The loss of LikelihoodModule, for stage R.
+# The loss of laptop/likelihood, for stage R.
 PLAIN_GRADIENT = {
     "model__advantages": "rlt_lightning.numerics.LeaveOneOutAdvantages",
     "model__policy_loss": "rlt_lightning.numerics.DrGRPOLoss",
@@ -155,7 +155,7 @@ class Likelihood(Arms):
         name, length = f"{self.name}/{arm}/student", MOST_TOKENS[self.setting.name]
         if method in REWARDS:
             return self.stages(
-                name, "fit", "laptop/likelihood", model__pretrained=start, **grouped, **REWARDS[method]
+                name, "fit", "laptop/likelihood", model__teacher=start, **grouped, **REWARDS[method]
             )
         if method == "binary":
             return self.stages(

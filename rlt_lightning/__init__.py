@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         TeacherSFTData,
     )
     from rlt_lightning.engines import Sampling
-    from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
+    from rlt_lightning.modules import EvaluationModule, OPDModule, RLTModule, SFTModule
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.rewards import RLTReward
     from rlt_lightning.teacher import Explanation, Score, Teacher, score
@@ -35,7 +35,6 @@ __all__ = [
     "EvaluationDataModule",
     "EvaluationModule",
     "Explanation",
-    "LikelihoodModule",
     "OPDModule",
     "OptimizerConfig",
     "RLTModule",
@@ -68,7 +67,7 @@ PLACES = {
         *("StudentOPDData", "StudentRLData", "StudentSFTData", "TeacherRLData", "TeacherSFTData"),
     ),
     "engines": ("Sampling",),
-    "modules": ("EvaluationModule", "LikelihoodModule", "OPDModule", "RLTModule", "SFTModule"),
+    "modules": ("EvaluationModule", "OPDModule", "RLTModule", "SFTModule"),
     "modules.optimizer": ("OptimizerConfig",),
     "rewards": ("RLTReward",),
     "teacher": ("Explanation", "Score", "Teacher", "score"),

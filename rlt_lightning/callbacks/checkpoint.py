@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
@@ -34,14 +34,14 @@ from rlt_lightning.types import InputError
 class Checkpoint(ModelCheckpoint):
     """Keep the newest checkpoints and the best: weights, optimizer, schedule and data position.
 
-    `best.json` beside them names the best. A score counts only if its step has a checkpoint. The first Ctrl-C
-    of a fit writes one after the iteration and stops; a validation that a kill has prevented after a
-    checkpoint is made up for on resume.
+    One is also written after the last iteration, and after each that brings a score to choose the best by;
+    `best.json` beside them names the best. The first Ctrl-C of a fit writes one after the iteration and
+    stops; a validation that a kill has prevented after a checkpoint is made up for on resume.
 
     Args:
-        every_n_train_steps: Optimizer steps between checkpoints; a crash costs at most so many.
-        save_top_k: How many of the newest to keep; -1 keeps all.
-        train_time_interval: Instead of steps, the time between checkpoints.
+        every_n_train_steps: Iterations between checkpoints; a crash costs at most so many.
+        save_top_k: How many of the newest to keep; -1 keeps all. The disk must hold one more.
+        train_time_interval: Instead of iterations, the time between checkpoints; 10 minutes if both are None.
         monitor: Metric that decides which is the best: of the validation, such as reward/val_mean, or of
             EvaluateEvery, such as eval/SET/pass_at_1; None: no best.
         mode: Whether the largest or the smallest value is the best.
@@ -49,12 +49,14 @@ class Checkpoint(ModelCheckpoint):
 
     def __init__(
         self,
-        every_n_train_steps: int | None = 1,
+        every_n_train_steps: int | None = None,
         save_top_k: int = 1,
         train_time_interval: timedelta | None = None,
         monitor: str | None = None,
         mode: Literal["max", "min"] = "max",
     ) -> None:
+        if every_n_train_steps is None and train_time_interval is None:
+            train_time_interval = timedelta(minutes=10)
         super().__init__(
             filename="step={step:06d}",
             monitor="step" if save_top_k > 1 else None,  # the newest k have the largest steps
@@ -131,7 +133,10 @@ class Checkpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        # Lightning's own hook ignores the time where the module steps its optimizer itself.
+        if not self._should_skip_saving_checkpoint(trainer) and self._is_due(trainer, pl_module):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+            self._last_time_checked = time.monotonic()
         written = self._last_global_step_saved == trainer.global_step
         if written and self.older_checkpoints and trainer.is_global_zero:
             kept = (name_checkpoint(trainer.global_step), self.best.get("checkpoint"))
@@ -143,6 +148,20 @@ class Checkpoint(ModelCheckpoint):
             self._consider(trainer, float(trainer.callback_metrics[str(self.best_metric)]))
         if trainer.global_step < self.num_steps:
             self._stop_if_asked(trainer, pl_module)
+
+    def _is_due(self, trainer: Trainer, module: Any) -> bool:
+        """Return whether a checkpoint of the iteration that has just been trained is to be written."""
+        step, every = trainer.global_step, self._every_n_train_steps
+        if self.is_evaluated:
+            is_scored = self.best_metric in module.step_metrics
+        else:
+            is_scored = self.best_metric is not None and is_validation_next(trainer)
+        if is_scored or (every and step % every == 0) or step >= self.num_steps or trainer.should_stop:
+            return True
+        if self._train_time_interval is None:
+            return False
+        waited_s = time.monotonic() - (self._last_time_checked or 0.0)
+        return bool(trainer.strategy.broadcast(waited_s >= self._train_time_interval.total_seconds()))
 
     @override
     def on_save_checkpoint(
@@ -222,7 +241,7 @@ class Checkpoint(ModelCheckpoint):
         """Check, before any model is loaded, that the monitored metric will come.
 
         Raises:
-            InputError: If nothing brings it, or it never comes in a step with a checkpoint.
+            InputError: If nothing brings it.
         """
         if not self.is_evaluated:
             if not get_stratos_data(trainer).val_items:
@@ -244,26 +263,12 @@ class Checkpoint(ModelCheckpoint):
                 f"checkpoint.monitor must be a metric that EvaluateEvery logs, but is {metric}. Set it to "
                 f"one of {names}."
             )
-        written, total = self._every_n_train_steps or 1, module.total_steps()
-        if all(math.lcm(steps, written) > total for steps in every):
-            raise InputError(
-                f"checkpoint.monitor {metric} must come in a step with a checkpoint, but EvaluateEvery "
-                f"evaluates every {every[0]} steps, checkpoints are written every {written}, and the run has "
-                f"{total}. Let checkpoint.every_n_train_steps divide EvaluateEvery's every_n_steps."
-            )
 
     def _consider(self, trainer: Trainer, score: float) -> None:
         """Name this step's checkpoint as the best if its score is, then delete the former best."""
         previous, step = self.best, trainer.global_step
         sign = 1 if self.best_mode == "max" else -1
         if not math.isfinite(score) or (previous and sign * (score - previous["score"]) <= 0):
-            return
-        if not self._is_written(step):
-            interval = "EvaluateEvery's every_n_steps" if self.is_evaluated else "trainer.val_check_interval"
-            rank_zero_warn(
-                f"{self.best_metric} is {score:g} at step {step}, the best so far, but no checkpoint was "
-                f"written there. Let checkpoint.every_n_train_steps divide {interval}."
-            )
             return
         self.best = {"checkpoint": name_checkpoint(step), "step": step}
         self.best |= {"monitor": self.best_metric, "score": score}

@@ -13,7 +13,7 @@ One evaluation, after the optimizer step and before the step's checkpoint:
       metrics.csv and the other loggers
 
 The folder `evaluation/` has what this shares with `rlt test`; how ranks share an engine is in
-`rollouts/dispatcher.py`.
+`rollouts/sampler.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.engines.base import Engine, Sampling
+from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
@@ -50,9 +50,9 @@ from rlt_lightning.modules.responses import (
     require_responses_fit,
     response_seed,
 )
-from rlt_lightning.rollouts.collectives import Collectives
-from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import Dispatcher
+from rlt_lightning.run.ranks import Collectives
 from rlt_lightning.types import InputError, Problem, SFTExample
 
 SECONDS = "perf/evaluate_s"
@@ -106,10 +106,10 @@ class EvaluateEvery(Callback):
         self.engine = engine
         self.judge_deadline_s = judge_deadline_s
         self.deadline_s = deadline_s
-        self.collectives = Collectives(deadline_s)
+        self.collectives = Collectives(deadline_s, EngineError)
         # Each fit sets these four.
         self.questions = self._build_questions()
-        self.own_dispatcher: Dispatcher | None = None
+        self.separate_dispatcher: Dispatcher | None = None
         self.dispatcher: Dispatcher | None = None
         self.judge: Judge | None = None
 
@@ -136,10 +136,10 @@ class EvaluateEvery(Callback):
         context = context_length(module.pretrained, module.trust_remote_code)
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
         require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
-        self.dispatcher = self.own_dispatcher = None
+        self.dispatcher = self.separate_dispatcher = None
         if self.engine is not None or RolloutCallback.find(trainer) is None:
-            self.own_dispatcher = Dispatcher(self.engine or HFEngine(), 1, self.deadline_s)
-            require_gathering(self.own_dispatcher.engine, trainer)
+            self.separate_dispatcher = Dispatcher(self.engine or HFEngine(), 1, self.deadline_s)
+            require_gathering(self.separate_dispatcher.engine, trainer)
         if self.every_n_steps > module.total_steps():
             rank_zero_warn(
                 f"EvaluateEvery evaluates every {self.every_n_steps} optimizer steps, but the run has only "
@@ -185,7 +185,7 @@ class EvaluateEvery(Callback):
         """End the judge's processes, and close an engine that nobody else uses; safe to call twice."""
         if self.judge is not None:
             self.judge.close()
-        if self.dispatcher is not None and self.dispatcher is self.own_dispatcher:
+        if self.dispatcher is not None and self.dispatcher is self.separate_dispatcher:
             self.dispatcher.close()
         self.dispatcher = self.judge = None
 
@@ -223,12 +223,11 @@ class EvaluateEvery(Callback):
         )
         request.asked = dispatcher.divide(len(rows))
         dispatcher.complete(request)
-        dispatcher.share_completions(request)
-        found: dict[int, list[Response]] = {number: [] for number in rows}
+        responses: dict[int, list[Response]] = {number: [] for number in rows}
         for number, completion in sorted(request.completions.items()):
             response = build_response(tokenizer, completion.token_ids, completion.finish_reason)
-            found[rows[number // self.num_samples]].append(response)
-        return found
+            responses[rows[number // self.num_samples]].append(response)
+        return responses
 
     def _prepare_dispatcher(
         self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]
@@ -236,8 +235,8 @@ class EvaluateEvery(Callback):
         """Return what asks the engine, which is started and samples nothing else."""
         rollouts = RolloutCallback.find(trainer)
         if self.dispatcher is None:
-            assert self.own_dispatcher is not None or rollouts is not None
-            self.dispatcher = self.own_dispatcher or rollouts.dispatcher  # type: ignore[union-attr]
+            assert self.separate_dispatcher is not None or rollouts is not None
+            self.dispatcher = self.separate_dispatcher or rollouts.dispatcher  # type: ignore[union-attr]
             longest = max(map(len, prompts)) + self.sampling.max_completion_length
             self.dispatcher.start(trainer, module, prompts[0], longest)
         if rollouts is not None and self.dispatcher is rollouts.dispatcher:

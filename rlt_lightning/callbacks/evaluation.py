@@ -26,7 +26,6 @@ from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
     Sampling,
-    WorkersLost,
     push_until_current,
     require_context,
 )
@@ -145,7 +144,7 @@ class ResponseCallback(Callback):
     def sample(
         self, trainer: Trainer, module: EvaluationModule, problems: list[EvaluationProblem]
     ) -> list[list[Response]]:
-        """Sample `num_samples` responses to each problem; push again to workers that were lost.
+        """Sample `num_samples` responses to each problem; push again to workers that come back.
 
         Ranks with weights in shards call this together, also one without problems.
         """
@@ -153,17 +152,21 @@ class ResponseCallback(Callback):
         engine: Any = self.engine
         if module.sharding.sharded:
             engine = CalledTogether(self.engine, module.on_any_rank)
-        settings = self.sampling, self.num_samples, self.seed, limits, self.budget
         with waiting_for(f"responses to {len(problems)} questions"):
-            while True:
-                try:
-                    found = sample_responses(engine, problems, chat_format, *settings)
-                    break
-                except WorkersLost:
-                    self._push(trainer, module)
+            responses = sample_responses(
+                engine,
+                problems,
+                chat_format,
+                self.sampling,
+                self.num_samples,
+                self.seed,
+                limits,
+                self.budget,
+                recover=partial(self._push, trainer, module),
+            )
             if isinstance(engine, CalledTogether):
                 engine.finish(self.sampling)
-        return found
+        return responses
 
     # Helpers
 

@@ -18,9 +18,9 @@ from rlt_lightning.modules.rollout_rows import (
     rollout_rows,
     spread_evenly,
 )
-from rlt_lightning.rollouts.collectives import waiting_for_ranks
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
+from rlt_lightning.run.ranks import waiting_for_ranks
 from rlt_lightning.types import InputError, PromptBatch
 
 T = TypeVar("T")

@@ -2,8 +2,8 @@
 
     rollouts section of the config
       └ RolloutCallback      settings, checks, the engine's start and end, what a checkpoint keeps
-          ├ Dispatcher       weights to the engine, completions from it (rollouts/dispatcher.py)
-          └ Sampler ───────▶ module.sampler: all that RLTModule and OPDModule know (rollouts/sampler.py)
+          ├ Dispatcher       weights to the engine, completions from it   (both in rollouts/sampler.py)
+          └ Sampler ───────▶ module.sampler: all that RLTModule and OPDModule know
 
 Completions are sampled inside training_step, validation_step and predict_step, when the module asks for them.
 """
@@ -22,6 +22,7 @@ from rlt_lightning.callbacks.rollout_checks import (
     announce_unused,
     choose_weights,
     list_model_contexts,
+    require_comparable,
     require_even,
     require_gathering,
     require_rewarded,
@@ -34,10 +35,9 @@ from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Sampler
+from rlt_lightning.rollouts.sampler import Dispatcher, Sampler
 from rlt_lightning.types import InputError
 
 # schedule(the config's sampling, optimizer step) is the sampling of that step.
@@ -118,8 +118,8 @@ class RolloutCallback(Callback):
     @staticmethod
     def find(trainer: Trainer) -> RolloutCallback | None:
         """Return the trainer's RolloutCallback, which every run of the command line has; None without one."""
-        found = (c for c in trainer.callbacks if isinstance(c, RolloutCallback))  # type: ignore[attr-defined]
-        return next(found, None)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return next((callback for callback in callbacks if isinstance(callback, RolloutCallback)), None)
 
     @staticmethod
     def of(trainer: Trainer) -> RolloutCallback:
@@ -196,6 +196,8 @@ class RolloutCallback(Callback):
             require_rewarded(self.dynamic_sampling, pl_module)
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
             announce_unused(self.score_early, pl_module)
+        if stage in ("fit", "validate"):
+            require_comparable(self.val_completions, trainer, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         for model in list_model_contexts(pl_module, data):
             require_room(data.all_items, model, longest)
@@ -244,8 +246,8 @@ class RolloutCallback(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        known = self.asynchronous and "order" in state_dict
-        self.sampler.pending = RolloutRequest.from_plain(state_dict["order"]) if known else None
+        is_saved = self.asynchronous and "order" in state_dict
+        self.sampler.pending = RolloutRequest.from_plain(state_dict["order"]) if is_saved else None
         self.sampler.reward_std.average = state_dict.get("reward_std")
 
     @override

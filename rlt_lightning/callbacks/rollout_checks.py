@@ -60,6 +60,11 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
             f"sampling.temperature is {sampling.temperature}, but {setting} is "
             f"{of_kl.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
         )
+    if asynchronous and isinstance(module, RLTModule) and module.answer_weight:
+        raise InputError(
+            "With an answer term rollouts.asynchronous must be false: the term is not corrected for "
+            "completions of older weights. Set it to false, or model.answer_weight to 0."
+        )
     if asynchronous and module.max_staleness < 1:
         raise InputError(
             "rollouts.asynchronous brings completions that are one step old, but model.max_staleness is "
@@ -73,6 +78,21 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
             "distribution is not the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and "
             "the engine's log_probs to worker; or set model.importance_sampling to null and "
             "model.max_staleness to 0."
+        )
+
+
+def require_comparable(val_completions: int, trainer: Trainer, module: OnPolicyModule) -> None:
+    """Check that a held-out completion has others of its problem, if the reward compares them.
+
+    Raises:
+        InputError: If it has none.
+    """
+    compares = isinstance(module, RLTModule) and module.reward.compares
+    if compares and val_completions < 2 and len(get_stratos_data(trainer).val_items):
+        raise InputError(
+            f"{type(module.reward).__name__} compares the completions of a problem, but "
+            f"rollouts.val_completions is {val_completions}: each held-out one would be the best of its "
+            "problem. Raise it to 2 or more."
         )
 
 

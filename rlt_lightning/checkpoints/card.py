@@ -36,7 +36,7 @@ def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
 
     pretrained, training = metadata["pretrained"], dict(metadata["training"])
     method = "Supervised fine-tuning"
-    if "frozen student" in training:
+    if "student" in training and metadata["format"]["role"] == "teacher":
         method = "Reinforcement-Learned Teacher (arXiv:2506.08388)"
     elif "reward" in training:
         method = f"{training['reward']} and GRPO (arXiv:2402.03300)"

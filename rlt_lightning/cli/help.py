@@ -74,7 +74,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
 """
         + SAMPLING
         + """  --rollouts.asynchronous true        sample the next step's completions while this step trains
-  --checkpoint.every_n_train_steps 1
+  --checkpoint.every_n_train_steps 5  by default every 10 minutes
 """,
     ),
     "validate": (

@@ -86,7 +86,7 @@ class PlanCommandLine(SharedSettingsCommandLine):
         if config[self.settings_verb].get("optimizer"):
             announce("the plan counts the states of AdamW, not those of --optimizer")
         made = self.parser.instantiate_classes(config)[self.settings_verb]
-        self.status = print_plan(trainer, made.model, made.data, made.rollouts, made.plan)
+        self.status = print_plan(trainer, made.model, made.data, made.rollouts, made.checkpoint, made.plan)
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run nothing: the plan has been printed."""

@@ -439,16 +439,13 @@ def trained_model(model: Any) -> str | None:
 def frozen_student(model: Any) -> str | list[str] | None:
     """Return the names of the frozen models that read completions, whose tokenizers the data need.
 
-    Those are the students of an RLT teacher, and the teacher of a student that is trained as `pretrained`, or
-    the scorers of its thoughts.
+    Those are the students of RLTModule, and the teacher of a student that is trained as `pretrained`.
     """
     arguments = (model and model.get("init_args")) or {}
-    if scorer := arguments.get("scorer"):
-        named = scorer if isinstance(scorer, str) else [*scorer]
-        return None if named in (POLICY, REFERENCE) else named
-    several = arguments.get("students")
-    one = arguments.get("teacher" if "pretrained" in arguments else "student")
-    return one if several is None else [*several]
+    if students := arguments.get("students"):
+        return [*students]
+    name = arguments.get("teacher" if "pretrained" in arguments else "student")
+    return None if name in (POLICY, REFERENCE) else name
 
 
 def require_whole_sets(words: list[str]) -> None:

@@ -41,7 +41,6 @@ from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.modules.base import PolicyModule, count_steps
-from rlt_lightning.modules.likelihood import LikelihoodModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rewards import CorrectnessReward
@@ -262,9 +261,10 @@ def check_given_traces(
 
 def build_sampling_module(module: PolicyModule) -> RLTModule | None:
     """Return a module that samples what the run will train on; None if it samples nothing."""
-    if not isinstance(module, (LikelihoodModule, OPDModule)):
+    thinks = isinstance(module, RLTModule) and "thoughts" in module.reward.judges
+    if not thinks and not isinstance(module, OPDModule):
         return module if isinstance(module, RLTModule) else None
-    # Its answers are judged, whole ones, not scored by its teacher or its scorer.
+    # Its answers are judged, whole ones, not scored by its teacher or by the solution's log-probs.
     return RLTModule(
         module.pretrained,
         student=None,

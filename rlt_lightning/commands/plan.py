@@ -18,18 +18,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from difflib import get_close_matches
+from functools import cache, partial
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks import Checkpoint, RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import count_student_tokens
 from rlt_lightning.datamodules import (
     ScoringData,
@@ -47,7 +50,7 @@ from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.models.weights import FILE_BYTES
-from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule
+from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
@@ -62,6 +65,7 @@ from rlt_lightning.numerics.packing import (
     micro_batches,
 )
 from rlt_lightning.strategies import NAMED
+from rlt_lightning.strategies.fsdp2 import whole_gradients_fit
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
 
@@ -72,33 +76,7 @@ GPUS = {"A100": 79.3, "H100": 79.6, "H200": 140.4, "B200": 178.4}  # memory that
 # prompt.
 MEAN_FRAC, MEAN_PROMPT_FRAC, SOLUTION_FRAC = 0.3, 1 / 16, 0.5
 
-# The fields of each config.json that decide sizes, as the models' authors published them.
-QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16", "vocab_size": 152064,
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 32768,
-}  # fmt: skip
-QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "vocab_size": 151936,
-    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 40960,
-}  # fmt: skip
-SMOLLM2: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "vocab_size": 49152,
-    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "tie_word_embeddings": True, "max_position_embeddings": 8192,
-}  # fmt: skip
-KNOWN: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-7B-Instruct": QWEN2,
-    "bespokelabs/Bespoke-Stratos-7B": QWEN2,  # fine-tuned from the one above
-    "Qwen/Qwen2.5-32B-Instruct": QWEN2 | {
-        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    },
-    "Qwen/Qwen3-0.6B": QWEN3,
-    "Qwen/Qwen3-1.7B": QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144},
-    DEFAULT_MODEL: SMOLLM2,
-}  # fmt: skip
+SHAPES = files("rlt_lightning.models") / "shapes.yaml"  # of published models
 Sharding = Literal["whole", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Verb = Literal["fit", "predict"]
 Scorer = Literal["frozen", "policy", "reference"]
@@ -108,6 +86,8 @@ ASLEEP = 1.5 * GIB  # stated: a sleeping vLLM worker
 # Tiles of logits, and of what is computed from them, that a head holds at a time: in a forward pass, traced
 # are 3.3; in a backward pass, 2.8; in that of a divergence, where two halves are a tile, 3.5 to 5.5.
 HEAD_TILES, BACKWARD_TILES, PAIR_TILES = 4, 3, 6
+# Stated, of rollouts.jsonl: text of a token, and what a completion's row has beside it.
+TEXT_BYTES, ROW_BYTES = 4, 2000
 DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, weights, some in float64
 # DeepSpeed's limits, in numbers of weights or gradients: gathered at a time by stage 3
 # (stage3_max_live_parameters), fetched ahead (stage3_prefetch_bucket_size), sent together by stage 1 with
@@ -306,6 +286,7 @@ class Setup:
     offload_parameters: bool = False
     bucket_numel: int = REDUCE_BUCKET  # gradients that are reduced together
     sub_group_numel: int = SUB_GROUP  # weights that DeepSpeed ZeRO-3 steps together
+    keeps_whole: bool = False  # whether FSDP2 keeps whole gradients until an update's last micro-batch
     worker: PlannedWorkers | None = None
     hf_sequences: int = 0  # completions that the trainer's processes sample at once; 0 if workers sample
     students: tuple[LanguageModel, ...] = ()  # none if the reward asks no model
@@ -315,6 +296,8 @@ class Setup:
     teacher: LanguageModel | None = None  # of on-policy distillation: it reads each row before the policy
     is_policy_teacher: bool = False  # whether that is the policy itself, without further weights
     compares_words: bool = False  # whether the loss needs both models' logits at a time
+    reference_moves: bool = False  # whether ReferenceSync writes it
+    samples: bool = False  # whether completions are sampled and recorded
 
     @property
     def num_processes(self) -> int:
@@ -511,7 +494,8 @@ def count_gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> 
 
     FSDP2 holds three things in a pass: the weights outside the blocks, one block, and the next block with the
     buffer that it arrives in. A backward adds gradients: those of the weights outside the blocks until its
-    end, and those of one block twice (as they are computed, and as they are sent).
+    end, and those of one block twice (as they are computed, and as they are sent). Where they are added up
+    once per update, those of all trained weights are whole until then, in place of their shards.
 
     DeepSpeed ZeRO-3 keeps up to 1e9 weights and fetches ahead. A backward adds the gradients that are not in
     the bucket yet; a full bucket is copied to be sent.
@@ -522,12 +506,28 @@ def count_gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> 
     if setup.sharding == "fsdp2":
         outside, block = shape.outside * size, shape.block * size
         whole = outside + max(outside, 3 * block)
-        return whole + (outside + 2 * shape.block * setup.grad_bytes if backward else 0.0)
+        if not backward:
+            return whole
+        if setup.keeps_whole:
+            kept = shape.trained * setup.grad_bytes - count_gradient_bytes(setup)
+            return whole + kept + shape.block * setup.grad_bytes
+        return whole + outside + 2 * shape.block * setup.grad_bytes
     live = min(shape.weights, LIVE_NUMEL + PREFETCH_NUMEL) * size
     if not backward:
         return live
     sent = setup.bucket_numel * setup.grad_bytes if shape.trained > setup.bucket_numel else 0
     return live + shape.largest * size + sent
+
+
+def keeps_whole_gradients(setup: Setup, chosen: bool | Literal["auto"]) -> bool:
+    """Return what FSDP2 decides; `chosen` is its reduce_every_micro_batch."""
+    if setup.sharding != "fsdp2" or chosen != "auto":
+        return setup.sharding == "fsdp2" and not chosen
+    free = setup.device.memory
+    if not setup.device.is_cpu:
+        parts = list_lasting_parts(setup)
+        free -= sum(parts[part] for part in parts if part not in ("optimizer states", "gradients"))
+    return whole_gradients_fit(setup.policy.shape.trained * setup.grad_bytes, free)
 
 
 def count_bucket_bytes(setup: Setup) -> float:
@@ -909,11 +909,56 @@ def count_pushed_bytes(setup: Setup, worker: PlannedWorkers) -> float:
     return (shape.trained if worker.only_adapter else shape.weights) * worker.push_bytes
 
 
+def count_checkpoint_bytes(setup: Setup) -> float:
+    """Return the size of one checkpoint: trained weights and the optimizer's two moments."""
+    trained = setup.policy.shape.trained
+    moments = 2 * trained * setup.master_bytes
+    if setup.policy.states_8bit is not None:
+        moments = setup.policy.states_8bit
+    return trained * setup.master_bytes + moments
+
+
+def list_disk_parts(setup: Setup, checkpoint: Checkpoint, num_steps: int) -> dict[str, float]:
+    """Return the bytes of a training run's files at their largest, by what they are.
+
+    Args:
+        setup: The inputs of the plan.
+        checkpoint: The callback that writes checkpoints.
+        num_steps: Optimizer steps of the run; -1 where only the data would tell.
+    """
+    if not setup.trains:
+        return {}
+    every, kept = checkpoint._every_n_train_steps or 1, checkpoint.save_top_k
+    if kept == -1:
+        kept = max(1, num_steps // every)
+    kept += checkpoint.best_metric is not None
+    # The next one is whole before the oldest is deleted.
+    parts = {f"{kept + 1} checkpoints": (kept + 1) * count_checkpoint_bytes(setup)}
+    shape = setup.policy.shape
+    per_weight = setup.master_bytes if shape.trained == shape.weights else setup.policy.weight_bytes
+    parts["model"] = float(setup.policy.frozen_weights * per_weight)
+    if setup.copies_reference and setup.reference_moves:
+        parts["reference"] = 2.0 * setup.policy.frozen_weights * setup.policy.weight_bytes
+    if setup.samples:
+        step = setup.step
+        row = TEXT_BYTES * step.mean_completion_length + ROW_BYTES
+        recorded = "rollouts.jsonl" if num_steps > 0 else "rollouts.jsonl of a step"
+        parts[recorded] = float(max(1, num_steps) * step.prompts * step.group_size * row)
+    return parts
+
+
+def format_disk(parts: dict[str, float]) -> str:
+    """Return the line on the files of a run."""
+    listed = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
+    return f"disk: {sum(parts.values()) / GIB:,.1f} GiB: {listed}."
+
+
 def print_plan(
     trainer: Any,
     module: PolicyModule,
     data: StratosDataModule,
     rollouts: RolloutCallback,
+    checkpoint: Checkpoint,
     options: PlanOptions,
 ) -> int:
     """Print what a run would need.
@@ -923,6 +968,7 @@ def print_plan(
         module: The module, which has loaded nothing.
         data: The datamodule, which has read nothing.
         rollouts: The callback that would bring completions.
+        checkpoint: The callback that would write checkpoints.
         options: The options of the plan.
 
     Returns:
@@ -938,7 +984,10 @@ def print_plan(
     lines = [f"rlt {setup.verb} on {setup.num_processes} x {setup.device.name}: {setup.sharding}", ""]
     lines += [*format_memory(phases), "", "Assumed:", *(f"  {note}" for note in notes), ""]
     verdict = f"fits: {peak.total / GIB:.1f} GiB of {setup.device.memory / GIB:.1f}, in {peak.name}."
-    print("\n".join([*lines, problem or verdict]))
+    lines.append(problem or verdict)
+    if disk := list_disk_parts(setup, checkpoint, int(trainer.max_steps or -1)):
+        lines.append(format_disk(disk))
+    print("\n".join(lines))
     if options.json:
         content = {
             "fits": problem is None,
@@ -946,6 +995,7 @@ def print_plan(
             "device_bytes": setup.device.memory,
             "peak_phase": peak.name,
             "peak_bytes": peak.total,
+            "disk": disk,
             "phases": {p.name: {"device": p.device, "host": p.host, "total": p.total} for p in phases},
         }
         Path(options.json).write_text(json.dumps(content, indent=1))
@@ -1027,6 +1077,8 @@ def read_setup(
             * block_size(module.head.logits_mib, torch.empty(0, device="cpu" if on_cpu else "meta")),
             verb=verb,
             shares_base=module.lora is not None and "ReferenceSync" not in callbacks,
+            reference_moves="ReferenceSync" in callbacks,
+            samples=isinstance(module, OnPolicyModule),
             # Offloading does nothing on a CPU, whose processes have the host's memory only.
             offload_optimizer=bool(strategy.get("offload_optimizer")) and not on_cpu,
             offload_parameters=bool(strategy.get("offload_parameters")) and not on_cpu,
@@ -1052,6 +1104,8 @@ def read_setup(
                 is_policy_teacher=is_policy,
                 compares_words=module.estimator == "full",
             )
+    reduces = strategy.get("reduce_every_micro_batch", "auto")
+    setup = replace(setup, keeps_whole=keeps_whole_gradients(setup, reduces))
     models = [("policy", policy)]
     models += [("student", model) for model in setup.frozen_models["student weights"]]
     models += [("teacher", model) for model in setup.frozen_models["teacher weights"]]
@@ -1083,7 +1137,7 @@ def add_students(
         with_reference=bool(module.policy_loss.kl_coef) and setup.trains,
         teacher_runs=reads_teacher(module, rollouts),
     )
-    if isinstance(module, LikelihoodModule) and not module.frozen_names:
+    if module.students.model is not None:
         # The policy reads thoughts with solutions too; where it trains on them, its activations are theirs.
         reader, reads = setup.policy, step.with_scoring_prompts(0)
         if reads.row_tokens > step.row_tokens:
@@ -1093,7 +1147,7 @@ def add_students(
             setup,
             policy=reader if module.answer_weight and setup.trains else setup.policy,
             students=(reader,),
-            scorer="policy" if module.scored_by == "policy" else "reference",
+            scorer="policy" if module.students.model == "policy" else "reference",
         )
     if isinstance(data, ScoringData):
         # Nobody has told the log-probs of given completions, so the teacher runs where these count.
@@ -1349,16 +1403,29 @@ def find_folder(name: str, scratch: Path) -> Path:
     for place in places:
         if (place / "config.json").is_file():
             return place
-    if name not in KNOWN:
+    config = read_known_configs().get(name)
+    if config is None:
+        near = get_close_matches(name, read_known_configs(), n=3) or ["Qwen/Qwen2.5-7B-Instruct"]
         raise InputError(
             f"rlt plan must know the shape of '{name}', but it is no folder with a config.json, not in the "
-            f"hub's cache, and not among {', '.join(KNOWN)}. Download its config.json into a folder, and "
-            "name the folder."
+            f"hub's cache, and none of the published models that it knows, such as {', '.join(near)}. "
+            "Download its config.json into a folder, and name the folder."
         )
     folder = scratch / name.replace("/", "--")
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(KNOWN[name]))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@cache
+def read_known_configs() -> dict[str, dict[str, Any]]:
+    """Return the fields of config.json that decide sizes, by the names of published models."""
+    return {
+        name: family["config"] | size["config"]
+        for family in yaml.safe_load(SHAPES.read_text())
+        for size in family["sizes"]
+        for name in size["names"]
+    }
 
 
 def read_model(

@@ -202,7 +202,7 @@ class ExplanationScorer:
         student: Frozen model that scores: local folder, hub id, or a name such as miniature; or several, as a
             list or as weights by name.
         teacher: The model that is trained, as it is when training starts: its tokenizer and its format.
-        reward: The RLT reward and its options, or a subclass with further terms.
+        reward: The RLT reward and its options, or another one that judges explanations.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
             a file.
@@ -215,11 +215,10 @@ class ExplanationScorer:
         trust_remote_code: Run code that comes with a model.
 
     Raises:
-        InputError: If the reward is no RLTReward, a model or its tokenizer cannot be loaded, or a setting
-            contradicts what a model was trained in or what a student with another tokenizer allows.
+        InputError: If the reward judges something else, a model or its tokenizer cannot be loaded, or a
+            setting contradicts what a model was trained in or what a student with another tokenizer allows.
     """
 
-    reward_type: ClassVar[type[Reward]] = RLTReward
     data_type: ClassVar[type[ReadData]] = TeacherRLData
 
     def __init__(
@@ -237,10 +236,11 @@ class ExplanationScorer:
         layout: Layout = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        if not isinstance(reward, self.reward_type):
+        if self.data_type.samples not in reward.judges:
             raise InputError(
-                f"{type(self).__name__} needs a reward that is a {self.reward_type.__name__}, but it is "
-                f"{type(reward).__name__}. Pass one; rlt fit trains with the others."
+                f"{type(self).__name__} needs a reward that judges {self.data_type.samples}, but "
+                f"{type(reward).__name__} judges {' or '.join(reward.judges)}. Pass another one; rlt fit "
+                "trains with this one too."
             )
         students = Students.of(*split_student_setting(student), student_reduction)
         names = students.names
@@ -347,7 +347,7 @@ class ExplanationScorer:
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the students that have weights of their own."""
-        return tuple(dict.fromkeys(self.students.names))
+        return self.students.frozen_names
 
     def _plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(lengths, self.micro_batch_tokens, self.layout)]

@@ -140,7 +140,7 @@ class ChosenFormat:
                     "The scorer reads in the format of the student that thinks: tags "
                     f"{describe_tags(self.student_tags)}, {describe_prompt(shown)}. But {name} was trained "
                     f"with tags {describe_tags(trained.tags)}, {describe_prompt(trained.system_prompt)}. "
-                    f"Name another model.scorer, or add {self.options.name('force_format')} true."
+                    f"Name another model.student, or add {self.options.name('force_format')} true."
                 )
         if self.recorded is not None and self.learner is not None and not self.options.force_format:
             require_rows_agree(self.recorded, self.learner, prompts)

@@ -14,7 +14,7 @@ and whenever the engine says that it is `unverified`. put_to_sleep is called if 
 `sample` yields each completion as soon as it is finished, so that completions are scored while others are
 sampled; `sample_all` collects those of callers that need all of them.
 
-rollouts/dispatcher.py makes these calls, from start on: for RolloutCallback and the sampler of its module in
+rollouts/sampler.py makes these calls, from start on: for RolloutCallback and the sampler of its module in
 training, validation and prediction, and for callbacks/evaluate_every.py while a student trains.
 callbacks/evaluation.py makes them for `rlt test`.
 
@@ -332,12 +332,23 @@ def stream_completions(
 
 
 def sample_all(
-    engine: Engine, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    engine: Engine,
+    requests: Sequence[SampleRequest],
+    sampling: Sampling,
+    stop: str,
+    recover: Callable[[], None] | None = None,
 ) -> list[list[Completion]]:
     """Collect the completions of each request; wait for lost workers and ask again for what is missing.
 
+    Args:
+        engine: Started, with the weights that are to sample.
+        requests: The prompts.
+        sampling: Temperature and limits.
+        stop: The end tag; see `Engine.sample`.
+        recover: Brings lost workers back with these weights; None: they must bring them along.
+
     Raises:
-        WorkersLost: If workers came back without the current weights.
+        WorkersLost: If workers came back without the current weights, and nothing brings these.
     """
     groups: list[dict[int, Completion]] = [{} for _ in requests]
     missing = list(range(len(requests)))
@@ -349,7 +360,7 @@ def sample_all(
                 i, number = places[index]
                 groups[i].setdefault(number, completion)
         except WorkersLost:
-            engine.health()
+            (recover or engine.health)()
             if engine.policy_version < 0:
                 raise
         missing = [i for i in missing if len(groups[i]) < requests[i].num_completions]

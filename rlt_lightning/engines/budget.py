@@ -10,6 +10,7 @@ What is appended are token ids, like the sampled ones: nothing is tokenised agai
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -138,6 +139,7 @@ def sample_with_budget(
     thought_close: str,
     answer_opening: list[int],
     limits: list[int] | None = None,
+    recover: Callable[[], None] | None = None,
 ) -> list[list[BudgetedCompletion]]:
     """Sample `num_completions` responses per prompt, each with its thought within the budget.
 
@@ -153,6 +155,7 @@ def sample_with_budget(
         thought_close: The tag that closes a thought.
         answer_opening: Tokens that cut a thought, closing tag through opened solution.
         limits: Tokens of a response at most, one per prompt; None: sampling.max_completion_length for all.
+        recover: See `sample_all`.
 
     Returns:
         P lists of `num_completions`. A thought that ends with an end-of-sequence token past the minimum, or
@@ -175,12 +178,12 @@ def sample_with_budget(
     extend = partial(extend_thought, budget=budget, wait=wait, answer_opening=answer_opening)
     thinking = drafts
     while thinking:
-        pieces = continue_drafts(engine, thinking, sampling, most, thought_close)
+        pieces = continue_drafts(engine, thinking, sampling, most, thought_close, recover)
         bodies = [count_body_tokens(tokenizer, piece, thought_close) for piece in pieces]
         rows = zip(thinking, pieces, bodies, strict=True)
         thinking = [draft for draft, piece, num_body in rows if extend(draft, piece, num_body)]
     answering = [draft for draft in drafts if draft.has_answer()]
-    answers = continue_drafts(engine, answering, sampling, None, stop="")
+    answers = continue_drafts(engine, answering, sampling, None, "", recover)
     for draft, answer in zip(answering, answers, strict=True):
         draft.add_sampled(answer, len(answer.token_ids))
     done = [draft.to_completion() for draft in drafts]
@@ -223,7 +226,12 @@ def extend_thought(
 
 
 def continue_drafts(
-    engine: Engine, drafts: list[BudgetedDraft], sampling: Sampling, num_tokens: int | None, stop: str
+    engine: Engine,
+    drafts: list[BudgetedDraft],
+    sampling: Sampling,
+    num_tokens: int | None,
+    stop: str,
+    recover: Callable[[], None] | None,
 ) -> list[Completion]:
     """Sample the next part of each draft, which then has at most `num_tokens`, or its own limit if None."""
     if not drafts:
@@ -236,7 +244,7 @@ def continue_drafts(
         )
         for draft in drafts
     ]
-    return [completion for [completion] in sample_all(engine, requests, sampling, stop)]
+    return [completion for [completion] in sample_all(engine, requests, sampling, stop, recover)]
 
 
 def count_body_tokens(tokenizer: Any, completion: Completion, tag: str) -> int:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from rlt_lightning.checkpoints.folder import find_checkpoint
 from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters, read_checkpoint
@@ -47,11 +48,11 @@ from rlt_lightning.modules.reader import PassKey, Reader
 from rlt_lightning.modules.step_metrics import speed_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches, split_to
-from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY
-from rlt_lightning.run.ranks import EndTogether, gather_from_ranks
+from rlt_lightning.rollouts.step import POLICY, StepBatch
+from rlt_lightning.run.ranks import EndTogether, gather_from_ranks, raise_from_ranks
 from rlt_lightning.run.redaction import HIDDEN, redact
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
@@ -456,10 +457,14 @@ class PolicyModule(LightningModule):
     def on_fit_start(self) -> None:
         """Get ready, and measure the device's peak FLOP/s, of which perf/mfu is a fraction."""
         trainer = self.trainer
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            # No training changes a buffer, so all ranks have the same ones.
+            trainer.strategy.model.broadcast_buffers = False
         require_usable(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs])
         if not isinstance(trainer.strategy, DeepSpeedStrategy):  # which needs the names before
             name_parameters(trainer.optimizers[0], self.policy)
         self.get_ready()
+        self.sharding.prepare_fit()
         self.phase.device = self.device
         precision = self.trainer.precision
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else None
@@ -527,6 +532,23 @@ class PolicyModule(LightningModule):
         if self.trainer.world_size > 1:
             numbers = self.trainer.strategy.reduce(upload(numbers, self.device), reduce_op=operation)
         return numbers.tolist()
+
+    def raise_together(self, step: StepBatch) -> None:
+        """Raise on all ranks what has failed on one of them; all ranks call this together.
+
+        So no rank waits for one that has failed. The host waits for the device once.
+
+        Raises:
+            NonFiniteError: If a model has computed NaN or an infinity.
+            Exception: Whatever a reward has raised.
+        """
+        failed = step.find_failed()
+        if self.trainer.world_size > 1:
+            failed = upload(failed.float(), self.device)
+            torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX)
+        if failed:
+            raise_from_ranks(self.trainer, step.find_failure())
+        step.checks = FiniteChecks()
 
     def optimizer_step_now(self, counts: bool = True) -> dict[str, Any]:
         """Clip, step the optimizer and its schedules, and return gradient norm and learning rate.

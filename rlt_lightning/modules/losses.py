@@ -24,8 +24,8 @@ from rlt_lightning.numerics.importance import TruncatedImportanceSampling, measu
 from rlt_lightning.numerics.losses import PolicyLoss
 from rlt_lightning.numerics.packing import mask_tokens, to_padded
 from rlt_lightning.numerics.transfers import upload
+from rlt_lightning.rewards.base import AnswerScore
 from rlt_lightning.rewards.explanations import read_solution
-from rlt_lightning.rewards.likelihood import LikelihoodReward, SolutionScores
 from rlt_lightning.rewards.students import Student
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, Read, StepBatch
 from rlt_lightning.types import Rollout
@@ -157,6 +157,10 @@ class PolicyGradient(LossTerm):
         """Return the sampled tokens."""
         return read_sampled(POLICY, rollout)
 
+    def advantages(self, inputs: LossInputs) -> Tensor:
+        """Return the advantages of n rows, (n,), or those of their tokens, (n, T)."""
+        return inputs.advantages
+
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """See `PolicyLoss`."""
         micro, log_probs = inputs.micro, inputs.log_probs
@@ -166,7 +170,7 @@ class PolicyGradient(LossTerm):
             old_log_probs=old_log_probs,
             ref_log_probs=inputs.pad_column("reference") if self.policy_loss.kl_coef else None,
             importance_weights=weights,
-            advantages=inputs.advantages,
+            advantages=self.advantages(inputs),
             token_mask=inputs.token_mask,
             num_tokens=micro.num_tokens,
             num_sequences=micro.num_sequences,
@@ -178,37 +182,35 @@ class PolicyGradient(LossTerm):
 
 
 class AnswerTerm(LossTerm):
-    """The policy ascends the solution's score itself, where it is the scorer of a likelihood reward.
+    """The policy ascends the solution's score itself, where it is the student of a likelihood reward.
+
+        grad E r(z) = E [ r(z) grad log pi(z) ]  +  E [ grad r(z) ]
+                        `PolicyGradient`              `AnswerTerm`
 
     A completion's term has the weight that the policy loss gives to each of its sampled tokens.
 
     Args:
-        reward: The reward.
+        score: The reward's score of a solution.
         policy_loss: The loss of the sampled tokens.
-        student: The policy as a scorer.
+        student: The policy as a student.
         weight: Weight of the term.
     """
 
-    def __init__(
-        self, reward: LikelihoodReward, policy_loss: PolicyLoss, student: Student, weight: float
-    ) -> None:
-        self.reward = reward
+    def __init__(self, score: AnswerScore, policy_loss: PolicyLoss, student: Student, weight: float) -> None:
+        self.score = score
         self.policy_loss = policy_loss
         self.student = student
         self.weight = weight
 
     def read(self, rollout: Rollout) -> Read:
         """Return the solution after the thought."""
-        return read_solution(self.student, rollout.views[self.student.number], self.reward.temperature)
+        return read_solution(self.student, rollout.views[self.student.number], self.score.temperature)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return minus the weighted scores."""
         rollouts, micro, device = inputs.rollouts, inputs.micro, inputs.log_probs.device
         closed = upload([row.closed for row in rollouts], device, torch.bool)
-        unused = torch.zeros_like(closed)  # scores that compare thoughts have no answer term
-        scores = self.reward.score_solution(
-            SolutionScores(inputs.log_probs, inputs.token_mask, closed, unused, unused)
-        )  # (n,)
+        scores = self.score.score_answers(inputs.log_probs, inputs.token_mask, closed)  # (n,)
         mask = upload(
             mask_tokens([len(row.completion.token_ids) for row in rollouts]).float(), device
         )  # (n, T)

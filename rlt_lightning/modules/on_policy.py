@@ -20,8 +20,7 @@ from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampl
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.sampler import Sampler
-from rlt_lightning.rollouts.shards import Shards
-from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.run.ranks import waiting_for_ranks
 from rlt_lightning.types import InputError, Rollouts
 
@@ -175,7 +174,7 @@ class OnPolicyModule(PolicyModule):
             NonFiniteError: If a log-prob or gradient is NaN or infinite.
             EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
         """
-        step.checks.require()
+        self.raise_together(step)
         (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, [])
         on_rank = Mismatch.read(mismatches)
         mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))

@@ -2,7 +2,7 @@
 
     training_step
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
-      ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/shards.py)
+      ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
       ├ reader.updates      the shard's micro-batches; for each:
       │   ├ forward*        the teacher's states before each judged token, without gradient, and those of
       │   │                 the student; the divergence of both distributions there, or both log-probs

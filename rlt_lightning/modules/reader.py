@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,7 +37,7 @@ from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import Read, StepBatch, pad_rows
+from rlt_lightning.rollouts.step import Read, StepBatch
 from rlt_lightning.types import InputError, Rollout, Rollouts
 
 # Declares what models read of a completion, by the name of the token column.
@@ -192,25 +192,6 @@ class PassKey(NamedTuple):
 
 
 @dataclass
-class ValueChecks:
-    """Checks that everything in a read is finite; the host waits once, at the end."""
-
-    kept: list[tuple[Tensor, list[tuple[Target, Tensor]]]] = field(default_factory=list)
-
-    def require(self, step: StepBatch) -> None:
-        """Raise a NonFiniteError that names the first value that is not, and the rows of the data."""
-        if not self.kept or torch.stack([values.isfinite().all() for values, _ in self.kept]).all():
-            return
-        by_name: dict[str, list[tuple[Target, Tensor]]] = {}
-        for _, parts in self.kept:
-            for target, values in parts:
-                by_name.setdefault(target.read.what, []).append((target, values))
-        for what, parts in by_name.items():
-            numbers = [step.row_number(target.rows[0]) for target, _ in parts if target.rows]
-            require_finite(pad_rows([v for target, v in parts if target.rows])[0], what, numbers)
-
-
-@dataclass
 class Reader:
     """Runs reads.
 
@@ -246,6 +227,9 @@ class Reader:
     ) -> None:
         """Fill token columns of the step for these rows, which are this rank's, or a dummy.
 
+        Where other ranks have rows of the step too, values that are not finite stay in `step.checks`: all
+        ranks raise together what failed on one of them (`PolicyModule.raise_together`).
+
         Args:
             step: The step.
             rows: Rows of it.
@@ -254,7 +238,7 @@ class Reader:
             recompute: Replaces `self.recompute`.
 
         Raises:
-            NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the value.
+            NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the value; see above.
             InputError: If a retokenized completion does not fit into a model's context.
         """
         rollouts = {row: step.rollout(row) for row in rows}
@@ -274,10 +258,10 @@ class Reader:
                 dummy = Item(read, [Target(name, [], read)], read.against)
                 dummies.setdefault(self.build_key(dummy, step), dummy)
             keys = sorted({key for part in self.gather(keys) for key in part})
-        checks = ValueChecks()
         for key in keys:
-            self.run_pass(step, key, passes.get(key) or [dummies[key]], checks, stats)
-        checks.require(step)
+            self.run_pass(step, key, passes.get(key) or [dummies[key]], stats)
+        if step.shards is None:
+            step.checks.require()
 
     def find_temperature(self, read: Read, step: StepBatch) -> float:
         """Return what divides the logits of a read."""
@@ -300,9 +284,7 @@ class Reader:
         ]
         if not served:
             return reads
-        unknown = any(rollouts[row].completion.log_probs is None for _, row, _ in served)
-        # Ranks that run forwards together must decide alike.
-        if self.on_any_rank(unknown) if self.together else unknown:
+        if self.lacks_log_probs(step, rollouts):
             return reads
         values: list[float] = []
         for _, row, read in served:
@@ -316,6 +298,17 @@ class Reader:
             step.tokens.setdefault(name, {})[row] = part
         left = {id(read) for *_, read in served}
         return [entry for entry in reads if id(entry[2]) not in left]
+
+    def lacks_log_probs(self, step: StepBatch, rollouts: dict[int, Rollout]) -> bool:
+        """Return whether the engine did not report the log-probs of a completion; all ranks decide alike.
+
+        They know all completions of a step that they share. Elsewhere they must only agree where they run
+        forwards together.
+        """
+        if step.shards is not None:
+            return step.lacks_log_probs
+        unknown = any(rollout.completion.log_probs is None for rollout in rollouts.values())
+        return self.on_any_rank(unknown) if self.together else unknown
 
     def merge(self, step: StepBatch, reads: list[tuple[str, int, Read]]) -> list[Item]:
         """Return the sequences that must be run, pass by pass; what the step knows is put in place."""
@@ -346,9 +339,7 @@ class Reader:
                 shared[once] = item
         return [item for of_model in items.values() for item in of_model]
 
-    def run_pass(
-        self, step: StepBatch, key: PassKey, items: list[Item], checks: ValueChecks, stats: PhaseStats | None
-    ) -> None:
+    def run_pass(self, step: StepBatch, key: PassKey, items: list[Item], stats: PhaseStats | None) -> None:
         """Run a model over sequences, or two models of which one is compared with the other."""
         sequences = [item.build_sequence() for item in items]
         others = [item.against.build_sequence() for item in items if item.against is not None]
@@ -380,7 +371,7 @@ class Reader:
                         step.tokens.setdefault(target.name, {})[row] = value
                     if target.read.once is not None:
                         step.known[(key.model, key.temperature, target.read.once)] = value
-                checks.kept.append((torch.cat([values, *compared]), targets))
+                add_checks(step, targets)
 
     def compute(
         self,
@@ -578,6 +569,18 @@ def exchange_targets(
     first, second = (sampled == word for word in exchanged)
     targets = torch.where(first, exchanged[1], torch.where(second, exchanged[0], sampled))
     return replace(packed, targets=targets)
+
+
+def add_checks(step: StepBatch, targets: Sequence[tuple[Target, Tensor]]) -> None:
+    """Let the step check that what was computed for targets is finite; a dummy's values are nobody's."""
+    kinds: dict[str, list[tuple[int, Tensor]]] = {}
+    for target, values in targets:
+        if target.rows:
+            row = step.row_number(target.rows[0])
+            kinds.setdefault(target.read.what, []).append((row, values))
+    for what, parts in kinds.items():
+        values = torch.cat([values for _, values in parts])
+        step.checks.add(values, [len(values) for _, values in parts], what, [row for row, _ in parts])
 
 
 def begins_with(longer: Read, shorter: Read) -> bool:

@@ -56,6 +56,7 @@ def sample_responses(
     seed: int,
     limits: list[int] | None = None,
     budget: BudgetForcing | None = None,
+    recover: Callable[[], None] | None = None,
 ) -> list[list[Response]]:
     """Sample `num_samples` responses to each problem.
 
@@ -68,16 +69,17 @@ def sample_responses(
         seed: A response depends only on (seed, problem, number of the sample).
         limits: Tokens of a response to each problem; None: sampling.max_completion_length for all.
         budget: Least and most tokens of a thought; None: the model decides.
+        recover: Brings lost workers back with their weights; see `sample_all`.
 
     Raises:
-        WorkersLost: If workers came back without the current weights.
+        WorkersLost: If workers came back without the current weights, and nothing brings these.
     """
     if not problems:
         return []
     tokenizer = chat_format.tokenizer
     if budget is None:
         requests = build_response_requests(problems, num_samples, seed, limits)
-        groups = sample_all(engine, requests, sampling, stop="")
+        groups = sample_all(engine, requests, sampling, "", recover)
         return [[build_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups]
     opening = chat_format.thought_opening
     budgeted = sample_with_budget(
@@ -91,6 +93,7 @@ def sample_responses(
         chat_format.student_tags.thought_close,
         chat_format.answer_opening,
         limits,
+        recover,
     )
     return [
         [

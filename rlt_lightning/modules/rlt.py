@@ -7,7 +7,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ sampler.request*      the problems of all ranks (rollouts/sampler.py, from RolloutCallback)
       ├ collect               for each chunk of completions, alike on every rank:
       │   ├ sampler.stream*   what has come from the engine
-      │   ├ step.divide       over ranks, by tokens: a rank's shard is a list of rows (rollouts/shards.py)
+      │   ├ step.divide       over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
       │   ├ reader.read       models read the shard, as reward and loss declare (modules/reader.py)
       │   ├ reward.measure    tokens and texts → numbers of each row (rewards/)
       │   ├ step.share*       once all are there: all ranks get all numbers
@@ -35,7 +35,12 @@ from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 
-from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
+from rlt_lightning.datamodules.stages import (
+    ScoringData,
+    StudentLikelihoodData,
+    StudentRLData,
+    TeacherRLData,
+)
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
@@ -43,6 +48,7 @@ from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import follow_options
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
+    AnswerTerm,
     LossInputs,
     LossTerm,
     PolicyGradient,
@@ -73,10 +79,13 @@ class RLTModule(OnPolicyModule):
 
     Args:
         teacher: Model to train: local folder, hub id, or a name such as miniature.
-        student: Frozen model that scores the explanations, with any tokenizer; None if the reward needs none.
+        student: Frozen model that scores the completions, with any tokenizer; "policy", the weights that
+            train, as they are at this step; "reference", those at the start, or as ReferenceSync moves them;
+            None if the reward asks no model.
         group_size: Completions per problem, G; 64 in the paper.
-        reward: The RLT reward and its options, or a subclass with further terms; or a TextReward:
-            CorrectnessReward makes this traditional RL.
+        reward: The RLT reward and its options, or a subclass with further terms; or a LikelihoodReward, such
+            as LogProbReward, of a student that thinks; or a TextReward: CorrectnessReward makes this
+            traditional RL.
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         importance_sampling: Weights pi_trainer / pi_engine, truncated or masked. "auto": of tokens, capped at
@@ -85,21 +94,27 @@ class RLTModule(OnPolicyModule):
         teacher_log_probs: The teacher's log-probs in r_KL. "rollout": the engine's, if it sent them at the
             reward's temperature, else of another forward; in validation the trainer's. "recompute": always
             of another forward.
-        student_dtype: Type of the student's weights.
+        student_dtype: Type of a frozen student's weights.
         updates_per_rollout: Mini-batches of whole groups into which an iteration's completions are divided,
             with an optimizer step on each. `global_step` and schedules count iterations.
         num_epochs: How often an iteration learns from each of them. From the second update on, the ratio in
             the loss, to the policy at the start of the iteration, is not 1.
-        students: Several in its place, with weights or without.
+        answer_weight: Weight of the answer term, the gradient of the solution's own score, where the policy
+            is the student (`AnswerTerm`); None: 1 if the reward has the term, else 0. The term has neither
+            advantages nor importance weights: for a control by ShuffledAdvantages set it to 0.
+        students: Several frozen models in place of `student`, with weights or without.
         student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
         options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
 
     Raises:
-        InputError: If group_size is below 2, since a group of one has no baseline.
+        InputError: If group_size is below 2, since a group of one has no baseline, or if settings contradict
+            each other.
     """
 
-    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (TeacherRLData, ScoringData, StudentRLData)
-    reference_role = "the reference of the KL penalty"
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (
+        *(TeacherRLData, ScoringData),
+        *(StudentRLData, StudentLikelihoodData),
+    )
 
     @follow_options
     def __init__(
@@ -116,6 +131,7 @@ class RLTModule(OnPolicyModule):
         student_dtype: Dtype = "float32",
         updates_per_rollout: int = 1,
         num_epochs: int = 1,
+        answer_weight: float | None = None,
         students: StudentNames | None = None,
         student_reduction: Reduction = "mean",
         **options: Unpack[OnPolicyOptions],
@@ -125,8 +141,9 @@ class RLTModule(OnPolicyModule):
         )
         self.save_hyperparameters(logger=False)
         require_group(group_size)
-        self.students = Students.of(student, students, student_reduction).register()
+        self.students = Students.of(student, students, student_reduction, teacher).register()
         require_student(reward, self.students.first)
+        self.answer_weight = choose_answer_weight(answer_weight, reward, self.students)
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
@@ -146,6 +163,11 @@ class RLTModule(OnPolicyModule):
             raise InputError(
                 f"{type(self).__name__} trains on completions that it samples, but those of ScoringData are "
                 "given. Choose TeacherRLData for data, or score them: `rlt predict`."
+            )
+        if stage == "predict" and isinstance(data, StudentLikelihoodData):
+            raise InputError(
+                "`rlt predict` writes explanations or answers, but those of StudentLikelihoodData are "
+                "thoughts. Choose StudentRLData for data; or evaluate the student: `rlt test`."
             )
         if self.updates_per_rollout > data.prompts_per_step:
             raise InputError(
@@ -168,35 +190,39 @@ class RLTModule(OnPolicyModule):
             )
 
     def load_frozen_models(self) -> None:
-        """Load the student and, where the loss has a KL penalty, the reference."""
+        """Load the students and, where the loss has a KL penalty or it is the student, the reference."""
         super().load_frozen_models()
         for name in self.frozen_names:
             self.models[name] = self.load_frozen(name, self.student_dtype, "the frozen student")
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
         if self.needs_reference and not is_base:
-            self.reference = self.load_frozen(self.pretrained, self.dtype_name, self.reference_role)
+            self.reference = self.load_frozen(self.pretrained, self.dtype_name, "the reference")
 
     @property
     def needs_reference(self) -> bool:
         """Return whether the initial model is asked."""
-        return bool(self.trainer.training and self.policy_loss.kl_coef)
+        in_loss = self.trainer.training and self.policy_loss.kl_coef
+        return bool(in_loss) or self.students.model == REFERENCE
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the students that have weights of their own."""
-        return tuple(dict.fromkeys(self.students.names))
+        return self.students.frozen_names
 
     def types(self) -> dict[str, str]:
-        """Add the student's type."""
-        return super().types() | {"model.student_dtype": self.student_dtype}
+        """Add the type of the students."""
+        frozen = {"model.student_dtype": self.student_dtype} if self.frozen_names else {}
+        return super().types() | frozen
 
     def build_metadata(self) -> dict[str, Any]:
         """See `PolicyModule.build_metadata`."""
         metadata = super().build_metadata()
         metadata["training"]["reward"] = type(self.reward).__name__
         if students := self.students.describe():
-            metadata["training"]["frozen student"] = students
+            metadata["training"]["student"] = students
+        if self.answer_weight:
+            metadata["training"]["weight of the answer term"] = self.answer_weight
         return metadata
 
     def build_card_metadata(self) -> dict[str, Any]:
@@ -257,7 +283,12 @@ class RLTModule(OnPolicyModule):
     @property
     def losses(self) -> list[LossTerm]:
         """Return the terms of the loss."""
-        return [PolicyGradient(self.policy_loss, self.importance_weights, self.num_updates > 1)]
+        gradient = PolicyGradient(self.policy_loss, self.importance_weights, self.num_updates > 1)
+        score = self.reward.find_answer()
+        if score is None or not self.answer_weight:
+            return [gradient]
+        [policy] = self.students
+        return [gradient, AnswerTerm(score, self.policy_loss, policy, self.answer_weight)]
 
     def collect(self, request: RolloutRequest) -> StepBatch:
         """Return completions, which were read and scored as they came; all ranks get all rewards."""
@@ -267,6 +298,7 @@ class RLTModule(OnPolicyModule):
                 self.measure(step, step.divide(chunk), chunk[:1], stats)
         self.require_fresh(request.policy_version)
         with self.phase("score"):
+            self.raise_together(step)
             step.share(self.sum_tensor_over_ranks)
             score_groups(step, self.reward, self.students)
         return step
@@ -275,13 +307,20 @@ class RLTModule(OnPolicyModule):
         """Let models read a part of the shard, and the reward measure it.
 
         A rank without a part reads a dummy, since with sharded weights all ranks run a forward, and so that
-        it knows the names of the numbers.
+        it knows the names of the numbers. A failure of the reward is kept, as all ranks go on with the next
+        chunk: `raise_together` comes behind the last one.
         """
         rows = part or dummy
         declare = self.list_reward_reads if self.divides_again else self.list_reads
         self.reader.read(step, rows, declare, stats)
-        with torch.no_grad():
-            numbers = self.reward.measure(step, rows, self.students)
+        try:
+            with torch.no_grad():
+                numbers = self.reward.measure(step, rows, self.students)
+        except Exception as error:  # of a user's class: any
+            if self.trainer.world_size == 1:
+                raise
+            step.failure = step.failure or error
+            return
         step.put_numbers(part, numbers if part else {name: values[:0] for name, values in numbers.items()})
 
     def list_reward_reads(self, rollout: Rollout) -> dict[str, Read]:
@@ -398,6 +437,24 @@ def average_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(updates) == 1:
         return updates[0]
     return {name: sum(metrics[name] for metrics in updates) / len(updates) for name in updates[0]}
+
+
+def choose_answer_weight(weight: float | None, reward: Reward, students: Students) -> float:
+    """Return the weight of the answer term; None: 1 where there is one.
+
+    Raises:
+        InputError: If there is no such term for this reward and student.
+    """
+    has_term = students.model == POLICY and reward.find_answer() is not None
+    if weight is None:
+        return float(has_term)
+    if weight < 0 or (weight and not has_term):
+        raise InputError(
+            "model.answer_weight must be 0 or, with model.student policy and a LogProbReward or "
+            f"VeriFreeReward, above: it is {weight}, with {students.describe() or 'no student'} and "
+            f"{type(reward).__name__}. Set it to 0."
+        )
+    return weight
 
 
 def require_group(group_size: int) -> None:

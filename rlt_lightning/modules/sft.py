@@ -76,7 +76,7 @@ class SFTModule(PolicyModule):
                 output = micro.term(LossInputs.of(step, micro, computed, 0))
                 self.manual_backward(micro.scale * output.loss)
                 step.add_loss(micro, computed.values, output)
-            step.checks.require()
+            self.raise_together(step)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
         metrics |= {"data/completion_tokens": micro.num_scored, "data/epoch": float(self.current_epoch)}

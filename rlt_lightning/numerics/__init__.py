@@ -13,7 +13,6 @@ from rlt_lightning.numerics.advantages import (
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import (
-    BNPOLoss,
     CISPOLoss,
     DAPOLoss,
     DrGRPOLoss,
@@ -24,7 +23,6 @@ from rlt_lightning.numerics.losses import (
 
 __all__ = [
     "AdvantageEstimator",
-    "BNPOLoss",
     "CISPOLoss",
     "DAPOLoss",
     "Divergence",

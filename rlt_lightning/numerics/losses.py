@@ -64,7 +64,7 @@ class PolicyLoss(ABC):
 
         Args:
             log_probs: The policy's, the only term with gradient, (N, T), nats. Padding may hold anything.
-            advantages: (N,).
+            advantages: (N,), or (N, T) if tokens have their own.
             token_mask: True on completion tokens, (N, T). A row without any adds 0.
             old_log_probs: The sampling policy's, (N, T), nats. None: it is the policy itself, ratio 1.
             ref_log_probs: The reference's, (N, T), nats. None only if `kl_coef` is 0.
@@ -83,7 +83,7 @@ class PolicyLoss(ABC):
             ValueError: If `kl_coef` is not 0 and there is no reference.
         """
         assert log_probs.shape == token_mask.shape
-        assert advantages.shape == log_probs.shape[:1]
+        assert advantages.shape in (log_probs.shape[:1], log_probs.shape)
         self.require_reference(ref_log_probs)
         # Mask before exp(): inf or NaN on padding would reach the weights through the backward pass.
         padding = ~token_mask  # (N, T)
@@ -91,7 +91,7 @@ class PolicyLoss(ABC):
         old = log_probs.detach() if old_log_probs is None else old_log_probs.masked_fill(padding, 0.0)
         mask = token_mask.to(log_probs.dtype)  # (N, T), 1 on tokens and 0 on padding
         ratio = self.ratio(log_probs - old, mask)  # (N, T)
-        advantages = advantages.unsqueeze(1)  # (N, 1)
+        advantages = advantages.view(len(advantages), -1)  # (N, 1) or (N, T)
         mean_weights = self.mean_weights(mask, num_tokens, num_sequences)  # (N, T)
         weights = torch.ones_like(mask) if importance_weights is None else importance_weights
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)
@@ -199,10 +199,11 @@ class GSPOLoss(GRPOLoss):
         return (log_ratio.sum(dim=1, keepdim=True) / num_tokens).exp().expand_as(log_ratio)
 
 
-class BNPOLoss(PolicyLoss):
-    """BNPO, as TRL names it: the mean over all tokens, of the whole step, over all micro-batches and ranks.
+class DAPOLoss(PolicyLoss):
+    """DAPO: the mean over all tokens of the step, over all micro-batches and ranks (arXiv:2503.14476).
 
-    Dividing by each micro-batch's own tokens instead would make the loss depend on how the batch was cut.
+    TRL's "bnpo" is the same loss, but divides by the tokens of a micro-batch, and so depends on how a batch
+    was cut. The paper's recipe also clips higher, `clip_eps_high=0.28`, and drops the KL, `kl_coef=0`.
     """
 
     def mean_weights(self, mask: Tensor, num_tokens: float | None, num_sequences: float | None) -> Tensor:
@@ -210,14 +211,7 @@ class BNPOLoss(PolicyLoss):
         return mask / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
 
 
-class DAPOLoss(BNPOLoss):
-    """DAPO: the mean over all tokens of the step (arXiv:2503.14476), so equal to `BNPOLoss` as we define it.
-
-    The paper's recipe also clips higher, `clip_eps_high=0.28`, and drops the KL, `kl_coef=0`.
-    """
-
-
-class CISPOLoss(BNPOLoss):
+class CISPOLoss(DAPOLoss):
     """CISPO: REINFORCE weighted by a clipped ratio without gradient (MiniMax-M1, arXiv:2506.13585).
 
     surrogate = detach(min(ratio, 1 + clip_eps_high)) * A * log pi

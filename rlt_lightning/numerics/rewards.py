@@ -99,7 +99,7 @@ def require_finite(values: Tensor, term: str, rows: Sequence[int]) -> None:
 
 
 class FiniteChecks:
-    """Checks of what a device computes, made together at the end of a pass.
+    """Checks of what a device computes, made together when everything has been computed.
 
     The host waits once for all of them, and prepares the next rows while the device computes.
     """
@@ -111,17 +111,27 @@ class FiniteChecks:
         """Keep values to be checked, (M,), one row after another; see `require_finite`."""
         self.kept.append((values.detach(), num_tokens_per_row, term, rows))
 
+    def find_bad(self) -> Tensor:
+        """Return whether a value is NaN or infinite, a bool on the device; the host does not wait."""
+        if not self.kept:
+            return torch.tensor(False, device="cpu")
+        return ~torch.stack([values.isfinite().all() for values, *_ in self.kept]).all()
+
     def require(self) -> None:
         """Check everything that was added.
 
         Raises:
-            NonFiniteError: If a value is NaN or infinite; it names the first such term and the rows.
+            NonFiniteError: If a value is NaN or infinite; it names the first such term and all its rows.
         """
-        kept, self.kept = self.kept, []
-        if not kept or torch.stack([values.isfinite().all() for values, *_ in kept]).all():
+        is_bad, kept, self.kept = self.find_bad(), self.kept, []
+        if not is_bad:
             return
-        for values, num_tokens_per_row, term, rows in kept:
-            require_finite(to_padded(values, num_tokens_per_row)[0], term, rows)
+        for term in dict.fromkeys(term for *_, term, _ in kept):
+            parts = [part for part in kept if part[2] == term]
+            values = torch.cat([values for values, *_ in parts])
+            counts = [count for _, counts, *_ in parts for count in counts]
+            rows = [row for *_, numbers in parts for row in numbers]
+            require_finite(to_padded(values, counts)[0], term, rows)
 
 
 def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from rlt_lightning.types import RewardTerms
 Reduction = Literal["mean", "min"]
 Terms = TypeVar("Terms", bound=RewardTerms)
 # Computed from the text, and so the same for every student.
-OF_TEXT = ("format_reward", "extra")
+OF_TEXT = ("format_reward",)
 
 
 def combine_terms(found: Sequence[Terms], weights: Sequence[float], reduction: Reduction) -> Terms:
@@ -23,8 +23,8 @@ def combine_terms(found: Sequence[Terms], weights: Sequence[float], reduction: R
     mean    r = sum_i w_i * r_i / sum_i w_i,   and so is every term
     min     r = r_j, and every term is that of student j = argmin_i r_i; the first of equal ones
 
-    Each r_i is a student's whole reward, for RLT w * r_SS - lambda * r_KL + format. The format term and the
-    terms of a subclass come from the text, so they count once.
+    Each r_i is a student's whole reward, for RLT w * r_SS - lambda * r_KL + format. The format term and a
+    subclass's terms of the text are the same for all students, so they count once.
 
     Args:
         found: The terms of each student, each (N,).
@@ -37,8 +37,11 @@ def combine_terms(found: Sequence[Terms], weights: Sequence[float], reduction: R
     combine = build_choice(found) if reduction == "min" else build_mean(weights)
     # A baseline is None where the reward has none.
     names = [field.name for field in fields(found[0]) if field.name not in OF_TEXT]
-    names = [name for name in names if getattr(found[0], name) is not None]
+    names = [name for name in names if getattr(found[0], name) is not None and name != "extra"]
     terms: dict[str, Any] = {name: combine([getattr(one, name) for one in found]) for name in names}
+    extras = [getattr(one, "extra", {}) for one in found]
+    if extras[0]:  # the terms of a subclass
+        terms["extra"] = {name: combine([extra[name] for extra in extras]) for name in extras[0]}
     return replace(found[0], **terms)
 
 

@@ -53,6 +53,23 @@ class KLOptions(Protocol):
         """Estimate the KL of each token from the log-probs of both models, nats."""
 
 
+class AnswerScore(Protocol):
+    """A score of the solution that the policy can ascend itself, where it is the student."""
+
+    @property
+    def temperature(self) -> float | None:
+        """Return the temperature of the solution's log-probs; None: that of sampling."""
+
+    def score_answers(self, log_probs: Tensor, token_mask: Tensor, closed: Tensor) -> Tensor:
+        """Return the scores of n solutions, (n,), from the log-probs of their tokens, (n, S), nats.
+
+        Args:
+            log_probs: Log-probs after the completion.
+            token_mask: True on solution tokens.
+            closed: Whether a completion ended with its tag, bool, (n,).
+        """
+
+
 class ReadTokens(NamedTuple):
     """The tokens of one completion that a reward by one student counts, with their raw values.
 
@@ -109,6 +126,10 @@ class Reward(ABC):
         """Return how its KL compares policy and student, for sampling at a temperature, if it has one."""
         return None
 
+    def find_answer(self) -> AnswerScore | None:
+        """Return the score of the answer term, if it has one: the gradient of `score_answers`."""
+        return None
+
     def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[ReadTokens]:
         """Return the tokens of a measured row with their values, by each student."""
         return []
@@ -129,7 +150,8 @@ class StudentReward(Reward):
         """Return the numbers of terms, (n,), by the names that `build_terms` reads."""
         values = {field.name: getattr(terms, field.name) for field in fields(terms)}
         numbers = {student.name(name): v for name, v in values.items() if isinstance(v, Tensor)}
-        return numbers | {f"extra/{name}": v for name, v in values.get("extra", {}).items()}
+        extra = student.name("extra")
+        return numbers | {f"{extra}/{name}": v for name, v in values.get("extra", {}).items()}
 
     def build_terms(self, step: StepBatch, student: Student) -> Any:
         """Return the terms of all rows by a student, (N,), from what `list_numbers` gave."""
@@ -137,7 +159,8 @@ class StudentReward(Reward):
         terms: dict[str, Any] = {
             name: step.numbers[student.name(name)] for name in names if student.name(name) in step.numbers
         }
-        extra = {n.removeprefix("extra/"): v for n, v in step.numbers.items() if n.startswith("extra/")}
+        start = student.name("extra") + "/"
+        extra = {n.removeprefix(start): v for n, v in step.numbers.items() if n.startswith(start)}
         return self.terms_type(**terms | ({"extra": extra} if "extra" in names else {}))
 
     def score(self, step: StepBatch, students: Students) -> Score:

@@ -147,9 +147,15 @@ def require_scorable(reward: Reward, students: Students) -> None:
     """Check that a reward can be computed with students, and name each that reads explanations as text.
 
     Raises:
-        InputError: If it sums over a vocabulary that the models do not share.
+        InputError: If it sums over a vocabulary that the models do not share, or compares the policy with
+            itself.
     """
     of_kl = reward.find_kl(temperature=1.0)
+    if of_kl is not None and students.model == POLICY and "thoughts" in reward.judges:
+        raise InputError(
+            "model.reward.thought_kl_weight must be 0 where model.student is policy: the KL of a thought "
+            "from itself is 0. Set it to 0, or model.student to reference or a model."
+        )
     for student, chat_format in zip(students.names, students.formats, strict=False):
         if not isinstance(chat_format, CrossTokenizerFormat):
             continue

@@ -8,8 +8,8 @@
 | `NOVERReward` | the thought's rank in its group by perplexity, and a bonus for shorter ones |
 
 Each is a pure function of the solution's log-probs, the lengths of the thoughts and their groups. Who
-computes the log-probs is `model.scorer` of `LikelihoodModule`. docs/method.md says where paper and released
-code differ; the code is followed.
+computes the log-probs, the scorer, is `model.student` of `RLTModule`: the policy itself, its reference or a
+frozen model. docs/method.md says where paper and released code differ; the code is followed.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class LikelihoodReward(StudentReward, ABC):
 
     Args:
         temperature: Temperature of the log-probs; None: that of sampling.
-        kl_weight: Weight of r_KL, how unnatural the thought is to the scorer: the mean over its tokens of the
-            KL of the policy from it, as in RLT. 0: no such term. The scorer must be another model.
+        thought_kl_weight: Weight of r_KL, how unnatural the thought is to the scorer: the mean over its
+            tokens of the KL of the policy from it, as in RLT. 0: no such term. The scorer must be another model.
         kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
     """
 
@@ -138,28 +138,31 @@ class LikelihoodReward(StudentReward, ABC):
     has_answer_term: ClassVar[bool] = False
 
     temperature: float | None = None
-    kl_weight: float = field(default=0.0, kw_only=True)
+    thought_kl_weight: float = field(default=0.0, kw_only=True)
     kl_estimator: Literal["k1", "k3", "exact"] = field(default="k1", kw_only=True)
 
     def __post_init__(self) -> None:
         holds = self.temperature is None or self.temperature > 0
         require_option("temperature", self.temperature, holds, "positive, or null for that of sampling")
         require_option(
-            "kl_weight", self.kl_weight, self.kl_weight >= 0, "at least 0; 0 switches the term off"
+            "thought_kl_weight",
+            self.thought_kl_weight,
+            self.thought_kl_weight >= 0,
+            "at least 0; 0 switches the term off",
         )
         self.kl_settings(temperature=1.0)  # checks the estimator
 
     def columns(self) -> tuple[str, ...]:
         """See `Reward.columns`."""
         columns = ("reward", "solution_log_prob_reward", "format_reward")
-        return (*columns, "kl_reward") if self.kl_weight else columns
+        return (*columns, "kl_reward") if self.thought_kl_weight else columns
 
     def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
         """Return the solution after the thought as each scorer reads it and, with a KL term, the thought."""
         reads: dict[str, Read] = {}
         for student, view in list_views(rollout, students):
             reads[student.name("solution")] = read_solution(student, view, self.temperature)
-            if self.kl_weight:
+            if self.thought_kl_weight:
                 reads |= read_kl(student, view, self.kl_settings(1.0), self.temperature, self.temperature)
         if self.baseline == "empty":
             for student, view in list_views(rollout, students):
@@ -184,7 +187,7 @@ class LikelihoodReward(StudentReward, ABC):
         rollouts = step.rollouts(rows)
         log_probs, token_mask = step.pad(student.name("solution"), rows)
         device, kl, kl_mask = log_probs.device, None, None
-        if self.kl_weight:
+        if self.thought_kl_weight:
             kl, kl_mask = pad_rows([estimate_kl(step, row, student, self.kl_settings(1.0)) for row in rows])
         return SolutionScores(
             log_probs=log_probs,
@@ -215,7 +218,16 @@ class LikelihoodReward(StudentReward, ABC):
 
     def find_kl(self, temperature: float) -> RLTReward | None:
         """See `Reward.find_kl`."""
-        return self.kl_settings(temperature) if self.kl_weight else None
+        return self.kl_settings(temperature) if self.thought_kl_weight else None
+
+    def find_answer(self) -> LikelihoodReward | None:
+        """See `Reward.find_answer`."""
+        return self if self.has_answer_term else None
+
+    def score_answers(self, log_probs: Tensor, token_mask: Tensor, closed: Tensor) -> Tensor:
+        """See `AnswerScore.score_answers`; scores that compare thoughts have no answer term."""
+        unused = torch.zeros_like(closed)
+        return self.score_solution(SolutionScores(log_probs, token_mask, closed, unused, unused))
 
     def kl_settings(self, temperature: float) -> RLTReward:
         """Return the same KL as RLT's reward has it, for sampling at a temperature."""
@@ -249,7 +261,7 @@ class LikelihoodReward(StudentReward, ABC):
         efficiency, kl_mean = self.score_efficiency(scores), None
         if scores.kl is not None and scores.kl_mask is not None:
             kl_mean = student_kl_penalty(scores.kl, scores.kl_mask, max_coef=0.0)
-        penalty = None if kl_mean is None else -self.kl_weight * kl_mean
+        penalty = None if kl_mean is None else -self.thought_kl_weight * kl_mean
         further = [term for term in (efficiency, penalty) if term is not None]
         return LikelihoodTerms(
             reward=sum(further, start=solution) + shape,

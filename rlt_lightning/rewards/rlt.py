@@ -1,7 +1,8 @@
 """The reward of Reinforcement-Learned Teachers (arXiv:2506.08388): does the student understand it?
 
 To add a term without changing this file, write a subclass of `RLTReward`: name the term in `extra_names` and
-return its values from `extra_terms` (docs/extending.md has an example).
+return its values from `extra_terms`, made of texts, or from `token_terms`, made of what students have read
+(docs/extending.md has an example of each).
 
 To add a term inside this file, change these places:
 
@@ -46,7 +47,7 @@ from rlt_lightning.rewards.explanations import (
     read_kl,
     read_solution,
 )
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.students import Student, Students
 from rlt_lightning.rollouts.step import Read, StepBatch, pad_rows
 from rlt_lightning.types import InputError, RewardTerms, Rollout
 
@@ -113,8 +114,8 @@ class RLTReward(StudentReward):
 
     r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
 
-    A subclass may add terms computed from the texts: it names them in `extra_names` and returns them from
-    `extra_terms`.
+    A subclass may add terms: it names them in `extra_names` and returns those made of texts from
+    `extra_terms`, those made of token columns from `token_terms`.
 
     Args:
         solution_weight: Weight of r_SS, `student_solution_reward`.
@@ -209,7 +210,8 @@ class RLTReward(StudentReward):
             step.tokens.setdefault(student.name("kl"), {}).update(zip(rows, kl, strict=True))
             kl_values, kl_mask = pad_rows(kl)  # (n, K)
             closed = upload([r.closed and not r.empty for r in rollouts], solution.device)
-            extra = self.check_extra_terms(rollouts, solution.device)
+            of_tokens = self.token_terms(step, rows, student)
+            extra = self.check_extra_terms(rollouts, solution.device, of_tokens)
             options = {}
             if self.baseline == "empty":
                 options["empty_log_probs"] = step.pad(student.name("empty"), rows)[0]
@@ -251,8 +253,27 @@ class RLTReward(StudentReward):
         """
         return {}
 
-    def check_extra_terms(self, rollouts: Sequence[Rollout], device: torch.device) -> dict[str, Tensor]:
-        """Return what `extra_terms` does, each (N,), in the order of the names.
+    def token_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+        """Return further terms, made of the tokens that models have read; a subclass has some.
+
+        `step.pad(student.name("solution"), rows)` is the student's log-probs of the solution and their mask,
+        (n, S); of the explanation, "think" and "teacher" are the log-probs, unless the KL is exact, and "kl"
+        is the KL. A subclass may declare further columns in `reads`.
+
+        Args:
+            step: The step, with the token columns of these rows.
+            rows: n rows that this rank has read.
+            student: One of the students; of several, each gives its own terms.
+
+        Returns:
+            One for each of `extra_names` that `extra_terms` does not return, (n,), on any device.
+        """
+        return {}
+
+    def check_extra_terms(
+        self, rollouts: Sequence[Rollout], device: torch.device, of_tokens: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return what `extra_terms` does and `token_terms` did, each (N,), in the order of the names.
 
         Raises:
             InputError: If the terms have wrong names or shapes.
@@ -260,17 +281,18 @@ class RLTReward(StudentReward):
         """
         name, names = type(self).__name__, self.extra_names
         terms = self.extra_terms(rollouts)
+        terms = terms | (of_tokens or {}) if isinstance(terms, dict) else terms
         if not isinstance(terms, dict) or set(terms) != set(names):
             returned = list(terms) if isinstance(terms, dict) else type(terms).__name__
             raise InputError(
-                f"{name}.extra_terms must return the terms of {name}.extra_names, {list(names)}, but "
-                f"returned {returned}. Let them agree."
+                f"{name}.extra_terms and token_terms must return the terms of {name}.extra_names, "
+                f"{list(names)}, but returned {returned}. Let them agree."
             )
         for term, values in terms.items():
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             if shape != (len(rollouts),):
                 raise InputError(
-                    f"{name}.extra_terms must return tensors with one number per rollout, "
+                    f"{name} must return terms as tensors with one number per rollout, "
                     f"({len(rollouts)},), but '{term}' is {shape}. Correct it."
                 )
             require_finite(values, f"reward term '{term}'", [r.problem.row for r in rollouts])

@@ -14,6 +14,7 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.metrics.catalogue import build_student_metrics, register
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.numerics.students import Reduction
+from rlt_lightning.rollouts.step import POLICY, REFERENCE
 from rlt_lightning.types import InputError, ModelView, Problem
 
 # Names of students, with their weights or without.
@@ -48,14 +49,15 @@ class Students:
     """Which students score, and how their rewards become one.
 
     Example:
-        `Students.of("miniature", {"a": 1.0, "b": 0.5}, "mean")` has names ("a", "b"), weights (1.0, 0.5).
+        `Students.of(None, {"a": 1.0, "b": 0.5})` has names ("a", "b") and weights (1.0, 0.5);
+        `Students.of("policy", None, policy="a")` has the name "a" and the model "policy".
 
     Attributes:
         names: Their models; none if the reward asks no model.
         weights: One for each, above 0.
         reduction: The weighted mean of their rewards, or the smallest.
         formats: The format of each, once the data are known; one also without a student.
-        model: "policy" or "reference", where that is the only one.
+        model: "policy" or "reference", where that is the only student: it has no weights of its own.
         latest_empty: See `Student`.
     """
 
@@ -80,21 +82,24 @@ class Students:
         student: str | None,
         students: StudentNames | None,
         reduction: Reduction = "mean",
-        setting: str = "model.students",
+        policy: str = DEFAULT_MODEL,
     ) -> Students:
         """Return the students that settings name.
 
         Args:
-            student: The only one; None if no model scores. Not read where `students` are named.
+            student: The only one, or "policy" or "reference"; None if no model scores. Not read where
+                `students` are named.
             students: Several, with weights or without.
             reduction: See `Students`.
-            setting: What `students` is called.
+            policy: Name of the model that is trained.
 
         Raises:
             InputError: If the settings contradict each other, or a weight cannot be one.
         """
         if reduction not in ("mean", "min"):
             raise InputError(f"model.student_reduction must be mean or min, but is {reduction!r}. Set it.")
+        if students is None and student in (POLICY, REFERENCE):
+            return cls((policy,), (1.0,), reduction, model=student)
         if students is None:
             return cls((student,), (1.0,), reduction) if student is not None else cls((), (), reduction)
         if student not in (None, DEFAULT_MODEL):
@@ -104,13 +109,18 @@ class Students:
             )
         if not students:
             raise InputError(
-                f"{setting} must name at least one model, but is empty. Name them, or leave it out."
+                "model.students must name at least one model, but is empty. Name them, or leave it out."
+            )
+        if not {POLICY, REFERENCE}.isdisjoint(students):
+            raise InputError(
+                f"Several students must be frozen models, but model.students lists {', '.join(students)}. "
+                "Name the model in place of policy or reference, or set model.student to it alone."
             )
         weights = dict(students) if isinstance(students, dict) else dict.fromkeys(students, 1.0)
         for name, weight in weights.items():
             if not (isinstance(weight, (int, float)) and isfinite(weight) and weight > 0):
                 raise InputError(
-                    f"A weight of {setting} must be a number above 0, but that of {name} is {weight}. "
+                    f"A weight of model.students must be a number above 0, but that of {name} is {weight}. "
                     "Correct it, or leave the model out."
                 )
         if reduction == "min" and len(set(weights.values())) > 1:
@@ -129,6 +139,11 @@ class Students:
     def with_formats(self, formats: list[ChatFormat]) -> Self:
         """Return the students with the format of each."""
         return replace(self, formats=tuple(formats))
+
+    @property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Return the names of the students that have weights of their own, each once."""
+        return () if self.model else tuple(dict.fromkeys(self.names))
 
     @property
     def first(self) -> str | None:
@@ -158,7 +173,7 @@ class Students:
     def describe(self) -> str:
         """Return names and weights, for people."""
         if len(self.names) < 2:
-            return ", ".join(self.names)
+            return self.model or ", ".join(self.names)
         if self.reduction == "min":
             return f"the smallest reward of {', '.join(self.names)}"
         weighed = (f"{name} ({weight:g})" for name, weight in zip(self.names, self.weights, strict=True))

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Event
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -62,7 +61,7 @@ class RolloutRequest:
         step: The training step that they are for, from 0; None: validation or prediction.
         problems: The problems themselves; a checkpoint holds none.
         places: Which of the step's problems each one is, or replaces.
-        own: Those that this rank rewards, logs and records: the problems that the loader gave it.
+        logged: Those that this rank logs and records: the problems that the loader gave it.
         asked: The problems that this rank asks the engine for; None: all.
         build: Attaches a completion to its problem.
     """
@@ -78,7 +77,7 @@ class RolloutRequest:
     step: int | None = None
     problems: list[Problem] = field(default_factory=list, compare=False)
     places: Sequence[int] = field(default=(), compare=False)
-    own: Sequence[int] = field(default=(), compare=False)
+    logged: Sequence[int] = field(default=(), compare=False)
     asked: Sequence[int] | None = field(default=None, compare=False)
     build: Callable[[Problem, Completion], Rollout] | None = field(default=None, compare=False, repr=False)
 
@@ -88,7 +87,6 @@ class RolloutRequest:
         # On the rank that talks to the engine: what has come, and at its end None or the error.
         self.arrivals: SimpleQueue[tuple[int, Completion] | BaseException | None] = SimpleQueue()
         self.sampling_now = False
-        self.ended = Event()
         self.ended_at = 0.0  # time.monotonic()
 
     # What is there
@@ -101,10 +99,10 @@ class RolloutRequest:
         return [i for i in asked if any(i * size + j not in self.completions for j in range(size))]
 
     @property
-    def own_numbers(self) -> list[int]:
-        """Return the numbers of the completions of this rank's own problems."""
+    def logged_numbers(self) -> list[int]:
+        """Return the numbers of the completions of the problems that this rank logs."""
         size = self.num_completions
-        return [i * size + j for i in self.own for j in range(size)]
+        return [i * size + j for i in self.logged for j in range(size)]
 
     def build_rollout(self, number: int) -> Rollout:
         """Return a completion attached to its problem; a rank builds only what it needs."""
@@ -136,7 +134,7 @@ class RolloutRequest:
         Returns:
             What it is asked for, and the numbers of these completions.
         """
-        self.arrivals, self.ended, self.sampling_now = SimpleQueue(), Event(), True
+        self.arrivals, self.sampling_now = SimpleQueue(), True
         missing, size = self.missing, self.num_completions
         numbers = [i * size + j for i in missing for j in range(size)]
         requests = [
@@ -160,13 +158,6 @@ class RolloutRequest:
             end = error
         self.ended_at = time.monotonic()
         arrivals.put(end)
-        self.ended.set()
-
-    def wait(self) -> None:
-        """Wait until the engine has finished, or failed."""
-        if self.sampling_now:
-            with waiting_for(f"the engine's completions of {len(self.missing)} prompts", on_terminal=False):
-                self.ended.wait()
 
     def collect(self) -> None:
         """Wait for what the engine was asked for, and keep it.

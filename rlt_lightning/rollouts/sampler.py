@@ -1,4 +1,9 @@
-"""The only thing through which a module asks for completions; RolloutCallback makes it and hands it over.
+"""How completions are asked for and come. RolloutCallback makes a Sampler, and a module knows nothing else.
+
+    Sampler        what a module asks for: the completions of a step, of a validation, of a prediction
+    └ Dispatcher   the engine, asked on behalf of all ranks; EvaluateEvery has one too
+      └ WeightSync      brings the weights before each request (weight_sync.py)
+    RolloutRequest what is asked, and what has come of it (request.py)
 
 A step of training, as `RLTModule.training_step` calls it:
 
@@ -10,40 +15,232 @@ A step of training, as `RLTModule.training_step` calls it:
         engine      sample 0 │ sample 1 │ sample 2 │ ...
         module               │ train 0  │ train 1  │ ...
 
-An engine outside the process, on GPUs of its own, leaves the trainer's GPUs idle while it samples. So its
-completions come in several chunks, and each is scored at once. Each ═ is a collective: all ranks wait there.
+An engine in process: every rank has it, and samples its part of a request with its own model. Each ═ is a
+collective: all ranks wait there.
+
+    rank 0   update_weights ─▶ sample ─▶ its completions ═ all completions ─▶ score ─▶ update
+    rank 1   update_weights ─▶ sample ─▶ its completions ═ all completions ─▶ score ─▶ update
+
+An engine outside: rank 0 talks to it for all ranks. On GPUs of its own it leaves the trainer's idle while it
+samples. So its completions come in several chunks, and each is scored at once.
 
     engine   ─── sample ─────────────────────────────────────────────┐
     rank 0       chunk 1 ═▶ score ═ chunk 2 ═▶ score ═ ...  last chunk ═▶ score ─▶ update
     rank 1               ═▶ score ═         ═▶ score ═ ...             ═▶ score ─▶ update
 
 No weight moves before the last chunk is scored, so the rewards equal those of scoring all at the end, up to
-rounding, since micro-batches differ. Any other engine brings all completions in one chunk.
+rounding, since micro-batches differ. Why each wait ends:
+
+    rank 0, for completions         the engine's thread puts a mark behind the last one, also after an error;
+                                    the engine returns or raises within its own deadlines
+    the others, for rank 0's chunk  rank 0 hands on the chunk or its exception; `deadline_s` bounds the rest
+
+What an engine lost with its workers is submitted again in `Dispatcher.stream`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import torch
 from lightning.pytorch import Trainer
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.engines.base import Sampling
+from rlt_lightning.engines.base import Engine, EngineError, Sampling, require_context, stream_completions
+from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.rollouts.dispatcher import Dispatcher, Policy
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling, RewardStd
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.run.ranks import gather_from_ranks
-from rlt_lightning.types import Problem, Rollouts
+from rlt_lightning.rollouts.request import Chunk, RolloutRequest
+from rlt_lightning.rollouts.weight_sync import Policy, WeightSync
+from rlt_lightning.run.ranks import Collectives, gather_from_ranks, waiting_for_ranks
+from rlt_lightning.types import Completion, Problem, Rollouts
+
+T = TypeVar("T")
 
 # In seeds these stand in place of the optimizer step.
 VALIDATION, PREDICTION = -1, -2
 # Sampled tokens of a chunk, in full forwards of each rank: a smaller chunk would fill no forward, a larger
 # one would leave more to score after the last completion (benchmarks/overlap.py).
 CHUNK_FORWARDS = 1
+
+
+class Dispatcher:
+    """Asks an engine on behalf of all ranks.
+
+    Args:
+        engine: The engine.
+        verify_every_n_steps: Optimizer steps between two verifications of workers; 0: only after the first
+            push to a worker.
+        deadline_s: How long the other ranks wait for rank 0.
+    """
+
+    def __init__(self, engine: Engine, verify_every_n_steps: int, deadline_s: float) -> None:
+        self.engine = engine
+        self.weights = WeightSync(engine, verify_every_n_steps, self.call)
+        self.collectives = Collectives(deadline_s, EngineError)
+        # `start` sets both.
+        self.trainer: Trainer | None = None
+        self.module: Policy | None = None
+
+    # The engine's life
+
+    def start(self, trainer: Trainer, module: Policy, prompt: list[int], longest: int) -> None:
+        """Start the engine once the weights are where they are trained, a restored checkpoint included.
+
+        A callback that shares another one's engine calls this too, so that its prompts are checked.
+
+        Args:
+            trainer: The trainer.
+            module: The module whose policy samples.
+            prompt: The first prompt.
+            longest: The longest prompt with the longest completion, tokens.
+        """
+        self.trainer, self.module = trainer, module
+        self.weights.start(prompt)
+
+        def start() -> None:
+            tokenizer = get_stratos_data(trainer).format.tokenizer
+            self.engine.start(module.policy, tokenizer, Path(trainer.default_root_dir))
+            require_context(longest, self.engine.max_model_len)
+
+        self._free_gpu_cache()
+        self.call(start)
+        if self.engine.in_process and module.sharding.sharded:
+            self.engine.use_sharded_model(module.run, module.on_any_rank)
+
+    def close(self) -> None:
+        """Close the engine; its weights are verified again after the next push."""
+        self.engine.close()
+        self.weights.close()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function of the engine where the engine is.
+
+        Returns:
+            In process what this rank's call returned; else what rank 0's did, on every rank.
+
+        Raises:
+            Exception: On every rank, whichever rank 0's call raised.
+        """
+        if self.engine.in_process or self.trainer is None:
+            return function()
+        return self.collectives.on_rank_zero(self.trainer, function)
+
+    # Completions
+
+    def divide(self, num_problems: int) -> Sequence[int]:
+        """Return which problems of a request that all ranks have alike this rank asks for.
+
+        In process these are a block. All ranks get equally many, since sharded ranks run forwards together:
+        so the last ranks may have some of the first problems too.
+        """
+        assert self.trainer is not None
+        if not self.engine.in_process:
+            return range(num_problems)
+        size = -(-num_problems // self.trainer.world_size)
+        first = self.trainer.global_rank * size
+        return [place % num_problems for place in range(first, first + size)]
+
+    def submit(self, request: RolloutRequest) -> None:
+        """Let the engine sample what a request lacks, with the weights of this step.
+
+        An engine outside the process samples in the background; any other has finished when this returns.
+        """
+        trainer, module = self._bound()
+        self._free_gpu_cache()
+        # Weights are pushed and verified as they are, wherever in a step this is.
+        with module.phase("push"), torch.autocast(module.device.type, enabled=False):
+            self.weights.make_current(trainer, module)
+        # Only the rank that talks to the engine knows what has come.
+        if not self.call(lambda: bool(request.completions)):
+            request.policy_version = module.global_step
+        if self.engine.in_process:
+            # In the precision that the model is trained in.
+            with module.phase("generate"), trainer.precision_plugin.forward_context():
+                self._sample(request)()
+        elif trainer.is_global_zero:
+            run_in_background(self._sample(request))
+
+    def stream(self, request: RolloutRequest, min_tokens: float = math.inf) -> Iterator[Chunk]:
+        """Yield what has come of a request, chunk by chunk, until nothing is missing.
+
+        What is not sampled yet, or was lost with workers, is submitted. All ranks get the same chunks; but of
+        a request of its own (`RolloutRequest.asked` is None) in process, a rank gets that.
+
+        Args:
+            request: The request.
+            min_tokens: Tokens that a chunk waits for; infinity: all there are.
+        """
+        _, module = self._bound()
+        while True:
+            # On every rank: metrics must have the same names everywhere.
+            with module.phase("generate") as stats:
+                chunk = self._next_chunk(request, min_tokens)
+                stats.tokens += self._count_tokens(chunk)
+                if chunk.complete and request.asked is not None:
+                    chunk = self._share(request, chunk)
+            yield chunk
+            if chunk.complete:
+                return
+            if not chunk.sampling:
+                self.submit(request)
+
+    def complete(self, request: RolloutRequest) -> None:
+        """Wait for all completions of a request at once; see `stream`."""
+        for _ in self.stream(request):
+            pass
+
+    def _next_chunk(self, request: RolloutRequest, min_tokens: float) -> Chunk:
+        """Return what has come since the chunk before; in process, what this rank has sampled."""
+        chunk = self.call(lambda: request.next_chunk(min_tokens))
+        request.deliver(chunk)
+        if chunk.complete and self.engine.takes_turns:
+            # No rank trains before all workers sleep.
+            self.call(self.engine.put_to_sleep)
+        return chunk
+
+    def _share(self, request: RolloutRequest, chunk: Chunk) -> Chunk:
+        """Give all ranks what each has sampled in process, at the end of a request; otherwise all have it."""
+        trainer, _ = self._bound()
+        if not self.engine.in_process or trainer.world_size == 1:
+            return chunk
+        packed = {number: pack_completion(sampled) for number, sampled in request.completions.items()}
+        parts = self.collectives.gather(trainer, packed, "the completions of all ranks")
+        request.completions = {
+            number: unpack_completion(arrays) for part in parts for number, arrays in part.items()
+        }
+        return chunk._replace(completions=request.completions)
+
+    def _count_tokens(self, chunk: Chunk) -> int:
+        """Return this rank's part of a chunk's tokens; the parts of all ranks add up, up to rounding."""
+        trainer, _ = self._bound()
+        num_tokens = sum(len(completion.token_ids) for completion in chunk.completions.values())
+        return num_tokens if self.engine.in_process else num_tokens // trainer.world_size
+
+    def _bound(self) -> tuple[Trainer, Policy]:
+        assert self.trainer is not None
+        assert self.module is not None
+        return self.trainer, self.module
+
+    def _sample(self, request: RolloutRequest) -> Callable[[], None]:
+        """Return a function in which the engine samples what a request lacks."""
+        samples, numbers = request.open()
+        stream = stream_completions(self.engine, samples, request.sampling, request.stop)
+        return lambda: request.receive(stream, numbers)
+
+    def _free_gpu_cache(self) -> None:
+        """Return the GPU memory that PyTorch keeps for later, if workers share the GPUs."""
+        if self.engine.takes_turns:
+            trainer, _ = self._bound()
+            torch.cuda.empty_cache()
+            with waiting_for_ranks(trainer, "all ranks to free their GPU"):
+                trainer.strategy.barrier()
 
 
 class SampledPolicy(Policy, Protocol):
@@ -89,7 +286,7 @@ class Sampler:
         self.settings = settings
         # What a checkpoint keeps: the request of this step or, once it was submitted, of the next.
         self.pending: RolloutRequest | None = None
-        self.num_own = 0  # problems that the loader gave this rank in this step
+        self.problems_per_rank = 0  # that the loader gave this rank, as any other, in this step
         self.reward_std = RewardStd()
 
     def bind(self, trainer: Trainer, module: SampledPolicy) -> None:
@@ -126,7 +323,7 @@ class Sampler:
         elif not request.problems:
             self._attach(request, self._gather(problems), len(problems))
         self._require_rows(request, problems)
-        self.pending, self.num_own = request, len(problems)
+        self.pending, self.problems_per_rank = request, len(problems)
         return request
 
     def stream(self, request: RolloutRequest) -> Iterator[list[int]]:
@@ -139,23 +336,13 @@ class Sampler:
         if self.settings.score_early:
             min_tokens = CHUNK_FORWARDS * self.module.micro_batch_tokens * self.trainer.world_size
         spans: list[tuple[float, float]] = []
-        while True:
-            with self.module.phase("generate") as stats:
-                chunk = self.dispatcher.next_chunk(request, min_tokens)
-                ended_at = time.perf_counter() - chunk.waited_s
-                stats.tokens += self.dispatcher.count_tokens(chunk)
-                numbers = sorted(chunk.completions)
-                if chunk.complete and self.dispatcher.engine.in_process:
-                    self.dispatcher.share_completions(request)
-                    numbers = sorted(request.completions)
-            if numbers:
-                start = time.perf_counter()
-                yield numbers
+        ended_at = 0.0
+        for chunk in self.dispatcher.stream(request, min_tokens):
+            start = time.perf_counter()
+            ended_at = start - chunk.waited_s
+            if chunk.completions:
+                yield sorted(chunk.completions)
                 spans.append((start, time.perf_counter()))
-            if chunk.complete:
-                break
-            if not chunk.sampling:
-                self.dispatcher.submit(request)
         with self.module.phase("score") as stats:
             stats.hidden_s += sum_hidden_seconds(spans, ended_at)
 
@@ -171,7 +358,9 @@ class Sampler:
         request = self._build_training(problems, self.module.global_step, 0)
         request.places = list(places[: len(problems)])
         rank = self.trainer.global_rank
-        request.own = [i for i, place in enumerate(request.places) if place // self.num_own == rank]
+        request.logged = [
+            i for i, place in enumerate(request.places) if place // self.problems_per_rank == rank
+        ]
         return request
 
     def submit_next(self) -> None:
@@ -190,7 +379,6 @@ class Sampler:
     def complete(self, request: RolloutRequest) -> None:
         """Wait for all completions of a request at once; all ranks get all of them."""
         self.dispatcher.complete(request)
-        self.dispatcher.share_completions(request)
 
     # Validation and prediction
 
@@ -198,7 +386,7 @@ class Sampler:
         """Sample completions of this rank's held-out problems, the same in every validation."""
         self.wait()
         seeds, settings = self._list_seeds(problems, VALIDATION), self.settings
-        request = self._build_own(
+        request = self._build_held_out(
             problems, seeds, VALIDATION, settings.val_sampling, settings.val_completions
         )
         return self._finish(request)
@@ -206,9 +394,9 @@ class Sampler:
     def sample_traces(self, problems: list[Problem]) -> Rollouts:
         """Sample the traces of a prediction; they depend only on seed and row, however rows are batched."""
         seeds, settings = self._list_seeds(problems, PREDICTION), self.settings
-        request = self._build_own(problems, seeds, PREDICTION, settings.sampling, settings.num_traces)
-        found = self._finish(request)
-        data, rollouts = get_stratos_data(self.trainer), found.rollouts
+        request = self._build_held_out(problems, seeds, PREDICTION, settings.sampling, settings.num_traces)
+        traces = self._finish(request)
+        data, rollouts = get_stratos_data(self.trainer), traces.rollouts
         for attempt in range(1, settings.max_resamples + 1):
             misfits = [i for i, rollout in enumerate(rollouts) if not data.fits_student(rollout)]
             if not self.module.on_any_rank(bool(misfits)):
@@ -220,21 +408,21 @@ class Sampler:
                 mix_seed(seed, attempt, i % settings.num_traces)
                 for seed, i in zip(self._list_seeds(again, PREDICTION), asked, strict=True)
             ]
-            request = self._build_own(again, seeds, PREDICTION, settings.sampling, 1)
+            request = self._build_held_out(again, seeds, PREDICTION, settings.sampling, 1)
             resampled = self._finish(request).rollouts
             for i, rollout in zip(misfits, resampled, strict=False):
                 rollouts[i] = rollout
-        return found
+        return traces
 
     def _finish(self, request: RolloutRequest) -> Rollouts:
-        """Wait for a request of `_build_own`, and return the completions of this rank's problems."""
+        """Wait for a request of `_build_held_out`, and return the completions of this rank's problems."""
         self.dispatcher.complete(request)
-        return request.build_rollouts(request.own_numbers)
+        return request.build_rollouts(request.logged_numbers)
 
     def wait(self) -> None:
         """Wait until nothing is sampled any more, since an engine does one thing at a time."""
         if self.pending is not None:
-            self.dispatcher.call(self.pending.wait)
+            self.dispatcher.call(self.pending.collect)
 
     # Requests
 
@@ -242,15 +430,15 @@ class Sampler:
         """Return the request of a step, of whose problems each rank has its own; nothing is sampled yet."""
         return self._build_training(self._gather(problems), step, len(problems))
 
-    def _build_training(self, problems: list[Problem], step: int, num_own: int) -> RolloutRequest:
+    def _build_training(self, problems: list[Problem], step: int, problems_per_rank: int) -> RolloutRequest:
         """Return a request for problems that all ranks have alike."""
         request = self._build(
-            problems, step, self.settings.sampling_at(step), self.module.group_size, num_own
+            problems, step, self.settings.sampling_at(step), self.module.group_size, problems_per_rank
         )
         request.asked = self.dispatcher.divide(len(problems))
         return request
 
-    def _build_own(
+    def _build_held_out(
         self,
         problems: list[Problem],
         seeds: list[int],
@@ -270,11 +458,16 @@ class Sampler:
         request = self._build(together, step, sampling, num_completions, 0)
         request.seeds = [seed for _, part in parts for seed in part]
         first = sum(len(part) for part, _ in parts[:rank])
-        request.own = range(first, first + len(problems))
+        request.logged = range(first, first + len(problems))
         return request
 
     def _build(
-        self, problems: list[Problem], step: int, sampling: Sampling, num_completions: int, num_own: int
+        self,
+        problems: list[Problem],
+        step: int,
+        sampling: Sampling,
+        num_completions: int,
+        problems_per_rank: int,
     ) -> RolloutRequest:
         request = RolloutRequest(
             rows=[problem.row for problem in problems],
@@ -286,14 +479,14 @@ class Sampler:
             stop=get_stratos_data(self.trainer).stop,
             step=step if step >= 0 else None,
         )
-        self._attach(request, problems, num_own)
+        self._attach(request, problems, problems_per_rank)
         return request
 
-    def _attach(self, request: RolloutRequest, problems: list[Problem], num_own: int) -> None:
-        """Give a request its problems: those of all ranks in rank order, `num_own` of each."""
-        first = self.trainer.global_rank * num_own
+    def _attach(self, request: RolloutRequest, problems: list[Problem], problems_per_rank: int) -> None:
+        """Give a request its problems: those of all ranks in rank order, `problems_per_rank` of each."""
+        first = self.trainer.global_rank * problems_per_rank
         request.problems, request.places = problems, range(len(problems))
-        request.own = range(first, first + num_own)
+        request.logged = range(first, first + problems_per_rank)
         request.build = get_stratos_data(self.trainer).build_rollout
 
     def _list_seeds(self, problems: list[Problem], step: int) -> list[int]:
@@ -317,3 +510,18 @@ class Sampler:
 def sum_hidden_seconds(spans: list[tuple[float, float]], ended_at: float) -> float:
     """Return how long the spans, from start to end, lasted before `ended_at`."""
     return sum(max(0.0, min(end, ended_at) - start) for start, end in spans)
+
+
+def pack_completion(completion: Completion) -> Completion:
+    """Store a completion's numbers in arrays, which travel faster than lists."""
+    log_probs = completion.log_probs
+    arrays: dict[str, Any] = {"token_ids": np.array(completion.token_ids, dtype=np.int32)}
+    arrays["log_probs"] = None if log_probs is None else np.array(log_probs, dtype=np.float64)
+    return replace(completion, **arrays)
+
+
+def unpack_completion(completion: Completion) -> Completion:
+    """Undo `pack_completion`."""
+    arrays: dict[str, Any] = vars(completion)
+    lists: Any = {name: array.tolist() for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    return replace(completion, **lists)

@@ -4,25 +4,36 @@ Read         what a model is to compute of one completion: rewards and losses de
 tokens       what the models computed, (T,) per row: on the rank that ran them, which has these rows as shard
 numbers      what a reward made of these tokens and of texts, one number per row: shared, (N,) on all ranks
 Score        rewards and their terms, (N,), from the numbers of whole groups
+
+Which rank computes which completions, its shard: all compute equally many tokens. Every rank has all
+completions of a step, and finds all shards by itself:
+
+    completions 0 … N-1, alike on every rank ─▶ Shards.divide, by tokens ─▶ this rank's rows
+                                                                              │ student, reference, update
+    numbers of all of them ◀═ one sum over ranks ═ numbers of its rows ◀──────┘
+
+Completions that come in chunks are divided chunk by chunk. With sharded weights every forward waits for all
+ranks, so a rank without a part of a chunk computes another's completion as a dummy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
+from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
-from rlt_lightning.numerics.rewards import FiniteChecks
+from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
 from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
 from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.shards import Shards
 from rlt_lightning.types import RewardTerms, Rollout, Rollouts, SFTExample
 
 # The models that are no frozen ones by name: the weights that train, and the initial ones.
@@ -113,7 +124,8 @@ class Score:
 
     def choose(self, rows: Sequence[int]) -> Score:
         """Return the score of some rows, in this order."""
-        return self.change(lambda values, _: values[upload(list(rows), values.device)], self)
+        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
+        return self.change(lambda values, _: values[place_on(values.device)], self)
 
     def change(self, change: Callable[[Tensor, Tensor], Tensor], other: Score) -> Score:
         """Return the score whose columns a function makes of those of this one and another one."""
@@ -132,6 +144,51 @@ class Score:
             put(self.columns, other.columns),
             students,
         )
+
+
+class Shards:
+    """Divides a step's completions over ranks.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        group_size: Completions of a problem.
+        shares_prefix: Whether the completions of a problem compute its prompt once.
+    """
+
+    def __init__(self, rank: int, world_size: int, group_size: int, shares_prefix: bool) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.group_size = group_size
+        self.shares_prefix = shares_prefix
+        self.loads = [0] * world_size  # tokens that each rank has
+        self.longest = 0  # tokens of the longest completion, of all ranks
+
+    def divide(self, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
+        """Divide completions over the ranks, after those of earlier calls; return this rank's, ascending.
+
+        Args:
+            lengths: The tokens of prompt and completion, by the completion's number. The same on every rank.
+        """
+        numbers = sorted(lengths)
+        tokens = [self._count(*lengths[number]) for number in numbers]
+        families: dict[int, list[int]] = {}
+        for place, number in enumerate(numbers):
+            families.setdefault(number // self.group_size, []).append(place)
+        parts = balance_shards(list(families.values()), tokens, self.world_size, self.loads)
+        for rank, part in enumerate(parts):
+            self.loads[rank] += sum(tokens[i] for i in part)
+        self.longest = max([self.longest, *(num_completion for _, num_completion in lengths.values())])
+        return [numbers[i] for i in parts[self.rank]]
+
+    def _count(self, num_prompt: int, num_completion: int) -> int:
+        """Return the tokens that a completion costs, with its part of the prompt."""
+        return (-(-num_prompt // self.group_size) if self.shares_prefix else num_prompt) + num_completion
+
+    @property
+    def imbalance(self) -> float:
+        """Return the heaviest rank's tokens as a multiple of the mean, at least 1."""
+        return imbalance(self.loads)
 
 
 @dataclass
@@ -162,7 +219,9 @@ class StepBatch:
         advantages: One per row, (N,).
         metrics: Those of the update, added up over its micro-batches.
         mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
-        checks: What must be finite before the optimizer steps.
+        checks: What models have computed, which must be finite before it is used.
+        failure: What failed on this rank; all ranks raise it where they next tell each other of failures.
+        lacks_log_probs: Whether the engine did not report the log-probs of a completion, of any rank's.
     """
 
     sources: list[tuple[RolloutRequest, int] | Rollout | SFTExample]
@@ -185,6 +244,8 @@ class StepBatch:
     metrics: dict[str, Any] = field(default_factory=dict)
     mismatches: list[Tensor] = field(default_factory=list)
     checks: FiniteChecks = field(default_factory=FiniteChecks)
+    failure: Exception | None = None
+    lacks_log_probs: bool = False
 
     @classmethod
     def of_request(cls, request: RolloutRequest, shards: Shards) -> StepBatch:
@@ -196,7 +257,7 @@ class StepBatch:
             request.sampling.temperature,
             request.policy_version,
             shards,
-            logged=request.own_numbers,
+            logged=request.logged_numbers,
             counts=RefillCounts(num_problems),
         )
 
@@ -254,6 +315,7 @@ class StepBatch:
             source = self.sources[row]
             assert isinstance(source, tuple)
             lengths[row] = source[0].count_tokens(source[1])
+            self.lacks_log_probs |= source[0].completions[source[1]].log_probs is None
         part = self.shards.divide(lengths)
         self.shard = sorted([*self.shard, *part])
         return part
@@ -273,6 +335,20 @@ class StepBatch:
             longest = self.shards.longest = max(longest, self.shards.longest)
         return parts
 
+    # Failures
+
+    def find_failed(self) -> Tensor:
+        """Return whether this rank has failed, or has computed NaN or an infinity; the host does not wait."""
+        return self.checks.find_bad() if self.failure is None else torch.tensor(True, device="cpu")
+
+    def find_failure(self) -> Exception | None:
+        """Return what has failed on this rank; a value that is not finite comes first, as a cause."""
+        try:
+            self.checks.require()
+        except NonFiniteError as error:
+            return error
+        return self.failure
+
     # Columns
 
     def pad(self, name: str, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -280,14 +356,18 @@ class StepBatch:
         return pad_rows([self.tokens[name][row] for row in rows])
 
     def put_numbers(self, rows: Sequence[int], values: Mapping[str, Tensor]) -> None:
-        """Write numbers of rows that this rank has measured; none of a dummy, but names and types."""
+        """Write numbers of rows that this rank has measured; none of a dummy, but names and types.
+
+        Later mini-batches are divided otherwise: a row is recorded by the rank that read it for its score.
+        """
+        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
         for name, column in values.items():
             if name not in self.numbers:
                 self.numbers[name] = column.new_zeros(len(self))
             if rows:
-                places = upload(list(rows), column.device)
-                self.numbers[name] = self.numbers[name].index_copy(0, places, column)
-        self.measured = sorted({*self.measured, *rows})
+                self.numbers[name] = self.numbers[name].index_copy(0, place_on(column.device), column)
+        if self.score is None:
+            self.measured = sorted({*self.measured, *rows})
 
     def share(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Let all ranks have all numbers: one sum over ranks, to which each brings its own rows.

@@ -9,8 +9,10 @@ fails. Every module's `configure_callbacks` returns `EndTogether`, so that this 
     a collective fails        mostly since another rank has ended: the launcher then ends this process
                               or another rank is late: it prints where it is, and this process raises
     all ranks raise the same  the first to enter its number into the store prints it
+    the others wait for it    they get the exception and raise it too, but let the rank print it where it
+                              was raised: `Collectives.on_rank_zero`, `raise_from_ranks`
 
-There is no broadcast of a failure, since the other ranks sit in other collectives.
+Elsewhere there is no broadcast of a failure, since the other ranks sit in other collectives.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import pickle
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from subprocess import Popen
@@ -50,6 +55,8 @@ T = TypeVar("T")
 FIRST_FAILURE = "rlt_lightning/first_failure"  # in the store: the rank that failed first
 PR_SET_PDEATHSIG = 1  # of prctl
 PRINT_S = 0.5  # for a process to print its stack
+# Begins the note on an exception that another rank has raised.
+HEARD = "This rank raises what was raised on rank"
 # How long a rank waits to be ended because another one has failed, or may clean up after its own failure.
 GRACE_S = 4.0
 # Rank 0's process, if Lightning's launcher has started this one.
@@ -95,10 +102,13 @@ class EndTogether(Callback):
         if not isinstance(exception, Exception) or isinstance(exception, self.together):
             self.ends.set()
             return
-        if is_broken_collective(exception):
+        if was_heard(exception):
             wait_to_be_ended()
-            self.print_stacks_of_others()
-        let_first_speak()
+        else:
+            if is_broken_collective(exception):
+                wait_to_be_ended()
+                self.print_stacks_of_others()
+            let_first_speak()
         self.ends.set()
         ErrorHandler().record_exception(exception)  # for torchrun's table
         end_after_traceback()
@@ -175,6 +185,11 @@ def is_broken_collective(error: Exception) -> bool:
     return gloo or isinstance(error, distributed.DistError)
 
 
+def was_heard(error: Exception) -> bool:
+    """Return whether another rank has raised an exception, and says why."""
+    return any(note.startswith(HEARD) for note in getattr(error, "__notes__", ()))
+
+
 def let_first_speak() -> None:
     """Return on the rank that failed first; the others wait until the launcher ends them."""
     if not distributed.is_initialized():
@@ -233,6 +248,109 @@ def end_process(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class Collectives:
+    """Lets ranks wait for each other in a process group of its own; the strategy's would give up earlier.
+
+    Args:
+        deadline_s: How long a rank waits for the others.
+        together: An exception that all ranks raise together, and after which they meet once more.
+    """
+
+    def __init__(self, deadline_s: float, together: type[Exception]) -> None:
+        self.deadline_s = deadline_s
+        self.together = together, InputError
+        # The process group in which ranks wait, made by the first call of all ranks.
+        self.group: Any = None
+
+    def on_rank_zero(
+        self, trainer: Trainer, function: Callable[[], T], what: str = "rank 0, which talks to the engine"
+    ) -> T:
+        """Call a function on rank 0, and return its result on all ranks.
+
+        Args:
+            trainer: Knows this process's rank.
+            function: What rank 0 does; its result is pickled.
+            what: What the other ranks wait for, as a message shows it.
+
+        Raises:
+            Exception: On every rank, whichever the function raised.
+        """
+        if trainer.world_size == 1:
+            return function()
+        self._open()
+        if trainer.is_global_zero:
+            try:
+                result = function()
+            except Exception as error:
+                self._tell(trainer, error)
+                raise
+            self._broadcast(trainer, (result, None), what)
+            return result
+        result, failure = self._broadcast(trainer, None, what)
+        if failure is not None:
+            raise add_heard(failure, 0)
+        return result
+
+    def gather(self, trainer: Trainer, value: T, what: str) -> list[T]:
+        """Return the values of all ranks, in rank order, on every rank; `what` is waited for."""
+        if trainer.world_size > 1:
+            self._open()
+        return gather_from_ranks(trainer, value, what, self.group)
+
+    def _tell(self, trainer: Trainer, error: Exception) -> None:
+        """Tell the other ranks of a failure on rank 0, as far as they come to hear it.
+
+        A bug may have left them in another collective: rank 0 then fails after GRACE_S, and they end with it.
+        """
+        told = (None, to_sendable(error))
+        telling = threading.Thread(
+            target=self._broadcast, args=(trainer, told, "the other ranks"), daemon=True
+        )
+        telling.start()
+        telling.join(None if isinstance(error, self.together) else GRACE_S)
+
+    def _broadcast(self, trainer: Trainer, value: Any, what: str) -> Any:
+        outcome = [value]
+        with waiting_for_ranks(trainer, what, "the other ranks"):
+            distributed.broadcast_object_list(outcome, src=0, group=self.group)
+        return outcome[0]
+
+    def _open(self) -> None:
+        if self.group is None:
+            timeout = timedelta(seconds=self.deadline_s)
+            self.group = distributed.new_group(backend="gloo", timeout=timeout)
+
+
+def raise_from_ranks(trainer: Trainer, error: Exception | None) -> NoReturn:
+    """Raise on all ranks the exception of the first one that has one; all ranks call this together.
+
+    Args:
+        trainer: Knows the ranks.
+        error: What failed on this rank; None: another one has failed.
+    """
+    sendable = None if error is None else to_sendable(error)
+    failures = gather_from_ranks(trainer, sendable, "what failed on another rank")
+    rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
+    if error is not None and rank == trainer.global_rank:
+        raise error
+    raise add_heard(failure, rank)
+
+
+def add_heard(error: Exception, rank: int) -> Exception:
+    """Note on an exception that it was raised on another rank."""
+    error.add_note(f"{HEARD} {rank}: that rank's traceback shows where.")
+    return error
+
+
+def to_sendable(error: Exception) -> Exception:
+    """Return an exception that other ranks can raise: itself or, if it cannot be pickled, its message."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a class of the user's does
+        copy = None
+    return error if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def gather_from_ranks(trainer: Trainer, value: T, what: str, group: Any = None) -> list[T]:

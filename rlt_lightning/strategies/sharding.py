@@ -13,6 +13,12 @@ a model goes through its `ModelEntry`, since the sharding libraries gather weigh
     FullyShard      sharded   sharded           sharded              by DTensor.full_tensor
     DeepSpeedZeRO   whole     sharded (ZeRO-2)  sharded              by deepspeed's safe_get_full_*
     ZeRO3           sharded   sharded           sharded              by deepspeed's safe_get_full_*
+
+When gradients of all ranks are added up:
+
+    Unsharded (DDP), ZeRO-1   in the last micro-batch of an update; until then a rank keeps whole ones
+    FullyShard                so too, or in every micro-batch: reduce_every_micro_batch (fsdp2.py)
+    ZeRO-2, ZeRO-3            in every micro-batch
 """
 
 from __future__ import annotations
@@ -27,8 +33,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rlt_lightning.console import announce, size_text
 from rlt_lightning.models.kernels import find_blocks
 from rlt_lightning.models.weights import GROUP_NUMEL, Read, fill_in_place, stored_once
+from rlt_lightning.strategies.fsdp2 import measure_free_bytes, whole_gradients_fit
 
 
 class ModelEntry(nn.Module):
@@ -64,6 +72,9 @@ class Unsharded:
     def freeze(self, entry: Any) -> Callable[..., Any]:
         """Prepare a model that is not trained, and return the function that calls it."""
         return entry
+
+    def prepare_fit(self) -> None:
+        """Decide what depends on free memory, alike on all ranks, once all weights are loaded."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context for a micro-batch: ranks exchange gradients only in a step's last backward."""
@@ -101,6 +112,9 @@ class Sharded(ABC):
 class FullyShard(Sharded, Unsharded):
     """PyTorch's FSDP2: every transformer block is sharded by itself, and then the rest of the model."""
 
+    # Whether gradients of all ranks are added up in every micro-batch.
+    reduces_every = True
+
     def fill(self, model: nn.Module, read: Read) -> ModelEntry:
         """Shard the empty model, then keep this rank's part of each tensor."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -120,6 +134,29 @@ class FullyShard(Sharded, Unsharded):
                 buffer.copy_(buffers[name])
         fill_in_place(stored_once(model), read)
         return entry
+
+    def prepare_fit(self) -> None:
+        """Decide whether gradients of all ranks are added up in every micro-batch."""
+        chosen = self.strategy.reduce_every_micro_batch
+        if chosen == "auto":
+            num_bytes, device = self.count_gradient_bytes(), self.strategy.root_device
+            fit = whole_gradients_fit(num_bytes, measure_free_bytes(device, self.strategy.num_processes))
+            on_all_ranks = self.strategy.reduce(torch.tensor(float(fit), device=device), reduce_op="min")
+            chosen = not on_all_ranks
+            when = "every micro-batch" if chosen else "the last micro-batch of an update"
+            announce(f"fsdp2: gradients, {size_text(num_bytes)} whole, are added up over ranks in {when}")
+        self.reduces_every = chosen
+
+    def count_gradient_bytes(self) -> int:
+        """Return what the whole gradients of all trained weights take while they add up."""
+        mixed = self.strategy.precision_plugin.precision == "bf16-mixed"
+        trained = [p for p in self.strategy.lightning_module.policy.parameters() if p.requires_grad]
+        return sum(p.numel() * (4 if mixed else p.dtype.itemsize) for p in trained)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Add up gradients over ranks in this micro-batch, or keep them whole."""
+        self.strategy.lightning_module.entry.set_requires_gradient_sync(last or self.reduces_every)
+        return nullcontext()
 
 
 class DeepSpeedZeRO(Unsharded):

@@ -31,7 +31,7 @@ from rlt_lightning.datamodules import (
     TeacherSFTData,
 )
 from rlt_lightning.engines import Sampling
-from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
+from rlt_lightning.modules import EvaluationModule, OPDModule, RLTModule, SFTModule
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.rewards import CorrectnessReward, LogProbReward, NOVERReward, RLTReward
 
@@ -89,7 +89,7 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
     )
     pairs = RolloutCallback(sampling=rollouts.sampling, val_completions=2)
     for run, reward in zip(thinking_runs, (LogProbReward(), NOVERReward()), strict=True):
-        likelihood = LikelihoodModule("miniature", reward=reward, group_size=2)
+        likelihood = RLTModule("miniature", "policy", reward=reward, group_size=2)
         trainer(run, pairs, RolloutRecorder()).fit(likelihood, thinking)
     student = RLTModule(tiny_model, student=None, group_size=2, reward=CorrectnessReward())
     own_answers = data(tiny_model, kind=StudentRLData, val_rows=1)

@@ -52,8 +52,7 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
 WAITS = {
     "modules/phases.py:synchronise": 18,  # at either end of nine phases
     "modules/rollout_rows.py:<dictcomp>": 8,  # one for each column of rollouts.jsonl
-    "modules/reader.py:require": 1,  # that log-probs are finite, at the end of all passes
-    "numerics/rewards.py:require": 1,  # those of the update
+    "modules/base.py:raise_together": 2,  # that log-probs are finite: of all passes, and of the update
     "numerics/transfers.py:download": 1,  # recorded tokens
     "callbacks/recorder.py:_build_rows": 1,  # rewards, of which the extremes are recorded with tokens
     "numerics/rewards.py:require_tokens": 1,

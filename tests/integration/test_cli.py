@@ -54,7 +54,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     roles = {
         "the trained model": "miniature-teacher",
         "the frozen student": "miniature",
-        "the reference of the KL penalty": "miniature-teacher",
+        "the reference": "miniature-teacher",
     }
     for role, model in roles.items():
         assert f"loading {model} (0.7 MB) as float32: {role}\n" in stderr

@@ -20,6 +20,7 @@ import verl_reward
 from cases import full
 from commands import ROOT, python, rlt
 from grpo import Witness
+from pedagogical_reward import PedagogicalReward
 from sampling import numbered
 from trainers import bare_trainer
 from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
@@ -30,7 +31,7 @@ from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model
-from rlt_lightning.modules import LikelihoodModule
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.rewards import LikelihoodReward, NOVERReward, RLPRReward, RLTReward, VeriFreeReward
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Rollout
@@ -131,6 +132,21 @@ def test_a_group_gets_the_rewards_of_single_completions(model: Any, options: dic
     assert together[2] < together[0]
 
 
+def test_any_reward_that_judges_explanations_serves_trl(model: Any) -> None:
+    pedagogical = PedagogicalReward(weight=0.1, threshold=2.0)
+    rewards: dict[str, list[float]] = {}
+
+    def log(name: str, value: float) -> None:
+        rewards.setdefault(name, []).append(value)
+
+    texts = [TEXTS[1], "The answer is \\boxed{3}.\n</explanation>"]
+    wrong, right = (rewards_of(shown(model, reward=pedagogical), [text], log_metric=log)[0] for text in texts)
+    pedagogical.close()
+    assert rewards["rlt/correct"] == [0, 1]
+    assert max(rewards["rlt/spikes"]) < 0
+    assert [wrong, right - 1] == pytest.approx(rewards["rlt/spikes"], abs=1e-6)
+
+
 def test_the_trained_model_stays_as_it_was(model: Any) -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -212,7 +228,9 @@ def test_wrong_uses_of_likelihood_rewards_are_explained(model: Any) -> None:
         InputError, match=r"A prompt must be that of its row, which the scorer reads, but is '2\?<think>"
     ):
         reward(["2?<think>\n"], ["x"], [[5]], **columns)
-    with pytest.raises(InputError, match="needs a reward that is a LikelihoodReward, but it is RLTReward"):
+    with pytest.raises(
+        InputError, match="needs a reward that judges thoughts, but RLTReward judges explanations"
+    ):
         LikelihoodRewardFunction("miniature", reward=RLTReward())  # type: ignore[arg-type]
 
 
@@ -273,7 +291,7 @@ def test_trl_gets_the_likelihood_rewards_of_our_stage(
             groups.setdefault(identity(one)[0], []).append(one.completion)
         known = {identity(one): value for one, value in zip(sampled, theirs, strict=True)}
         witness, model = Witness(), str(tmp_path / f"weights{number}")
-        module = LikelihoodModule(model, scorer, kind, group_size=4)
+        module = RLTModule(model, scorer, group_size=4, reward=kind)
         asked = {"student_tokenizer": scorer} if scorer == smollm2 else {}
         data = StudentLikelihoodData(
             source=ROWS[:2], prompts_per_step=2, tokenizer=model, tags="r1",

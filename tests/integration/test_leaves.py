@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,21 +14,35 @@ import torch
 from commands import ROOT
 from grpo import Witness, data, module, rollout_callback, slow_log_probs
 from trainers import bare_trainer
+from transformers import AutoTokenizer
 
+from rlt_lightning.datamodules import StudentRLData, TeacherRLData
+from rlt_lightning.metrics import catalogue
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.numerics import GRPOLoss
+from rlt_lightning.rewards import TextReward
+from rlt_lightning.rewards.correctness import CorrectnessTerms
+from rlt_lightning.rewards.students import Student
+from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import Rollout
 
 
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    for name in ("joint_stage", "masked_ratio_loss", "pedagogical_reward"):
+    names = ("contrast_weights", "hurdle_reward", "joint_stage", "masked_ratio_loss", "pedagogical_reward")
+    for name in names:
         sys.modules.pop(name, None)
+    # Students have metrics of their own, which pages that other tests of this process read must not show.
+    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
 
 
-def fit(rlt: Any, model: str, folder: Path) -> tuple[Any, dict[str, Any], Witness]:
+def fit(rlt: Any, model: str, folder: Path, rows: Any = None) -> tuple[Any, dict[str, Any], Witness]:
     witness = Witness()
     trainer = bare_trainer(folder, rollout_callback(), witness)
-    trainer.fit(rlt, datamodule=data(model, folder))
+    trainer.fit(rlt, datamodule=rows or data(model, folder))
     [batch] = witness.batches
     return batch, trainer.callback_metrics, witness
 
@@ -70,10 +87,54 @@ def test_a_reward_reads_what_surprises_the_student(tiny_model: str, tmp_path: Pa
     assert float(metrics["reward/mean"]) == pytest.approx(float(metrics["reward/spikes"]), abs=1e-6)
 
 
+def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path) -> None:
+    from hurdle_reward import HurdleReward
+
+    reward = HurdleReward(hurdle_weight=0.5, threshold=-9.0)
+    student = Student("one", 0, None)  # type: ignore[arg-type]
+    step: Any = StepBatch([], 1, 1.0, 0)
+    step.tokens["solution"] = {2: torch.tensor([-1.0, -9.5, -9.0]), 5: torch.tensor([-10.0, -2.0])}
+    # One of 3 tokens is below -9, and one of 2: padding is none.
+    terms = reward.token_terms(step, [2, 5], student)
+    torch.testing.assert_close(terms["hurdles"], torch.tensor([-0.5 / 3, -0.5 / 2]))
+
+    students = [tiny_model, shifted(tiny_model, tmp_path)]
+    rlt = RLTModule(tiny_model, None, students=students, group_size=4, reward=reward)
+    options = {"prompts_per_step": 2, "tokenizer": tiny_model, "student_tokenizer": students}
+    rows = TeacherRLData("arithmetic", num_embedded_rows=8, output_dir=str(tmp_path), **options)
+    batch, metrics, _ = fit(rlt, tiny_model, tmp_path, rows)
+    models = [module(tiny_model).load(name, "float32").model for name in students]
+    for number, row in enumerate(batch.rollouts.rollouts):
+        each = []
+        for model in models:
+            problem, view = row.problem, row.views[0]
+            before = problem.student_prefix + problem.think_prefix + view.token_ids + problem.student_suffix
+            with torch.no_grad():
+                log_probs = slow_log_probs(model, before, problem.solution_ids, 0.7)
+            each.append(-0.5 * float((log_probs < -9.0).float().mean()))
+        score = batch.step.score
+        assert float(score.terms["hurdles"][number]) == pytest.approx(sum(each) / 2, abs=1e-5)
+        of_students = [float(one.terms["hurdles"][number]) for one in score.by_student.values()]
+        assert of_students == pytest.approx(each, abs=1e-5)
+        total = sum(values[number] for values in score.terms.values())
+        assert float(score.rewards[number]) == pytest.approx(float(total), abs=1e-4)
+    assert batch.step.score.terms["hurdles"].std() > 0
+    assert float(metrics["reward/hurdles"]) < 0
+
+
+def shifted(model: str, folder: Path) -> str:
+    """A copy of a model with other weights."""
+    copy = module(model).load(model, "float32").model
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    copy.save_pretrained(folder / "shifted")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "shifted")
+    return str(folder / "shifted")
+
+
 def test_a_model_teaches_and_learns_in_one_step(tiny_model: str, tmp_path: Path) -> None:
     from joint_stage import JointModule
-
-    from rlt_lightning.numerics import GRPOLoss
 
     options = {"policy_loss": GRPOLoss(kl_coef=0.0), "optimizer": OptimizerConfig(1e-3, max_grad_norm=0)}
     rlt = JointModule(tiny_model, distillation_weight=0.5, group_size=4, micro_batch_tokens=300, **options)
@@ -97,6 +158,100 @@ def test_a_model_teaches_and_learns_in_one_step(tiny_model: str, tmp_path: Path)
     mean = torch.cat(divergences).mean()
     assert float(metrics["policy/self_divergence"]) == pytest.approx(float(mean), rel=1e-4)
     (gradient + 0.5 * mean).backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None
+        bound = 1e-3 * float(parameter.grad.abs().max()) + 1e-7
+        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
+
+
+class VowelReward(TextReward):
+    """An answer with an even number of vowels is right: random text has no right answer else."""
+
+    judges = ("answers",)
+
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> CorrectnessTerms:
+        correct = torch.tensor([1.0 - len(re.findall("[aeiou]", row.text)) % 2 for row in rollouts])
+        return CorrectnessTerms(correct, correct, correct, torch.zeros(len(rollouts)), [None] * len(rollouts))
+
+
+def test_contrasts_weigh_tokens_by_hand() -> None:
+    from contrast_weights import DELTA, ETA, LAMBDA, TAU, ContrastLoss
+
+    assert (LAMBDA, TAU, DELTA, ETA) == (0.5, 0.02, 0.02, 1.0)
+    # Row 0: p = 0.4 after the right hint; 0.1 and 0.3 after wrong ones, mean 0.2: e = ln 2, r = 0.5.
+    # Then p = 0.2 everywhere: r = 0. Then 0.1 to 0.2: r = -0.5. Row 1: one wrong hint, and padding.
+    tokens = {
+        "hint0": {4: torch.tensor([0.4, 0.2, 0.1]).log(), 7: torch.tensor([0.1, 0.4]).log()},
+        "hint1": {4: torch.tensor([0.1, 0.2, 0.2]).log(), 7: torch.tensor([0.2, 0.2]).log()},
+        "hint2": {4: torch.tensor([0.3, 0.2, 0.2]).log()},
+    }
+    inputs: Any = SimpleNamespace(
+        step=SimpleNamespace(tokens=tokens),
+        micro=SimpleNamespace(rows=[4, 7]),
+        advantages=torch.tensor([0.3, -0.8]),
+        token_mask=torch.tensor([[True, True, True], [True, True, False]]),
+    )
+    # Row 0: two tokens are moved, 0.3 + 0.5 and 0.3 - 0.5, which is cut to 0; one is not, 0.3. The mean over
+    # 3 tokens shall be 0.3 / 1 + (0.8 + 0) / 2. Row 1: both are moved, -0.8 - 0.5 and -0.8 + 0.5.
+    expected = torch.tensor([[3 * 0.8 / 2, 3 * 0.3 / 1, 0.0], [-1.3, -0.3, 0.0]])
+    weighed = ContrastLoss(GRPOLoss(kl_coef=0.0), None).advantages(inputs)
+    torch.testing.assert_close(weighed * inputs.token_mask, expected)
+
+
+def test_hints_weigh_the_tokens_of_a_step(tiny_model: str, tmp_path: Path) -> None:
+    from contrast_weights import TEMPLATE, ContrastModule
+
+    rlt = ContrastModule(
+        tiny_model,
+        None,
+        reward=VowelReward(),
+        group_size=4,
+        policy_loss=GRPOLoss(kl_coef=0.0),
+        optimizer=OptimizerConfig(1e-3, max_grad_norm=0),
+        micro_batch_tokens=300,
+    )
+    witness, answers = (
+        Witness(),
+        StudentRLData(
+            "arithmetic",
+            num_embedded_rows=8,
+            tokenizer=tiny_model,
+            prompts_per_step=3,
+            output_dir=str(tmp_path),
+        ),
+    )
+    bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=answers)
+    [batch] = witness.batches
+    policy = module(tiny_model).load(tiny_model, "float32").model
+    policy.load_state_dict(witness.weights_before, strict=False)
+    rows, advantages, loss, num_contrasts = batch.rollouts.rollouts, batch.step.advantages, torch.zeros(()), 0
+    for row, advantage in zip(rows, advantages.tolist(), strict=True):
+        ids, group = row.completion.token_ids, [other for other in rows if other.problem is row.problem]
+        hinted: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for other in group:
+            if other.completion.token_ids != ids:
+                text = TEMPLATE.format(row.problem.question, other.text)
+                prompt = answers.format.build_student_problem(1, text, "").teacher_prompt
+                with torch.no_grad():
+                    values = slow_log_probs(policy, prompt, ids, 0.7)
+                hinted[len(re.findall("[aeiou]", other.text)) % 2 == 0].append(values)
+        log_probs = slow_log_probs(policy, row.problem.teacher_prompt, ids, 0.7)
+        plain, moved = [], []
+        for t in range(len(ids)):
+            shift = 0.0
+            if hinted[True] and hinted[False]:
+                wrong = sum(math.exp(values[t]) for values in hinted[False][:4]) / len(hinted[False][:4])
+                shift = 0.5 * math.tanh((float(hinted[True][0][t]) - math.log(wrong)) / 0.02)
+            if abs(shift) <= 0.02:
+                plain.append(advantage * log_probs[t])
+            elif advantage:
+                weight = advantage + shift
+                moved.append((weight if weight * advantage > 0 else 0.0) * log_probs[t])
+        num_contrasts += bool(moved)
+        for part in (plain, moved):
+            loss = loss - sum(part) / max(1, len(part)) / len(rows)
+    assert num_contrasts > 3
+    loss.backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is not None
         bound = 1e-3 * float(parameter.grad.abs().max()) + 1e-7

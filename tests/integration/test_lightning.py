@@ -17,7 +17,6 @@ from commands import ROOT, python, rlt
 from safetensors.torch import load_file
 
 from rlt_lightning import (
-    LikelihoodModule,
     OPDModule,
     OptimizerConfig,
     RLTModule,
@@ -32,7 +31,7 @@ from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules.base import PolicyModule, to_plain
 from rlt_lightning.numerics import DrGRPOLoss, TruncatedImportanceSampling
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.rewards import CorrectnessReward, RLPRReward
+from rlt_lightning.rewards import CorrectnessReward, VeriFreeReward
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -133,7 +132,7 @@ MODULES: dict[str, Any] = {
     "correctness": lambda: RLTModule("miniature", student=None, reward=CorrectnessReward(right=2.0)),
     "sft": lambda: SFTModule("miniature", OptimizerConfig(1e-3, betas=(0.5, 0.6))),
     "opd": lambda: OPDModule("miniature", divergence=Divergence("reverse")),
-    "likelihood": lambda: LikelihoodModule("miniature", "miniature", RLPRReward()),
+    "likelihood": lambda: RLTModule("miniature", "policy", reward=VeriFreeReward(), answer_weight=0.5),
 }
 
 

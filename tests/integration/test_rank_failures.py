@@ -8,16 +8,24 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import ranks
 from cases import full, slow
 from commands import ROOT, path_of_tests, start, wait_until
 from kills import processes
 from launchers import STRATEGIES, TORCHRUN
+from torch import distributed
+
+from rlt_lightning.engines import EngineError
+from rlt_lightning.run.ranks import GRACE_S, Collectives, raise_from_ranks, was_heard
+from rlt_lightning.types import InputError
 
 ENDS_WITHIN_S = 12.0
 MADE = re.compile(r"--- made at ([\d.]+)")  # what a fault prints when it happens
@@ -169,6 +177,128 @@ def test_ranks_of_an_unmodified_script_end_together(
     assert ended.status == status, ended.lines
     assert last in ended.lines[-1]
     assert ended.took_s < ENDS_WITHIN_S
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_kill_between_the_updates_of_an_iteration_changes_nothing(
+    strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    options = [*STRATEGIES[strategy], "--model.updates_per_rollout=2", "--model.num_epochs=2"]
+    options += [
+        "--data.prompts_per_step=4",
+        "--model.optimizer.lr=1e-3",
+        "--checkpoint.every_n_train_steps=1",
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert Ended(tiny_model, whole, *options).status == 0
+    # An iteration has four updates of at least one backward: the kill comes within the second.
+    kill = {"rank": 1, "hook": "on_after_backward", "kind": "kill", "step": 1, "calls_before": 2}
+    faults = json.dumps({"class_path": "faults.Fault", "init_args": kill})
+    ended = Ended(tiny_model, killed, *options, f"--trainer.callbacks+={faults}")
+    assert (ended.status, bool(ended.made_at)) == (1, True), ended.lines
+    assert Ended(tiny_model, killed, *options, "--resume=true").status == 0
+    assert (killed / "model/model.safetensors").read_bytes() == (
+        whole / "model/model.safetensors"
+    ).read_bytes()
+
+
+UNDER_TORCHRUN = """
+import sys
+from lightning.pytorch import Trainer
+from faults import FailingEngine, FailingReward, NaNStudent
+from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData
+from rlt_lightning.rewards import RLTReward
+
+model, kind, strategy = sys.argv[1:]
+data = TeacherRLData(tokenizer=model, student_tokenizer=model, num_embedded_rows=4, prompts_per_step=2)
+engine = FailingEngine() if kind == "engine" else None
+callbacks = [RolloutCallback(engine, Sampling(max_completion_length=6))]
+callbacks += [NaNStudent()] if kind == "nan" else []
+reward = FailingReward() if kind == "reward" else RLTReward()
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, logger=False,
+                  enable_checkpointing=False, use_distributed_sampler=False, callbacks=callbacks)
+trainer.fit(RLTModule(teacher=model, student=model, group_size=2, reward=reward), data)
+"""
+
+
+class EndedUnderTorchrun(Ended):
+    """A user's script with Lightning's own Trainer, whose ranks torchrun starts."""
+
+    def begin(self, words: list[str], launcher: tuple[str, ...], paths: str) -> Any:
+        script = self.log.with_suffix(".py")
+        script.write_text(UNDER_TORCHRUN)
+        return super().begin([], (*TORCHRUN, str(script), *launcher), paths)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "message"),
+    [
+        ("nan", "ddp", r"NonFiniteError: Every student log-prob .* must be finite, but row\(s\) \d"),
+        ("reward", "ddp", "KeyError: 'made in measure on rank 1'"),
+        full("reward", "fsdp2", "KeyError: 'made in measure on rank 1'"),
+        ("engine", "ddp", "ZeroDivisionError: made in the engine on rank 0"),
+    ],
+)
+def test_a_script_under_torchrun_ends_with_the_message_of_the_rank_that_failed(
+    kind: str, strategy: str, message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    ended = EndedUnderTorchrun(tiny_model, tmp_path / "run", launcher=(tiny_model, kind, strategy))
+    assert ended.status == 1, ended.lines
+    told = [line for line in ended.lines if re.search(message, line)]
+    assert told, ended.lines
+    assert "Connection closed by peer" not in "\n".join(
+        ended.lines
+    )  # nobody waited for a rank that had ended
+    print(f"figure: all ended after {ended.took_s:.1f} s")
+    assert ended.took_s < ENDS_WITHIN_S
+
+
+class Unpicklable(RuntimeError):
+    """Takes more than its message, so that no other rank can make it."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(f"{number} {text}")
+
+
+def fail_on_a_rank(rank: int) -> None:
+    """Require that both ranks raise what one of them raises."""
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", rank=rank, world_size=2)
+    trainer: Any = SimpleNamespace(world_size=2, global_rank=rank, local_rank=rank, is_global_zero=rank == 0)
+    patient = Collectives(600, EngineError)
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    for error, kind in (
+        (EngineError("no worker"), EngineError),
+        (InputError("no setting"), InputError),
+        (KeyError("no bug"), KeyError),
+        (Unpicklable(1, "no pickle"), Unpicklable if rank == 0 else RuntimeError),
+    ):
+        with pytest.raises(kind, match="no ") as raised:
+            patient.on_rank_zero(trainer, partial(fail, error))
+        assert type(raised.value) is kind
+        assert was_heard(raised.value) is (rank == 1)
+        with pytest.raises(Exception, match="no ") as raised:
+            raise_from_ranks(trainer, error if rank == 1 else None)
+        assert was_heard(raised.value) is (rank == 0)
+    assert patient.on_rank_zero(trainer, lambda: rank) == 0
+    # Rank 1 is elsewhere: rank 0 fails all the same.
+    begin = time.monotonic()
+    if rank == 0:
+        with pytest.raises(KeyError):
+            patient.on_rank_zero(trainer, partial(fail, KeyError("a bug")))
+        assert time.monotonic() - begin < 2 * GRACE_S
+    distributed.barrier()
+    if rank == 1:
+        with pytest.raises(KeyError, match="a bug"):
+            patient.on_rank_zero(trainer, lambda: None)
+
+
+def test_ranks_that_wait_raise_what_they_wait_for(tmp_path: Path) -> None:
+    ranks.call(fail_on_a_rank, tmp_path)
 
 
 def ddp_with_timeout(seconds: int) -> list[str]:

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.engines.launch import LocalServer
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Completion, InputError
 
 PAUSE_S = 3.0
@@ -24,11 +26,13 @@ class Fault(Callback):
 
     The kinds: bug, mistake (of the user's), kill, hang, pause (once); and bug or kill "while the other
     sleeps", where the other rank sits in what never returns, like a collective of NCCL. `life`: only after so
-    many restarts.
+    many restarts. `calls_before`: how often the hook is called before, from that step on.
     """
 
-    def __init__(self, rank: int, hook: str, kind: str, step: int = 1, life: int | None = None) -> None:
-        self.rank, self.kind, self.step = rank, kind, step
+    def __init__(
+        self, rank: int, hook: str, kind: str, step: int = 1, life: int | None = None, calls_before: int = 0
+    ) -> None:
+        self.rank, self.kind, self.step, self.calls_before = rank, kind, step, calls_before
         if life is not None and os.environ["TORCHELASTIC_RESTART_COUNT"] != str(life):
             return
         if hook != "init":
@@ -39,6 +43,9 @@ class Fault(Callback):
     def fail(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step < self.step:
             return
+        self.calls_before -= 1
+        if self.calls_before >= 0:
+            return
         if trainer.global_rank != self.rank:
             if "sleeps" in self.kind:
                 time.sleep(3600)
@@ -46,7 +53,7 @@ class Fault(Callback):
         self.make()
 
     def make(self) -> None:
-        os.write(2, f"--- made at {time.monotonic()}\n".encode())  # at once: other processes write there too
+        say_made()
         if self.kind.startswith("bug"):
             raise ZeroDivisionError(f"made on rank {self.rank}")
         if self.kind == "mistake":
@@ -57,6 +64,26 @@ class Fault(Callback):
             self.step = sys.maxsize
             return time.sleep(PAUSE_S)
         time.sleep(3600)
+
+
+class NaNStudent(Callback):
+    """Makes the frozen student's weights NaN on rank 1."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            say_made()
+            for parameter in next(iter(pl_module.models.values())).model.parameters():
+                parameter.data.fill_(float("nan"))
+
+
+class FailingReward(RLTReward):
+    """Fails on rank 1, which measures its shard."""
+
+    def measure(self, *arguments: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            say_made()
+            raise KeyError("made in measure on rank 1")
+        return super().measure(*arguments)
 
 
 class Launching(HFEngine):
@@ -75,6 +102,11 @@ class Launching(HFEngine):
         super().close()
 
 
+def say_made() -> None:
+    """Say when a fault happens; at once, since other processes write there too."""
+    os.write(2, f"--- made at {time.monotonic()}\n".encode())
+
+
 class SlowEngine(HFEngine):
     """Samples on rank 0 for all ranks, as workers do, and takes its time."""
 
@@ -90,3 +122,17 @@ class SlowEngine(HFEngine):
     ) -> Iterator[tuple[int, Completion]]:
         time.sleep(self.delay_s)
         yield from super().sample(requests, sampling, stop)
+
+
+class FailingEngine(SlowEngine):
+    """Fails on rank 0, while the others wait for its completions, by a bug."""
+
+    def __init__(self) -> None:
+        super().__init__(delay_s=1)
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        yield next(super().sample(requests, sampling, stop))
+        say_made()
+        raise ZeroDivisionError("made in the engine on rank 0")

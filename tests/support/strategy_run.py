@@ -34,9 +34,11 @@ from rlt_lightning.datamodules.teacher_views import ViewOptions
 from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
-from rlt_lightning.modules import LikelihoodModule, OPDModule, RLTModule
+from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.numerics.advantages import LeaveOneOutAdvantages
+from rlt_lightning.numerics.losses import DrGRPOLoss
 from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.rewards import LogProbReward, RLTReward
 from rlt_lightning.strategies.fsdp2 import FSDP2
@@ -147,10 +149,6 @@ class Distilling(Counted, OPDModule):
     """On-policy distillation, counted."""
 
 
-class Thinking(Counted, LikelihoodModule):
-    """Likelihood rewards, counted."""
-
-
 class Keep(Callback):
     """The metrics of every step, and the final weights."""
 
@@ -169,6 +167,7 @@ class Keep(Callback):
             self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        assert not getattr(trainer.strategy.model, "broadcast_buffers", False)  # of DDP
         counts = self.output.with_suffix(f".rank{trainer.global_rank}.json")
         counts.write_text(json.dumps(pl_module.counts))
         weights = {}
@@ -204,6 +203,8 @@ def run_job(
     students: list[str] | None = None,
     opd: dict[str, Any] | None = None,
     likelihood: bool = False,
+    updates: int = 1,
+    epochs: int = 1,
 ) -> None:
     """Train, and write OUTPUT.safetensors, the final weights, and OUTPUT.json, the metrics of every step.
 
@@ -233,6 +234,8 @@ def run_job(
         students: In place of the one student; then the problems are short.
         opd: Settings of on-policy distillation, with a hint, in place of RLT.
         likelihood: Log-probs of the policy as rewards, with the answer term, in place of RLT.
+        updates: Mini-batches of an RLT iteration.
+        epochs: How often it learns from each.
     """
     folder = Path(output)
     Counted.counts.clear()
@@ -249,7 +252,7 @@ def run_job(
             dynamic_sampling=DynamicSampling(dynamic) if dynamic else None,
         ),
         *([ReferenceSync(every_n_steps=2)] if opd is None or "averaged" in opd.values() else []),
-        Checkpoint(save_top_k=-1),
+        Checkpoint(1, save_top_k=-1),
         Keep(folder, spoil),
     ]
     trainer = Trainer(
@@ -282,11 +285,20 @@ def run_job(
     )
     module: Counted
     if likelihood:
-        module = Thinking(model, reward=LogProbReward(reduction="mean"), **shared)
+        module = Counting(
+            model,
+            "policy",
+            reward=LogProbReward(reduction="mean"),
+            advantages=LeaveOneOutAdvantages(),
+            policy_loss=DrGRPOLoss(kl_coef=0.0, max_completion_length=1),
+            **shared,
+        )
     elif opd is None:
         reward = Parity() if dynamic else RLTReward(baseline=baseline)
         student = None if students else model
-        module = Counting(teacher=model, student=student, students=students, reward=reward, **shared)
+        repeats = {"updates_per_rollout": updates, "num_epochs": epochs}
+        models = {"teacher": model, "student": student, "students": students}
+        module = Counting(**models, reward=reward, **repeats, **shared)  # type: ignore[arg-type]
     else:
         module = Distilling(model, **opd, **shared)
     # A miniature has no room for long prompts.

@@ -90,12 +90,12 @@ def keep_reference(patch: Patch) -> None:
 
 def average_micro_batches(patch: Patch) -> None:
     """Take means over a micro-batch's tokens instead of the step's."""
-    right = losses.BNPOLoss.mean_weights
+    right = losses.DAPOLoss.mean_weights
 
     def mean_weights(self: Any, mask: Tensor, num_tokens: Any, num_sequences: Any) -> Tensor:
         return right(self, mask, None, None)
 
-    patch.setattr(losses.BNPOLoss, "mean_weights", mean_weights)
+    patch.setattr(losses.DAPOLoss, "mean_weights", mean_weights)
 
 
 def drop_format_penalty(patch: Patch) -> None:
@@ -123,7 +123,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     drop_minimum: ("rlt_k1",),
     forget_student_temperature: ("rlt_k1",),
     keep_reference: ("rlt_k1",),
-    average_micro_batches: ("loss_dapo", "loss_bnpo"),
+    average_micro_batches: ("loss_dapo", "loss_dapo_symmetric"),
     drop_format_penalty: ("rlt_k1",),
     weigh_students_alike: ("rlt_two_students",),
 }

@@ -37,12 +37,10 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
 from rlt_lightning.rollouts import dynamic_sampling
-from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.dynamic_sampling import RewardStd
 from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Sampler
-from rlt_lightning.rollouts.shards import Shards
-from rlt_lightning.rollouts.step import Score, StepBatch
+from rlt_lightning.rollouts.sampler import Dispatcher, Sampler
+from rlt_lightning.rollouts.step import Score, Shards, StepBatch
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, RewardTerms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -86,6 +84,13 @@ def test_every_part_of_a_step_is_replaced() -> None:
     assert [number for _, number in step.replaced] == [4, 5, 0, 1]
 
 
+def test_a_row_is_recorded_by_the_rank_that_read_it_for_its_score() -> None:
+    # Of two mini-batches each is divided anew: this rank also updates with row 1, whose tokens it lacks.
+    step = build_step((3, 5), (0, 1, 2, 3), shard=(0, 2))
+    step.put_numbers([1], {"loss": torch.zeros(1)})
+    assert step.measured == [0, 2]
+
+
 def test_equal_completions_get_the_same_numbers() -> None:
     step = build_step((3, 5), (1, 1, 1, 2), shard=range(4))
     step.numbers = {"reward": torch.tensor([0.5, 0.4, 0.3, 0.2])}
@@ -127,7 +132,7 @@ def test_other_problems_take_places_and_belong_to_the_ranks_of_those(rank: int) 
     dispatcher.trainer = trainer
     sampler = Sampler(dispatcher, callback)
     sampler.bind(trainer, module)
-    sampler.num_own = len(batch.problems)
+    sampler.problems_per_rank = len(batch.problems)
     position = loader.position
 
     assert sampler.request_others([]) is None
@@ -138,7 +143,7 @@ def test_other_problems_take_places_and_belong_to_the_ranks_of_those(rank: int) 
     assert request.rows == order[4:7]  # those that follow the step's four, alike on both ranks
     assert (request.places, request.policy_version, request.num_completions) == ([1, 2, 3], 3, 2)
     # The step's places 0 and 1 are rank 0's, 2 and 3 rank 1's. Each asks its engine for two of three.
-    assert request.own == ([0], [1, 2])[rank]
+    assert request.logged == ([0], [1, 2])[rank]
     assert request.asked == ([0, 1], [2, 0])[rank]
     last = sampler.request_others([0, 1])
     assert last is not None

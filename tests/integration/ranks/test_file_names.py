@@ -44,7 +44,7 @@ from rlt_lightning.models.weights import (
 )
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.rollouts.dispatcher import Dispatcher
+from rlt_lightning.rollouts.weight_sync import WeightSync
 from rlt_lightning.types import InputError
 
 BASE: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_workers_are_pushed_the_names_of_files(folders: dict[str, str], tmp_path
     add_adapter(model, LoRA(rank=4), seed=0)
     with FakeWorker() as worker:
         push = DiskPush(bucket_mib=1, folder=str(tmp_path))
-        named_tensors = Dispatcher(engine, 1, 1.0)._list_weights(model)
+        named_tensors = WeightSync(engine, 1, lambda function: function())._list_weights(model)
         assert push.push(named_tensors, [WorkerClient(worker.url)], VERSION) == {}
     require_pushed(folders["qwen3_moe"], tmp_path)  # B is still 0
 

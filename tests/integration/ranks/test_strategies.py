@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +17,17 @@ import pytest
 import ranks
 import torch
 from cases import full, slow
-from commands import rlt
+from commands import ROOT, rlt
 from compared import STOP, largest_difference, weights
 from miniatures import PIECES
-from ranks import STEPS, run
-from safetensors.torch import load_file
+from ranks import STEPS, Runs, run
+from safetensors.torch import load_file, save_file
 from tiny import CHAINS
 from torch import Tensor, nn
 
+from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.strategies import FSDP2
+from rlt_lightning.strategies.fsdp2 import measure_free_bytes, whole_gradients_fit
 from rlt_lightning.strategies.sharding import DeepSpeedZeRO
 from rlt_lightning.strategies.zero import DeepSpeed
 
@@ -107,6 +110,37 @@ def test_four_ranks_train_as_two_and_one(strategy: str, tiny_model: str, tmp_pat
             for name in ("reward/mean", "reward/group_std", "student/kl_mean", "policy/entropy"):
                 assert step[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-6), name
             assert 1 <= step["perf/rank_imbalance"] <= 1.1  # four ranks have four completions each
+
+
+@pytest.fixture(scope="module")
+def repeated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs whose iterations take four optimizer steps each, on uneven shards."""
+    folder = tmp_path_factory.mktemp("repeated")
+    return Runs(tiny_model, folder, updates=2, epochs=2, tokens=280, uneven=True, prompts=4, steps=3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", full("zero3")])
+def test_several_updates_on_two_ranks_equal_those_of_one_process(strategy: str, repeated: Runs) -> None:
+    assert largest_difference(weights(repeated[strategy]), weights(repeated["single"])) < 1e-6
+    ours, single = (json.loads(repeated[s].with_suffix(".json").read_text()) for s in (strategy, "single"))
+    for step, reference in zip(ours, single, strict=True):
+        for name in ("policy/loss", "reward/mean", "policy/ratio_mean", "policy/kl_ref"):
+            assert step[name] == pytest.approx(reference[name], rel=1e-6, abs=1e-6), name
+        assert abs(step["policy/ratio_mean"] - 1) > 1e-6  # to the policy at the start of the iteration
+
+
+@pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
+def test_a_run_of_several_updates_resumes_exactly(
+    strategy: str, repeated: Runs, tiny_model: str, tmp_path: Path
+) -> None:
+    checkpoint = repeated[strategy] / "checkpoints" / "step=000001.ckpt"
+    run(tiny_model, tmp_path / "run", strategy, checkpoint=checkpoint, **repeated.options)
+    assert largest_difference(weights(tmp_path / "run"), weights(repeated[strategy])) == 0
+    after, uninterrupted = (
+        json.loads(path.with_suffix(".json").read_text()) for path in (tmp_path / "run", repeated[strategy])
+    )
+    for step, reference in zip(after, uninterrupted[1:], strict=True):
+        assert step["policy/loss"] == reference["policy/loss"]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +229,53 @@ def test_zero2_alone_warns_of_wrong_gradients() -> None:
         warnings.simplefilter("error", UserWarning)
         for stage in (1, 3):
             DeepSpeed(stage=stage)
+
+
+def train_and_count(rank: int, model: str, output: str, *sides: str) -> None:
+    """Train by `benchmarks/reductions.py`; rank 0 writes what a step took, and the weights."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from reductions import train
+
+    for side in sides:
+        counted, module = train(side, model, rows=8, tokens=100)
+        whole = {}
+        for name, tensor in stored_once(module.policy).items():
+            with whole_tensors([tensor]) as [value]:
+                whole[name] = value.detach().clone()
+        if rank == 0:
+            save_file(whole, f"{output}/{side}.safetensors")
+            Path(f"{output}/{side}.json").write_text(json.dumps(counted))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("rlt_lightning.strategies.sharding.measure_free_bytes", lambda *_: 0.0)
+        counted, _ = train("fsdp2_auto", model, rows=8, tokens=100)
+    Path(f"{output}/full{rank}.json").write_text(json.dumps(counted))
+
+
+def test_fsdp2_adds_up_gradients_once_per_update_or_in_every_micro_batch(
+    miniature: str, tmp_path: Path
+) -> None:
+    sides = ("fsdp2_every", "fsdp2_last", "fsdp2_auto")
+    ranks.call(train_and_count, tmp_path, miniature, str(tmp_path), *sides)
+    every, last, auto = (json.loads((tmp_path / f"{side}.json").read_text()) for side in sides)
+    groups = 4  # three blocks, and what is outside of them
+    assert every["micro_batches"] == last["micro_batches"] >= 4
+    assert every["reductions"] == groups * every["micro_batches"]
+    assert last["reductions"] == auto["reductions"] == groups  # the miniature's gradients fit
+    assert every["reduced_bytes"] == every["micro_batches"] * last["reduced_bytes"]
+    for rank in (0, 1):  # rank 1 has no memory left: so both reduce every time
+        full = json.loads((tmp_path / f"full{rank}.json").read_text())
+        assert full["reductions"] == every["reductions"]
+    expected = load_file(tmp_path / "fsdp2_every.safetensors")
+    for side in sides[1:]:
+        assert largest_difference(load_file(tmp_path / f"{side}.safetensors"), expected) < 1e-6
+
+
+def test_whole_gradients_may_take_a_quarter_of_free_memory() -> None:
+    assert whole_gradients_fit(25, 100)
+    assert not whole_gradients_fit(26, 100)
+    per_process = [measure_free_bytes(torch.device("cpu"), number) for number in (1, 4)]
+    assert per_process[0] == 4 * per_process[1] > 2**30
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from cases import full
 from commands import ROOT, rlt
 from plans import GPU, MODEL, SETUP, SHAPE, STEP
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlt_lightning.callbacks import Checkpoint
 from rlt_lightning.commands import plan as planner
 from rlt_lightning.commands.plan import (
     LiveBytes,
@@ -106,6 +108,26 @@ def test_each_strategy_divides_what_it_shards(
 
 CPU = replace(GPU, name="cpu")
 EIGHT_BIT = replace(MODEL, states_8bit=1)
+
+
+def test_fsdp2_keeps_whole_gradients_where_they_fit() -> None:
+    # 4 processes. Runtime, and shards of three models, are not free.
+    sharded = on(SETUP, "fsdp2")
+    fits = replace(sharded, device=replace(GPU, memory=50 + 3 * 100 + 4 * 400))
+    assert planner.keeps_whole_gradients(fits, "auto")
+    assert not planner.keeps_whole_gradients(
+        replace(fits, device=replace(GPU, memory=fits.device.memory - 1)), "auto"
+    )
+    assert planner.keeps_whole_gradients(replace(fits, device=replace(GPU, memory=1)), False)
+    assert not planner.keeps_whole_gradients(fits, True)
+    assert not planner.keeps_whole_gradients(on(SETUP, "ddp"), False)
+    # In shards: outside the blocks, and a block twice. Whole: all but the shard, and a block.
+    gathered = (
+        planner.count_gathered_bytes(setup, MODEL, backward=True)
+        - planner.count_gathered_bytes(setup, MODEL, backward=False)
+        for setup in (sharded, replace(sharded, keeps_whole=True))
+    )
+    assert tuple(gathered) == (4 * 40 + 2 * 4 * 10, 400 - 100 + 4 * 10)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +365,7 @@ def test_likelihood_rewards_are_planned_with_their_scorer(
     scorer: str, part: str | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    options = [f"--model.scorer={scorer}", "--data.force_format=true", f"--plan.json={file}"]
+    options = [f"--model.student={scorer}", "--data.force_format=true", f"--plan.json={file}"]
     found = rlt("plan", "--config=laptop/likelihood", *options)
     assert found.returncode == 0, found.stderr
     plan = json.loads(file.read_text())
@@ -380,6 +402,26 @@ def test_solutions_that_are_trained_on_lengthen_the_rows(tmp_path: Path) -> None
     [[scores, trains], [_, with_solutions]] = found.values()
     assert found[0][0] == found[1][0] == scores
     assert with_solutions > 1.1 * trains
+
+
+def test_published_shapes_have_the_published_number_of_weights(tmp_path: Path) -> None:
+    for family in yaml.safe_load(planner.SHAPES.read_text()):
+        for size in family["sizes"]:
+            (tmp_path / "config.json").write_text(json.dumps(family["config"] | size["config"]))
+            model = meta_model(str(tmp_path))
+            assert sum(p.numel() for p in model.parameters()) == size["parameters"], size["names"]
+
+
+def test_disk_holds_the_checkpoints_that_are_kept_and_the_next() -> None:
+    # 100 weights of 4 bytes with two moments: a checkpoint of 1,200 bytes; two are kept, one is written.
+    shape = replace(SHAPE, weights=100, trained=100)
+    setup = replace(SETUP, policy=replace(MODEL, shape=shape, weight_bytes=4), samples=True)
+    parts = planner.list_disk_parts(setup, Checkpoint(every_n_train_steps=5, save_top_k=2), num_steps=10)
+    rows = 10 * setup.step.prompts * setup.step.group_size
+    text = rows * (4 * setup.step.mean_completion_length + 2000)
+    assert parts == {"3 checkpoints": 3600.0, "model": 400.0, "rollouts.jsonl": text}
+    every = planner.list_disk_parts(setup, Checkpoint(5, save_top_k=-1, monitor="reward/val_mean"), 10)
+    assert every["4 checkpoints"] == 4800  # of steps 5 and 10, the best, and one that is written
 
 
 def test_what_does_not_fit_is_named_with_a_remedy() -> None:

@@ -25,7 +25,7 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.modules import EvaluationModule, LikelihoodModule, OPDModule, RLTModule, SFTModule
+from rlt_lightning.modules import EvaluationModule, OPDModule, RLTModule, SFTModule
 from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.types import InputError
 
@@ -87,7 +87,6 @@ def test_a_module_proposes_its_data(tmp_path: Path) -> None:
     for words, kind in (
         (["--model", "RLTModule"], TeacherRLData),
         (["--model=rlt_lightning.modules.SFTModule"], StudentSFTData),
-        (["--model.class_path=LikelihoodModule"], StudentLikelihoodData),
         (["--config", str(path)], StudentOPDData),
         (["--config", str(path), "--model={class_path: RLTModule}"], TeacherRLData),
         (["--config=laptop/rlt", "--data.max_rows=4"], TeacherRLData),
@@ -129,7 +128,6 @@ def test_a_wrong_pair_is_one_clear_line(tmp_path: Path) -> None:
         (lambda: RLTModule("miniature", "miniature"), StudentSFTData, "TeacherRLData or ScoringData or Stud"),
         (lambda: RLTModule("miniature", "miniature"), StudentOPDData, "TeacherRLData or ScoringData or Stud"),
         (lambda: OPDModule("miniature"), TeacherSFTData, "StudentOPDData"),
-        (lambda: LikelihoodModule("miniature"), TeacherRLData, "StudentLikelihoodData"),
         (lambda: SFTModule("miniature"), TeacherRLData, "StudentSFTData or TeacherSFTData"),
         (
             lambda: SFTModule("miniature"),

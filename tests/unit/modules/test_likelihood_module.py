@@ -28,9 +28,9 @@ from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.models.lora import LoRA
-from rlt_lightning.modules import LikelihoodModule
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.numerics import DrGRPOLoss, GRPOLoss, LeaveOneOutAdvantages, ShuffledAdvantages
+from rlt_lightning.numerics import DrGRPOLoss, GRPOLoss, LeaveOneOutAdvantages
 from rlt_lightning.rewards import LogProbReward, NOVERReward, RLPRReward, SolutionScores, VeriFreeReward
 from rlt_lightning.rewards.explanations import read_solution
 from rlt_lightning.rewards.students import Student, Students
@@ -58,13 +58,17 @@ def data(folder: Path, model: str = "miniature", **options: Any) -> StratosDataM
     return options.pop("kind")(**options)
 
 
-def module(**options: Any) -> LikelihoodModule:
+def module(**options: Any) -> RLTModule:
     defaults: dict[str, Any] = {
-        "pretrained": "miniature",
+        "teacher": "miniature",
+        "student": None if "students" in options else "policy",
         "group_size": 4,
+        "reward": LogProbReward(),
+        "advantages": LeaveOneOutAdvantages(),
+        "policy_loss": DrGRPOLoss(kl_coef=0.0, max_completion_length=1),
         "optimizer": OptimizerConfig(lr=1e-3, max_grad_norm=0),
     }
-    return LikelihoodModule(**defaults | options)
+    return RLTModule(**defaults | options)
 
 
 def rollouts(length: int = 32, **options: Any) -> RolloutCallback:
@@ -73,7 +77,7 @@ def rollouts(length: int = 32, **options: Any) -> RolloutCallback:
     )
 
 
-def fit(folder: Path, likelihood: LikelihoodModule, *callbacks: Any, steps: int = 1, **options: Any) -> None:
+def fit(folder: Path, likelihood: RLTModule, *callbacks: Any, steps: int = 1, **options: Any) -> None:
     bare_trainer(folder, rollouts(), *callbacks, steps=steps).fit(likelihood, data(folder, **options))
 
 
@@ -159,11 +163,11 @@ def solution_scores(model: Any, rows: list[Rollout], empty: list[list[int]] | No
 @pytest.mark.parametrize(
     ("reward", "policy_loss"),
     [
-        (LogProbReward(), None),
+        (LogProbReward(), DrGRPOLoss(kl_coef=0.0, max_completion_length=1)),
         full(LogProbReward(reduction="mean"), DrGRPOLoss(kl_coef=0.0, max_completion_length=32)),
         (VeriFreeReward(), GRPOLoss(kl_coef=0.0)),
-        full(RLPRReward(), None),
-        full(NOVERReward(), None),
+        full(RLPRReward(), DrGRPOLoss(kl_coef=0.0, max_completion_length=1)),
+        full(NOVERReward(), DrGRPOLoss(kl_coef=0.0, max_completion_length=1)),
     ],
     ids=["sum", "mean", "verifree", "rlpr", "nover"],
 )
@@ -188,7 +192,7 @@ def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any,
         ids = row.completion.token_ids
         log_probs = slow_log_probs(policy, row.problem.teacher_prompt, ids, TEMPERATURE)
         # A completion's sum of both terms has the weight of one of its tokens.
-        weight = {"DrGRPOLoss": 1 / 32, "GRPOLoss": 1 / len(ids), "NoneType": 1}[type(policy_loss).__name__]
+        weight = 1 / getattr(policy_loss, "max_completion_length", len(ids))
         answer = score if reward.has_answer_term else 0.0
         loss = loss - weight * (advantage * log_probs.sum() + answer) / len(rows)
     loss.backward()
@@ -245,7 +249,7 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     for scorer, callbacks in (("reference", [Move()]), ("miniature-teacher", [])):
-        witness, likelihood = Witness(), module(scorer=scorer)
+        witness, likelihood = Witness(), module(student=scorer)
         options = {} if scorer == "reference" else {"force_format": True, "student_tokenizer": scorer}
         fit(tmp_path / scorer, likelihood, witness, *callbacks, **options)
         [batch] = witness.batches
@@ -264,8 +268,8 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
 def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_path: Path) -> None:
     witness, scorer = Witness(), "miniature-teacher"
-    reward = RLPRReward(kl_weight=2.0, kl_estimator=estimator)
-    likelihood = module(scorer=scorer, reward=reward, optimizer=OptimizerConfig(lr=1e-12))
+    reward = RLPRReward(thought_kl_weight=2.0, kl_estimator=estimator)
+    likelihood = module(student=scorer, reward=reward, optimizer=OptimizerConfig(lr=1e-12))
     fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorer)
     [batch] = witness.batches
     assert batch.rollouts is not None
@@ -291,7 +295,7 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
 
 def test_the_policy_reads_thoughts_once_for_all_scorers(tmp_path: Path) -> None:
     scorers = ["miniature-teacher", "miniature"]
-    likelihood = module(scorer=scorers, reward=RLPRReward(kl_weight=1.0, temperature=0.5))
+    likelihood = module(students=scorers, reward=RLPRReward(thought_kl_weight=1.0, temperature=0.5))
     passes, run_policy = [], likelihood.run
 
     def count(function: Any, *arguments: Any) -> Any:
@@ -321,9 +325,10 @@ def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: st
     found = {}
     for scorer in (weights, *weights):
         witness = Witness()
+        named = {"student": scorer} if isinstance(scorer, str) else {"students": scorer}
         names = scorer if isinstance(scorer, str) else [*scorer]
         options = {"force_format": True, "student_tokenizer": names}
-        fit(tmp_path / str(len(found)), module(scorer=scorer, reward=reward), witness, **options)
+        fit(tmp_path / str(len(found)), module(reward=reward, **named), witness, **options)
         found[str(scorer)] = witness.batches[0].step.score.columns
         if isinstance(scorer, dict):
             assert [*witness.batches[0].step.score.by_student] == Students.of(None, scorer).labels
@@ -334,11 +339,12 @@ def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: st
 
 
 @pytest.mark.parametrize(
-    ("scorer", "named"),
-    [("policy", None), ("reference", None), ("a", "a"), (["a", "b"], ["a", "b"]), ({"a": 1.0}, ["a"])],
+    ("student", "students", "named"),
+    [("policy", None, None), ("reference", None, None), ("a", None, "a"), (None, ["a", "b"], ["a", "b"])],
 )
-def test_the_command_line_tells_the_data_whose_tokens_score(scorer: Any, named: Any) -> None:
-    assert frozen_student(Namespace(init_args=Namespace(pretrained="m", scorer=scorer))) == named
+def test_the_command_line_tells_the_data_whose_tokens_score(student: Any, students: Any, named: Any) -> None:
+    arguments = Namespace(teacher="m", student=student, students=students)
+    assert frozen_student(Namespace(init_args=arguments)) == named
 
 
 def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:
@@ -352,34 +358,27 @@ def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:
 
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="The data of LikelihoodModule must be StudentLikelihoodData, but are TeacherRLData"
+        InputError, match="LogProbReward judges thoughts, but the completions of TeacherRLData"
     ):
         fit(tmp_path, module(), kind=TeacherRLData, student_tokenizer="miniature")
-    with pytest.raises(
-        InputError, match=r"NOVERReward compares the thoughts .* rollouts\.val_completions is 1"
-    ):
+    with pytest.raises(InputError, match=r"NOVERReward compares .* rollouts\.val_completions is 1"):
         fit(tmp_path, module(reward=NOVERReward()), val_rows=2)
-    with pytest.raises(InputError, match="LikelihoodModule trains a student"):
+    with pytest.raises(InputError, match="those of StudentLikelihoodData are thoughts"):
         bare_trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
-    with pytest.raises(InputError, match="group_size must be at least 2"):
-        module(group_size=1)
-    with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 where the policy scores"):
-        module(reward=LogProbReward(kl_weight=1.0))
-    with pytest.raises(InputError, match=r"must be frozen models, but model\.scorer lists policy"):
-        module(scorer=["miniature", "policy"])
-    with pytest.raises(InputError, match=r"A weight of model\.scorer must be a number above 0"):
-        module(scorer={"miniature": -1.0})
+    with pytest.raises(
+        InputError, match=r"reward\.thought_kl_weight must be 0 where model\.student is policy"
+    ):
+        fit(tmp_path, module(reward=LogProbReward(thought_kl_weight=1.0)))
+    with pytest.raises(
+        InputError, match=r"must be frozen models, but model\.students lists miniature, policy"
+    ):
+        module(students=["miniature", "policy"])
     with pytest.raises(InputError, match="trained as a teacher"):
-        fit(tmp_path, module(scorer="miniature-teacher"), tokenizer=None)
+        fit(tmp_path, module(student="miniature-teacher"), tokenizer=None)
     asynchronous = rollouts()
     asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
-    with pytest.raises(InputError, match=r"With model\.scorer policy rollouts\.asynchronous must be false"):
+    with pytest.raises(InputError, match=r"With an answer term rollouts\.asynchronous must be false"):
         bare_trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
-
-
-def test_a_control_by_shuffled_advantages_asks_for_no_answer_term(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"no control here.* set model\.answer_weight to 0"):
-        fit(tmp_path, module(advantages=ShuffledAdvantages()))
 
 
 def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -> None:
@@ -404,10 +403,10 @@ def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -
 def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="must be an RLTReward, but is LogProbReward"):
         explain(module(), data(tmp_path), rollouts(), ExplainOptions())
-    with pytest.raises(InputError, match="needs a reward that is a RLTReward, but it is VeriFreeReward"):
+    with pytest.raises(InputError, match="that judges explanations, but VeriFreeReward judges thoughts"):
         RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 for TRL"):
-        LikelihoodRewardFunction("miniature", reward=LogProbReward(kl_weight=1.0))
+    with pytest.raises(InputError, match="must have no KL term for TRL"):
+        LikelihoodRewardFunction("miniature", reward=LogProbReward(thought_kl_weight=1.0))
 
 
 def test_rows_without_a_solution_that_fits_are_named(tmp_path: Path) -> None:
@@ -476,8 +475,8 @@ def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> 
             self.trained = any(float(p.grad.abs().max()) > 0 for p in adapter)
 
     plain, adapted = Watch(), Watch()
-    fit(tmp_path / "plain", module(scorer=scorer), plain)
-    fit(tmp_path / "lora", module(scorer=scorer, lora=LoRA(rank=2)), adapted)
+    fit(tmp_path / "plain", module(student=scorer), plain)
+    fit(tmp_path / "lora", module(student=scorer, lora=LoRA(rank=2)), adapted)
     ours, theirs = (one.batches[0].step.score.columns for one in (adapted, plain))
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name], values, atol=1e-5, rtol=0)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlt_lightning.engines import Sampling
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.reader import PassKey, Reader
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.step import POLICY, Read, Shards, StepBatch
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
 
 PROMPT = [1, 2]
@@ -128,6 +130,23 @@ def test_the_engines_log_probs_serve_where_all_are_known(log_probs: Any, options
     assert bool(calls) == asks
     expected = [-12, -14] if asks else [-0.2, -0.3]
     assert step.tokens["teacher"][0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_ranks_that_share_a_step_serve_or_ask_alike(lacking: bool) -> None:
+    # Rank 0's row has log-probs; whether rank 1's has them, both ranks know.
+    problem = Problem(9, "?", "!", PROMPT, [], [], [], [])
+    request = RolloutRequest([9], [PROMPT], [0], 0, Sampling(temperature=0.5), 2, "")
+    request.problems, request.build = [problem], lambda problem, sampled: Rollout(problem, sampled, "", True)
+    known = [[-0.1] * 3, None if lacking else [-0.1] * 2]
+    request.completions = {i: Completion(COMPLETIONS[i], known[i], "stop") for i in (0, 1)}
+    step = StepBatch.of_request(request, Shards(0, 2, 2, True))
+    [row] = step.divide([0, 1])
+    _, calls = read(
+        lambda rollout: {"teacher": of_completion(rollout, sampled=(0, 3))}, step=step, rows=[row]
+    )
+    assert row == 0
+    assert bool(calls) == lacking
 
 
 def test_at_another_temperature_the_engines_do_not_serve() -> None:

@@ -13,7 +13,7 @@ import torch
 from cases import GOLDEN_FOLDER
 from torch import Tensor, nn
 
-from rlt_lightning.modules.likelihood import choose_answer_weight
+from rlt_lightning.modules.rlt import choose_answer_weight
 from rlt_lightning.numerics import DrGRPOLoss, LeaveOneOutAdvantages
 from rlt_lightning.numerics.rewards import reduce_tokens
 from rlt_lightning.rewards import (
@@ -25,6 +25,7 @@ from rlt_lightning.rewards import (
     SolutionScores,
     VeriFreeReward,
 )
+from rlt_lightning.rewards.students import Students
 from rlt_lightning.types import InputError
 
 
@@ -163,7 +164,7 @@ def test_options_out_of_range_are_refused() -> None:
         (lambda: LogProbReward(format_penalty=1), "reward.format_penalty must be at most 0"),
         (lambda: RLPRReward(format_coef=2), "reward.format_coef must be between 0 and 1. It is 2."),
         (lambda: VeriFreeReward(temperature=0), "reward.temperature must be positive, or null"),
-        (lambda: LogProbReward(kl_weight=-1), "reward.kl_weight must be at least 0"),
+        (lambda: LogProbReward(thought_kl_weight=-1), "reward.thought_kl_weight must be at least 0"),
         (lambda: LogProbReward(kl_estimator="k2"), "reward.kl_estimator must be k1, k3 or exact"),  # type: ignore[arg-type]
         (lambda: NOVERReward(rank_weight=-1), "reward.rank_weight must be at least 0"),
         (lambda: NOVERReward(ties="random"), "reward.ties must be order or mean"),  # type: ignore[arg-type]
@@ -175,15 +176,21 @@ def test_options_out_of_range_are_refused() -> None:
 
 
 def test_the_answer_term_needs_policy_and_reward() -> None:
-    assert choose_answer_weight(None, "policy", LogProbReward()) == 1
-    assert choose_answer_weight(None, "policy", NOVERReward()) == 0
-    assert choose_answer_weight(None, "reference", VeriFreeReward()) == 0
-    assert choose_answer_weight(0.5, "policy", VeriFreeReward()) == 0.5
-    for scorer, reward in (("reference", LogProbReward()), ("policy", RLPRReward())):
+    policy, reference = (Students.of(student, None) for student in ("policy", "reference"))
+    assert choose_answer_weight(None, LogProbReward(), policy) == 1
+    assert choose_answer_weight(0.5, VeriFreeReward(), policy) == 0.5
+    for reward, students in (
+        (NOVERReward(), policy),
+        (RLTReward(), policy),
+        (VeriFreeReward(), reference),
+        (LogProbReward(), Students.of("miniature", None)),
+        (LogProbReward(), Students.of(None, ["a", "b"])),
+    ):
+        assert choose_answer_weight(None, reward, students) == 0
         with pytest.raises(InputError, match=r"model\.answer_weight must be 0 or"):
-            choose_answer_weight(1.0, scorer, reward)
-    with pytest.raises(InputError, match=r"but model\.reward is RLTReward"):
-        choose_answer_weight(None, "policy", RLTReward())
+            choose_answer_weight(1.0, reward, students)
+    with pytest.raises(InputError, match="it is -1, with policy and LogProbReward"):
+        choose_answer_weight(-1, LogProbReward(), policy)
 
 
 # The gradient, over all thoughts

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlt_lightning.numerics import (
     AdvantageEstimator,
-    BNPOLoss,
     CISPOLoss,
     DAPOLoss,
     DrGRPOLoss,
@@ -32,7 +31,7 @@ GOLDEN_LOSSES: dict[str, PolicyLoss] = {
     "grpo": GRPOLoss(),
     "grpo no kl": GRPOLoss(kl_coef=0),
     "clip-higher": GRPOLoss(clip_eps_high=0.28),
-    "bnpo": BNPOLoss(),
+    "bnpo": DAPOLoss(),
     "dr_grpo": DrGRPOLoss(kl_coef=0, max_completion_length=9),
     "dapo": DAPOLoss(clip_eps_high=0.28, kl_coef=0),
     "gspo": GSPOLoss(clip_eps_low=3e-4, clip_eps_high=4e-4, kl_coef=0),
@@ -40,9 +39,8 @@ GOLDEN_LOSSES: dict[str, PolicyLoss] = {
 }
 EVERY_LOSS = [
     GRPOLoss(kl_coef=0.3),
-    BNPOLoss(clip_eps_low=0.1),
     DrGRPOLoss(max_completion_length=11, unbiased_kl=False),
-    DAPOLoss(clip_eps_high=0.28),
+    DAPOLoss(clip_eps_low=0.1, clip_eps_high=0.28),
     GSPOLoss(clip_eps_low=0.05, clip_eps_high=0.06),
     CISPOLoss(clip_eps_high=0.3),
 ]
@@ -119,6 +117,24 @@ def test_grpo_loss_by_hand():
     assert metrics["policy/ratio_mean"].item() == pytest.approx((1.25 + 0.5) / 2)
 
 
+@by_class
+def test_each_token_may_have_its_own_advantage(policy_loss: PolicyLoss) -> None:
+    batch = random_batch()
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(batch["log_probs"].shape, generator=generator, dtype=torch.float64)
+    whole, grad = loss_and_grad(policy_loss, batch | {"advantages": tokens})
+    same, _ = loss_and_grad(
+        policy_loss, batch | {"advantages": batch["advantages"][:, None].expand_as(tokens)}
+    )
+    torch.testing.assert_close(same, loss_and_grad(policy_loss, batch)[0])
+    if isinstance(policy_loss, GSPOLoss):  # a token's ratio depends on all tokens
+        return
+    for t in range(tokens.shape[1]):
+        _, of_column = loss_and_grad(policy_loss, batch | {"advantages": tokens[:, t]})
+        torch.testing.assert_close(grad[:, t], of_column[:, t])
+    assert whole != same
+
+
 def slow_loss(policy_loss: PolicyLoss, batch: dict[str, Tensor]) -> Tensor:
     """The losses as their papers write them, token by token."""
     log_probs, old, ref, advantages, token_mask = (
@@ -142,7 +158,7 @@ def slow_loss(policy_loss: PolicyLoss, batch: dict[str, Tensor]) -> Tensor:
         length = policy_loss.max_completion_length if isinstance(policy_loss, DrGRPOLoss) else len(tokens)
         rows.append(sum(losses) / length)
         all_tokens += losses
-    per_token = isinstance(policy_loss, BNPOLoss)
+    per_token = isinstance(policy_loss, DAPOLoss)
     return sum(all_tokens) / len(all_tokens) if per_token else sum(rows) / len(rows)
 
 

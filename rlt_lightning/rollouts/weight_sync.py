@@ -1,0 +1,129 @@
+"""How the policy's weights get from the ranks of a run to its engine, and the check that they are there.
+
+An engine in process takes the model's own parameters. Outside, rank 0 pushes for all ranks; each ═ is a
+collective, where all ranks wait:
+
+    rank 0   health ═ prepare_push ═ update_weights ═ verify
+    rank 1          ═              ═ gather_weights ═
+
+engines/push.py is what a push does with vLLM workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Trainer
+
+from rlt_lightning.engines.base import PROBE_TOKENS, Engine, NamedTensor, push_until_current
+from rlt_lightning.models.file_names import to_file_names
+from rlt_lightning.models.lora import list_adapter_weights, merge_weights
+from rlt_lightning.models.packed import sequence_log_probs
+
+
+class Policy(Protocol):
+    """The module whose weights sample, a PolicyModule: what is used of it here."""
+
+    @property
+    def policy(self) -> Any:
+        """Return the model; its weights are pushed."""
+
+    @property
+    def global_step(self) -> int:
+        """Return the optimizer steps that the weights have taken."""
+
+    @property
+    def sharding(self) -> Any:
+        """Return how the weights are stored."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+
+    @property
+    def phase(self) -> Callable[[str], AbstractContextManager[Any]]:
+        """Return the timer of the step's phases."""
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `function(policy, *arguments)`."""
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+
+
+class WeightSync:
+    """Brings weights to an engine.
+
+    Args:
+        engine: The engine.
+        verify_every_n_steps: Optimizer steps between two verifications of workers; 0: only after the first
+            push to a worker.
+        call: Calls a function where the engine is; see `Dispatcher.call`.
+    """
+
+    def __init__(
+        self, engine: Engine, verify_every_n_steps: int, call: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self.engine = engine
+        self.verify_every_n_steps = verify_every_n_steps
+        self.call = call
+        # The text by which workers are verified; always the same, so that earlier log-probs can be compared.
+        self.probe: list[int] = []
+        self.verified_at: int | None = None  # optimizer step of the last verification
+        # The trainer's log-probs of the probe, by policy version: those of the last two verifications.
+        self.probe_log_probs: dict[int, list[float]] = {}
+
+    def start(self, prompt: list[int]) -> None:
+        """Verify weights by the first tokens of a prompt, unless there is a text already."""
+        self.probe = self.probe or prompt[:PROBE_TOKENS]
+
+    def close(self) -> None:
+        """Verify again after the next push."""
+        self.probe, self.verified_at, self.probe_log_probs = [], None, {}
+
+    def make_current(self, trainer: Trainer, module: Policy) -> None:
+        """Push until all workers that can be reached, at least one, hold the weights; then verify."""
+        step, pushed = module.global_step, False
+        if self.engine.in_process:
+            parameters = list(module.policy.named_parameters())
+            push_until_current(self.engine, lambda: parameters, step)
+            return
+
+        def needs_push() -> bool:
+            self.engine.health()
+            return self.engine.policy_version != step
+
+        while self.call(needs_push):
+            named_tensors = self._list_weights(module.policy)
+            # The other ranks wait here, and not in a collective of the model, while workers join a group.
+            self.call(self.engine.prepare_push)
+            if not trainer.is_global_zero:
+                self.engine.gather_weights(named_tensors)
+
+            def push(named_tensors: list[NamedTensor] = named_tensors) -> None:
+                self.engine.update_weights(named_tensors, step)
+
+            self.call(push)
+            pushed = True
+        due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at
+        if pushed and (due or self.call(lambda: self.engine.unverified)):
+            self._verify(module)
+
+    def _list_weights(self, policy: Any) -> list[NamedTensor]:
+        """Return what the engine is pushed: a LoRA's matrices, or whole weights with the LoRA merged in."""
+        tensors = dict(policy.named_parameters())
+        if self.engine.takes_adapters:
+            return list_adapter_weights(tensors)
+        return to_file_names(policy, merge_weights(policy, tensors))
+
+    def _verify(self, module: Policy) -> None:
+        """Let the engine compare the workers' log-probs of a text with the trainer's."""
+        with torch.no_grad():
+            log_probs = module.run(sequence_log_probs, self.probe)
+        self.verified_at = module.global_step
+        latest = list(self.probe_log_probs.items())[-1:]
+        self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}
+        self.call(lambda: self.engine.verify(self.probe, self.probe_log_probs))

@@ -1,0 +1,119 @@
+"""The engine of examples/sglang_engine.py trains against a pretended SGLang server with a real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from commands import ROOT, rlt
+from fake_sglang import FakeSGLang
+from fits import metrics
+from grpo import Witness, data, module, rollout_callback, slow_log_probs
+from sglang_engine import SGLangEngine
+from trainers import bare_trainer
+
+from rlt_lightning.engines import EngineError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def fit(server: FakeSGLang, model: str, folder: Path, steps: int = 2, timeout_s: float = 30.0) -> Witness:
+    witness = Witness()
+    engine = SGLangEngine(server.url, request_timeout_s=timeout_s)
+    trainer = bare_trainer(folder, rollout_callback(6, engine=engine), witness, steps=steps)
+    trainer.fit(module(model), datamodule=data(model, folder))
+    return witness
+
+
+def test_a_run_trains_on_what_sglang_samples(tiny_model: str, tmp_path: Path) -> None:
+    with FakeSGLang(tiny_model) as server:
+        engine = {"class_path": "sglang_engine.SGLangEngine", "init_args": {"url": server.url}}
+        config = tmp_path / "sglang.yaml"
+        config.write_text(yaml.safe_dump({"rollouts": {"engine": engine}}))
+        run = tmp_path / "run"
+        words = ["fit", "--config=tests/rlt.yaml", f"--config={config}", f"--output_dir={run}"]
+        words += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=3"]
+        words += ["--rollouts.sampling.max_completion_length=6", "--model.optimizer.lr=1e-2"]
+        result = rlt(*words, PYTHONPATH=str(ROOT / "examples"))
+    assert result.returncode == 0, result.stderr
+    rows = metrics(run)
+    assert len(rows) == 3
+    # Each step sampled with its own weights, which the server read from the folder that was pushed.
+    assert list(dict.fromkeys(server.sampled_with)) == ["0", "1", "2"]
+    assert server.sampled_with.count("1") == server.sampled_with.count("2") > 0
+    for row in rows.values():
+        assert row["rollout/mismatch_max"] < 1e-4
+    assert not list(run.glob("weights/*"))
+
+
+def test_sglang_samples_with_the_weights_of_each_step(tiny_model: str, tmp_path: Path) -> None:
+    with FakeSGLang(tiny_model) as server:
+        witness = fit(server, tiny_model, tmp_path)
+        assert server.calls.count("POST /update_weights_from_disk") == 2
+    first, second = (batch.rollouts.rollouts for batch in witness.batches)  # type: ignore[union-attr]
+    policy = module(tiny_model).load(tiny_model, "float32").model
+    with torch.no_grad():
+        for rollouts, is_same in ((first, True), (second, False)):
+            for row in rollouts:
+                ids = row.completion.token_ids
+                values = slow_log_probs(policy, row.problem.teacher_prompt, ids, 0.7)
+                difference = float((values - torch.tensor(row.completion.log_probs)).abs().max())
+                assert (difference < 1e-4) is is_same
+        policy.load_state_dict(witness.weights_before, strict=False)
+        for row in second:
+            values = slow_log_probs(policy, row.problem.teacher_prompt, row.completion.token_ids, 0.7)
+            torch.testing.assert_close(values, torch.tensor(row.completion.log_probs), atol=1e-4, rtol=0)
+
+
+def test_a_restarted_server_gets_the_weights_again(tiny_model: str, tmp_path: Path) -> None:
+    class Restarts(Witness):
+        def on_train_batch_end(self, *arguments: object) -> None:
+            super().on_train_batch_end(*arguments)  # type: ignore[arg-type]
+            server.restart()
+
+    with FakeSGLang(tiny_model) as server:
+        engine = SGLangEngine(server.url)
+        trainer = bare_trainer(tmp_path, rollout_callback(6, engine=engine), Restarts(), steps=2)
+        trainer.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+        assert server.sampled_with == ["0"] * 8 + ["1"] * 8
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("500", r"/generate within 5 s .*status 500: .*out of order"),
+        ("hang", r"/generate within 5 s .* TimeoutError"),
+        ("die", r"/generate within 5 s .* (RemoteProtocolError|ReadError)"),
+        ("garbage", "JSONDecodeError"),
+        ("empty", r"KeyError\('output_token_logprobs'\)"),
+        ("abort", "a completion without its end"),
+        ("short", "a completion without its end"),
+        ("other", "a completion of other weights"),
+    ],
+)
+def test_what_fails_is_one_clear_line(fault: str, message: str, tiny_model: str, tmp_path: Path) -> None:
+    with (
+        FakeSGLang(tiny_model, ("", "", fault)) as server,
+        pytest.raises(EngineError, match=message) as caught,
+    ):
+        fit(server, tiny_model, tmp_path, timeout_s=5.0)
+    assert server.url in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_does_not_run_is_named(tiny_model: str, tmp_path: Path) -> None:
+    with FakeSGLang(tiny_model) as server:
+        pass
+    with pytest.raises(EngineError, match=r"must answer /v1/models within 300 s .* ConnectError"):
+        fit(server, tiny_model, tmp_path)
+
+
+def test_weights_that_were_not_loaded_are_noticed(tiny_model: str, tmp_path: Path) -> None:
+    with (
+        FakeSGLang(tiny_model, ignores_pushes=True) as server,
+        pytest.raises(EngineError, match="later pushes have not arrived"),
+    ):
+        fit(server, tiny_model, tmp_path)
+    assert set(server.sampled_with) == {"0"}

@@ -1,0 +1,53 @@
+"""When checkpoints are written: by iterations, by time, at the end, and where a score comes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
+from rlt_lightning.callbacks import Checkpoint
+
+ROWS = [{"question": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}."} for n in range(4)]
+VALIDATED = {"val_check_interval": 2}
+
+
+def list_checkpoints(folder: Path, checkpoint: Checkpoint, num_val: int = 0, **options: Any) -> list[int]:
+    """Train for five iterations; return those whose checkpoints are there."""
+    sampling = Sampling(temperature=0.7, max_completion_length=4)
+    callbacks = [RolloutCallback(sampling=sampling), checkpoint]
+    trainer = Trainer(folder, max_steps=5, accelerator="cpu", callbacks=callbacks, **options)
+    data = TeacherRLData(ROWS, prompts_per_step=1, val_rows=num_val, tags="r1")
+    trainer.fit(RLTModule("miniature", "miniature", group_size=2), data)
+    return sorted(int(path.stem.partition("=")[2]) for path in (folder / "checkpoints").glob("step=*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"every_n_train_steps": 2}, [2, 4, 5]),
+        ({"train_time_interval": timedelta(0)}, [1, 2, 3, 4, 5]),
+        ({"train_time_interval": timedelta(days=1)}, [5]),
+        ({}, [5]),  # ten minutes
+    ],
+)
+def test_checkpoints_come_by_iterations_or_time_and_at_the_end(
+    settings: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
+    assert list_checkpoints(tmp_path, Checkpoint(save_top_k=-1, **settings)) == steps
+
+
+def test_a_score_has_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(save_top_k=-1, monitor="reward/val_mean")
+    assert list_checkpoints(tmp_path, checkpoint, num_val=1, **VALIDATED) == [
+        2,
+        5,
+    ]  # an epoch has three iterations
+
+
+def test_default_bounds_the_loss_by_ten_minutes() -> None:
+    assert Checkpoint()._train_time_interval == timedelta(minutes=10)
+    assert Checkpoint(every_n_train_steps=3)._train_time_interval is None
