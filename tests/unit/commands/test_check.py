@@ -68,7 +68,10 @@ def test_a_stage_with_a_reward_gets_all_checks(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "pairs.jsonl", rows)
     columns = "--check.bad_traces=[bad_trace]"
     found = read_checks(rlt("check", "--config=laptop/rlt", source, columns, *FEW))
-    assert [*found] == ["rows", "lengths", "steps", "traces", "closed", "right", "spread", "ranking"]
+    names = ["rows", "lengths", "steps", "traces", "closed", "right", "spread", "ranking", "control"]
+    assert [*found] == names
+    assert found["control"][0] == "cannot"
+    assert "before you train, compare with greedy traces" in found["control"][1]
     assert found["traces"] == (
         "pass",
         "100 ± 0 % of the rows' traces end with the right answer (at least 10 %)",
