@@ -81,7 +81,7 @@ SETTINGS = {
     "pieces_student": replace(NEW, name="pieces_student", student=MINIATURES["pieces"]),
 }
 NUM_NEW = {"few64": 64}  # traces of the warm-up that have the new step, where not all have it
-LAST_HAZARD = {"rare": 0.6}  # chance that a right trace of the warm-up breaks off at the new step after all
+LAST_HAZARD = {"rare": 0.8}  # chance that a right trace of the warm-up breaks off at the new step after all
 BREAKS: tuple[TraceKind, ...] = ("filler", "leap", "wrong")
 EXACT: dict[str, Any] = {"model__reward__kl_estimator": "exact"}
 TRAINED: dict[str, dict[str, Any]] = {  # what a method's RLT differs in
