@@ -5,7 +5,9 @@
 Every arm trains the same student in the same way, on other explanations of the same problems:
 
     raw            the uneven traces themselves
-    warmup         a teacher that was fine-tuned on such traces
+    warmup         a teacher that was fine-tuned on such traces, at temperature 0.7 as all others
+    greedy         control: the same teacher at temperature 0
+    best_of_4      control: the same teacher, the best of four by the reward
     rlt            that teacher after GRPO with the RLT reward
     solution_only  the same without r_KL (lambda 0)
     shuffled       the same with advantages shuffled within each group: nothing to learn from
@@ -33,7 +35,12 @@ from matplotlib.figure import Figure
 
 from rlt_lightning.tasks.stepwise import TRACE_KINDS, word_sum_kind, word_sum_rows
 
-ARMS = ("raw", "warmup", "rlt", "solution_only", "shuffled", "oracle")
+ARMS = ("raw", "warmup", "greedy", "best_of_4", "rlt", "solution_only", "shuffled", "oracle")
+WRITTEN: dict[str, dict[str, Any]] = {  # how the warm-up teacher writes the traces of an arm
+    "warmup": {},
+    "greedy": {"rollouts.sampling.temperature": 0},
+    "best_of_4": {"rollouts.num_traces": 4, "distillation.select": "best_reward"},
+}
 TRAINED: dict[str, dict[str, Any]] = {  # the settings of each teacher that RL trains
     "rlt": {},
     "solution_only": {"model.reward.kl_weight": 0},
@@ -97,7 +104,7 @@ def write_traces(out: Path) -> dict[str, Path]:
 def teacher(stages: Stages, arm: str, seed: int) -> Path:
     """Train the teacher of an arm and return its model folder."""
     warm = stages.run("warmup", "fit", "laptop/smollm2_warmup", "model", {})
-    if arm == "warmup":
+    if arm in WRITTEN:
         return warm
     seeds = {"model.seed": seed, "rollouts.seed": seed, "data.seed": 10 + seed}
     settings = {"model.teacher": warm, **TRAINED[arm], **seeds}
@@ -107,7 +114,7 @@ def teacher(stages: Stages, arm: str, seed: int) -> Path:
 def traces(stages: Stages, arm: str, seed: int) -> Path:
     """Let the teacher of an arm explain the students' problems."""
     model = teacher(stages, arm, seed)
-    settings = {"model.teacher": model, "rollouts.seed": 100 + seed}
+    settings = {"model.teacher": model, "rollouts.seed": 100 + seed, **WRITTEN.get(arm, {})}
     return stages.run(
         f"{arm}-{seed}-traces", "predict", "laptop/smollm2_generate", "distillation.jsonl", settings
     )

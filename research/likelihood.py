@@ -18,6 +18,12 @@ steps of as many samples, from two starts: the miniature (`METHOD_base`), and th
     nover          rank of the perplexity in the group
     opd_self       stage 4b: towards the start itself, which sees the solution
     rlt            RLT of a teacher against the start, then SFT on the traces of this teacher
+    rlt_t0         control: the same, the traces written greedily
+    warmup         control: SFT on the traces of that teacher before RLT, at temperature 0.7
+    warmup_tN      control: written at temperature 0, 0.3 or 1
+    best_of_N      control: of 4 or 16 at temperature 0.7 the best by RLT's reward under the start
+
+The starts also answer each held-out problem 16 times: the answer that most of them have costs no training.
 
 Its folder gets `likelihood.json`, `likelihood.md` and `likelihood.svg`. Run it again after a crash: finished
 stages are skipped.
@@ -66,6 +72,16 @@ REWARDS: dict[str, dict[str, object]] = {
     "verifree": {"model__reward": "VeriFreeReward"},
     "nover": {"model__reward": "NOVERReward"},
 }
+SEVERAL = {"distillation__select": "best_reward", "rollouts__num_traces": 4}
+WRITTEN: dict[str, dict[str, object]] = {  # how a teacher writes the traces of an arm
+    "rlt": {},
+    "rlt_t0": {"rollouts__sampling__temperature": 0},
+    "warmup": {},
+    **{f"warmup_t{value}": {"rollouts__sampling__temperature": value} for value in (0, 0.3, 1)},
+    "best_of_4": SEVERAL,
+    "best_of_16": SEVERAL | {"rollouts__num_traces": 16},
+}
+NUM_VOTES = 16  # answers of a start to each problem
 METHODS = {
     "binary": "right or wrong (stage R)",
     "log_prob_sum": "log-prob, sum",
@@ -76,6 +92,13 @@ METHODS = {
     "nover": "NOVER",
     "opd_self": "self-distillation (stage 4b)",
     "rlt": "RLT teacher, then SFT",
+    "rlt_t0": "RLT teacher at T 0, then SFT",
+    "warmup": "warm-up teacher at T 0.7, then SFT",
+    "warmup_t0": "warm-up teacher at T 0, then SFT",
+    "warmup_t0.3": "warm-up teacher at T 0.3, then SFT",
+    "warmup_t1": "warm-up teacher at T 1, then SFT",
+    "best_of_4": "warm-up teacher, best of 4, then SFT",
+    "best_of_16": "warm-up teacher, best of 16, then SFT",
 }
 ARMS = (*STARTS, *(f"{method}_{start}" for start in STARTS for method in METHODS))
 PARTS = {"steps 1 to 5": (1, 5), "steps 6 to 20": (6, 20)}  # of the training, first and last step
@@ -128,6 +151,9 @@ class Likelihood(Arms):
         """Let an arm's student answer the held-out problems (stage 5)."""
         length = {"rollouts__sampling__max_completion_length": MOST_TOKENS[self.setting.name]}
         super().evaluate(arm, model, greedy, **length, **options)
+        if arm in STARTS:
+            votes = {"rollouts__num_samples": NUM_VOTES, "rollouts__seed": self.seed}
+            self.ask(f"{arm}/votes", model, **votes, **length)
 
     def model(self, arm: str) -> Path | str:
         """Return an arm's student."""
@@ -184,30 +210,34 @@ class Likelihood(Arms):
             "fit",
             "laptop/sft",
             model__pretrained=start,
-            data__source=self.explain(arm, start),
+            data__source=self.explain(arm, method, start),
             model__optimizer__lr=self.setting.student_lr,
             data__seed=self.seed,
             model__seed=self.seed,
         )
 
-    def explain(self, arm: str, start: Path | str) -> Path:
-        """Run RLT of the warm-up teacher against a start, and return the file of its traces."""
+    def explain(self, arm: str, method: str, start: Path | str) -> Path:
+        """Let a teacher write an arm's traces, after RLT against a start if it has any; return their file."""
         problems = {"model__student": start, "data__source": self.data_file("raw"), **self.seeds}
-        teacher = self.stages(
-            f"{self.name}/{arm}/teacher",
-            "fit",
-            "laptop/rlt",
-            model__teacher=self.train_teacher("warmup"),
-            trainer__max_steps=self.setting.num_iterations,
-            **problems,
-        )
+        teacher = self.train_teacher("warmup")
+        if method.startswith("rlt"):
+            trained = self.stages(
+                f"{self.name}/rlt_{arm.rpartition('_')[2]}/teacher",
+                "fit",
+                "laptop/rlt",
+                model__teacher=teacher,
+                trainer__max_steps=self.setting.num_iterations,
+                **problems,
+            )
+            teacher = trained / "model"
         folder = self.stages(
             f"{self.name}/{arm}/traces",
             "predict",
             "laptop/generate",
             "README.md",
-            model__teacher=teacher / "model",
+            model__teacher=teacher,
             **problems,
+            **WRITTEN[method],
         )
         return folder / "distillation.jsonl"
 
@@ -298,6 +328,12 @@ def rank_kinds(ones: list[Likelihood], arm: str, first: int, last: int) -> dict[
     }
 
 
+def read_set(folder: Path) -> dict[str, Any]:
+    """Return what `rlt test` has found on the held-out problems."""
+    found: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())["sets"]["chains"]
+    return found
+
+
 def collect(ones: list[Likelihood], arms: list[str]) -> dict[str, Any]:
     """Return the figures of one task, one per seed: percent, nats and tokens."""
     found: dict[str, Any] = {}
@@ -308,6 +344,9 @@ def collect(ones: list[Likelihood], arms: list[str]) -> dict[str, Any]:
             "greedy": [read_accuracy(one, arm, "greedy") for one in ones],
             **{name: [some[name] for some in measured] for name in measured[0]},
         }
+        if arm in STARTS:
+            votes = [read_set(one.folder / arm / "votes") for one in ones]
+            found[arm]["majority"] = [100 * some["maj_at_k"] for some in votes]
         if arm.rpartition("_")[0] in ("binary", *REWARDS):
             found[arm]["lengths"] = [measure_training(one, arm) for one in ones]
             found[arm]["rewarded"] = {name: rank_kinds(ones, arm, *steps) for name, steps in PARTS.items()}
@@ -331,10 +370,10 @@ def write_mean(values: list[float]) -> str:
 def table(figures: dict[str, Any], start: str) -> str:
     """Return the Markdown table of the students of one task that have the same start."""
     lines = [
-        "| trained by | accuracy at T 0.7, % (± 95 %) | greedy, % | whole solution, % "
+        f"| trained by | accuracy at T 0.7, % (± 95 %) | greedy, % | maj@{NUM_VOTES}, % | whole solution, % "
         "| log p(held-out solution), nats | thought, tokens | in training: step 1 → 10 → last "
         "| its thoughts: steps / filler / leap / wrong / other, % |",
-        "|" + "---|" * 8,
+        "|" + "---|" * 9,
     ]
     for arm, found in figures["arms"].items():
         if arm != start and not arm.endswith(f"_{start}"):
@@ -342,6 +381,7 @@ def table(figures: dict[str, Any], start: str) -> str:
         steps = [fmean(some) for some in zip(*found.get("lengths", [[]]), strict=True)]
         lengths = " → ".join(f"{steps[place]:.0f}" for place in (0, min(9, len(steps) - 1), -1) if steps)
         cells = [name_arm(arm), plus_minus(found["accuracy"]), f"{fmean(found['greedy']):.1f}"]
+        cells.append(f"{fmean(found['majority']):.1f}" if "majority" in found else "")
         cells += [
             f"{fmean(found['whole']):.1f}",
             write_mean(found["log_prob"]),

@@ -21,8 +21,10 @@ was pretrained on. Every student starts as the miniature and learns from traces 
     poolK_ARM      the same for four times as many problems, cut to 512 rows
     bestK_ARM      of K traces of the warm-up teacher the best by the reward under an arm's student
     exactbestK_ARM the best by the reward with the exact KL
+    tN_ARM         control: traces of an arm written at temperature N: t0_s512, t0.3_rlt_s64, t1_best4_s64
 
 Settings: `new`; `few64`, whose warm-up has 64 traces with the new step among traces of known steps;
+`rare`, whose warm-up breaks off at most of the new steps, so that its likeliest trace does not take it;
 `another_base`; `pieces`, whose tokenizer cuts words into pieces; `pieces_student`, of the students only.
 
 Its folder gets `rounds.json`, `rounds.md` and `rounds.svg`. Run it again after a crash: finished stages are
@@ -51,7 +53,14 @@ from tables import kinds_text, mean_kinds, plus_minus
 from ways import NEW, build_parser
 
 from rlt_lightning.run.jsonl import format_line, rewrite
-from rlt_lightning.tasks.stepwise import NEW_MIXTURE, chain_rows
+from rlt_lightning.tasks.stepwise import (
+    CHAIN_WORDING,
+    NEW_MIXTURE,
+    TraceKind,
+    chain_rows,
+    draw_ending,
+    parse_chain,
+)
 from rlt_lightning.types import InputError
 
 MAIN_ARMS = (
@@ -61,15 +70,19 @@ MAIN_ARMS = (
 ARM = re.compile(
     r"base|oracle|rlt|(?P<part>[sd])(?P<dose>[1-9]\d*)"
     r"|(?P<method>rlt|shuffled|wrong|exact|along|(reject|pool|best|exactbest)[1-9]\d*)_(?P<of>.+)"
+    r"|t(?P<temperature>\d(\.\d+)?)_(?P<written>(?!base|oracle|d\d|t\d).+)"
 )
 SETTINGS = {
     "new": NEW,
     "few64": replace(NEW, name="few64"),
+    "rare": replace(NEW, name="rare"),
     "another_base": replace(NEW, name="another_base", base=MINIATURES["seed1"]),
     "pieces": replace(NEW, name="pieces", base=MINIATURES["pieces"]),
     "pieces_student": replace(NEW, name="pieces_student", student=MINIATURES["pieces"]),
 }
 NUM_NEW = {"few64": 64}  # traces of the warm-up that have the new step, where not all have it
+LAST_HAZARD = {"rare": 0.8}  # chance that a right trace of the warm-up breaks off at the new step after all
+BREAKS: tuple[TraceKind, ...] = ("filler", "leap", "wrong")
 EXACT: dict[str, Any] = {"model__reward__kl_estimator": "exact"}
 TRAINED: dict[str, dict[str, Any]] = {  # what a method's RLT differs in
     "rlt": {},
@@ -113,6 +126,9 @@ class Rounds(Arms):
             known = chain_rows(num_known, seed, "train", NEW_MIXTURE, setting.length)
             rows = [*new, *({key: row[key] for key in new[0]} for row in known)]
             rewrite(self.data_file("warmup"), map(format_line, rows))
+        if hazard := LAST_HAZARD.get(setting.name):
+            rows = break_last_steps(read(self.data_file("warmup")), hazard, self.seed)
+            rewrite(self.data_file("warmup"), map(format_line, rows))
 
     def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
         """Let an arm's student answer the held-out problems, and as many whose steps are all known."""
@@ -126,31 +142,49 @@ class Rounds(Arms):
         else:
             self.train_student(arm, self.make_traces(arm))
 
-    def make_traces(self, arm: str) -> Path:
-        """Return the file that an arm's student learns from, made if it is not there."""
-        match = read_arm(arm) if arm != "warmup" else None
+    def make_traces(self, arm: str, as_arm: str | None = None, **options: Any) -> Path:
+        """Return the file that an arm's student learns from, made if it is not there.
+
+        Args:
+            arm: Name of the arm.
+            as_arm: Name of the arm whose traces these are, if they are sampled in another way.
+            options: How they are sampled.
+        """
+        match, name = read_arm(arm) if arm != "warmup" else None, as_arm or arm
         if match is None or arm == "oracle":
             return super().make_traces(arm)
+        if match["written"]:
+            temperature = {"rollouts__sampling__temperature": match["temperature"]}
+            return self.make_traces(match["written"], arm, **temperature)
         if match["dose"]:
-            all_traces = self.make_traces("warmup") if match["part"] == "s" else self.data_file("warmup")
-            return self.cut(arm, all_traces, int(match["dose"]))
+            return self.cut(name, self.make_all(match["part"] or "", **options), int(match["dose"]))
         student = self.model(match["of"] or "base")
         method, number = split_method(match["method"] or "rlt")
         if method == "reject":
-            return self.answers(arm, student, number)
+            return self.answers(name, student, number, **options)
         if method == "pool":
-            answers = self.answers(arm, student, number, "pool")
-            return self.cut(arm, answers, self.setting.num_traces)
+            answers = self.answers(name, student, number, "pool", **options)
+            return self.cut(name, answers, self.setting.num_traces)
         if method in ("best", "exactbest"):
             return self.explain(
-                arm,
+                name,
                 self.train_teacher("warmup"),
                 student,
                 rollouts__num_traces=number,
                 distillation__select="best_reward",
                 **(EXACT if method == "exactbest" else {}),
+                **options,
             )
-        return self.explain(arm, self.train(arm, method, student), student)
+        return self.explain(name, self.train(arm, method, student), student, **options)
+
+    def make_all(self, part: str, **options: Any) -> Path:
+        """Return all traces that an arm takes the first of: by the warm-up teacher, or of its warm-up."""
+        if part == "d":
+            return self.data_file("warmup")
+        if not options:
+            return self.make_traces("warmup")
+        name = "_".join(["traces", *map(str, options.values())])
+        return self.generate("warmup", name, "raw", **options) / "distillation.jsonl"
 
     def cut(self, arm: str, traces: Path, number: int) -> Path:
         """Return a file of the first traces of another file."""
@@ -186,10 +220,12 @@ class Rounds(Arms):
             arm, "laptop/generate", model__teacher=teacher, model__student=student, **options
         )
 
-    def answers(self, arm: str, student: Path | str, number: int, source: str = "raw") -> Path:
+    def answers(
+        self, arm: str, student: Path | str, number: int, source: str = "raw", **options: object
+    ) -> Path:
         """Let a student answer the problems of a file, and return the file of its right answers."""
         return self.read_problems(
-            arm, "laptop/rejection", source, model__teacher=student, rollouts__num_traces=number
+            arm, "laptop/rejection", source, model__teacher=student, rollouts__num_traces=number, **options
         )
 
     def read_problems(self, arm: str, config: str, source: str = "raw", **options: object) -> Path:
@@ -225,6 +261,21 @@ def show_wrong(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     return wrong
 
 
+def break_last_steps(rows: list[dict[str, Any]], hazard: float, seed: int) -> list[dict[str, Any]]:
+    """Return rows of which a right trace breaks off at its last step by chance, in the usual three ways."""
+    rng, broken = Random(seed), []
+    for row in rows:
+        problem = parse_chain(row["question"])
+        sentences, place = [*problem.steps], len(problem.steps) - 1
+        if row["reasoning_trace"] == CHAIN_WORDING.trace(sentences) and rng.random() < hazard:
+            weights = (NEW_MIXTURE.filler, NEW_MIXTURE.leap, 1 - NEW_MIXTURE.filler - NEW_MIXTURE.leap)
+            [kind] = rng.choices(BREAKS, weights)
+            sentences[place:] = draw_ending(problem, CHAIN_WORDING, place, kind, rng)
+            row = row | {"reasoning_trace": CHAIN_WORDING.trace(sentences)}
+        broken.append(row)
+    return broken
+
+
 def read_arm(arm: str) -> re.Match[str]:
     """Return the parts of an arm's name.
 
@@ -236,8 +287,8 @@ def read_arm(arm: str) -> re.Match[str]:
         raise InputError(
             f"--arms may name base, sN, dN, oracle, rlt and METHOD_ARM, but names {arm}. Correct it."
         )
-    if match["of"]:
-        read_arm(match["of"])
+    if of := match["of"] or match["written"]:
+        read_arm(of)
     return match
 
 
@@ -250,6 +301,8 @@ def split_method(method: str) -> tuple[str, int]:
 def name_arm(arm: str) -> str:
     """Return what an arm's student was trained on, for people."""
     match = read_arm(arm)
+    if match["written"]:
+        return f"{name_arm(match['written'])}, written at T {match['temperature']}"
     if match["dose"]:
         what = "the warm-up teacher" if match["part"] == "s" else "those it has learned from"
         return f"{arm}: {match['dose']} traces of {what}"
@@ -309,7 +362,8 @@ def build_page(figures: dict[str, Any]) -> str:
     how = "paired by seed" if several else "over problems"
     differences = [f"| difference | points (± 95 %, {how}) |", "|---|---|"]
     for arm in arms:
-        of = read_arm(arm)["of"]
+        match = read_arm(arm)
+        of = match["of"] or match["written"]
         if of in arms:
             mean, half = compute_difference(arms, arm, of)
             differences.append(f"| {name_arm(arm)} − {of} | {mean:+.1f} ± {half:.1f} |")

@@ -8,7 +8,9 @@ problem is an operation that it was never shown. Every student starts as the min
 optimizer steps, of as many turns, for the same problems:
 
     base              the student before training
-    warmup, rlt       SFT on traces of the warm-up teacher, of the RLT teacher
+    warmup, rlt       SFT on traces of the warm-up teacher, of the RLT teacher, at temperature 0.7
+    warmup_tN, rlt_tN controls: written at temperature 0, 0.3 or 1
+    best_of_N         control: the best of 4 or 16 of the warm-up teacher by the reward, under the base
     opd_warmup        on its own answers, towards the warm-up teacher, which sees the solution
     opd_rlt           towards the RLT teacher
     opd_self          towards itself before training, with the solution in view (self-distillation)
@@ -62,11 +64,31 @@ ON_POLICY: dict[str, tuple[str | None, dict[str, object]]] = {  # teacher (None:
     "opd_rlt_wrong": ("rlt", WRONG),
     "opd_self_wrong": (None, WRONG),
 }
-ARMS = ("base", "warmup", "rlt", *ON_POLICY)
+WRITTEN: dict[str, tuple[str, dict[str, object]]] = {  # teacher, and how it writes
+    **{
+        f"{teacher}_t{value}": (teacher, {"rollouts__sampling__temperature": value})
+        for teacher in ("warmup", "rlt")
+        for value in (0, 0.3, 1)
+    },
+    **{
+        f"best_of_{number}": (
+            "warmup",
+            {"rollouts__num_traces": number, "distillation__select": "best_reward"},
+        )
+        for number in (4, 16)
+    },
+}
+ARMS = ("base", "warmup", "rlt", *WRITTEN, *ON_POLICY)
 NAMES = {
     "base": "before training",
     "warmup": "SFT on the warm-up teacher's traces",
     "rlt": "SFT on the RLT teacher's traces",
+    **{
+        f"{teacher}_t{value}": f"SFT on the {name} teacher's traces, written at T {value}"
+        for teacher, name in (("warmup", "warm-up"), ("rlt", "RLT"))
+        for value in (0, 0.3, 1)
+    },
+    **{f"best_of_{number}": f"SFT on the warm-up teacher's best of {number}" for number in (4, 16)},
     "opd_warmup": "on-policy, warm-up teacher",
     "opd_rlt": "on-policy, RLT teacher",
     "opd_self": "on-policy, itself before training",
@@ -109,6 +131,13 @@ class Ways(Arms):
             self.evaluate(arm, trained / "model")
         else:
             super().run_arm(arm, samples)
+
+    def make_traces(self, arm: str) -> Path:
+        """Return the file that an arm's students learn from; some are written in another way."""
+        if arm not in WRITTEN:
+            return super().make_traces(arm)
+        teacher, options = WRITTEN[arm]
+        return self.generate(teacher, f"traces_{arm}", "raw", **options) / "distillation.jsonl"
 
     def run(self, arms: list[str]) -> None:
         """Run all stages of some arms."""
@@ -219,7 +248,7 @@ def collect(ones: list[Ways], arms: list[str]) -> dict[str, Any]:
     }
     traces = {
         arm: [measure_kinds(read(one.make_traces(arm))) for one in ones]
-        for arm in ("warmup", "rlt")
+        for arm in ("warmup", "rlt", *WRITTEN)
         if arm in arms
     }
     costs = {name: some for name, some in costs.items() if some}
@@ -254,6 +283,10 @@ def contrasts(figures: dict[str, Any]) -> str:
     pairs = [
         ("opd_rlt", "rlt"),
         ("opd_warmup", "warmup"),
+        ("rlt", "warmup_t0"),
+        ("rlt", "best_of_4"),
+        ("warmup_t0", "warmup"),
+        ("opd_rlt", "warmup_t0"),
         ("opd_rlt", "opd_self"),
         ("opd_warmup", "opd_self"),
         *((arm, f"{arm}_wrong") for arm in ("opd_rlt", "opd_warmup", "opd_self")),
@@ -281,6 +314,9 @@ def teacher_table(figures: dict[str, Any]) -> str:
         values += [fmean(one[key] for one in misled) for key in ("right", "shown")]
         cells = (TEACHERS[teacher], kinds_text(mean_kinds(kinds)) if kinds else "")
         lines.append(f"| {' | '.join([*cells, *(f'{value:.1f}' for value in values)])} |")
+    for arm, kinds in figures["traces"].items():
+        if arm in WRITTEN:
+            lines.append(f"| {NAMES[arm]} | {kinds_text(mean_kinds(kinds))} | | | |")
     return "\n".join(lines)
 
 

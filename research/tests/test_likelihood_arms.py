@@ -33,13 +33,21 @@ def test_the_arms_run_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         likelihood, "SETTINGS", {task: replace(setting, **TINY) for task, setting in SETTINGS.items()}
     )
-    arms = ["binary_base", "nover_warm", "opd_self_base", "rlt_base"]
+    arms = ["binary_base", "nover_warm", "opd_self_base", "rlt_base", "warmup_t0_warm", "best_of_4_base"]
     likelihood.run(tmp_path, [0], arms, ["long"], num_workers=2)
     found = json.loads((tmp_path / "likelihood.json").read_text())["tasks"]["long"]
     assert list(found["arms"]) == ["base", "warm", *arms]
     # The miniature was trained on boxes alone: every word of the chain is a surprise to it.
     assert found["arms"]["base"]["log_prob"][0] < -50
     assert len(found["arms"]["nover_warm"]["lengths"][0]) == 2  # steps
+    assert found["arms"]["warm"].keys() - found["arms"]["rlt_base"].keys() == {"majority"}
+    answers = read(tmp_path / "long/seed0/warm/votes/responses.jsonl")
+    assert len(answers) == likelihood.NUM_VOTES * TINY["num_test"]
+    numbers = [
+        len(read(tmp_path / f"long/seed0/{arm}/traces/traces.jsonl"))
+        for arm in ("warmup_t0_warm", "best_of_4_base")
+    ]
+    assert numbers == [64, 4 * 64]
     samples = read(tmp_path / "long/seed0/opd_self_base/student/rollouts.jsonl")
     assert len(samples) == len(read(tmp_path / "long/seed0/nover_warm/student/rollouts.jsonl")) == 2 * 64
     assert "| NOVER |" in (tmp_path / "likelihood.md").read_text()

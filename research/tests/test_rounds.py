@@ -16,10 +16,11 @@ import rounds_questions as questions
 import yaml
 from arms import read
 
-from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, parse_chain
+from rlt_lightning.tasks.stepwise import NEW_MIXTURE, NEW_OPERATIONS, chain_kind, chain_rows, parse_chain
 from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[2]
+GREEDY = ("warmup/traces_0", "t0_rlt_s16/traces")  # traces of t0_s16 and of t0_rlt_s16
 
 
 @pytest.mark.slow
@@ -52,6 +53,9 @@ def test_rounds_teach_what_only_the_solution_tells(tmp_path: Path) -> None:
         ("best4_s64", "warm-up teacher, best of 4 by the reward under s64"),
         ("d64", "d64: 64 traces of those it has learned from"),
         ("rlt_reject4_s64", "RLT against reject4_s64"),
+        ("t0_s64", "s64: 64 traces of the warm-up teacher, written at T 0"),
+        ("t0.3_rlt_s64", "RLT against s64, written at T 0.3"),
+        ("rlt_t0_s64", "RLT against t0_s64"),
     ],
 )
 def test_an_arm_is_named_by_its_method_and_the_arm_of_its_student(arm: str, name: str) -> None:
@@ -61,7 +65,7 @@ def test_an_arm_is_named_by_its_method_and_the_arm_of_its_student(arm: str, name
 @pytest.mark.parametrize(
     ("arm", "named"),
     [
-        *((arm, arm) for arm in ("s", "reject_s64", "best0_s4", "raw")),
+        *((arm, arm) for arm in ("s", "reject_s64", "best0_s4", "raw", "t0_base", "t0_d64", "t0_oracle")),
         ("rlt_64", "64"),
         ("rlt_reject_s4", "reject_s4"),
     ],
@@ -84,12 +88,14 @@ def test_the_arms_run_at_tiny_size(tmp_path: Path) -> None:
         "oracle",
         "d16",
         "pool2_d16",
+        "t0_s16",
+        "t0_rlt_s16",
     ]
     rounds.run(tmp_path, replace(rounds.SETTINGS["few64"], num_pool=512, **tiny), [0], names)
     found = json.loads((tmp_path / "rounds.json").read_text())
     assert list(found["arms"]) == names
     assert [found["arms"][name]["rows"] for name in names[1:]] == [
-        *([16], [24], [24], [24], [24], [24], [16], [24])
+        *([16], [24], [24], [24], [24], [24], [16], [24], [16], [24])
     ]
     assert found["reward_by_kind"].keys() == {"base", "s16", "d16"}
     seed = tmp_path / "few64/seed0"
@@ -108,9 +114,29 @@ def test_the_arms_run_at_tiny_size(tmp_path: Path) -> None:
     settings = yaml.safe_load((seed / "rlt_s16/teacher/config.yaml").read_text())["model"]["init_args"]
     assert settings["student"] == str(seed / "s16/student/model")
     assert settings["teacher"] == str(seed / "warmup/teacher/model")
+    written = [yaml.safe_load((seed / name / "config.yaml").read_text()) for name in GREEDY]
+    assert [settings["rollouts"]["sampling"]["temperature"] for settings in written] == [0, 0]
+    teachers = [settings["model"]["init_args"]["teacher"] for settings in written]
+    assert teachers == [str(seed / f"{arm}/teacher/model") for arm in ("warmup", "rlt_s16")]
     assert (seed / "data/s16.jsonl").read_text() in (seed / "warmup/traces/distillation.jsonl").read_text()
-    assert (tmp_path / "rounds.md").read_text().count("RLT against s16") == 4  # with its control, twice each
+    # Itself, its control and its greedy traces: in the table of students, and in that of differences.
+    assert (tmp_path / "rounds.md").read_text().count("RLT against s16") == 6
     assert "<svg" in (tmp_path / "rounds.svg").read_text()
+
+
+def test_rare_breaks_off_right_traces_at_their_last_step_only() -> None:
+    rows = chain_rows(400, last=NEW_OPERATIONS, mixture=NEW_MIXTURE)
+    broken = rounds.break_last_steps(rows, 0.6, seed=0)
+    pairs = [
+        [chain_kind(row["question"], row["reasoning_trace"]) for row in pair]
+        for pair in zip(rows, broken, strict=True)
+    ]
+    assert all(before == after for before, after in pairs if before[0] != "steps")
+    ends = [after for before, after in pairs if before[0] == "steps"]
+    assert {num_right for kind, num_right in ends if kind != "steps"} == {4}
+    # 131 of 400 are right (0.8^5 of them expected), and stay so with a chance of 0.4.
+    assert 0.3 < sum(kind == "steps" for kind, _ in ends) / len(ends) < 0.5
+    assert {"filler", "leap"} <= {kind for kind, _ in ends}
 
 
 def test_the_best_of_k_is_chosen_among_the_first_k_traces_of_a_problem(

@@ -43,15 +43,23 @@ def test_a_student_learns_on_policy_what_only_the_solution_tells(tmp_path: Path)
     assert rises["opd_warmup"] >= 3 > rises["opd_warmup_wrong"], rises
 
 
+TRACES = ("rlt/traces_rlt_t0", "warmup/traces_best_of_4")
+
+
 @pytest.mark.full
 def test_the_comparison_runs_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"num_warmup": 32, "num_warmup_epochs": 1, "num_traces": 16, "num_test": 8, "num_iterations": 1}
     tiny |= {"student_epochs": 2}
     monkeypatch.setattr(ways, "NEW", replace(NEW, **tiny))
-    arms = ["base", "rlt", "opd_rlt", "opd_self", "opd_rlt_wrong"]
+    arms = ["base", "rlt", "rlt_t0", "best_of_4", "opd_rlt", "opd_self", "opd_rlt_wrong"]
     ways.run(tmp_path, [0], arms, ["new"], num_workers=2)
     found = json.loads((tmp_path / "ways.json").read_text())["tasks"]["new"]
     assert list(found["arms"]) == arms
+    assert found["traces"].keys() == {"rlt", "rlt_t0", "best_of_4"}
+    rows = [read(tmp_path / "new/seed0" / name / "traces.jsonl") for name in TRACES]
+    assert [len(some) for some in rows] == [16, 4 * 16]
+    again = read(tmp_path / "new/seed0/rlt/traces/traces.jsonl")
+    assert [row["reasoning_trace"] for row in rows[0]] != [row["reasoning_trace"] for row in again]
     cost = found["costs"]["on-policy training of a student"]
     assert cost["optimizer_steps"] == 2  # two epochs of 16 problems
     rows = read(tmp_path / "new/seed0/opd_self/student/rollouts.jsonl")

@@ -164,7 +164,8 @@ class DistillationWriter(Callback):
 
     Args:
         select: Which traces of a problem to take. `first`, `best_reward`, `shortest` and `all` mean what they
-            say; `fits_context` takes the best trace that fits a student or, if none fits, the shortest.
+            say; `fits_context` takes the best trace that fits a student or, if none fits, the shortest. A
+            choice needs several traces; one greedy trace costs less (docs/generating.md, what to do first).
         per_problem: Most traces of a problem; `all` takes all.
     """
 

@@ -3,6 +3,7 @@
     rows    ─▶ lengths, steps                               nothing is loaded
     model   ─▶ closed, right, spread   of a few completions that it samples
     student ─▶ ranking                 of right traces above leaps and filler
+    control ─▶ what no check can say: whether RLT does more than the teacher's greedy traces
 
 A ranking says whether the frozen students can reward right traces, or would rather have a teacher write
 something else:
@@ -65,6 +66,10 @@ WORD = re.compile(r"[^\W\d_]+")
 ADVICE = (
     "RLT teaches what earns most: let the student learn some traces first (examples/rounds.sh), or warm the "
     "teacher up longer."
+)
+CONTROL = (
+    "whether RLT does more than decoding: before you train, compare with greedy traces of this teacher, "
+    "rlt predict with --rollouts.sampling.temperature 0 (docs/generating.md, what to do first)"
 )
 VARIANTS = {"leap": "a leap to the answer", "filler": "filler"}  # of a right trace, and how they are called
 JUDGED = 8  # rows that are judged, for each that is ranked
@@ -168,6 +173,8 @@ def check_run(
     phrases = Phrases.find(row for row in rows if row.trace)
     good = choose_good_rows(rows, right, phrases)[: options.rows]
     yield check_ranking(module, data, rollouts, good, phrases, options.bad_traces, trainer)
+    if has_student_reward(module):
+        yield Check("control", "cannot", CONTROL)
 
 
 # The rows
@@ -518,6 +525,11 @@ def choose_reward(reward: Any, views: StudentViews) -> Any:
 # Ranking
 
 
+def has_student_reward(module: PolicyModule) -> bool:
+    """Return whether a module's explanations are rewarded by a student, as in stage 2."""
+    return isinstance(module, RLTModule) and module.reward.has_tokens
+
+
 def check_ranking(
     module: PolicyModule,
     data: StratosDataModule,
@@ -528,7 +540,7 @@ def check_ranking(
     trainer: dict[str, Any],
 ) -> Check:
     """Check that the reward ranks right traces above leaps and filler, and above the user's bad ones."""
-    if not isinstance(module, RLTModule) or not module.reward.has_tokens:
+    if not isinstance(module, RLTModule) or not has_student_reward(module):
         return Check("ranking", "cannot", "this stage has no reward of a student: it is a check of stage 2")
     if len(good) < 2:
         reason = f"it needs rows with a right reasoning_trace of several sentences, and found {len(good)}"

@@ -68,7 +68,10 @@ def test_a_stage_with_a_reward_gets_all_checks(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "pairs.jsonl", rows)
     columns = "--check.bad_traces=[bad_trace]"
     found = read_checks(rlt("check", "--config=laptop/rlt", source, columns, *FEW))
-    assert [*found] == ["rows", "lengths", "steps", "traces", "closed", "right", "spread", "ranking"]
+    names = ["rows", "lengths", "steps", "traces", "closed", "right", "spread", "ranking", "control"]
+    assert [*found] == names
+    assert found["control"][0] == "cannot"
+    assert "before you train, compare with greedy traces" in found["control"][1]
     assert found["traces"] == (
         "pass",
         "100 ± 0 % of the rows' traces end with the right answer (at least 10 %)",
@@ -195,7 +198,7 @@ def test_a_teacher_of_nine_steps_fails_the_ranking(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     teacher = f"--model.teacher={tmp_path / 'warmup/model'}"
     few = read_checks(rlt("check", "--config=laptop/rlt", teacher))
-    assert {name for name, (status, _) in few.items() if status != "pass"} == {"ranking"}
+    assert {name for name, (status, _) in few.items() if status != "pass"} == {"ranking", "control"}
     assert few["ranking"][0] == "fail"
     shipped = read_checks(rlt("check", "--config=laptop/rlt"))
     assert {status for status, _ in shipped.values()} == {"pass"}
