@@ -344,7 +344,7 @@ def check_stage_0(data: TeacherRLData, sampled: Sequence[Rollout], completions: 
     usable = [data.fits_student(rollout) for rollout in sampled]
     part = fmean(any(usable[i : i + completions]) for i in range(0, len(usable), completions))
     return Check(
-        "stage 0",
+        "stage0",
         grade(part, STAGE_0),
         f"rows without traces: of {completions} explanations one is closed and without tags for "
         f"{show_part(part, len(usable) // completions)} of the problems; stage 0 keeps those that earn more "

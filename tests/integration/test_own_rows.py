@@ -1,4 +1,4 @@
-"""Rows without traces, all stages: the untrained model explains, a teacher and students learn from what is kept."""
+"""Rows without traces, all stages: the untrained model explains, others learn from what is kept."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def write_chains(path: Path, number: int) -> Path:
 
 def test_filler_itself_gains_nothing_over_filler() -> None:
     rows = [{**row, "reasoning_trace": FILLER} for row in chain_rows(3, seed=1)]
-    options = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
-    reward = RLTReward(baseline=FILLER, kl_estimator="exact")
-    for row, other in zip(
-        rlt_lightning.score(rows, "miniature", "miniature", reward=reward, **options),
-        rlt_lightning.score(rows, "miniature", "miniature", reward=RLTReward(kl_estimator="exact"), **options),
-        strict=True,
-    ):
-        assert row["solution_log_prob_reward"] == pytest.approx(0, abs=1e-6)
-        assert row["baseline"] == pytest.approx(other["solution_log_prob_reward"], abs=1e-6)
-        assert row["baseline"] < -0.1
+    scored = [
+        rlt_lightning.score(rows, "miniature", "miniature", reward=RLTReward(baseline=baseline), tags="r1")
+        for baseline in (FILLER, "none")
+    ]
+    for gain, plain in zip(*scored, strict=True):
+        # r_SS - r_SS of the same text; the KL stays.
+        assert gain.terms["solution"] == pytest.approx(0, abs=1e-6)
+        assert gain.r_ss == pytest.approx(0, abs=1e-6)
+        assert gain.r_kl == pytest.approx(plain.r_kl, abs=1e-6)
+        assert plain.r_ss < -0.1
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,11 @@ def test_stage_0_keeps_the_best_that_is_closed_and_above_filler(explained: Path)
 
 
 def test_stage_1_learns_from_what_is_kept(explained: Path, tmp_path: Path) -> None:
-    words = (f"--data.source={explained / 'distillation.jsonl'}", "--trainer.max_steps=1", "--data.prompts_per_step=2")
+    words = (
+        f"--data.source={explained / 'distillation.jsonl'}",
+        "--trainer.max_steps=1",
+        "--data.prompts_per_step=2",
+    )
     result = rlt("fit", "--config=laptop/warmup", *words, f"--output_dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     kept = len(read(explained / "distillation.jsonl"))
@@ -94,7 +98,7 @@ def test_a_model_that_never_gains_is_told_why(explained: Path) -> None:
     before = (explained / "distillation.jsonl").read_bytes()
     result = rlt("predict", settings, *words)
     assert result.returncode == 2
-    assert re.search(r"none of the 96 traces .* \d+ below distillation.min_reward", result.stderr)
+    assert re.search(r"none of the 96 traces .*\b\d+ below distillation.min_reward", result.stderr)
     assert (explained / "distillation.jsonl").read_bytes() == before
 
 
