@@ -336,7 +336,8 @@ def propose_limit(scored: Sequence[ScoredBatch]) -> str:
         cost = f", which earn {fmean(earned[True]):.2f} where others earn {fmean(earned[False]):.2f}"
     if not max(ended):
         return f"{cost}: none ends, so nothing says how long they would be"
-    return f"{cost}; 1.5 times the longest that ends is {math.ceil(1.5 * max(ended))}"
+    least = "at least " if len(earned[True]) > LEFT_OUT[0] * len(ended) else ""
+    return f"{cost}; 1.5 times the longest that ends is {least}{math.ceil(1.5 * max(ended))}"
 
 
 def check_stage_0(data: TeacherRLData, sampled: Sequence[Rollout], completions: int) -> Check:

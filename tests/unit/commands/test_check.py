@@ -57,7 +57,10 @@ def test_rows_without_traces_are_told_what_stage_0_needs(tmp_path: Path) -> None
     source = write_rows(tmp_path / "rows.jsonl", rows)
     result = rlt("check", "--config=laptop/rlt", source, *FEW, "--model.teacher=miniature")
     found = read_checks(result)
-    assert "stage 0 writes them for the warm-up" in found["traces"][1]
+    missing = "the 64 rows that were read have no reasoning_trace: stage 0 writes them for the warm-up"
+    assert found["traces"] == ("cannot", f"{missing} (docs/own_rows.md)")
+    assert found["ranking"][0] == "cannot"
+    assert found["right"][0] != "cannot"
     assert found["stage0"][1].startswith(
         "rows without traces: of 2 explanations one is closed and without tags for 100 ± 0 %"
     )
@@ -155,14 +158,6 @@ def test_answers_of_a_student_are_judged(config: str) -> None:
     assert "of 8 completions end with the right answer" in found["right"][1]
     assert found["closed"][1].startswith("100 ± 0 % of 8 completions close the format")
     assert found["ranking"][0] == "cannot"
-
-
-def test_without_traces_it_says_what_cannot_be_checked(tmp_path: Path) -> None:
-    rows = [{name: row[name] for name in ("question", "solution")} for row in chain_rows(512, seed=1)]
-    found = read_checks(rlt("check", "--config=laptop/rlt", write_rows(tmp_path / "bare.jsonl", rows), *FEW))
-    assert found["traces"] == ("cannot", "the 32 rows that were read have no reasoning_trace")
-    assert found["ranking"][0] == "cannot"
-    assert found["right"][0] != "cannot"
 
 
 def drawn(trace: str, solution: str = "\\boxed{7}") -> DrawnRow:
