@@ -16,7 +16,7 @@ train=$run/rows/train.jsonl
 stage explain README.md rlt predict --config "${configs}explain" --model.teacher "$model" --model.student "$model" \
     --data.source "$train" ${SAMPLE:-}
 stage warmup model/config.json rlt fit --config "${configs}warmup" --model.pretrained "$model" \
-    --data.source "$run/explain/distillation.jsonl" ${TRAIN:-}
+    --data.source "$run/explain/distillation.jsonl" ${TRAIN:-} ${WARMUP:-}
 stage rlt model/config.json rlt fit --config "${configs}rlt" --model.teacher "$run/warmup/model" \
     --model.student "$model" --data.source "$train" --data.val_source "$run/rows/held_out.jsonl" ${TRAIN:-} ${RLT:-}
 
