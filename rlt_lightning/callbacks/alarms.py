@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from rlt_lightning.console import announce
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, PromptBatch
 
 GROUP_STD_BELOW = 1e-3  # nats
 
@@ -22,7 +23,8 @@ class Alarms(Callback):
     """Warn when a run goes wrong, by one line on the terminal and an alert in W&B.
 
     A figure must be bad for `patience` iterations in a row, and the same alarm comes again only after
-    `quiet_steps`. A figure that is not finite, and an error that ends the run, raise an alarm at once.
+    `quiet_steps`. A figure that is not finite, completions that reach the limit of length, and an error that
+    ends the run raise an alarm at once.
 
     Args:
         enabled: Whether to raise alarms.
@@ -33,6 +35,8 @@ class Alarms(Callback):
         staleness_above: `rollout/staleness`, steps; asynchronous sampling makes it 1.
         kl_below: `student/kl_mean`, nats. A KL is never negative, and the mean of its estimates over sampled
             tokens only by chance; a low one means that tokens are scored that the teacher did not sample.
+        truncated_above: `rollout/truncated_frac`: more completions are cut at the limit of length, and earn
+            the format penalty whatever they say. From the first iteration on.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Alarms(Callback):
         entropy_below: float = 0.02,
         staleness_above: float = 1.0,
         kl_below: float = -0.5,
+        truncated_above: float = 0.1,
     ) -> None:
         if patience < 1 or quiet_steps < 1:
             raise InputError(
@@ -53,6 +58,7 @@ class Alarms(Callback):
         self.enabled = enabled
         self.patience = patience
         self.quiet_steps = quiet_steps
+        self.truncated_above = truncated_above
         # Metric -> title, sign and limit, advice: it is bad where sign * value exceeds sign * limit.
         self.limits: dict[str, tuple[str, int, float, str]] = {
             "reward/group_std": (
@@ -94,16 +100,28 @@ class Alarms(Callback):
         if not self.enabled or not trainer.is_global_zero:
             return
         step, metrics = trainer.global_step, {n: float(v) for n, v in trainer.callback_metrics.items()}
-        for title, text in self.find_alarms(metrics):
+        cost = describe_cost_of_length(batch) if isinstance(batch, PromptBatch) else ""
+        for title, text in self.find_alarms(metrics, cost):
             if step - self.sent_at.get(title, -self.quiet_steps) >= self.quiet_steps:
                 self.sent_at[title] = step
                 announce(f"rlt: alarm: {title}. Iteration {step}: {text}")
                 send_alert(trainer, title, f"Iteration {step}: {text}", "WARN")
 
-    def find_alarms(self, metrics: dict[str, float]) -> Iterator[tuple[str, str]]:
-        """Record an iteration's metrics; yield title and text of every alarm."""
+    def find_alarms(self, metrics: dict[str, float], cost: str = "") -> Iterator[tuple[str, str]]:
+        """Record an iteration's metrics; yield title and text of every alarm.
+
+        Args:
+            metrics: The metrics.
+            cost: What completions earn that reach the limit of length, as a clause.
+        """
         if broken := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
             yield "Not finite", f"{', '.join(broken)} must be finite. Lower the learning rate, or use fp32."
+        if (part := metrics.get("rollout/truncated_frac", 0.0)) > self.truncated_above:
+            yield (
+                "Completions are cut",
+                f"{100 * part:.0f} % of the completions reach rollouts.sampling.max_completion_length{cost}. "
+                "Raise it to what `rlt check` proposes; a model that does not end its text needs a warm-up.",
+            )
         for name, (title, sign, limit, advice) in self.limits.items():
             if name not in metrics:
                 continue
@@ -119,6 +137,19 @@ class Alarms(Callback):
         if self.enabled and self.begun and trainer.is_global_zero and isinstance(exception, Exception):
             reason = " ".join(f"{type(exception).__name__}: {exception}".split())
             send_alert(trainer, "The run has failed", f"Iteration {trainer.global_step}: {reason}", "ERROR")
+
+
+def describe_cost_of_length(batch: PromptBatch) -> str:
+    """Return what completions earn that were cut, and what the others earn, as a clause; '' without both."""
+    if batch.rollouts is None or batch.step is None or batch.step.score is None:
+        return ""
+    rewards = batch.step.score.choose(batch.step.logged).rewards.tolist()
+    earned: dict[bool, list[float]] = {True: [], False: []}  # whether it was cut -> rewards
+    for rollout, reward in zip(batch.rollouts.rollouts, rewards, strict=True):
+        earned[rollout.completion.finish_reason == "length"].append(reward)
+    if not all(earned.values()):
+        return ""
+    return f", and earn {fmean(earned[True]):.2f} where the others earn {fmean(earned[False]):.2f}"
 
 
 def send_alert(trainer: Trainer, title: str, text: str, level: str) -> None:

@@ -167,13 +167,18 @@ class DistillationWriter(Callback):
             say; `fits_context` takes the best trace that fits a student or, if none fits, the shortest. A
             choice needs several traces; one greedy trace costs less (docs/generating.md, what to do first).
         per_problem: Most traces of a problem; `all` takes all.
+        min_reward: Least reward of a selected trace, nats. With it only traces that fit a student are
+            selected; a problem without one is left out.
     """
 
-    def __init__(self, select: Selection = "fits_context", per_problem: int = 1) -> None:
+    def __init__(
+        self, select: Selection = "fits_context", per_problem: int = 1, min_reward: float | None = None
+    ) -> None:
         if per_problem < 1:
             raise InputError(f"distillation.per_problem must be at least 1, but is {per_problem}. Raise it.")
         self.select: Selection = select
         self.per_problem = per_problem
+        self.min_reward = min_reward
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -213,23 +218,29 @@ class DistillationWriter(Callback):
         folder, is_answers = self._folder(trainer), isinstance(data, StudentRLData)
         rows = list(read_json_rows(folder / TRACES))
         candidates = [row for row in rows if is_usable(row)] if is_answers else rows
+        if self.min_reward is not None:
+            candidates = [row for row in candidates if row["fits"] and row["reward"] >= self.min_reward]
         if not candidates:
-            reasons = [f"{number} {what}" for what, number in count_answers(rows, 0).items() if number]
+            counted = count_answers(rows, 0) if is_answers else count_rejected(rows)
+            reasons = [f"{number} {what}" for what, number in counted.items() if number]
             raise InputError(
                 f"A distillation set must have at least one row, but none of the {len(rows)} traces in "
                 f"{folder / TRACES} can be one ({', '.join(reasons) or 'there is none'}). Raise "
-                "rollouts.num_traces or max_completion_length, or take a better model."
+                "rollouts.num_traces or max_completion_length, give an example in data.teacher_system_prompt "
+                "or take a better model."
             )
         selected = list(self.select_traces(candidates))
         rewrite(folder / SELECTED, map(format_line, selected))
         write_parquet(selected, folder / TABLE)
         usable = {row["row"] for row in candidates if row["fits"]}
         if unusable := sorted({row["row"] for row in rows} - usable):
-            rank_zero_warn(explain_unusable(unusable, len(data.items), is_answers))
+            rank_zero_warn(explain_unusable(unusable, len(data.items), is_answers, self.min_reward))
         metadata: dict[str, Any] = {}
         for part in (pl_module, data, RolloutCallback.of(trainer)):
             metadata |= part.build_card_metadata()  # type: ignore[operator]
         metadata["selection"] = f"{self.select}, per problem {self.per_problem}"
+        if self.min_reward is not None:
+            metadata["selection"] += f", reward at least {self.min_reward:g}"
         if is_answers:
             counts = describe_answers(rows, len(data.items)) | count_answers(rows, len(selected))
             card = write_data_card(ANSWERS, metadata, counts, selected, ("pass_rate",), TABLE)
@@ -269,17 +280,35 @@ def require_verdicts(module: RLTModule) -> None:
         )
 
 
-def explain_unusable(rows: list[int], num_problems: int, is_answers: bool) -> str:
+def explain_unusable(
+    rows: list[int], num_problems: int, is_answers: bool, min_reward: float | None = None
+) -> str:
     """Return a line about the problems without a trace for a student."""
     if is_answers:
         return (
             f"{len(rows)} of {num_problems} problems have no right answer that fits a student "
             f"({list_rows(rows)}). Raise rollouts.num_traces to find more."
         )
+    if min_reward is not None:
+        return (
+            f"{len(rows)} of {num_problems} problems are left out: no trace fits a student and earns at "
+            f"least {min_reward:g} ({list_rows(rows)}). Raise rollouts.num_traces to keep more."
+        )
     return (
         f"{len(rows)} of {num_problems} problems have no trace that fits a student ({list_rows(rows)}). "
         "Raise max_completion_length or max_resamples of rollouts, or data.student_context."
     )
+
+
+def count_rejected(rows: list[Row]) -> dict[str, int]:
+    """Return why explanations cannot be selected under a least reward; the counts add up to all of them."""
+    closed = [row for row in rows if row["closed"]]
+    fitting = sum(bool(row["fits"]) for row in rows)
+    return {
+        "not closed": len(rows) - len(closed),
+        "closed, but empty, with tags or too long": len(closed) - fitting,
+        "below distillation.min_reward": fitting,
+    }
 
 
 def count_traces(rows: list[Row], selected: list[Row], num_problems: int) -> dict[str, Any]:

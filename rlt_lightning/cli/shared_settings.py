@@ -8,11 +8,13 @@ rlt explain    those of `rlt predict`; commands/explain.py does the work
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import fields
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning.cli.parser import split_words
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student, propose_data
@@ -92,6 +94,11 @@ class PlanCommandLine(SharedSettingsCommandLine):
         """Run nothing: the plan has been printed."""
 
 
+def terminate(number: int, frame: Any) -> None:
+    """End at once, as `rlt` ends when it is terminated."""
+    raise SIGTERMException
+
+
 class CheckCommandLine(SharedSettingsCommandLine):
     """`rlt check`: whether `rlt fit` with these settings can teach anything. It makes no run folder."""
 
@@ -111,6 +118,8 @@ class CheckCommandLine(SharedSettingsCommandLine):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Make the checks, and print each as soon as it is made."""
+        # Nothing is to be saved: Lightning's own handler would wait for the end of a batch.
+        signal.signal(signal.SIGTERM, terminate)
         made = self.made
         lengths = {name: made.trainer[name] for name in ("max_steps", "max_epochs", "limit_train_batches")}
         machine = {name: made.trainer[name] for name in ("accelerator", "precision")}

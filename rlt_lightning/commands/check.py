@@ -34,6 +34,7 @@ from typing import Any, Literal
 from rlt_lightning.callbacks.alarms import GROUP_STD_BELOW
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.scoring import ScoredBatch, score_problems
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, require_judgeable
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, StudentSFTData, TeacherRLData
@@ -52,6 +53,7 @@ TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRow
 READ_ROWS = 5_000  # the checked rows are drawn from so many, from the start of the source
 # Limits: (below this it fails, below this it warns). Of lengths and of bad rows it is above.
 CLOSED, RIGHT, SPREAD = (0.5, 0.95), (1e-9, 0.1), (1e-9, 0.5)
+STAGE_0 = (0.1, 0.5)  # part of the problems that the untrained model explains
 # Over leaps and filler miniature-teacher has 100 and 100 %, a teacher of 9 steps 44 and 28 %; on the task
 # `new` it is 0 and 0 % under the untrained student, 100 and 91 % under one that has learned 64 traces.
 RANKED = (0.5, 0.75)
@@ -72,7 +74,8 @@ CONTROL = (
     "rlt predict with --rollouts.sampling.temperature 0 (docs/generating.md, what to do first)"
 )
 VARIANTS = {"leap": "a leap to the answer", "filler": "filler"}  # of a right trace, and how they are called
-JUDGED = 8  # rows that are judged, for each that is ranked
+COUNTED = 4  # problems that are sampled and counted together
+JUDGED = 16  # rows that are judged, for each that is ranked
 NUM_PHRASES = 16  # the most sentences of filler, and words
 
 
@@ -86,7 +89,7 @@ class CheckOptions:
         bad_traces: Columns of traces that the reward must rank below reasoning_trace.
     """
 
-    rows: int = 32
+    rows: int = 16
     completions: int = 4
     bad_traces: tuple[str, ...] = ()
 
@@ -249,7 +252,9 @@ def check_given_traces(
     """Check that enough of the rows' own traces end with the right answer."""
     known = [float(value) for value in right if value is not None]
     if not known:
-        missing = "have no reasoning_trace" if not any(row.trace for row in rows) else "have no answer"
+        missing = "have no answer"
+        if not any(row.trace for row in rows):
+            missing = "have no reasoning_trace: stage 0 writes them for the warm-up (docs/own_rows.md)"
         return Check("traces", "cannot", f"the {len(rows)} rows that were read {missing}")
     part = fmean(known)
     # A student learns what it is shown; a warm-up may show traces of uneven quality.
@@ -302,8 +307,10 @@ def check_completions(
     ]
     asked = data.copy_settings(StudentRLData if is_answer else TeacherRLData, texts)
     asked.student_names = tuple(module.students.names)
+    asked.val_batch_size = COUNTED
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
-    scored = score_problems(module, asked, rollouts, **trainer)
+    announce(f"sampling {options.completions} completions of each of {len(rows)} problems")
+    scored = score_problems(module, asked, rollouts, progress=True, **trainer)
     sampled = [rollout for batch in scored for rollout in batch.rollouts]
     number = len(sampled)
     closed = fmean(r.closed for r in sampled)
@@ -312,12 +319,48 @@ def check_completions(
         "closed",
         grade(closed, CLOSED),
         f"{show_part(closed, number)} of {number} completions close the format; {100 * cut:.0f} % reach the "
-        f"limit of {rollouts.sampling.max_completion_length} tokens",
+        f"limit of {rollouts.sampling.max_completion_length} tokens{propose_limit(scored)}",
         f"at least {100 * CLOSED[1]:g} %",
         "Warm up longer, or raise rollouts.sampling.max_completion_length",
     )
+    if isinstance(asked, TeacherRLData) and not any(row.trace for row in rows):
+        yield check_stage_0(asked, sampled, options.completions)
     yield check_sampled(sampled, judge)
     yield check_spread(scored, options.completions)
+
+
+def propose_limit(scored: Sequence[ScoredBatch]) -> str:
+    """Return what completions earn that reach the limit of length, and a limit for those that end."""
+    earned: dict[bool, list[float]] = {True: [], False: []}  # whether it was cut -> rewards
+    ended = [0]
+    for batch in scored:
+        for rollout, reward in zip(batch.rollouts, batch.step.rewards.tolist(), strict=True):
+            is_cut = rollout.completion.finish_reason == "length"
+            earned[is_cut].append(reward)
+            ended.append(0 if is_cut else len(rollout.completion.token_ids))
+    cost = ""
+    if all(earned.values()):
+        cost = f", which earn {fmean(earned[True]):.2f} where others earn {fmean(earned[False]):.2f}"
+    if not max(ended):
+        return f"{cost}: none ends, so nothing says how long they would be"
+    least = "at least " if len(earned[True]) > LEFT_OUT[0] * len(ended) else ""
+    return f"{cost}; 1.5 times the longest that ends is {least}{math.ceil(1.5 * max(ended))}"
+
+
+def check_stage_0(data: TeacherRLData, sampled: Sequence[Rollout], completions: int) -> Check:
+    """Check that this teacher explains most problems at least once: its explanations can warm it up."""
+    usable = [data.fits_student(rollout) for rollout in sampled]
+    part = fmean(any(usable[i : i + completions]) for i in range(0, len(usable), completions))
+    return Check(
+        "stage0",
+        grade(part, STAGE_0),
+        f"rows without traces: of {completions} explanations one is closed and without tags for "
+        f"{show_part(part, len(usable) // completions)} of the problems; stage 0 keeps those that earn more "
+        "than filler (docs/own_rows.md)",
+        f"at least {100 * STAGE_0[1]:g} %",
+        "Show an example in data.teacher_system_prompt, as laptop/smollm2_explain does, or raise "
+        "rollouts.num_traces there",
+    )
 
 
 def check_sampled(rollouts: Sequence[Rollout], judge: Judge) -> Check:
@@ -549,7 +592,9 @@ def check_ranking(
     variants = [*build_variants(good, phrases)]
     asked = data.copy_settings(ScoringData, variants, trace_columns=[TRACE_COLUMN, *kinds])
     module.reward = choose_reward(module.reward, data.student_views)
-    scored = score_problems(module, asked, rollouts, **trainer)
+    asked.val_batch_size = COUNTED * (1 + len(kinds))
+    announce(f"ranking the right traces of {len(good)} problems")
+    scored = score_problems(module, asked, rollouts, progress=True, **trainer)
     rewards = (
         pair for batch in scored for pair in zip(batch.rollouts, batch.step.rewards.tolist(), strict=True)
     )

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rlt_lightning.callbacks.progress import IterationLines, has_terminal
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import list_model_contexts
 from rlt_lightning.console import waiting_for
@@ -83,6 +84,7 @@ def score_problems(
     data: StratosDataModule,
     rollouts: RolloutCallback,
     with_empty: bool = False,
+    progress: bool = False,
     **trainer: Any,
 ) -> list[ScoredBatch]:
     """Score completions of rows as `rlt predict` does, in one process, and leave no files.
@@ -93,23 +95,25 @@ def score_problems(
             completions end where the models' contexts do.
         rollouts: How completions are sampled, if the rows bring none.
         with_empty: Whether the students score an empty explanation too.
+        progress: Whether a bar, or lines in a log, count the batches of data.val_batch_size rows.
         trainer: Further arguments of Lightning's Trainer, such as accelerator and precision.
 
     Raises:
         InputError: If a row cannot be used, or the models' contexts leave no room for an explanation.
     """
-    collector = ScoreCollector(with_empty)
+    collector = ScoreCollector(with_empty, progress)
+    lines = [IterationLines()] if progress and not has_terminal() else []
     with TemporaryDirectory(prefix="rlt-") as folder:
         settings = trainer | {
             # The collector first: RolloutCallback checks in its setup whether completions fit.
-            "callbacks": [collector, rollouts],
+            "callbacks": [collector, rollouts, *lines],
             "default_root_dir": folder,
             "devices": 1,
             "num_nodes": 1,
             "strategy": "auto",
             "logger": False,
             "enable_checkpointing": False,
-            "enable_progress_bar": False,
+            "enable_progress_bar": progress and not lines,
         }
         Trainer(**settings).predict(module, datamodule=data, return_predictions=False)
     return collector.scored
@@ -118,8 +122,8 @@ def score_problems(
 class ScoreCollector(Callback):
     """Keep the scored batches of a prediction, and fit completions into the models' contexts."""
 
-    def __init__(self, with_empty: bool) -> None:
-        self.with_empty = with_empty
+    def __init__(self, with_empty: bool, progress: bool) -> None:
+        self.with_empty, self.progress = with_empty, progress
         self.scored: list[ScoredBatch] = []
         self.waiting = ExitStack()
 
@@ -139,7 +143,9 @@ class ScoreCollector(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if isinstance(get_stratos_data(trainer), TeacherRLData):
-            self.waiting.enter_context(waiting_for("the explanation"))
+            number = len(batch.problems)
+            what = "the explanation" if number == 1 else f"explanations of {number} problems"
+            self.waiting.enter_context(waiting_for(what, on_terminal=not self.progress))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

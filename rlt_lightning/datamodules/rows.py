@@ -114,7 +114,8 @@ def check_columns(
         "Rows must have the columns question and solution (for StudentRLData an answer will do; for "
         "fine-tuning and scoring also reasoning_trace), or conversations, but "
         f"'{source}' lacks {', '.join(missing)} and has "
-        f"{', '.join(found) or 'no columns'}. Rename its columns, or add what is missing."
+        f"{', '.join(found) or 'no columns'}. Rename its columns, or add what is missing"
+        f"{' (stage 0 writes traces: docs/own_rows.md).' if missing == [TRACE_COLUMN] else '.'}"
     )
 
 

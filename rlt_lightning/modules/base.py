@@ -60,7 +60,9 @@ from rlt_lightning.types import InputError, as_list
 
 Init = TypeVar("Init", bound=Callable[..., None])
 # What the progress bar shows of a step.
-SHOWN = {"reward/mean", "rollout/closed_frac", "policy/loss", "perf/tokens_per_s"}
+SHOWN = {
+    *("reward/mean", "rollout/closed_frac", "rollout/truncated_frac", "policy/loss", "perf/tokens_per_s")
+}
 
 
 class PolicyOptions(TypedDict, total=False):

@@ -53,11 +53,21 @@ def read_solution(student: Student, view: ModelView, temperature: float | None) 
     return replace(explanation.read, scored=explanation.solution, temperature=temperature, what=what)
 
 
-def read_empty_solution(student: Student, problem: Problem, temperature: float | None) -> Read:
-    """Return the solution's tokens after an empty explanation: once for all completions of a problem."""
+def read_empty_solution(
+    student: Student, problem: Problem, temperature: float | None, text: str = ""
+) -> Read:
+    """Return the solution's tokens after an explanation that says nothing: once for a problem's completions.
+
+    Args:
+        student: The student.
+        problem: The problem.
+        temperature: Temperature of its log-probs.
+        text: The explanation; '' for an empty one.
+    """
     latest = student.latest_empty.get(student.number)
     if latest is None or latest[0] is not problem:  # completions of a problem come together
-        latest = student.latest_empty[student.number] = problem, build_empty_view(problem, student.format)
+        view = build_empty_view(problem, student.format, text)
+        latest = student.latest_empty[student.number] = problem, view
     read = read_solution(student, latest[1], temperature)
     return replace(read, once=("empty", student.number, problem.row))
 
@@ -121,20 +131,20 @@ def list_think_tokens(view: ModelView, score_given: bool) -> list[int]:
     return (view.problem.think_prefix if score_given else []) + view.compared
 
 
-def build_empty_completion(problem: Problem, chat_format: ChatFormat) -> Completion:
+def build_empty_completion(problem: Problem, chat_format: ChatFormat, text: str = "") -> Completion:
     """Return an explanation without text, closed by its tag: the student then reads its tags and no more.
 
     Its tokens are those of an empty trace, and an explanation of exactly these gains 0. None of them counts
-    in r_KL.
+    in r_KL. With a text, which says nothing about the problem, it is that text.
     """
-    completion = chat_format.completion_from_trace(problem, "")
+    completion = chat_format.completion_from_trace(problem, text)
     # They enter nothing. Without them the teacher would read the step's completions again.
     return replace(completion, log_probs=[0.0] * len(completion.token_ids))
 
 
-def build_empty_view(problem: Problem, chat_format: ChatFormat) -> ModelView:
-    """Return an empty explanation as a student reads it."""
-    [view] = chat_format.build_rollout(problem, build_empty_completion(problem, chat_format)).views
+def build_empty_view(problem: Problem, chat_format: ChatFormat, text: str = "") -> ModelView:
+    """Return an empty explanation, or one that says nothing, as a student reads it."""
+    [view] = chat_format.build_rollout(problem, build_empty_completion(problem, chat_format, text)).views
     return view
 
 

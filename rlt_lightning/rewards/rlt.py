@@ -58,8 +58,8 @@ class RLTRewardTerms(RewardTerms):
 
     `reward` is the sum of the next three, w_SS * r_SS, -lambda * r_KL and 0 or the format penalty, and of
     `extra`, the terms of a subclass of RLTReward by name. Means, minima and maxima over tokens are given
-    after clipping and normalisation and, as `raw_`, before them, in nats. `baseline` is r_SS of an empty
-    explanation, which is subtracted from r_SS; None without one.
+    after clipping and normalisation and, as `raw_`, before them, in nats. `baseline` is r_SS of an
+    explanation that says nothing, which is subtracted from r_SS; None without one.
     """
 
     solution_log_prob_reward: Tensor
@@ -133,6 +133,7 @@ class RLTReward(StudentReward):
         clip_log_probs: Lower bound on a solution token's log-prob, nats, applied before normalisation.
         clip_kl: Bound on |KL| of a think token, nats: clipped to -clip_kl ... clip_kl before normalisation.
         baseline: empty: r_SS is the gain over saying nothing, r_SS(explanation) - r_SS(empty explanation).
+            Any other text is an explanation that says nothing, filler, and stands in place of the empty one.
             All completions of a problem lose the same, so advantages and gradients stay.
         reduction: What stands in place of the mean in r_SS: one of the reductions of the released code.
         kl_reduction: The same in r_KL.
@@ -160,7 +161,7 @@ class RLTReward(StudentReward):
     normalise_kl: Literal["none", "one_minus_exp"] = "none"
     clip_log_probs: float | None = None
     clip_kl: float | None = None
-    baseline: Literal["none", "empty"] = "none"
+    baseline: str = "none"
     reduction: Reduction = "mean"
     kl_reduction: Reduction = "mean"
 
@@ -173,7 +174,7 @@ class RLTReward(StudentReward):
         self.require("kl_estimator", self.kl_estimator in ("k1", "k3", "exact"), "k1, k3 or exact")
         self.require("normalise_log_probs", self.normalise_log_probs in ("none", "exp"), "none or exp")
         self.require("normalise_kl", self.normalise_kl in ("none", "one_minus_exp"), "none or one_minus_exp")
-        self.require("baseline", self.baseline in ("none", "empty"), "none or empty")
+        self.require("baseline", bool(self.baseline.strip()), "none, empty or a text that says nothing")
         for name in ("reduction", "kl_reduction"):
             require_reduction(name, getattr(self, name))
         bound = self.clip_log_probs
@@ -195,9 +196,10 @@ class RLTReward(StudentReward):
         for student, view in list_views(rollout, students):
             reads[student.name("solution")] = read_solution(student, view, self.student_temperature)
             reads |= read_kl(student, view, self, *temperatures)
-        if self.baseline == "empty":
+        if self.baseline != "none":
+            text = "" if self.baseline == "empty" else self.baseline
             for student, view in list_views(rollout, students):
-                read = read_empty_solution(student, view.problem, self.student_temperature)
+                read = read_empty_solution(student, view.problem, self.student_temperature, text)
                 reads[student.name("empty")] = read
         return reads
 
@@ -213,7 +215,7 @@ class RLTReward(StudentReward):
             of_tokens = self.token_terms(step, rows, student)
             extra = self.check_extra_terms(rollouts, solution.device, of_tokens)
             options = {}
-            if self.baseline == "empty":
+            if self.baseline != "none":
                 options["empty_log_probs"] = step.pad(student.name("empty"), rows)[0]
             terms = self(solution, solution_mask, kl_values, kl_mask, closed, extra, **options)
             numbers |= self.list_numbers(terms, student)
@@ -321,7 +323,8 @@ class RLTReward(StudentReward):
             kl_mask: True on think tokens, (N, K). A row may have none.
             format_ok: False where the completion is badly formed, bool, (N,).
             extra: What `extra_terms` returned, on the device of the others.
-            empty_log_probs: With a baseline, `solution_log_probs` after an empty explanation, (N, S), nats.
+            empty_log_probs: With a baseline, `solution_log_probs` after the explanation that says nothing,
+                (N, S), nats.
 
         Returns:
             The terms of the reward, each (N,).

@@ -21,10 +21,11 @@ from rlt_lightning.types import InputError
 # A wheel holds them in the package, a checkout beside it.
 PLACES = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
 
-# Experiments lie in the first two, overlays in the others.
+# Experiments lie in the first three, overlays in the others.
 FOLDERS = {
     "laptop": "Experiments for a laptop's CPU: rlt VERB --config NAME",
     "recipe_7b": "The paper's recipe and what it is compared with, for GPUs; some take models of any size",
+    "own_rows": "Rows of your own without traces, all stages on one GPU: examples/own_rows.sh",
     "hardware": "Which machine, on top of an experiment: rlt VERB --config NAME --config OVERLAY",
     "add": "What is added to an experiment, as an overlay too",
 }

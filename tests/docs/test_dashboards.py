@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ def fit(model: str, folder: Path, *options: str) -> None:
     tiny += [
         "--data.num_embedded_rows=8",
         "--rollouts.sampling.max_completion_length=6",
+        "--alarms.truncated_above=1",  # random weights close nothing
         "--export.enabled=false",
     ]
     command = ["fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options]
@@ -265,6 +268,32 @@ def test_an_alarm_needs_bad_iterations_in_a_row(name: str, good: float, bad: flo
     values = [good, good, good, bad, bad, good, bad, bad, bad, bad]
     found = titles(Alarms(patience=3), *({name: value} for value in values))
     assert found == [[]] * 8 + [[title]] * 2
+
+
+def test_completions_that_are_cut_ring_at_once_with_what_they_earn(tmp_path: Path) -> None:
+    [(title, text)] = Alarms().find_alarms({"rollout/truncated_frac": 0.25}, ", and earn -1")
+    assert title == "Completions are cut"
+    assert text.startswith(
+        "25 % of the completions reach rollouts.sampling.max_completion_length, and earn -1. Raise it"
+    )
+    assert not [*Alarms().find_alarms({"rollout/truncated_frac": 0.1})]
+    assert not [*Alarms(truncated_above=1.0).find_alarms({"rollout/truncated_frac": 1.0})]
+    words = ("--trainer.max_steps=1", "--data.num_embedded_rows=8", "--data.prompts_per_step=8")
+    limit = "--rollouts.sampling.max_completion_length=24"  # five steps have 32 tokens, filler has fewer
+    result = rlt("fit", "--config=laptop/rlt", *words, limit, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    alarm = re.search(
+        r"alarm: Completions are cut. Iteration 1: (\d+) % of the completions reach "
+        r"rollouts.sampling.max_completion_length, and earn (\S+) where the others earn (\S+)\.",
+        result.stderr,
+    )
+    assert alarm is not None, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").open()]
+    cut = [row["reward"] for row in rows if row["finish_reason"] == "length"]
+    others = [row["reward"] for row in rows if row["finish_reason"] != "length"]
+    assert alarm[1] == f"{100 * len(cut) / len(rows):.0f}"
+    assert (alarm[2], alarm[3]) == (f"{fmean(cut):.2f}", f"{fmean(others):.2f}")
+    assert f"rollout/truncated_frac {len(cut) / len(rows):.3g}" in result.stderr
 
 
 def test_what_is_not_finite_rings_at_once_and_an_alarm_is_silent_for_a_while(capsys: Any) -> None:

@@ -258,7 +258,7 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
             check(arguments, files)
 
 
-@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh"])
+@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh", "own_rows.sh rows.jsonl"])
 def test_the_stages_of_a_pipeline_are_right(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,7 +268,7 @@ def test_the_stages_of_a_pipeline_are_right(
     prepare += "; touch rounds/round0/traces/distillation.jsonl rounds/round0/evaluation/evaluation.md; cd .."
     script = f"{prepare}; touch runs/released/evaluate/evaluation.md; examples/{name}"
     calls = calls_of(Block(name, 1, "sh", script), tmp_path)
-    stages = [words for program, *words in calls if program == ".venv/bin/rlt"]
+    stages = [words for program, *words in calls if program in (".venv/bin/rlt", "programs/rlt")]
     assert len(stages) >= 5
     for words in stages:
         check_rlt(words, tmp_path)

@@ -82,7 +82,7 @@ def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("wrong", "near"),
     [
         ("laptop/rtl", "Did you mean laptop/rlt?"),
-        ("rlt", "Did you mean laptop/rlt or recipe_7b/rlt?"),
+        ("rlt", "Did you mean laptop/rlt or recipe_7b/rlt or own_rows/rlt?"),
         ("overlays/zero3.yml", "Did you mean hardware/zero3?"),
         ("vllm", "Did you mean add/vllm?"),
         ("something_else", "'something_else' is neither. `rlt configs`"),

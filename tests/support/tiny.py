@@ -14,7 +14,8 @@ from rlt_lightning.cli.configs import read_launch_line
 from rlt_lightning.run.shipped import find_config
 from rlt_lightning.strategies.sharding import ModelEntry
 
-CONFIGS = [path for name in ("laptop", "recipe_7b") for path in sorted((ROOT / "configs" / name).glob("*"))]
+EXPERIMENTS = ("laptop", "recipe_7b", "own_rows")
+CONFIGS = [path for name in EXPERIMENTS for path in sorted((ROOT / "configs" / name).glob("*"))]
 OVERLAYS = [path for name in ("hardware", "add") for path in sorted((ROOT / "configs" / name).glob("*"))]
 
 TINY = [
@@ -83,6 +84,9 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
         options += ["--model.teacher=miniature", "--data.source=chains", "--data.student_system_prompt="]
         options += ["--data.tags=r1", "--data.num_embedded_rows=16"]
         options += ["--rollouts.sampling.max_completion_length=72", "--rollouts.num_traces=2"]
+    if "min_reward" in settings.get("distillation", {}):
+        # Random weights close no explanation.
+        options += ["--distillation.min_reward=null"]
     if "scores" in settings:
         options += ["--scores.rank_groups=2"]
     return options

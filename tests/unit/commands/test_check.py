@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from arms import Arms, Setting
 from cases import full
-from commands import rlt
+from commands import rlt, start
+from kills import wait_for
 from stages import Stages
 
 from rlt_lightning.commands.check import (
@@ -45,6 +50,54 @@ def read_checks(result: subprocess.CompletedProcess[str]) -> dict[str, tuple[str
     found = {name: (status, text) for status, name, text in (line.split(maxsplit=2) for line in lines)}
     assert result.returncode == int(any(status == "fail" for status, _ in found.values()))
     return found
+
+
+def test_rows_without_traces_are_told_what_stage_0_needs(tmp_path: Path) -> None:
+    rows = [{name: row[name] for name in ("question", "solution")} for row in chain_rows(64, seed=4)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    result = rlt("check", "--config=laptop/rlt", source, *FEW, "--model.teacher=miniature")
+    found = read_checks(result)
+    missing = "the 64 rows that were read have no reasoning_trace: stage 0 writes them for the warm-up"
+    assert found["traces"] == ("cannot", f"{missing} (docs/own_rows.md)")
+    assert found["ranking"][0] == "cannot"
+    assert found["right"][0] != "cannot"
+    assert found["stage0"][1].startswith(
+        "rows without traces: of 2 explanations one is closed and without tags for 100 ± 0 %"
+    )
+    assert "predict batch 1/1" in result.stderr  # a count, also in a log
+    # The base closes what it writes: 1.5 times the longest that ends is a limit.
+    proposed = re.search(r"1\.5 times the longest that ends is (\d+)", found["closed"][1])
+    assert proposed is not None
+    assert 16 < int(proposed[1]) <= 72
+    result = rlt("check", "--config=laptop/warmup", source)
+    assert result.returncode == 2
+    assert "lacks reasoning_trace" in result.stderr
+    assert "(stage 0 writes traces: docs/own_rows.md)" in result.stderr
+
+
+def test_a_limit_that_cuts_is_told_with_what_it_costs(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", chain_rows(64, seed=4))
+    found = read_checks(
+        rlt("check", "--config=laptop/rlt", source, *FEW, "--rollouts.sampling.max_completion_length=8")
+    )
+    status, text = found["closed"]
+    assert status == "fail"
+    assert "reach the limit of 8 tokens" in text
+    assert "none ends, so nothing says how long they would be" in text or "which earn -" in text
+
+
+def test_a_terminated_check_ends_at_once(tmp_path: Path) -> None:
+    # What it has begun would take minutes.
+    words = ("--check.rows=256", "--check.completions=64", "--data.num_embedded_rows=4096")
+    log = tmp_path / "log"
+    check = start("check", "--config=laptop/rlt", *words, log=log)
+    wait_for(lambda: "predict batch 1/" in log.read_text(), check, log)
+    begin = time.monotonic()
+    os.kill(check.pid, signal.SIGTERM)
+    assert check.wait() == 128 + signal.SIGTERM
+    # A second on an idle machine.
+    assert time.monotonic() - begin < 5
+    assert "rlt: terminated. No checkpoint was written." in log.read_text()
 
 
 def test_150_warmup_rows_of_ones_own_are_too_few(tmp_path: Path) -> None:
@@ -108,14 +161,6 @@ def test_answers_of_a_student_are_judged(config: str) -> None:
     assert "of 8 completions end with the right answer" in found["right"][1]
     assert found["closed"][1].startswith("100 ± 0 % of 8 completions close the format")
     assert found["ranking"][0] == "cannot"
-
-
-def test_without_traces_it_says_what_cannot_be_checked(tmp_path: Path) -> None:
-    rows = [{name: row[name] for name in ("question", "solution")} for row in chain_rows(512, seed=1)]
-    found = read_checks(rlt("check", "--config=laptop/rlt", write_rows(tmp_path / "bare.jsonl", rows), *FEW))
-    assert found["traces"] == ("cannot", "the 32 rows that were read have no reasoning_trace")
-    assert found["ranking"][0] == "cannot"
-    assert found["right"][0] != "cannot"
 
 
 def drawn(trace: str, solution: str = "\\boxed{7}") -> DrawnRow:

@@ -1,0 +1,190 @@
+"""Rows without traces, all stages: the untrained model explains, others learn from what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from commands import ROOT, make_forked_python, rlt
+from rows_of import read
+
+import rlt_lightning
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.tasks.stepwise import chain_rows
+
+FILLER = "one goes on step by step, one gets there in the end."
+ROWS = 200
+# Sizes at which a stage takes seconds.
+TINY = {
+    "CONFIGS": "laptop/",
+    "MODEL": "miniature",
+    "RLT": "--trainer.max_steps 2 --data.prompts_per_step 2 --model.group_size 4",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def write_chains(path: Path, number: int) -> Path:
+    """Write rows as most people have them: a question and a solution."""
+    rows = ({name: row[name] for name in ("question", "solution")} for row in chain_rows(number, seed=7))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# Stage 0
+
+
+def test_filler_itself_gains_nothing_over_filler() -> None:
+    rows = [{**row, "reasoning_trace": FILLER} for row in chain_rows(3, seed=1)]
+    scored = [
+        rlt_lightning.score(rows, "miniature", "miniature", reward=RLTReward(baseline=baseline), tags="r1")
+        for baseline in (FILLER, "none")
+    ]
+    for gain, plain in zip(*scored, strict=True):
+        # r_SS - r_SS of the same text; the KL stays.
+        assert gain.terms["solution"] == pytest.approx(0, abs=1e-6)
+        assert gain.r_ss == pytest.approx(0, abs=1e-6)
+        assert gain.r_kl == pytest.approx(plain.r_kl, abs=1e-6)
+        assert plain.r_ss < -0.1
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("explained")
+    source = write_chains(folder / "rows.jsonl", 24)
+    words = (f"--data.source={source}", "--rollouts.num_traces=4", f"--output_dir={folder / 'run'}")
+    result = rlt("predict", "--config=laptop/explain", *words)
+    assert result.returncode == 0, result.stderr
+    assert "of 24 problems are left out: no trace fits a student and earns at least 0.2" in result.stderr
+    return folder / "run"
+
+
+def test_stage_0_keeps_the_best_that_is_closed_and_above_filler(explained: Path) -> None:
+    traces, kept = read(explained / "traces.jsonl"), read(explained / "distillation.jsonl")
+    assert len(traces) == 24 * 4
+    best = {}
+    for row in traces:
+        if row["fits"] and row["reward"] >= 0.2:
+            best[row["row"]] = max(best.get(row["row"], row), row, key=lambda trace: trace["reward"])
+    assert kept == [best[number] for number in sorted(best)]
+    assert 0 < len(kept) < 24
+    assert all(row["closed"] and "<" not in row["reasoning_trace"] for row in kept)
+    assert "reward at least 0.2" in (explained / "README.md").read_text()
+
+
+def test_stage_1_learns_from_what_is_kept(explained: Path, tmp_path: Path) -> None:
+    words = (
+        f"--data.source={explained / 'distillation.jsonl'}",
+        "--trainer.max_steps=1",
+        "--data.prompts_per_step=2",
+    )
+    result = rlt("fit", "--config=laptop/warmup", *words, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    kept = len(read(explained / "distillation.jsonl"))
+    [source] = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
+    assert source["num_rows"] == source["num_used"] == kept
+
+
+def test_a_model_that_never_gains_is_told_why(explained: Path) -> None:
+    settings = f"--config={explained / 'config.yaml'}"
+    words = ("--distillation.min_reward=100", "--resume=true", f"--output_dir={explained}")
+    before = (explained / "distillation.jsonl").read_bytes()
+    result = rlt("predict", settings, *words)
+    assert result.returncode == 2
+    assert re.search(r"none of the 96 traces .*\b\d+ below distillation.min_reward", result.stderr)
+    assert (explained / "distillation.jsonl").read_bytes() == before
+
+
+# All stages
+
+
+@contextmanager
+def script(rows: Path, run: Path, place: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run examples/own_rows.sh in a session of its own, every process of it a fork of one that is warm."""
+    programs = place / "programs"
+    programs.mkdir(exist_ok=True)
+    python = make_forked_python(programs)
+    (programs / "rlt").write_text(f'#!/bin/sh\nexec {python} -m rlt_lightning "$@"\n')
+    (programs / "rlt").chmod(0o755)
+    environment = os.environ | TINY | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    words = [str(ROOT / "examples/own_rows.sh"), str(rows), str(run)]
+    with (place / "log").open("a") as log:
+        process = subprocess.Popen(
+            words, cwd=place, env=environment, stdout=log, stderr=log, text=True, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the rows, and with a run that nothing has interrupted."""
+    place = tmp_path_factory.mktemp("own_rows")
+    rows = write_chains(place / "rows.jsonl", ROWS)
+    with script(rows, place / "run", place) as process:
+        assert process.wait(timeout=3000) == 0, (place / "log").read_text()[-3000:]
+    return place
+
+
+def read_results(run: Path) -> list[list[str]]:
+    """Return the cells of the closing table; of the costs those that a second run must have, too: tokens."""
+    lines = [line.split("|")[1:-1] for line in (run / "own_rows.md").read_text().splitlines() if line]
+    students, costs = lines[:7], sorted(line[:3] for line in lines[7:])
+    return [*students, *costs]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_the_script_ends_with_a_table_of_all_students(finished: Path) -> None:
+    students = read_results(finished / "run")[2:7]
+    assert [cells[0].strip() for cells in students] == [
+        "nothing: the base",
+        "raw solutions",
+        "traces of the warm-up teacher",
+        "its greedy traces: the control",
+        "traces of the RLT teacher",
+    ]
+    for cells in students:
+        assert all(re.fullmatch(r" \d+\.\d \(\d+ to \d+\) ", cell) for cell in cells[2:])
+    parts = {part: read(finished / f"run/rows/{part}.jsonl") for part in ("train", "held_out", "test")}
+    assert sum(map(len, parts.values())) == ROWS
+    assert [cells[1].strip() for cells in students[1:]] == [str(len(parts["train"]))] * 4
+    responses = read(finished / "run/evaluate_rlt_greedy/responses.jsonl")
+    assert len(responses) == len(parts["test"])
+    # A student of raw solutions learns to answer without steps.
+    answers = read(finished / "run/evaluate_solutions_greedy/responses.jsonl")
+    assert sum(row["num_tokens"] for row in answers) < sum(row["num_tokens"] for row in responses)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_kill_in_every_stage_leaves_the_same_table(finished: Path, tmp_path: Path) -> None:
+    log, run = tmp_path / "log", tmp_path / "run"
+    log.touch()
+    stages = re.findall(r"^== (\w+)$", (finished / "log").read_text(), re.MULTILINE)
+    assert len(stages) == 20
+    for number, stage in enumerate(stages):
+        with script(finished / "rows.jsonl", run, tmp_path) as process:
+            begun = f"== {stage}\n"
+            deadline = time.monotonic() + 1200
+            while begun not in log.read_text():
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            time.sleep(0.3 * (number % 5))  # at different places, and it may have ended by then
+    with script(finished / "rows.jsonl", run, tmp_path) as process:
+        assert process.wait(timeout=3000) == 0, log.read_text()[-3000:]
+    expected, found = read_results(finished / "run"), read_results(run)
+    assert found[:7] == expected[:7]
+    assert found[7:] == expected[7:]
