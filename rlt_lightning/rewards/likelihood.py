@@ -126,7 +126,8 @@ class LikelihoodReward(StudentReward, ABC):
     Args:
         temperature: Temperature of the log-probs; None: that of sampling.
         thought_kl_weight: Weight of r_KL, how unnatural the thought is to the scorer: the mean over its
-            tokens of the KL of the policy from it, as in RLT. 0: no such term. The scorer must be another model.
+            tokens of the KL of the policy from it, as in RLT. 0: no such term. The scorer must be another
+            model.
         kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
     """
 
