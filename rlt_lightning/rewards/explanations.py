@@ -160,8 +160,8 @@ def require_scorable(reward: Reward, students: Students) -> None:
         InputError: If it sums over a vocabulary that the models do not share, or compares the policy with
             itself.
     """
-    of_kl = reward.find_kl(temperature=1.0)
-    if of_kl is not None and students.model == POLICY and "thoughts" in reward.judges:
+    kl_options = reward.find_kl(temperature=1.0)
+    if kl_options is not None and students.model == POLICY and "thoughts" in reward.judges:
         raise InputError(
             "model.reward.thought_kl_weight must be 0 where model.student is policy: the KL of a thought "
             "from itself is 0. Set it to 0, or model.student to reference or a model."
@@ -169,7 +169,7 @@ def require_scorable(reward: Reward, students: Students) -> None:
     for student, chat_format in zip(students.names, students.formats, strict=False):
         if not isinstance(chat_format, CrossTokenizerFormat):
             continue
-        if of_kl is not None and of_kl.kl_estimator == "exact":
+        if kl_options is not None and kl_options.kl_estimator == "exact":
             raise InputError(
                 "reward.kl_estimator exact sums over a vocabulary that teacher and student share, but the "
                 f"tokenizer of the student {student} is not the teacher's. Set it to k1 or k3, which compare "

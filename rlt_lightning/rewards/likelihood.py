@@ -105,8 +105,9 @@ class LikelihoodTerms(RewardTerms):
 
     def recorded(self) -> dict[str, Tensor]:
         """See `RewardTerms.recorded`."""
-        own = {name: getattr(self, name) for name in ("reward", *self._names_of_details())}
-        return own | {f"{name}_reward": values for name, values in self._columns().items()} | self.baselines()
+        columns = {name: getattr(self, name) for name in ("reward", *self._names_of_details())}
+        columns |= {f"{name}_reward": values for name, values in self._columns().items()}
+        return columns | self.baselines()
 
     def _names_of_details(self) -> list[str]:
         names = ["solution_log_prob_mean", "solution_log_prob_min"]
@@ -232,8 +233,9 @@ class LikelihoodReward(StudentReward, ABC):
 
     def kl_settings(self, temperature: float) -> RLTReward:
         """Return the same KL as RLT's reward has it, for sampling at a temperature."""
-        own = self.temperature or temperature or 1.0  # at temperature 0 the models' own distributions count
-        return RLTReward(kl_estimator=self.kl_estimator, teacher_temperature=own, student_temperature=own)
+        divisor = self.temperature or temperature or 1.0  # at temperature 0 the models' distributions count
+        kind = self.kl_estimator
+        return RLTReward(kl_estimator=kind, teacher_temperature=divisor, student_temperature=divisor)
 
     @abstractmethod
     def score_solution(self, scores: SolutionScores) -> Tensor:
@@ -449,8 +451,8 @@ class NOVERReward(LikelihoodReward):
         """Return the term of efficiency."""
         nats, lengths, comparable = self.nats(scores), scores.lengths, self.comparable(scores)
         beaten = (nats.unsqueeze(1) < nats.unsqueeze(0)) & (lengths.unsqueeze(1) < lengths.unsqueeze(0))
-        others = (comparable.sum(dim=1) - 1).clamp(min=1)
-        return self.efficiency_weight * (beaten & comparable).sum(dim=1).to(nats.dtype) / others
+        num_others = (comparable.sum(dim=1) - 1).clamp(min=1)
+        return self.efficiency_weight * (beaten & comparable).sum(dim=1).to(nats.dtype) / num_others
 
     def score_format(self, scores: SolutionScores) -> Tensor:
         """Return the weight of the format for a closed thought, else 0."""

@@ -103,9 +103,9 @@ class RLTRewardTerms(RewardTerms):
     def to(self, device: torch.device) -> Self:
         """See `RewardTerms.to`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        own = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         extra = {name: values.to(device) for name, values in self.extra.items()}
-        return replace(self, **own, extra=extra)
+        return replace(self, **moved, extra=extra)
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,9 @@ class RLTReward(StudentReward):
     def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
         """Return the solution and the explanation as each student reads them, and as the teacher does."""
         reads: dict[str, Read] = {}
-        temperatures = self.student_temperature, self.teacher_temperature
         for student, view in list_views(rollout, students):
             reads[student.name("solution")] = read_solution(student, view, self.student_temperature)
-            reads |= read_kl(student, view, self, *temperatures)
+            reads |= read_kl(student, view, self, self.student_temperature, self.teacher_temperature)
         if self.baseline != "none":
             text = "" if self.baseline == "empty" else self.baseline
             for student, view in list_views(rollout, students):
@@ -239,8 +238,8 @@ class RLTReward(StudentReward):
 
     def columns(self) -> tuple[str, ...]:
         """See `Reward.columns`."""
-        own = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
-        return (*own, *(f"{name}_reward" for name in self.extra_names))
+        columns = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
+        return (*columns, *(f"{name}_reward" for name in self.extra_names))
 
     def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         """Return terms that are added to the reward, with their weight and sign; a subclass has some.

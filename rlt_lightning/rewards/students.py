@@ -159,13 +159,13 @@ class Students:
         """
         parts = [PurePath(name).parts for name in self.names]
         longest = max(map(len, parts), default=0)
-        found: list[str] = []
+        shortened: list[str] = []
         for length in range(1, longest + 1):
-            found = [re.sub(r"\W", "_", "_".join(part[-length:]), flags=re.ASCII) for part in parts]
-            if len(set(found)) == len(set(self.names)):
+            shortened = [re.sub(r"\W", "_", "_".join(part[-length:]), flags=re.ASCII) for part in parts]
+            if len(set(shortened)) == len(set(self.names)):
                 break
         labels: list[str] = []
-        for label in found:
+        for label in shortened:
             numbered = (f"{label}_{number}" for number in count(2))
             labels.append(label if label not in labels else next(n for n in numbered if n not in labels))
         return labels
