@@ -107,8 +107,8 @@ class EvaluationModule(LightningModule):
 
     def on_any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        found = torch.tensor(float(flag), device=self.device)
-        return bool(self.trainer.strategy.reduce(found, reduce_op="max"))
+        on_rank = torch.tensor(float(flag), device=self.device)
+        return bool(self.trainer.strategy.reduce(on_rank, reduce_op="max"))
 
     def on_test_start(self) -> None:
         """Begin with the records of an earlier part of the run."""

@@ -197,8 +197,8 @@ def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -
         with module.reference.loaded_on(module.device) as run, precision.forward_context():
             fuse_blocks(run, module.pretrained, module.kernels, device)
     reward = getattr(module, "reward", None)
-    of_kl = None if reward is None else reward.find_kl(temperature=1.0)
-    exact_kl = of_kl is not None and of_kl.kl_estimator == "exact"
+    kl_options = None if reward is None else reward.find_kl(temperature=1.0)
+    exact_kl = kl_options is not None and kl_options.kl_estimator == "exact"
     for name, model in scoring:
         with model.loaded_on(module.device) as run:
             check_model(module, run, name, exact_kl=exact_kl)

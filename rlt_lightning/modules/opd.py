@@ -187,10 +187,12 @@ class OPDModule(OnPolicyModule):
     def term(self) -> Distillation:
         """Return the loss."""
         teacher = self.teacher_name or ("reference" if self.copies_student else TEACHER)
-        options = teacher, self.temperature, self.views.exchanged
         if self.estimator == "full":
-            return Distillation(*options, self.divergence)
-        return SampledDistillation(*options, self.importance_weights, self.views.byte_tokenizers is not None)
+            return Distillation(teacher, self.temperature, self.views.exchanged, self.divergence)
+        has_bytes = self.views.byte_tokenizers is not None
+        return SampledDistillation(
+            teacher, self.temperature, self.views.exchanged, self.importance_weights, has_bytes
+        )
 
     def list_models(self) -> dict[str, Model]:
         """Add the teacher."""
@@ -403,8 +405,8 @@ def judged_metrics(
 ) -> dict[str, Any]:
     """Return how much of the answers the teacher could judge."""
     rows = rollouts.rollouts
-    own = sum(map(count_judged, rows)), sum(len(row.completion.token_ids) for row in rows)
-    judged, sampled = sum_over_ranks(*own)
+    num_sampled = sum(len(row.completion.token_ids) for row in rows)
+    judged, sampled = sum_over_ranks(sum(map(count_judged, rows)), num_sampled)
     return {
         "distill/judged_tokens": counts.mean(),
         "distill/judged_frac": judged / sampled,

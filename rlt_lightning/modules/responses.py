@@ -193,16 +193,16 @@ def judge_responses(
     """Judge the responses to each problem, and return one record of each response."""
     pairs = [
         (response.text, problem.reference)
-        for problem, own in zip(problems, responses, strict=True)
-        for response in own
+        for problem, samples in zip(problems, responses, strict=True)
+        for response in samples
     ]
     with waiting_for(f"the judge of {len(pairs)} responses"):
         verdicts = iter(judge.judge_all(pairs))
     records: list[Row] = []
-    for problem, own in zip(problems, responses, strict=True):
-        judged = [next(verdicts) for _ in own]
+    for problem, samples in zip(problems, responses, strict=True):
+        judged = [next(verdicts) for _ in samples]
         answers = judge.same_answers(judged, problem.reference["kind"])
-        for number, (response, verdict, answer) in enumerate(zip(own, judged, answers, strict=True)):
+        for number, (response, verdict, answer) in enumerate(zip(samples, judged, answers, strict=True)):
             records.append(
                 {
                     "id": problem.id,

@@ -138,10 +138,10 @@ def drop_completion(problem: Problem) -> Row:
 
 def read_reference(problem: Problem) -> Row:
     """Return what answers to a problem are judged by, as rows have it."""
-    found = {name: problem.columns[name] for name in REFERENCE if name in problem.columns}
-    if found.get("kind", "math") != "countdown":
-        found["answer"] = reference_answer(problem.reference)
-    return found
+    reference = {name: problem.columns[name] for name in REFERENCE if name in problem.columns}
+    if reference.get("kind", "math") != "countdown":
+        reference["answer"] = reference_answer(problem.reference)
+    return reference
 
 
 def score_rows(score: Score) -> list[dict[str, float]]:
@@ -180,13 +180,13 @@ def build_token_columns(tokens: Sequence[ReadTokens], students: Students) -> Row
         student; those of further students as NAME/LABEL. Values are rounded to 1e-6.
     """
     columns: Row = {}
-    for student, of_student in zip(students, tokens, strict=True):
+    for student, read_tokens in zip(students, tokens, strict=True):
         label = f"/{student.label}" if student.number else ""
         columns |= {
-            f"thought_tokens{label}": decode_each(student.format.tokenizer, of_student.thought),
-            f"thought_kl{label}": [round(value, 6) for value in of_student.kl],
-            f"solution_tokens{label}": decode_each(student.format.student_tokenizer, of_student.solution),
-            f"solution_log_probs{label}": [round(value, 6) for value in of_student.solution_log_probs],
+            f"thought_tokens{label}": decode_each(student.format.tokenizer, read_tokens.thought),
+            f"thought_kl{label}": [round(value, 6) for value in read_tokens.kl],
+            f"solution_tokens{label}": decode_each(student.format.student_tokenizer, read_tokens.solution),
+            f"solution_log_probs{label}": [round(value, 6) for value in read_tokens.solution_log_probs],
         }
     return columns
 

@@ -57,14 +57,14 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     rows = rollouts.rollouts
     lengths = [len(r.completion.token_ids) for r in rows]
     left_out = [r.views[0].num_left_out for r in rows if r.views]
-    of_others = [number for number in left_out if number is not None]  # the student's tokens are others
-    cut = {"rollout/half_character_frac": sum(number > 0 for number in of_others) / len(rows)}
+    cut_tokens = [number for number in left_out if number is not None]  # the student's tokens are others
+    cut = {"rollout/half_character_frac": sum(number > 0 for number in cut_tokens) / len(rows)}
     return {
         "rollout/length_mean": sum(lengths) / len(rows),
         "rollout/closed_frac": sum(r.closed for r in rows) / len(rows),
         "rollout/truncated_frac": sum(r.completion.finish_reason == "length" for r in rows) / len(rows),
         "rollout/empty_frac": sum(r.empty for r in rows) / len(rows),
-        **(cut if of_others else {}),
+        **(cut if cut_tokens else {}),
     }
 
 
