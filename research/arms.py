@@ -18,7 +18,7 @@ What decoding and selection give without RLT, and what they add to it, are arms 
     warmup_tN      by the warm-up teacher at temperature N; 0: greedily
     rlt_tN         the same by the teacher after RLT
     best_of_N      by the warm-up teacher, the best of N by the same reward
-    best_of_equal  the same, with as many explanations as RLT and its traces have sampled: 6 a problem
+    best_of_equal  the same, with as many explanations as RLT samples in all: 6 of a problem, 2 in filler
     best_of_N_tN   the same at another temperature
     majority_of_N  by the warm-up teacher, the most frequent of N
 

@@ -339,7 +339,7 @@ def show_accuracies(folder: Path) -> bool:
         gain, error = after - before, math.hypot(*map(compute_half_interval, (after, before)))
         margins.append(gain - error)
         name = ARMS[next_best].name
-        print(f"RLT's student, {how}: {100 * gain:+.1f} ± {100 * error:.1f} points to {name}")
+        print(f"RLT's student, {how}: {100 * gain:+.1f} ± {100 * error:.1f} points against {name}")
     print(textwrap.fill(UNLEARNED.strip().format(greedy=100 * found[UNTRAINED][1]), 80))
     print(f"\n{textwrap.fill(CONTROL.strip(), 80)}")
     return min(margins) > 0
