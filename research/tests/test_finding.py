@@ -168,19 +168,20 @@ def test_as_many_traces_are_chosen_from_as_rlt_samples() -> None:
 
 
 @pytest.mark.full
-def test_every_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
+def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
     stages = Stages(tmp_path)
     stages.start()
     tiny = {"num_warmup": 64, "num_traces": 16, "num_test": 8, "num_iterations": 1, "student_epochs": 1}
     one = Arms(stages, dataclasses.replace(arms.MAINS["filler"], **tiny), seed=0)
     one.prepare()
-    names = ["warmup", "rlt", *arms.DECODED]
+    decoded = ["warmup_t0", "best_of_4", "best_of_equal", "majority_of_16", "rlt_best_of_16"]
+    names = ["warmup", "rlt", *decoded]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one.run_arm, names))
     found = figures.collect([one], [], names, whole=False, seconds=0)
     assert list(found["arms"]) == names
-    for arm, decoding in arms.DECODED.items():
-        rows = figures.read_traces(one, arm)
+    for arm in decoded:
+        decoding, rows = arms.DECODED[arm], figures.read_traces(one, arm)
         assert [row["row"] for row in rows] == sorted({row["row"] for row in rows}), arm
         teacher = one.folder / decoding.teacher
         if decoding.num_traces == 1:
