@@ -24,10 +24,10 @@ quickstart: setup
 	$(RUN)/rlt demo --output_dir $(or $(OUT),runs/quickstart) --resume true
 
 # Research, outside the wheel: research/README.md. Options of all: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of
-# `finding`, VARIATIONS="pieces_student".
+# `finding`, VARIATIONS="pieces_student" and SETTING=filler.
 finding: setup
 	$(RUN)/python research/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --variations "$(VARIATIONS)" \
-		--output_dir $(or $(OUT),runs/finding)
+		--setting $(or $(SETTING),main) --output_dir $(or $(OUT),runs/finding)
 
 # Three ways to teach a student, from the same problems: half an hour.
 ways: setup

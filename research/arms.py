@@ -10,11 +10,20 @@ on traces of uneven quality. Each arm then makes 512 traces in its own way, and 
     kl_only        the same without r_SS
     shuffled       the same with advantages shuffled within each group: nothing to learn from
     lambda_N       the same with weight N of r_KL instead of 3
-    best_of_4      by the warm-up teacher, the best of four by the same reward
     raw            traces like those of the warm-up
     oracle         traces with all steps right
 
-All stages are `rlt` commands, with one setting for all arms.
+What decoding and selection give without RLT, and what they add to it, are arms too:
+
+    warmup_tN      by the warm-up teacher at temperature N; 0: greedily
+    rlt_tN         the same by the teacher after RLT
+    best_of_N      by the warm-up teacher, the best of N by the same reward
+    best_of_equal  the same, with as many explanations as RLT samples in all: 6 of a problem, 2 in filler
+    best_of_N_tN   the same at another temperature
+    majority_of_N  by the warm-up teacher, the most frequent of N
+
+Temperatures are 0.7 where nothing is said. A teacher samples once at each temperature, and the best of 4 and
+of 16 are chosen from the same file. All stages are `rlt` commands, with one setting for all arms.
 """
 
 from __future__ import annotations
@@ -22,12 +31,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from stages import Stages
 
-from rlt_lightning.run.jsonl import read_json_rows
+from rlt_lightning.run.jsonl import format_line, read_json_rows, rewrite
 from rlt_lightning.tasks.stepwise import OPERATIONS, Operation
 
 FOLDER = Path(__file__).parent / "miniatures"
@@ -42,10 +52,49 @@ TRAINED: dict[str, dict[str, Any]] = {  # what an arm's RLT differs in
     "lambda_1": {"model__reward__kl_weight": 1},
     "lambda_10": {"model__reward__kl_weight": 10},
 }
-ARMS = ("base", "raw", "warmup", *TRAINED, "best_of_4", "oracle")
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a teacher writes the traces of an arm.
+
+    Args:
+        teacher: Arm whose teacher writes them.
+        temperature: Its sampling temperature; 0: greedily.
+        num_traces: Traces of a problem, of which one is selected; None: as many as RLT samples in all.
+        by_count: Select the most frequent trace instead of the one with the best reward.
+    """
+
+    teacher: str = "warmup"
+    temperature: float = 0.7
+    num_traces: int | None = 1
+    by_count: bool = False
+
+
+DECODED = {
+    "warmup_t0": Decoding(temperature=0),
+    "warmup_t0.3": Decoding(temperature=0.3),
+    "warmup_t1": Decoding(temperature=1),
+    "best_of_4": Decoding(num_traces=4),
+    "best_of_equal": Decoding(num_traces=None),
+    "best_of_16": Decoding(num_traces=16),
+    "best_of_4_t0.3": Decoding(temperature=0.3, num_traces=4),
+    "best_of_16_t0.3": Decoding(temperature=0.3, num_traces=16),
+    "best_of_4_t1": Decoding(temperature=1, num_traces=4),
+    "best_of_16_t1": Decoding(temperature=1, num_traces=16),
+    "majority_of_16": Decoding(num_traces=16, by_count=True),
+    "rlt_t0": Decoding("rlt", temperature=0),
+    "rlt_t0.3": Decoding("rlt", temperature=0.3),
+    "rlt_t1": Decoding("rlt", temperature=1),
+    "rlt_best_of_4": Decoding("rlt", num_traces=4),
+    "rlt_best_of_16": Decoding("rlt", num_traces=16),
+}
+ARMS = ("base", "raw", "warmup", *TRAINED, *DECODED, "oracle")
+NUM_SAMPLED = 16  # traces of a problem, of which the best of 4 and of 16 are selected
+PROMPTS_PER_STEP = 8  # of laptop/rlt
 SAMPLED_ARMS = ("warmup", "rlt", "solution_only")  # whose teachers explain one problem eight times
 NUM_GROUPS = 8  # of ranked traces
-STEPS_RIGHT, LEAPS_COPIED, CLOSED, RIGHT_TRACES = 0.99, 0.95, 0.95, (0.10, 0.35)  # gates
+STEPS_RIGHT, LEAPS_COPIED, CLOSED = 0.99, 0.95, 0.95  # gates
 
 
 @dataclass(frozen=True)
@@ -64,9 +113,11 @@ class Setting:
         student_lr: Peak learning rate of the students.
         student_epochs: Epochs of the students.
         num_iterations: Iterations of RLT.
+        group_size: Explanations of a problem in an iteration.
         num_traces: Traces that a student learns from.
         num_pool: Traces that are ranked.
         num_test: Held-out problems.
+        right_traces: Least and greatest share of right traces of the warm-up teacher, a gate.
     """
 
     name: str = "main"
@@ -80,11 +131,27 @@ class Setting:
     student_lr: float = 2e-4
     student_epochs: int = 3
     num_iterations: int = 40
+    group_size: int = 8
     num_traces: int = 512
     num_pool: int = 2048
     num_test: int = 512
+    right_traces: tuple[float, float] = (0.10, 0.35)
+
+    @property
+    def num_equal(self) -> int:
+        """Return how many traces of each problem are as many as RLT samples, its final ones included."""
+        num_sampled = self.num_iterations * PROMPTS_PER_STEP * self.group_size + self.num_traces
+        return round(num_sampled / self.num_traces)
 
 
+MAINS = {
+    # The warm-up teacher's most probable explanation has all steps right.
+    "main": Setting(),
+    # It is filler, and RLT and its 2,560 traces sample as much as two traces of each problem.
+    "filler": Setting(
+        "filler", length=4, hazard=0.75, num_traces=2560, student_epochs=1, right_traces=(0.02, 0.35)
+    ),
+}
 VARIATIONS = {
     "another_base": Setting("another_base", base=MINIATURES["seed1"]),
     "qwen2": Setting("qwen2", base=MINIATURES["qwen2"]),
@@ -178,6 +245,7 @@ class Arms:
             model__student=self.student_base,
             data__source=self.data_file("rlt"),
             trainer__max_steps=self.setting.num_iterations,
+            model__group_size=self.setting.group_size,
             **self.seeds,
             **TRAINED[arm],
         )
@@ -187,18 +255,39 @@ class Arms:
         """Return the file that an arm's students learn from; stage 3 makes it for arms with a teacher."""
         if arm in ("raw", "oracle"):
             return self.data_file(arm)
-        several = {"rollouts__num_traces": 4, "distillation__select": "best_reward"}
-        folder = self.generate(arm, "traces", "raw", **(several if arm == "best_of_4" else {}))
-        return folder / "distillation.jsonl"
+        decoding = DECODED.get(arm, Decoding(arm))
+        if decoding.num_traces != 1:
+            return self.select_traces(arm, decoding)
+        temperature = {"rollouts__sampling__temperature": decoding.temperature} if arm in DECODED else {}
+        return self.generate(arm, "traces", "raw", decoding.teacher, **temperature) / "distillation.jsonl"
 
-    def generate(self, arm: str, name: str, source: str, **options: object) -> Path:
-        """Let an arm's teacher explain the problems of a file."""
+    def select_traces(self, arm: str, decoding: Decoding) -> Path:
+        """Return the file of one trace a problem, selected among the first ones that the teacher sampled."""
+        number, temperature = decoding.num_traces or self.setting.num_equal, decoding.temperature
+        most = NUM_SAMPLED if decoding.num_traces else number
+        sampled = self.generate(
+            decoding.teacher,
+            f"traces_{most}_t{temperature:g}",
+            "raw",
+            rollouts__sampling__temperature=temperature,
+            rollouts__num_traces=most,
+            distillation__select="all",
+        )
+        path = self.folder / arm / "selected.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rewrite(path, map(format_line, select(read(sampled / "traces.jsonl"), number, decoding.by_count)))
+        return path
+
+    def generate(
+        self, arm: str, name: str, source: str, teacher: str | None = None, **options: object
+    ) -> Path:
+        """Let an arm's teacher, or that of another arm, explain the problems of a file."""
         return self.stages(
             f"{self.name}/{arm}/{name}",
             "predict",
             "laptop/generate",
             "README.md",
-            model__teacher=self.train_teacher(arm),
+            model__teacher=self.train_teacher(teacher or arm),
             model__student=self.student_base,
             data__source=self.data_file(source),
             **self.seeds,
@@ -247,7 +336,7 @@ class Arms:
         if arm == "base":
             self.evaluate(arm, self.student_base)
             return
-        if samples and arm not in ("raw", "oracle"):
+        if samples:
             self.generate(arm, "samples", "rlt", data__max_rows=1, rollouts__num_traces=8)
         self.train_student(arm, self.make_traces(arm))
 
@@ -296,7 +385,8 @@ class Arms:
 
     def passes_gates(self) -> bool:
         """Print the figures of the gates and return whether all gates hold."""
-        found, (low, high), num_overlaps = self.measure_gates(), RIGHT_TRACES, self.num_overlaps()
+        found, num_overlaps = self.measure_gates(), self.num_overlaps()
+        low, high = self.setting.right_traces
         print(
             f"{self.name}, checked before RLT (research/finding.md): single steps right "
             f"{found['step_accuracy']:.1%} (above {STEPS_RIGHT:.0%}),\n"
@@ -311,6 +401,23 @@ class Arms:
         if not fine:
             print(f"{self.name}: a gate does not hold, so RLT is not tried here", flush=True)
         return fine
+
+
+def select(rows: list[dict[str, Any]], number: int, by_count: bool) -> list[dict[str, Any]]:
+    """Return of each problem's first traces the one with the best reward, or the most frequent one.
+
+    Args:
+        rows: Traces; those of a problem stand together.
+        number: How many of a problem's traces to choose from.
+        by_count: Take the most frequent; of equally frequent ones, the one that was sampled first.
+    """
+    selected = []
+    for _, group in groupby(rows, key=lambda row: row["row"]):
+        traces = list(group)[:number]
+        counts = Counter(row["reasoning_trace"] for row in traces)
+        ranks = [counts[row["reasoning_trace"]] if by_count else row["reward"] for row in traces]
+        selected.append(traces[ranks.index(max(ranks))])
+    return selected
 
 
 def read(path: Path) -> list[dict[str, Any]]:

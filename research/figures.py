@@ -18,7 +18,7 @@ from rlt_lightning.tasks.stepwise import chain_kind
 NAMES = {  # of arms, for people
     "base": "untrained student",
     "raw": "raw traces",
-    "warmup": "warm-up teacher",
+    "warmup": "warm-up teacher, T 0.7",
     "rlt": "RLT teacher",
     "solution_only": "r_SS only (λ 0)",
     "kl_only": "r_KL only",
@@ -26,9 +26,26 @@ NAMES = {  # of arms, for people
     "lambda_0.3": "RLT, λ 0.3",
     "lambda_1": "RLT, λ 1",
     "lambda_10": "RLT, λ 10",
+    "warmup_t0": "warm-up teacher, T 0 (greedy traces)",
+    "warmup_t0.3": "warm-up teacher, T 0.3",
+    "warmup_t1": "warm-up teacher, T 1",
     "best_of_4": "warm-up teacher, best of 4 by reward",
+    "best_of_equal": "warm-up teacher, best of as many as RLT samples",
+    "best_of_16": "warm-up teacher, best of 16",
+    "best_of_4_t0.3": "warm-up teacher, T 0.3, best of 4",
+    "best_of_16_t0.3": "warm-up teacher, T 0.3, best of 16",
+    "best_of_4_t1": "warm-up teacher, T 1, best of 4",
+    "best_of_16_t1": "warm-up teacher, T 1, best of 16",
+    "majority_of_16": "warm-up teacher, most frequent of 16",
+    "rlt_t0": "RLT teacher, T 0 (greedy traces)",
+    "rlt_t0.3": "RLT teacher, T 0.3",
+    "rlt_t1": "RLT teacher, T 1",
+    "rlt_best_of_4": "RLT teacher, best of 4",
+    "rlt_best_of_16": "RLT teacher, best of 16",
     "oracle": "oracle: all steps right",
 }
+# Arms that RLT must beat where its setting claims it, sampled and greedily.
+WITHOUT_RL = ("warmup", "warmup_t0", "best_of_equal")
 # Student's t at 97.5 %, for 1 to 9 degrees of freedom.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 TERMS = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
@@ -170,12 +187,14 @@ def compute_interval(values: list[float]) -> float:
     return T_975[min(len(values), 10) - 2] * stdev(values) / math.sqrt(len(values))
 
 
-def compute_difference(arms: dict[str, Any], arm: str, other: str) -> tuple[float, float]:
-    """Return the mean difference of two arms' accuracies, and half of its 95 % interval.
+def compute_difference(
+    arms: dict[str, Any], arm: str, other: str, how: str = "accuracy"
+) -> tuple[float, float]:
+    """Return the mean difference of two arms' accuracies, sampled or `greedy`, and half of its 95 % interval.
 
     Seeds are paired. With one seed the interval is over its problems, as if the students were independent.
     """
-    a, b = (arms[name]["accuracy"] for name in (arm, other))
+    a, b = (arms[name][how] for name in (arm, other))
     differences = [x - y for x, y in zip(a, b, strict=True)]
     if len(differences) == 1:
         return differences[0], math.hypot(compute_interval(a), compute_interval(b))
@@ -183,17 +202,28 @@ def compute_difference(arms: dict[str, Any], arm: str, other: str) -> tuple[floa
 
 
 def list_failures(figures: dict[str, Any]) -> list[str]:
-    """Return one sentence for each result that contradicts the finding."""
+    """Return one sentence for each result that contradicts the finding.
+
+    Where the most probable explanation is filler, RLT must beat every arm of `WITHOUT_RL` in sampled and in
+    greedy answers; in the main setting only the warm-up teacher at temperature 0.7.
+    """
     arms, found = figures["arms"], []
 
-    def is_above(arm: str, other: str, of: dict[str, Any] = arms) -> bool:
-        mean, half = compute_difference(of, arm, other)
+    def is_above(arm: str, other: str, of: dict[str, Any] = arms, how: str = "accuracy") -> bool:
+        mean, half = compute_difference(of, arm, other, how)
         return mean - half > 0
 
     if not {"warmup", "rlt"} <= arms.keys():
         return []
     if not is_above("rlt", "warmup"):
         found.append("the interval of RLT minus warm-up touches 0")
+    if figures.get("setting") == "filler":
+        for arm in (arm for arm in WITHOUT_RL if arm in arms):
+            found += [
+                f"RLT is not above {NAMES[arm]} ({name})"
+                for how, name in (("accuracy", "sampled"), ("greedy", "greedy"))
+                if not is_above("rlt", arm, how=how)
+            ]
     if "shuffled" in arms:
         rises = [one["reward/mean"] for one in arms["shuffled"]["rise"]]
         gain, _ = compute_difference(arms, "rlt", "warmup")

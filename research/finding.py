@@ -1,7 +1,8 @@
-"""The paper's finding in miniature, with every control: `make finding`. `rlt demo` runs three of its arms.
+"""The paper's finding in miniature, with every control: `make finding`. `rlt demo` runs five arms of filler.
 
     python research/finding.py --output_dir DIR     # make finding: all arms, three seeds, variations
     python research/finding.py --output_dir DIR --arms "warmup rlt" --variations pieces_student
+    python research/finding.py --output_dir DIR --setting filler --arms "warmup warmup_t0 best_of_equal rlt"
 
 The arms are those of `arms`. Variations change one thing of the setting, and are compared
 in the arms warmup and rlt; `--variations` runs the named ones with every seed. Run it again after a
@@ -14,8 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from arms import ARMS, FURTHER, MINIATURES, VARIATIONS, Arms, Setting
-from figures import collect, compute_difference, list_failures
+from arms import ARMS, FURTHER, MAINS, MINIATURES, VARIATIONS, Arms, Setting
+from figures import NAMES, WITHOUT_RL, collect, compute_difference, list_failures
 from jobs import Job, make_folder, read_arms, read_seeds, run_arms
 from plots import draw
 from stages import StageError, Stages
@@ -47,6 +48,7 @@ def main() -> int:
         default="",
         help="such as 'pieces_student', run with every seed; by default, most once",
     )
+    parser.add_argument("--setting", choices=MAINS, default="main", help="what all arms share")
     parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args()
     try:
@@ -56,9 +58,10 @@ def main() -> int:
             raise InputError(
                 f"--variations may name {', '.join(known)}, but names {', '.join(unknown)}. Correct it."
             )
-        whole = not options.arms
+        whole = not options.arms and options.setting == "main"  # variations and groups are of that setting
         varied = {known[name]: seeds for name in named} or (choose_variations(seeds) if whole else {})
-        return run(make_folder(options.output_dir), seeds, arms, varied, whole)
+        setting = MAINS[options.setting]
+        return run(make_folder(options.output_dir), setting, seeds, arms, varied, whole)
     except (InputError, StageError) as error:
         print(f"finding: {error}", file=sys.stderr)
         return 1
@@ -71,15 +74,20 @@ def choose_variations(seeds: list[int]) -> dict[Setting, list[int]]:
 
 
 def run(
-    folder: Path, seeds: list[int], arms: list[str], varied: dict[Setting, list[int]], whole: bool
+    folder: Path,
+    setting: Setting,
+    seeds: list[int],
+    arms: list[str],
+    varied: dict[Setting, list[int]],
+    whole: bool,
 ) -> int:
     """Run the arms for all seeds, variations for theirs and, if `whole`, groups; show what came out."""
     stages = Stages(folder)
-    mains = [Arms(stages, Setting(), seed) for seed in seeds]
+    mains = [Arms(stages, setting, seed) for seed in seeds]
     others = [Arms(stages, setting, seed) for setting, some in varied.items() for seed in some]
     print("importing, then warming the teachers up: half a minute or more until the first line", flush=True)
     others, seconds = run_arms(stages, mains, arms, others, list_group_jobs(mains) if whole else ())
-    figures = collect(mains, others, arms, whole, seconds)
+    figures = {"setting": setting.name, **collect(mains, others, arms, whole, seconds)}
     report = write_results(figures, mains[0])
     draw(figures, mains, folder / "finding.svg")
     show_explanations(mains[0])
@@ -90,8 +98,10 @@ def run(
     for sentence in wrong:
         print(f"finding: the finding does not hold: {sentence}.", file=sys.stderr)
     if not wrong and {"warmup", "rlt"} <= set(arms):
-        mean, half = compute_difference(figures["arms"], "rlt", "warmup")
-        print(f"RLT's students solve {mean:.1f} ± {half:.1f} points more than those of the warm-up teacher.")
+        for how, name in (("accuracy", "at T 0.7"), ("greedy", "greedily")):
+            for arm in (arm for arm in WITHOUT_RL if arm in arms):
+                mean, half = compute_difference(figures["arms"], "rlt", arm, how)
+                print(f"RLT's students, {name}: {mean:+.1f} ± {half:.1f} points against {NAMES[arm]}.")
     print(NEXT)
     return bool(wrong)
 

@@ -49,7 +49,7 @@ def legend_below(axes: Any, ncols: int, **options: Any) -> None:
 def draw_accuracies(
     axes: Any, arms: dict[str, Any], names: list[str], marked: Collection[str] = ("rlt",)
 ) -> None:
-    """Draw the accuracy of each arm's students as a bar, those of marked arms in another colour."""
+    """Draw the accuracy of each arm's students as a bar, in greedy answers as a diamond; mark some arms."""
     values = [found["accuracy"] for found in arms.values()][::-1]
     colors = ["#2a6f97" if arm in marked else "#9db4c0" for arm in arms][::-1]
     means, halves = [fmean(some) for some in values], [compute_interval(some) for some in values]
@@ -58,7 +58,11 @@ def draw_accuracies(
     axes.barh(names, means, xerr=(below, above), color=colors, capsize=3)
     for place, (mean, half) in enumerate(zip(means, above, strict=True)):
         axes.text(mean + half + 1.5, place, f"{mean:.0f}", va="center")
-    axes.set(xlim=(0, 110), xlabel="held-out problems solved, %")
+    greedy = [fmean(found["greedy"]) if "greedy" in found else None for found in arms.values()][::-1]
+    for place, share in enumerate(greedy):
+        if share is not None:
+            axes.plot(share, place, "D", color="#d98c3f", markersize=5)
+    axes.set(xlim=(0, 110), xlabel="held-out problems solved, %: bars T 0.7, diamonds greedy")
     axes.set_title("Students, by what they were trained on")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -37,6 +38,7 @@ class Stages:
         self.folder = folder.resolve()
         self.target = target or run_rlt
         self.running: set[ForkServerProcess] = set()
+        self.locks: dict[str, threading.Lock] = {}  # of stages by name
         # One thread each, so that two run side by side and the same figures come out on every machine.
         os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
@@ -77,6 +79,11 @@ class Stages:
             StageError: If it fails, or its folder was made with other settings.
         """
         folder = self.folder / name
+        with self.locks.setdefault(name, threading.Lock()):  # arms that share a stage wait for it
+            return self.run_once(folder, words, result)
+
+    def run_once(self, folder: Path, words: list[str], result: str | None) -> Path:
+        """Run `rlt` with these words unless an earlier run in this folder has finished; return the folder."""
         words = [*words, "--output_dir", str(folder), "--resume", "true"]
         configs = [Path(word) for option, word in pairwise(words) if option == "--config"]
         made_with = "\n".join([*words, *(path.read_text() for path in configs)])
@@ -93,7 +100,7 @@ class Stages:
         self.run(words, log)
         seconds = time.perf_counter() - begin
         folder.with_name(f"{folder.name}.seconds").write_text(f"{seconds:.1f}\n")
-        print(f"  {seconds:5.1f} s  {name}", flush=True)
+        print(f"  {seconds:5.1f} s  {folder.relative_to(self.folder)}", flush=True)
         return folder
 
     def run(

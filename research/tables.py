@@ -54,14 +54,16 @@ def main_table(figures: dict[str, Any]) -> str:
     num_seeds = len(figures["seeds"])
     over = f"{num_seeds} seeds" if num_seeds > 1 else "over problems"
     lines = [
-        f"| student trained on | accuracy at T 0.7, % (± 95 %, {over}) | greedy, % "
+        f"| student trained on | accuracy at T 0.7, % (± 95 %, {over}) | greedy, % (± the same) "
         "| traces: steps / filler / leap / wrong / other, % |",
         "|---|---|---|---|",
     ]
     for arm, found in figures["arms"].items():
         name = f"**{NAMES[arm]}**" if arm == "rlt" else NAMES[arm]
         kinds = kinds_text(mean_kinds(found["kinds"])) if "kinds" in found else ""
-        lines.append(f"| {name} | {plus_minus(found['accuracy'])} | {fmean(found['greedy']):.1f} | {kinds} |")
+        lines.append(
+            f"| {name} | {plus_minus(found['accuracy'])} | {plus_minus(found['greedy'])} | {kinds} |"
+        )
     return "\n".join(lines)
 
 
@@ -74,6 +76,18 @@ def build_tables(figures: dict[str, Any]) -> str:
         for arm in (name for name in arms if name != "warmup"):
             mean, half = compute_difference(arms, arm, "warmup")
             lines.append(f"| {NAMES[arm]} | {mean:+.1f} ± {half:.1f} |")
+        parts.append("\n".join(lines))
+    if "rlt" in arms:
+        how = "paired by seed" if len(figures["seeds"]) > 1 else "over problems"
+        lines = [
+            f"| RLT's students minus those of | sampled, points (± 95 %, {how}) | greedy |",
+            "|---|---|---|",
+        ]
+        for arm in (name for name in arms if name != "rlt"):
+            cells = [compute_difference(arms, "rlt", arm, how) for how in ("accuracy", "greedy")]
+            lines.append(
+                f"| {NAMES[arm]} | {' | '.join(f'{mean:+.1f} ± {half:.1f}' for mean, half in cells)} |"
+            )
         parts.append("\n".join(lines))
     trained = {arm: found["rise"] for arm, found in arms.items() if "rise" in found}
     if trained:

@@ -13,6 +13,7 @@ import arms
 import figures
 import planted_faults
 import pytest
+import tables
 import torch
 from arms import Arms, Setting
 from stages import Stages
@@ -143,8 +144,57 @@ def test_an_interval_is_students_t_over_seeds() -> None:
     assert figures.compute_interval([50.0]) == pytest.approx(196 * (0.25 / 512) ** 0.5)
 
 
-def arm(*accuracy: float, rises: float = 0.0) -> dict[str, Any]:
-    return {"accuracy": accuracy, "rise": [{"reward/mean": rises + place / 10} for place in (-1, 0, 1)]}
+def arm(*accuracy: float, rises: float = 0.0, greedy: tuple[float, ...] = ()) -> dict[str, Any]:
+    rise = [{"reward/mean": rises + place / 10} for place in (-1, 0, 1)]
+    return {"accuracy": accuracy, "greedy": greedy or accuracy, "rise": rise}
+
+
+def test_the_best_and_the_most_frequent_are_chosen_among_the_first_traces_of_a_problem() -> None:
+    written = {0: [("a", 1.0), ("b", 2.0), ("a", 1.5), ("c", 9.0)], 1: [("d", 0.0), ("e", -1.0), ("e", -2.0)]}
+    rows = [
+        {"row": row, "reasoning_trace": text, "reward": reward}
+        for row, traces in written.items()
+        for text, reward in traces
+    ]
+    best, frequent = (arms.select(rows, 3, by_count) for by_count in (False, True))
+    assert [row["reasoning_trace"] for row in best] == ["b", "d"]
+    assert [row["reasoning_trace"] for row in frequent] == ["a", "e"]
+    assert arms.select(rows, 4, by_count=False)[0]["reasoning_trace"] == "c"
+
+
+def test_as_many_traces_are_chosen_from_as_rlt_samples() -> None:
+    # 40 iterations of 8 problems with 8 explanations, and one for each problem of the student.
+    assert {name: setting.num_equal for name, setting in arms.MAINS.items()} == {"main": 6, "filler": 2}
+
+
+@pytest.mark.full
+def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
+    stages = Stages(tmp_path)
+    stages.start()
+    tiny = {"num_warmup": 64, "num_traces": 16, "num_test": 8, "num_iterations": 1, "student_epochs": 1}
+    one = Arms(stages, dataclasses.replace(arms.MAINS["filler"], **tiny), seed=0)
+    one.prepare()
+    decoded = ["warmup_t0", "best_of_4", "best_of_equal", "majority_of_16", "rlt_best_of_16"]
+    names = ["warmup", "rlt", *decoded]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one.run_arm, names))
+    found = figures.collect([one], [], names, whole=False, seconds=0)
+    assert list(found["arms"]) == names
+    for arm in decoded:
+        decoding, rows = arms.DECODED[arm], figures.read_traces(one, arm)
+        assert [row["row"] for row in rows] == sorted({row["row"] for row in rows}), arm
+        teacher = one.folder / decoding.teacher
+        if decoding.num_traces == 1:
+            continue
+        number = decoding.num_traces or one.setting.num_equal
+        most = arms.NUM_SAMPLED if decoding.num_traces else number
+        sampled = arms.read(teacher / f"traces_{most}_t{decoding.temperature:g}/traces.jsonl")
+        assert len(sampled) == most * one.setting.num_traces
+        assert len(rows) == one.setting.num_traces
+    assert one.setting.num_equal == 5  # 64 of one iteration and 16, of 16 problems
+    greedy, again = (figures.read_traces(one, "warmup_t0"), figures.read_traces(one, "warmup"))
+    assert [row["reasoning_trace"] for row in greedy] != [row["reasoning_trace"] for row in again]
+    assert "greedy traces" in tables.build_tables(found)
 
 
 def test_what_contradicts_the_finding_is_named() -> None:
@@ -158,3 +208,9 @@ def test_what_contradicts_the_finding_is_named() -> None:
     assert "control" in fault
     [fault] = figures.list_failures({"arms": fine | {"kl_only": arm(90, 93, 92)}})
     assert "one term of the reward reaches RLT (r_KL only)" in fault
+    # Greedy traces and selection must stay behind where the setting claims it, in greedy answers, too.
+    selected = {"best_of_equal": arm(30, 31, 32, greedy=(90, 92, 94))}
+    assert figures.list_failures({"setting": "main", "arms": fine | selected}) == []
+    [fault] = figures.list_failures({"setting": "filler", "arms": fine | selected})
+    assert "not above" in fault
+    assert "(greedy)" in fault

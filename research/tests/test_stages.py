@@ -69,8 +69,9 @@ def test_the_table_has_a_row_for_every_arm() -> None:
     kinds = {"steps": 80.0, "filler": 10.0, "leap": 5.0, "wrong": 5.0, "other": 0.0}
     arms["rlt"] = {"accuracy": [95.0], "greedy": [99.0], "kinds": [kinds]}
     page = build_tables({"seeds": [0], "arms": arms, "reward_by_kind": {}, "groups": []})
-    assert "| untrained student | 20.0 ± 3.5 | 90.0 |  |" in page
-    assert "| **RLT teacher** | 95.0 ± 1.9 | 99.0 | 80 / 10 / 5 / 5 / 0 |" in page
+    assert "| untrained student | 20.0 ± 3.5 | 90.0 ± 2.6 |  |" in page
+    assert "| **RLT teacher** | 95.0 ± 1.9 | 99.0 ± 0.9 | 80 / 10 / 5 / 5 / 0 |" in page
+    assert "| untrained student | +75.0 ± 3.9 | +9.0 ± 2.7 |" in page
 
 
 def test_explanations_are_shown_with_their_kinds(tmp_path: Path, capsys: Any) -> None:
@@ -89,6 +90,6 @@ def test_explanations_are_shown_with_their_kinds(tmp_path: Path, capsys: Any) ->
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     show_explanations(one)
     lines = capsys.readouterr().out.splitlines()
-    assert "  warm-up teacher: 2 leaps to the answer, 1 every step right" in lines
+    assert "  warm-up teacher, T 0.7: 2 leaps to the answer, 1 every step right" in lines
     assert lines[lines.index("    best   -0.10  (leaps to the answer)") + 1].strip() == leap
     assert lines[lines.index("    worst  -0.50  (every step right)") + 1].strip() == right

@@ -36,7 +36,7 @@ SAMPLING = """  --rollouts.sampling.temperature 0.7
 VERBS: dict[str, tuple[str, str, str]] = {
     "demo": (
         "[--output_dir DIR] [--resume true]",
-        "Show what RLT does for a student: all stages in miniature, one to two minutes.",
+        "Show what RLT does for a student: all stages in miniature, two minutes.",
         "",
     ),
     "configs": (
@@ -180,7 +180,7 @@ STAGES = """The stages, in their order (`rlt configs` lists all experiments and 
 """
 
 FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). First see what that does for a
-student, in one to two minutes on two CPU cores; then make a run of your own, half a minute long:
+student, in two minutes on two CPU cores; then make a run of your own, half a minute long:
 
   rlt demo
   rlt fit --config laptop/rlt --output_dir runs/try

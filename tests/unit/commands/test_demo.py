@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlt_lightning.commands import demo
 from rlt_lightning.commands.demo import Stage, StageError
+from rlt_lightning.run.shipped import list_shipped_configs
 
 
 def build_stage(name: str, folder: Path, needs: str = "", what: str = "end") -> Stage:
@@ -84,23 +86,36 @@ def test_every_stage_reads_what_one_before_it_writes(tmp_path: Path) -> None:
         assert read & stages.keys() == {stage.needs} - {""}, stage
 
 
-@pytest.mark.parametrize(("solved", "is_shown"), [(0.95, True), (0.5, False)])
-def test_the_students_stand_below_each_other(
-    solved: float, is_shown: bool, tmp_path: Path, capsys: Any
+@pytest.mark.parametrize(
+    ("sampled", "greedy", "is_shown"), [(0.95, 0.99, True), (0.5, 0.99, False), (0.95, 0.5, False)]
+)
+def test_rlt_must_be_ahead_of_every_arm(
+    sampled: float, greedy: float, is_shown: bool, tmp_path: Path, capsys: Any
 ) -> None:
-    for arm, accuracy in {"untrained": 0.2, "warmup": 0.45, "rlt": solved}.items():
-        for how in ("sampled", "greedy"):
+    accuracies = {arm: (0.2, 0.2) for arm in demo.SHOWN}
+    accuracies |= {"best": (0.45, 0.5), "rlt": (sampled, greedy)}
+    for arm, pair in accuracies.items():
+        for how, accuracy in zip(("sampled", "greedy"), pair, strict=True):
             (tmp_path / arm / how).mkdir(parents=True)
             found = {"sets": {"chains": {"pass_at_1": accuracy}}}
             (tmp_path / arm / how / "evaluation.json").write_text(json.dumps(found))
     assert demo.show_accuracies(tmp_path) == is_shown
     lines = capsys.readouterr().out.splitlines()
-    assert [" ".join(line.split()) for line in lines[3:6]] == [
-        "answers of the student T 0.7 greedy",
-        "untrained student 20.0 ± 3.5 20.0 ###",
-        "warm-up teacher's student 45.0 ± 4.3 45.0 #######",
+    assert [" ".join(line.split()) for line in lines[3:5]] == [
+        "the student learned from T 0.7 greedy bar: T 0.7",
+        "nothing (untrained student) 20.0 ± 3.5 20.0 ± 3.5 ####",
     ]
+    assert " ".join(lines[7].split()) == "warm-up teacher, best of 2 45.0 ± 4.3 50.0 ± 4.3 #########"
     assert max(map(len, lines)) <= 80
+
+
+def test_the_best_are_chosen_from_as_many_explanations_as_rlt_samples() -> None:
+    [config] = [path for name, path in list_shipped_configs().items() if name == "laptop/rlt"]
+    options = yaml.safe_load(config.read_text())
+    model, data = (options[section]["init_args"] for section in ("model", "data"))
+    assert options["trainer"]["max_steps"] == demo.NUM_ITERATIONS
+    num_sampled = demo.NUM_ITERATIONS * data["prompts_per_step"] * model["group_size"]
+    assert num_sampled + demo.NUM_EXPLAINED == demo.NUM_CANDIDATES * demo.NUM_EXPLAINED
 
 
 @pytest.mark.slow
@@ -121,6 +136,6 @@ def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 0
     assert len(seen) == len({*whole.glob("*/*.log")})  # each stage was killed once
-    for arm in demo.STUDENTS:
+    for arm in demo.SHOWN:
         for how in ("sampled", "greedy"):
             assert demo.read_accuracy(whole / arm / how) == demo.read_accuracy(killed / arm / how)
