@@ -213,9 +213,10 @@ def list_stages(folder: Path) -> list[Stage]:
         rows = {"data__source": data / "explained.jsonl", "model__teacher": folder / needs / "model"}
         line, options = f"{arm.name}: explain {NUM_EXPLAINED} problems", arm.options | {"data__seed": 0}
         stages += [build(line, f"{name}/traces", needs, "predict", "laptop/generate", **rows, **options)]
-        rows = {"data__source": folder / name / "traces/distillation.jsonl", "trainer__max_epochs": 1}
+        rows = {"data__source": folder / name / "traces/distillation.jsonl"}
         line, needs = f"{arm.name}: its student learns from them", f"{name}/traces"
-        stages += [build(line, f"{name}/student", needs, "fit", "laptop/sft", data__seed=0, **rows)]
+        options = {"trainer__max_epochs": 1, "data__seed": 0}
+        stages += [build(line, f"{name}/student", needs, "fit", "laptop/sft", **rows, **options)]
     for name in (*ARMS, UNTRAINED):
         trained = name in ARMS
         model, needs = (folder / name / "student/model", f"{name}/student") if trained else ("miniature", "")
