@@ -171,7 +171,7 @@ def test_as_many_traces_are_chosen_from_as_rlt_samples() -> None:
 def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
     stages = Stages(tmp_path)
     stages.start()
-    tiny = {"num_warmup": 64, "num_traces": 16, "num_test": 8, "num_iterations": 1, "student_epochs": 1}
+    tiny = {"num_warmup": 64, "num_traces": 16, "num_test": 8, "num_iterations": 4, "student_epochs": 1}
     one = Arms(stages, dataclasses.replace(arms.MAINS["filler"], **tiny), seed=0)
     one.prepare()
     decoded = ["warmup_t0", "best_of_4", "best_of_equal", "majority_of_16", "rlt_best_of_16"]
@@ -191,7 +191,7 @@ def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
         sampled = arms.read(teacher / f"traces_{most}_t{decoding.temperature:g}/traces.jsonl")
         assert len(sampled) == most * one.setting.num_traces
         assert len(rows) == one.setting.num_traces
-    assert one.setting.num_equal == 5  # 64 of one iteration and 16, of 16 problems
+    assert one.setting.num_equal == 17  # 4 x 64 of the iterations and 16, of 16 problems
     greedy, again = (figures.read_traces(one, "warmup_t0"), figures.read_traces(one, "warmup"))
     assert [row["reasoning_trace"] for row in greedy] != [row["reasoning_trace"] for row in again]
     assert "greedy traces" in tables.build_tables(found)

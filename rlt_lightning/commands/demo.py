@@ -95,8 +95,9 @@ learn from filler lose that; RLT's keeps it, and can do it when it samples, too.
 """
 CONTROL = """
 Best of 2 keeps the better explanation of each problem by RLT's reward, without RL: in
-all as many as RLT samples in its 40 iterations and for its student. From six of each
-problem on, selection comes close in greedy answers. On the older task, chains of five
+all as many as RLT samples in its 40 iterations and for its student. The best of six
+for 512 problems, fewer samples in all, gives 100 % in greedy answers, too, and 52 to
+62 % in sampled ones. On the older task, chains of five
 steps, explanations that the warm-up teacher writes greedily, at T 0, do as well as
 RLT's. Both are in the repository: research/finding.md.
 """
@@ -202,7 +203,7 @@ def list_stages(folder: Path) -> list[Stage]:
             words += [f"--{option.replace('__', '.')}", str(value)]
         return Stage(name, line, tuple(words), folder / name / RESULTS[verb], needs)
 
-    rows = {"data__source": data / "warmup.jsonl"}
+    rows: dict[str, object] = {"data__source": data / "warmup.jsonl"}
     line = "warm-up teacher: learn from uneven explanations"
     stages = [build(line, "warmup/teacher", "", "fit", "laptop/warmup", **rows)]
     rows = {"data__source": data / "rlt.jsonl", "model__teacher": folder / "warmup/teacher/model"}
