@@ -120,8 +120,8 @@ class LikelihoodTerms(RewardTerms):
 class LikelihoodReward(StudentReward, ABC):
     """A reward of the solution's log-probs after a thought.
 
-    A subclass writes `score_solution` and, where it has them, the other terms. The KL term comes on top: a
-    thought that is not closed pays it too.
+    A subclass writes `score_solution` and `score_format` and, where it has them, the other terms. The KL term
+    comes on top: a thought that is not closed pays it too.
 
     Args:
         temperature: Temperature of the log-probs; None: that of sampling.
@@ -171,7 +171,7 @@ class LikelihoodReward(StudentReward, ABC):
         return reads
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return the terms by each scorer and, where thoughts are compared, what `score_groups` reads."""
+        """Return the terms by each scorer and, where thoughts are compared, what `build_terms` reads."""
         rollouts, numbers = step.rollouts(rows), dict[str, Tensor]()
         for student in students:
             scores = self.build_scores(step, rows, student)
