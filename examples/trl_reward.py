@@ -242,7 +242,7 @@ class LikelihoodRewardFunction(RLTRewardFunction):
         )
         if reward.find_kl(temperature=1.0) is not None:
             raise InputError(
-                "A reward must have no KL term for TRL, but this one has. Set its thought_kl_weight to 0; "
+                "A reward must have no KL term for TRL, but this one has. Set its kl_weight to 0; "
                 "TRL's own KL penalty is GRPOConfig.beta."
             )
         if scorer == POLICY:

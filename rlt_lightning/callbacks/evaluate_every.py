@@ -221,7 +221,7 @@ class EvaluateEvery(Callback):
             self.num_samples,
             stop="",
         )
-        request.asked = dispatcher.divide(len(rows))
+        request.asked = dispatcher.list_asked(len(rows))
         dispatcher.complete(request)
         responses: dict[int, list[Response]] = {number: [] for number in rows}
         for number, completion in sorted(request.completions.items()):

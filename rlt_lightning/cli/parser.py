@@ -10,6 +10,7 @@ from inspect import isabstract, isclass
 from itertools import islice
 from typing import Any, NoReturn, get_args
 
+import jsonargparse._typehints as typehints
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -23,6 +24,27 @@ NAME = re.compile(r"[\w~./][\w./+-]*")
 OURS = "rlt_lightning."
 # How jsonargparse names an option that does not exist.
 UNKNOWN = re.compile(r"(?:unrecognized arguments: --|[Oo]ption ')([\w.]+)")
+
+
+# Of jsonargparse 4: it keeps what fits of the arguments of a class that another one replaces.
+keep_arguments = typehints.discard_init_args_on_class_path_change
+
+
+def keep_chosen_arguments(parser: Any, before: Any, value: Any) -> None:
+    """Keep of a replaced class only arguments that somebody has chosen, not its defaults.
+
+    Else `--model.reward LogProbReward` would have RLTReward's default of `kl_weight`.
+    """
+    arguments = before.get("init_args") if isinstance(before, Namespace) else None
+    if arguments and before.class_path != value["class_path"]:
+        defaults = typehints.ActionTypeHint.get_class_parser(before.class_path, {}).get_defaults()
+        for name, argument in [*arguments.items()]:
+            if argument == defaults.get(name):
+                arguments.pop(name)
+    keep_arguments(parser, before, value)
+
+
+typehints.discard_init_args_on_class_path_change = keep_chosen_arguments
 
 
 def condense_message(message: str) -> str:

@@ -19,7 +19,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       │   ├ forward           log-probs with gradient, (M,)
       │   ├ micro.term        LossInputs → LossOutput (modules/losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
-      ├ finish_update*        `optimizer_step_now` in base.py: clip by the global norm, AdamW, schedule
+      ├ finish_update*        no rank has failed (on_policy.py); `optimizer_step_now` in base.py: clip, AdamW
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.step
 
 With sharded weights, each forward and backward waits for the other ranks too. `rollouts/step.py` carries a

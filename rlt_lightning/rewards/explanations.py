@@ -163,7 +163,7 @@ def require_scorable(reward: Reward, students: Students) -> None:
     kl_options = reward.find_kl(temperature=1.0)
     if kl_options is not None and students.model == POLICY and "thoughts" in reward.judges:
         raise InputError(
-            "model.reward.thought_kl_weight must be 0 where model.student is policy: the KL of a thought "
+            "model.reward.kl_weight must be 0 where model.student is policy: the KL of a thought "
             "from itself is 0. Set it to 0, or model.student to reference or a model."
         )
     for student, chat_format in zip(students.names, students.formats, strict=False):

@@ -121,12 +121,12 @@ class LikelihoodTerms(RewardTerms):
 class LikelihoodReward(StudentReward, ABC):
     """A reward of the solution's log-probs after a thought.
 
-    A subclass writes `score_solution` and, where it has them, the other terms. The KL term comes on top: a
-    thought that is not closed pays it too.
+    A subclass writes `score_solution` and `score_format` and, where it has them, the other terms. The KL term
+    comes on top: a thought that is not closed pays it too.
 
     Args:
         temperature: Temperature of the log-probs; None: that of sampling.
-        thought_kl_weight: Weight of r_KL, how unnatural the thought is to the scorer: the mean over its
+        kl_weight: Weight of r_KL, how unnatural the thought is to the scorer: the mean over its
             tokens of the KL of the policy from it, as in RLT. 0: no such term. The scorer must be another
             model.
         kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
@@ -140,16 +140,16 @@ class LikelihoodReward(StudentReward, ABC):
     has_answer_term: ClassVar[bool] = False
 
     temperature: float | None = None
-    thought_kl_weight: float = field(default=0.0, kw_only=True)
+    kl_weight: float = field(default=0.0, kw_only=True)
     kl_estimator: Literal["k1", "k3", "exact"] = field(default="k1", kw_only=True)
 
     def __post_init__(self) -> None:
         holds = self.temperature is None or self.temperature > 0
         require_option("temperature", self.temperature, holds, "positive, or null for that of sampling")
         require_option(
-            "thought_kl_weight",
-            self.thought_kl_weight,
-            self.thought_kl_weight >= 0,
+            "kl_weight",
+            self.kl_weight,
+            self.kl_weight >= 0,
             "at least 0; 0 switches the term off",
         )
         self.kl_settings(temperature=1.0)  # checks the estimator
@@ -157,14 +157,14 @@ class LikelihoodReward(StudentReward, ABC):
     def columns(self) -> tuple[str, ...]:
         """See `Reward.columns`."""
         columns = ("reward", "solution_log_prob_reward", "format_reward")
-        return (*columns, "kl_reward") if self.thought_kl_weight else columns
+        return (*columns, "kl_reward") if self.kl_weight else columns
 
     def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
         """Return the solution after the thought as each scorer reads it and, with a KL term, the thought."""
         reads: dict[str, Read] = {}
         for student, view in list_views(rollout, students):
             reads[student.name("solution")] = read_solution(student, view, self.temperature)
-            if self.thought_kl_weight:
+            if self.kl_weight:
                 reads |= read_kl(student, view, self.kl_settings(1.0), self.temperature, self.temperature)
         if self.baseline == "empty":
             for student, view in list_views(rollout, students):
@@ -172,7 +172,7 @@ class LikelihoodReward(StudentReward, ABC):
         return reads
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return the terms by each scorer and, where thoughts are compared, what `score_groups` reads."""
+        """Return the terms by each scorer and, where thoughts are compared, what `build_terms` reads."""
         rollouts, numbers = step.rollouts(rows), dict[str, Tensor]()
         for student in students:
             scores = self.build_scores(step, rows, student)
@@ -189,7 +189,7 @@ class LikelihoodReward(StudentReward, ABC):
         rollouts = step.rollouts(rows)
         log_probs, token_mask = step.pad(student.name("solution"), rows)
         device, kl, kl_mask = log_probs.device, None, None
-        if self.thought_kl_weight:
+        if self.kl_weight:
             kl, kl_mask = pad_rows([estimate_kl(step, row, student, self.kl_settings(1.0)) for row in rows])
         return SolutionScores(
             log_probs=log_probs,
@@ -220,7 +220,7 @@ class LikelihoodReward(StudentReward, ABC):
 
     def find_kl(self, temperature: float) -> RLTReward | None:
         """See `Reward.find_kl`."""
-        return self.kl_settings(temperature) if self.thought_kl_weight else None
+        return self.kl_settings(temperature) if self.kl_weight else None
 
     def find_answer(self) -> LikelihoodReward | None:
         """See `Reward.find_answer`."""
@@ -264,7 +264,7 @@ class LikelihoodReward(StudentReward, ABC):
         efficiency, kl_mean = self.score_efficiency(scores), None
         if scores.kl is not None and scores.kl_mask is not None:
             kl_mean = student_kl_penalty(scores.kl, scores.kl_mask, max_coef=0.0)
-        penalty = None if kl_mean is None else -self.thought_kl_weight * kl_mean
+        penalty = None if kl_mean is None else -self.kl_weight * kl_mean
         further = [term for term in (efficiency, penalty) if term is not None]
         return LikelihoodTerms(
             reward=sum(further, start=solution) + shape,

@@ -134,7 +134,7 @@ class Dispatcher:
 
     # Completions
 
-    def divide(self, num_problems: int) -> Sequence[int]:
+    def list_asked(self, num_problems: int) -> Sequence[int]:
         """Return which problems of a request that all ranks have alike this rank asks for.
 
         In process these are a block. All ranks get equally many, since sharded ranks run forwards together:
@@ -435,7 +435,7 @@ class Sampler:
         request = self._build(
             problems, step, self.settings.sampling_at(step), self.module.group_size, problems_per_rank
         )
-        request.asked = self.dispatcher.divide(len(problems))
+        request.asked = self.dispatcher.list_asked(len(problems))
         return request
 
     def _build_held_out(

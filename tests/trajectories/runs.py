@@ -265,7 +265,7 @@ KINDS: dict[str, Callable[[], Setup]] = {
     "likelihood_rlpr": lambda: likelihood(RLPRReward()),
     "likelihood_verifree": lambda: likelihood(VeriFreeReward()),
     "likelihood_nover": lambda: likelihood(NOVERReward()),
-    "likelihood_log_prob_frozen": lambda: likelihood(LogProbReward(thought_kl_weight=0.1), OTHER_STUDENT),
+    "likelihood_log_prob_frozen": lambda: likelihood(LogProbReward(kl_weight=0.1), OTHER_STUDENT),
     "likelihood_rlpr_frozen": lambda: likelihood(RLPRReward(), OTHER_STUDENT),
     "likelihood_verifree_frozen": lambda: likelihood(VeriFreeReward(), OTHER_STUDENT),
     "likelihood_nover_frozen": lambda: likelihood(NOVERReward(), OTHER_STUDENT),

@@ -268,7 +268,7 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
 def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_path: Path) -> None:
     witness, scorer = Witness(), "miniature-teacher"
-    reward = RLPRReward(thought_kl_weight=2.0, kl_estimator=estimator)
+    reward = RLPRReward(kl_weight=2.0, kl_estimator=estimator)
     likelihood = module(student=scorer, reward=reward, optimizer=OptimizerConfig(lr=1e-12))
     fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorer)
     [batch] = witness.batches
@@ -295,7 +295,7 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
 
 def test_the_policy_reads_thoughts_once_for_all_scorers(tmp_path: Path) -> None:
     scorers = ["miniature-teacher", "miniature"]
-    likelihood = module(students=scorers, reward=RLPRReward(thought_kl_weight=1.0, temperature=0.5))
+    likelihood = module(students=scorers, reward=RLPRReward(kl_weight=1.0, temperature=0.5))
     passes, run_policy = [], likelihood.run
 
     def count(function: Any, *arguments: Any) -> Any:
@@ -365,10 +365,8 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
         fit(tmp_path, module(reward=NOVERReward()), val_rows=2)
     with pytest.raises(InputError, match="those of StudentLikelihoodData are thoughts"):
         bare_trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
-    with pytest.raises(
-        InputError, match=r"reward\.thought_kl_weight must be 0 where model\.student is policy"
-    ):
-        fit(tmp_path, module(reward=LogProbReward(thought_kl_weight=1.0)))
+    with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 where model\.student is policy"):
+        fit(tmp_path, module(reward=LogProbReward(kl_weight=1.0)))
     with pytest.raises(
         InputError, match=r"must be frozen models, but model\.students lists miniature, policy"
     ):
@@ -406,7 +404,7 @@ def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="that judges explanations, but VeriFreeReward judges thoughts"):
         RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must have no KL term for TRL"):
-        LikelihoodRewardFunction("miniature", reward=LogProbReward(thought_kl_weight=1.0))
+        LikelihoodRewardFunction("miniature", reward=LogProbReward(kl_weight=1.0))
 
 
 def test_rows_without_a_solution_that_fits_are_named(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_options_out_of_range_are_refused() -> None:
         (lambda: LogProbReward(format_penalty=1), "reward.format_penalty must be at most 0"),
         (lambda: RLPRReward(format_coef=2), "reward.format_coef must be between 0 and 1. It is 2."),
         (lambda: VeriFreeReward(temperature=0), "reward.temperature must be positive, or null"),
-        (lambda: LogProbReward(thought_kl_weight=-1), "reward.thought_kl_weight must be at least 0"),
+        (lambda: LogProbReward(kl_weight=-1), "reward.kl_weight must be at least 0"),
         (lambda: LogProbReward(kl_estimator="k2"), "reward.kl_estimator must be k1, k3 or exact"),  # type: ignore[arg-type]
         (lambda: NOVERReward(rank_weight=-1), "reward.rank_weight must be at least 0"),
         (lambda: NOVERReward(ties="random"), "reward.ties must be order or mean"),  # type: ignore[arg-type]
