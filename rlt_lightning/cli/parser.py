@@ -6,11 +6,11 @@ import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from inspect import isabstract, isclass
+from inspect import isabstract, isclass, signature
 from itertools import islice
 from typing import Any, NoReturn, get_args
 
-from jsonargparse import Namespace
+from jsonargparse import Namespace, _typehints
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.help import suggest_option
@@ -70,6 +70,26 @@ def replace_config_names(words: Sequence[str]) -> list[str]:
         elif not equals and place + 1 < len(words) and NAME.fullmatch(words[place + 1]):
             replaced[place + 1] = str(find_config(words[place + 1]))
     return replaced
+
+
+discard_misfits = _typehints.discard_init_args_on_class_path_change
+
+
+def discard_defaults(parser_or_action: Any, previous: Any, value: Any) -> None:
+    """Forget the defaults of a class in whose place another one is chosen.
+
+    jsonargparse keeps what the new class has under the same name: `LogProbReward` in place of the default
+    `RLTReward` would get its `reduction`, and a subclass its `kl_weight`. What was set otherwise is kept.
+    """
+    if previous and previous.get("init_args") and previous["class_path"] != value["class_path"]:
+        parameters = signature(_typehints.import_object(previous["class_path"])).parameters
+        for name, kept in list(previous["init_args"].items(branches=True, nested=False)):
+            if name in parameters and kept == parameters[name].default:
+                del previous["init_args"][name]
+    discard_misfits(parser_or_action, previous, value)
+
+
+_typehints.discard_init_args_on_class_path_change = discard_defaults
 
 
 class OneLineParser(LightningArgumentParser):
