@@ -69,7 +69,7 @@ class ContrastModule(RLTModule):
         ids, prompt = rollout.completion.token_ids, rollout.problem.teacher_prompt
         hints = [hint for hint in self.hints[rollout.problem.row] if hint[0] != ids]
         right, wrong = ([hint[2] for hint in hints if hint[1] is kind] for kind in (True, False))
-        # Without both: twice the same, no contrast; with shards all ranks need a forward.
+        # Without both: twice the same, no contrast.
         shown = [right[0], *wrong[:NUM_WRONG]] if right and wrong else [prompt] * 2
         reads = [Read(POLICY, p, ids, (len(p), len(p) + len(ids)), tuple(p)) for p in shown]
         return super().list_loss_reads(rollout) | {f"hint{k}": read for k, read in enumerate(reads)}

@@ -17,6 +17,7 @@ from rlt_lightning.run.redaction import redact
 from rlt_lightning.types import InputError, PromptBatch
 
 GROUP_STD_BELOW = 1e-3  # nats
+CUT = "Completions are cut"
 
 
 class Alarms(Callback):
@@ -100,7 +101,10 @@ class Alarms(Callback):
         if not self.enabled or not trainer.is_global_zero:
             return
         step, metrics = trainer.global_step, {n: float(v) for n, v in trainer.callback_metrics.items()}
-        cost = describe_cost_of_length(batch) if isinstance(batch, PromptBatch) else ""
+        # The host waits for the rewards only where they are told.
+        tells = step - self.sent_at.get(CUT, -self.quiet_steps) >= self.quiet_steps
+        is_cut = metrics.get("rollout/truncated_frac", 0.0) > self.truncated_above
+        cost = describe_cost_of_length(batch) if tells and is_cut and isinstance(batch, PromptBatch) else ""
         for title, text in self.find_alarms(metrics, cost):
             if step - self.sent_at.get(title, -self.quiet_steps) >= self.quiet_steps:
                 self.sent_at[title] = step
@@ -118,7 +122,7 @@ class Alarms(Callback):
             yield "Not finite", f"{', '.join(broken)} must be finite. Lower the learning rate, or use fp32."
         if (part := metrics.get("rollout/truncated_frac", 0.0)) > self.truncated_above:
             yield (
-                "Completions are cut",
+                CUT,
                 f"{100 * part:.0f} % of the completions reach rollouts.sampling.max_completion_length{cost}. "
                 "Raise it to what `rlt check` proposes; a model that does not end its text needs a warm-up.",
             )

@@ -6,8 +6,8 @@
               with gradient, in the module's training_step
 
 Reads merge within a row, where one's tokens begin with the other's, and across rows only by `Read.once`. With
-sharded weights every forward waits for all ranks: all run the same passes, and a rank that lacks a read runs
-one again as a dummy. Reading draws no random numbers.
+sharded weights every forward waits for all ranks: all run the same passes, and a rank that has nothing to
+read in one runs two tokens as a dummy. Reading draws no random numbers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from rlt_lightning.models.packed import (
 )
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.phases import PhaseStats, forward_flops
+from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
 from rlt_lightning.types import InputError, Rollout, Rollouts
 
 # Declares what models read of a completion, by the name of the token column.
@@ -62,8 +63,11 @@ class Item:
 
     def add(self, name: str, row: int, read: Read) -> bool:
         """Serve this read too, if its tokens begin this sequence's, or the other way round."""
-        if self.against is not None and read.against is not None and self.against != read.against:
-            return False
+        if self.against is not None and read.against is not None:
+            ours = self.compared
+            same = (ours.against, ours.divergence, ours.exchanged, ours.scored)
+            if same != (read.against, read.divergence, read.exchanged, read.scored):
+                return False
         if not begins_with(self.read, read):
             if not begins_with(read, self.read):
                 return False
@@ -189,6 +193,17 @@ class PassKey(NamedTuple):
     temperature: float
     against: str = ""
     against_temperature: float = 0.0
+    divergence: Divergence | None = None
+    exchanged: tuple[int, int] | None = None
+
+    def build_dummy(self) -> Item:
+        """Return a sequence for a rank that has none in this pass."""
+        read = Read(self.model, [], [0, 0], (1, 2), temperature=self.temperature)
+        against = None
+        if self.against:
+            against = replace(read, model=self.against, temperature=self.against_temperature)
+            read = replace(read, against=against, divergence=self.divergence, exchanged=self.exchanged)
+        return Item(read, [Target("", [], read)], against)
 
 
 @dataclass
@@ -252,14 +267,11 @@ class Reader:
         passes: dict[PassKey, list[Item]] = {}
         for item in items:
             passes.setdefault(self.build_key(item, step), []).append(item)
-        keys, dummies = list(passes), dict[PassKey, Item]()
+        keys = list(passes)
         if self.together:
-            for name, _, read in reads:
-                dummy = Item(read, [Target(name, [], read)], read.against)
-                dummies.setdefault(self.build_key(dummy, step), dummy)
-            keys = sorted({key for part in self.gather(keys) for key in part})
+            keys = sorted({key for part in self.gather(keys) for key in part}, key=repr)
         for key in keys:
-            self.run_pass(step, key, passes.get(key) or [dummies[key]], stats)
+            self.run_pass(step, key, passes.get(key) or [key.build_dummy()], stats)
         if step.shards is None:
             step.checks.require()
 
@@ -269,9 +281,11 @@ class Reader:
 
     def build_key(self, item: Item, step: StepBatch) -> PassKey:
         """Return the pass in which a sequence goes through its model."""
-        other = item.against
-        against = () if other is None else (other.model, self.find_temperature(other, step))
-        return PassKey(item.read.model, self.find_temperature(item.read, step), *against)
+        key = PassKey(item.read.model, self.find_temperature(item.read, step))
+        if item.against is None:
+            return key
+        temperature, read = self.find_temperature(item.against, step), item.compared
+        return PassKey(*key[:2], item.against.model, temperature, read.divergence, read.exchanged)
 
     def take_sampled(
         self, step: StepBatch, rollouts: dict[int, Rollout], reads: list[tuple[str, int, Read]]
@@ -282,9 +296,8 @@ class Reader:
             for name, row, read in reads
             if read.sampled and not read.against and self.find_temperature(read, step) == step.temperature
         ]
-        if not served:
-            return reads
-        if self.lacks_log_probs(step, rollouts):
+        # Asked whatever is served: rows of another rank may have declared other reads.
+        if self.lacks_log_probs(step, rollouts) or not served:
             return reads
         values: list[float] = []
         for _, row, read in served:
@@ -447,6 +460,8 @@ class Reader:
         """
         rollouts = step.rollouts(rows)
         reads_of_terms = [[term.read(rollout) for rollout in rollouts] for term in terms]
+        for term, reads in zip(terms, reads_of_terms, strict=True):
+            self.require_alike(term, reads, step)
         counts = [sum(read.num_scored for read in reads) for reads in reads_of_terms]
         # What losses divide by, so that micro-batches of all ranks add up.
         num_tokens = sum(len(step.token_ids(row)) for row in rows)
@@ -478,6 +493,21 @@ class Reader:
                             totals[1],
                             totals[2 + number],
                         )
+
+    def require_alike(self, term: Term, reads: Sequence[Read], step: StepBatch) -> None:
+        """Check that micro-batches of a term's reads can have any of them.
+
+        Raises:
+            InputError: If not all are the policy's, at one temperature, compared with one model in one way.
+        """
+        items = (Item(read, [Target("", [], read)], read.against) for read in reads)
+        keys = dict.fromkeys(self.build_key(item, step) for item in items)
+        if len(keys) > 1 or any(key.model != POLICY for key in keys):
+            raise InputError(
+                f"{type(term).__name__}.read must return reads of the policy, all at one temperature and "
+                f"compared with one model in one way, but returned {', '.join(map(str, keys))}. Write a term "
+                "of the loss for each."
+            )
 
     def pack(
         self,

@@ -175,6 +175,13 @@ class RLTModule(OnPolicyModule):
                 f"whole groups, but they are {self.updates_per_rollout} and {data.prompts_per_step}. Lower "
                 "the first."
             )
+        rows = data.prompts_per_step // self.updates_per_rollout * self.group_size
+        if stage == "fit" and rows < self.trainer.world_size:
+            raise InputError(
+                "Every process must have a completion of each mini-batch, but model.updates_per_rollout "
+                f"{self.updates_per_rollout} leaves {rows} for {self.trainer.world_size}. Lower it, or raise "
+                "data.prompts_per_step."
+            )
         self.reward.check(data.problems)
         self.students = self.students.with_formats(data.student_views.formats)
         require_scorable(self.reward, self.students)

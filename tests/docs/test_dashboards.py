@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import re
 import subprocess
 from pathlib import Path
@@ -46,11 +47,13 @@ def fit(model: str, folder: Path, *options: str) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that ended after iteration 3 and went on to 4 from its last checkpoint, of iteration 2."""
+    """A run that was killed after iteration 3 and went on to 4 from its last checkpoint, of iteration 2."""
     folder = tmp_path_factory.mktemp("resumed") / "run"
     options = [f"--completions.num_completions={COMPLETIONS}", "--checkpoint.every_n_train_steps=2"]
     options += ["--data.val_rows=1", "--trainer.val_check_interval=1"]
+    options += ["--checkpoint.save_top_k=-1"]
     fit(tiny_model, folder, *options, "--trainer.max_steps=3")
+    shutil.rmtree(folder / "checkpoints" / "step=000003.ckpt")
     fit(tiny_model, folder, *options, "--trainer.max_steps=4", "--resume=true")
     return folder
 

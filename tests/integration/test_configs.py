@@ -16,7 +16,7 @@ import pytest
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
-from parsed import check_rlt
+from parsed import check_rlt, parser_of
 from tiny import CONFIGS, OVERLAYS, TINY, generates, launch_words, name_of, tiny_run, uses_workers
 
 from rlt_lightning.cli.configs import copy_config
@@ -297,6 +297,34 @@ def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_p
             assert {term: one[term] for term in terms} == pytest.approx(terms, abs=1e-5)
     rewards = [score["reward"] for score in together]
     assert abs(rewards[0] - rewards[1]) > 1e-3
+
+
+LIKELIHOOD = ["--config=recipe_7b/likelihood"]
+HURDLES = ["--config=laptop/rlt", "--model.reward=gentle.Gentle"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (LIKELIHOOD, {"reduction": "sum"}),
+        ([*LIKELIHOOD, "--model.reward.reduction=median"], {"reduction": "median"}),
+        ([*LIKELIHOOD, "--model.reward=RLTReward"], {"reduction": "mean", "kl_weight": 3.0}),
+        (HURDLES, {"kl_weight": 0.5, "max_coef": 0.01}),
+        ([*HURDLES, "--model.reward.max_coef=0.5"], {"kl_weight": 0.5, "max_coef": 0.5}),
+        (["--config=laptop/rlt", "--model.reward.kl_weight=2"], {"kl_weight": 2.0, "max_coef": 0.01}),
+    ],
+)
+def test_another_reward_has_its_own_defaults(
+    words: list[str], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gentle.py").write_text(
+        "from dataclasses import dataclass\nfrom rlt_lightning.rewards import RLTReward\n"
+        "@dataclass(frozen=True)\nclass Gentle(RLTReward):\n    kl_weight: float = 0.5\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = parser_of("fit").parse_args(["fit", *words])
+    reward = settings.fit.model.init_args.reward.init_args
+    assert {name: reward[name] for name in expected} == expected
 
 
 def test_the_page_names_every_config_and_no_other() -> None:

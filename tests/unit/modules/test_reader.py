@@ -155,7 +155,18 @@ def test_at_another_temperature_the_engines_do_not_serve() -> None:
     assert len(calls) == 1
 
 
-def test_a_rank_that_knows_a_read_runs_it_again_for_the_others() -> None:
+@pytest.mark.parametrize("rows", [[0], []], ids=["rows that read else", "no rows"])
+def test_a_rank_without_a_read_that_others_have_runs_a_dummy(rows: list[int]) -> None:
+    def reads(rollout: Rollout) -> dict[str, Read]:
+        return {"whole": of_completion(rollout, model="student", temperature=1.0)}
+
+    others = [PassKey(POLICY, 0.5), PassKey("student", 1.0)]
+    step, calls = read(reads, rows=rows, together=True, gather=lambda keys: [keys, others])
+    assert calls == [(POLICY, [0]), ("student", [5, 6, 7] if rows else [0])]
+    assert list(step.tokens) == ["whole"][: len(rows)]
+
+
+def test_a_rank_that_knows_a_read_runs_a_dummy_for_the_others() -> None:
     def reads(rollout: Rollout) -> dict[str, Read]:
         return {
             "whole": of_completion(rollout, model="student", temperature=1.0),
@@ -166,8 +177,23 @@ def test_a_rank_that_knows_a_read_runs_it_again_for_the_others() -> None:
     step, calls = read(reads, rows=[0], **together)
     assert calls == [(POLICY, [2]), ("student", [5, 6, 7])]
     step, calls = read(reads, step=step, rows=[1], **together)
-    assert calls == [(POLICY, [2]), ("student", [5, 8])]
+    assert calls == [(POLICY, [0]), ("student", [5, 8])]
     assert step.tokens["given"][1].tolist() == [-4]
+
+
+def test_all_ranks_ask_who_lacks_log_probs_whatever_their_rows_declare() -> None:
+    asked: list[bool] = []
+
+    def on_any_rank(flag: bool) -> bool:
+        asked.append(flag)
+        return True
+
+    read(
+        lambda rollout: {"student": of_completion(rollout, model="student")},
+        together=True,
+        on_any_rank=on_any_rank,
+    )
+    assert asked == [True]
 
 
 def test_what_is_not_finite_is_named_with_its_row() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import full
 from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from trainers import bare_trainer
 
@@ -120,6 +122,15 @@ def test_impossible_numbers_of_updates_are_refused(
         bare_trainer(tmp_path, rollout_callback()).fit(
             module(tiny_model, **options), datamodule=data(tiny_model, tmp_path)
         )
+
+
+def test_a_mini_batch_has_a_completion_for_every_process(tiny_model: str, tmp_path: Path) -> None:
+    rlt = module(tiny_model, updates_per_rollout=2)
+    rlt.trainer = bare_trainer(tmp_path, devices=5, strategy=DDPStrategy())
+    rlt.trainer.datamodule = SimpleNamespace(prompts_per_step=2)
+    rlt.require_data = lambda data: None
+    with pytest.raises(InputError, match="updates_per_rollout 2 leaves 4 for 5"):
+        rlt.setup("fit")
 
 
 def train_with_trl(

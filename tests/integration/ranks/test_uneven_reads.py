@@ -1,0 +1,62 @@
+"""Two ranks with sharded weights whose rows declare different reads: every forward still meets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import ranks
+import torch
+from grpo import data, module, rollout_callback
+from torch import Tensor, distributed
+from trainers import bare_trainer
+
+from rlt_lightning.rewards import Reward
+from rlt_lightning.rewards.explanations import list_views, read_solution
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import POLICY, Read, Score, StepBatch
+from rlt_lightning.strategies import FSDP2
+from rlt_lightning.types import Rollout
+
+
+class OfOneRank(Reward):
+    """Asks the student, and the policy's log-probs, only of the completions of rank 1."""
+
+    judges = ("explanations",)
+
+    def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
+        if distributed.get_rank() == 0:
+            return {}
+        [(student, view)] = list_views(rollout, students)
+        prompt, ids = rollout.problem.teacher_prompt, rollout.completion.token_ids
+        first, end = len(prompt), len(prompt) + len(ids)
+        return {
+            "solution": read_solution(student, view, 1.0),
+            "mine": Read(POLICY, prompt, ids, (first, end), rollout.problem.row, sampled=(0, len(ids))),
+        }
+
+    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+        columns = [step.tokens.get(name, {}) for name in ("solution", "mine")]
+        values = [sum(float(column[row].mean()) for column in columns if row in column) for row in rows]
+        return {"read": torch.tensor(values, dtype=torch.float32)}
+
+    def score(self, step: StepBatch, students: Students) -> Score:
+        read = step.numbers["read"]
+        return Score(read, {"read": read}, {}, {}, {"reward": read})
+
+
+def fit_and_validate(rank: int, model: str, folder: str) -> None:
+    trainer = bare_trainer(
+        Path(folder), rollout_callback(), use_distributed_sampler=False, devices=2, strategy=FSDP2()
+    )
+    rows = data(model, Path(folder), val_rows=4, val_batch_size=2)
+    rlt = module(model, reward=OfOneRank())
+    trainer.fit(rlt, datamodule=rows)
+    assert trainer.global_step == 1
+    assert float(trainer.callback_metrics["reward/mean"]) < -1
+    [figures] = trainer.validate(rlt, datamodule=rows)
+    assert figures["reward/val_read"] < -1
+
+
+def test_ranks_whose_rows_declare_different_reads_meet(tiny_model: str, tmp_path: Path) -> None:
+    ranks.call(fit_and_validate, tmp_path, tiny_model, str(tmp_path))
