@@ -125,7 +125,7 @@ def test_a_finished_run_survives_a_failed_upload(hub: FakeHub, tmp_path: Path) -
     options = [f"--output_dir={tmp_path}/run", "--export.repo_id=alice/late"]
     result = python(AT_HUB.format(url=hub.url, words=[*QUICKSTART, *options]), ROOT, HF_TOKEN=TOKEN)
     assert result.returncode == 1, result.stderr
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("rlt: error: ")]
+    [line] = [line for line in result.stderr.splitlines() if "The model is in" in line]
     assert f"The model is in {tmp_path}/run/model, but not on the hub (" in line
     assert line.endswith(f"To upload it: hf upload alice/late {tmp_path}/run/model .")
     assert "Done: 2 steps." in result.stdout
