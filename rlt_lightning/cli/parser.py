@@ -79,7 +79,8 @@ def discard_defaults(parser_or_action: Any, previous: Any, value: Any) -> None:
     """Forget the defaults of a class in whose place another one is chosen.
 
     jsonargparse keeps what the new class has under the same name: `LogProbReward` in place of the default
-    `RLTReward` would get its `reduction`, and a subclass its `kl_weight`. What was set to something else is kept.
+    `RLTReward` would get its `reduction`, and a subclass its `kl_weight`. What was set
+    to something else is kept.
     """
     if previous and previous.get("init_args") and previous["class_path"] != value["class_path"]:
         parameters = signature(_typehints.import_object(previous["class_path"])).parameters
