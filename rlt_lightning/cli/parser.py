@@ -33,7 +33,7 @@ keep_arguments = typehints.discard_init_args_on_class_path_change
 def keep_chosen_arguments(parser: Any, before: Any, value: Any) -> None:
     """Keep of a replaced class only arguments that somebody has chosen, not its defaults.
 
-    Else `--model.reward LogProbReward` would have RLTReward's default of `kl_weight`.
+    Else `--model.reward LogProbReward` would have RLTReward's `kl_weight` and `reduction`.
     """
     arguments = before.get("init_args") if isinstance(before, Namespace) else None
     if arguments and before.class_path != value["class_path"]:

@@ -142,7 +142,7 @@ class RLTModule(OnPolicyModule):
         self.save_hyperparameters(logger=False)
         require_group(group_size)
         self.students = Students.of(student, students, student_reduction, teacher).register()
-        require_student(reward, self.students.first)
+        require_student(reward, self.students.model or self.students.first)
         self.answer_weight = choose_answer_weight(answer_weight, reward, self.students)
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()

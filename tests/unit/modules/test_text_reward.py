@@ -322,6 +322,10 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
             "model.student must be null, since CorrectnessReward asks no model",
         ),
         (
+            ["--model.student=policy"],
+            "model.student must be null, since CorrectnessReward asks no model, but is policy",
+        ),
+        (
             ["--model.reward=rlt_lightning.rewards.RLTReward"],
             "model.student must be a model, which RLTReward asks, but is null",
         ),
