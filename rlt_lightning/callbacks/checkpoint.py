@@ -55,6 +55,10 @@ class Checkpoint(ModelCheckpoint):
         monitor: str | None = None,
         mode: Literal["max", "min"] = "max",
     ) -> None:
+        if monitor is not None and save_top_k == 0:
+            raise InputError(
+                "checkpoint.monitor needs checkpoints, but save_top_k is 0. Raise it, or drop one."
+            )
         if every_n_train_steps is None and train_time_interval is None:
             train_time_interval = timedelta(minutes=10)
         super().__init__(

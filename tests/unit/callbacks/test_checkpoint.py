@@ -10,6 +10,7 @@ import pytest
 
 from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
 from rlt_lightning.callbacks import Checkpoint
+from rlt_lightning.types import InputError
 
 ROWS = [{"question": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}."} for n in range(4)]
 VALIDATED = {"val_check_interval": 2}
@@ -51,3 +52,8 @@ def test_a_score_has_a_checkpoint(tmp_path: Path) -> None:
 def test_default_bounds_the_loss_by_ten_minutes() -> None:
     assert Checkpoint()._train_time_interval == timedelta(minutes=10)
     assert Checkpoint(every_n_train_steps=3)._train_time_interval is None
+
+
+def test_a_score_without_checkpoints_is_refused() -> None:
+    with pytest.raises(InputError, match="save_top_k is 0"):
+        Checkpoint(save_top_k=0, monitor="reward/val_mean")

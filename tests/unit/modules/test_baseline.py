@@ -124,9 +124,9 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
 ) -> None:
     read: list[int] = []
 
-    def counted(problem: Problem, chat_format: Any) -> ModelView:
+    def counted(problem: Problem, chat_format: Any, text: str = "") -> ModelView:
         read.append(problem.row)
-        return build_empty_view(problem, chat_format)
+        return build_empty_view(problem, chat_format, text)
 
     monkeypatch.setattr(explanations, "build_empty_view", counted)
     student = tiny_model if student == "other" else student  # of another tokenizer: it reads text
