@@ -39,7 +39,7 @@ from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
-from rlt_lightning.types import InputError, Rollout, Rollouts
+from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # Declares what models read of a completion, by the name of the token column.
 Declare = Callable[[Rollout], Mapping[str, Read]]
@@ -320,6 +320,8 @@ class Reader:
         """
         if step.shards is not None:
             return step.lacks_log_probs
+        if any(isinstance(rollout, SFTExample) for rollout in rollouts.values()):
+            return True  # no engine has sampled them
         unknown = any(rollout.completion.log_probs is None for rollout in rollouts.values())
         return self.on_any_rank(unknown) if self.together else unknown
 
