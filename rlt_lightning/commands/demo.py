@@ -329,20 +329,20 @@ def show_accuracies(folder: Path) -> bool:
     """Print what the students solve; return whether RLT's leads the other arms', sampled and greedily."""
     print(f"\nHeld-out problems solved, in % of {NUM_ASKED} (± 95 %; one seed):\n")
     print(f"  {'the student learned from':<31} {'T 0.7':>11} {'greedy':>11}  bar: T 0.7")
-    found = {arm: [read_accuracy(folder / arm / how) for how in ("sampled", "greedy")] for arm in SHOWN}
+    accuracies = {arm: [read_accuracy(folder / arm / how) for how in ("sampled", "greedy")] for arm in SHOWN}
     for arm, name in SHOWN.items():
-        cells = [f"{100 * share:.1f} ± {100 * compute_half_interval(share):.1f}" for share in found[arm]]
-        print(f"  {name:<31} {cells[0]:>11} {cells[1]:>11}  {'#' * round(20 * found[arm][0])}".rstrip())
+        cells = [f"{100 * share:.1f} ± {100 * compute_half_interval(share):.1f}" for share in accuracies[arm]]
+        print(f"  {name:<31} {cells[0]:>11} {cells[1]:>11}  {'#' * round(20 * accuracies[arm][0])}".rstrip())
     print()
     margins = []
     for place, how in enumerate(("sampled", "greedy")):
-        next_best = max((arm for arm in ARMS if arm != "rlt"), key=lambda arm: found[arm][place])
-        after, before = found["rlt"][place], found[next_best][place]
+        next_best = max((arm for arm in ARMS if arm != "rlt"), key=lambda arm: accuracies[arm][place])
+        after, before = accuracies["rlt"][place], accuracies[next_best][place]
         gain, error = after - before, math.hypot(*map(compute_half_interval, (after, before)))
         margins.append(gain - error)
         name = ARMS[next_best].name
         print(f"RLT's student, {how}: {100 * gain:+.1f} ± {100 * error:.1f} points against {name}")
-    print(textwrap.fill(UNLEARNED.strip().format(greedy=100 * found[UNTRAINED][1]), 80))
+    print(textwrap.fill(UNLEARNED.strip().format(greedy=100 * accuracies[UNTRAINED][1]), 80))
     print(f"\n{textwrap.fill(CONTROL.strip(), 80)}")
     return min(margins) > 0
 
@@ -354,5 +354,5 @@ def compute_half_interval(share: float) -> float:
 
 def read_accuracy(folder: Path) -> float:
     """Return the part of the held-out problems that `rlt test` found solved."""
-    found: float = json.loads((folder / "evaluation.json").read_text())["sets"]["chains"]["pass_at_1"]
-    return found
+    accuracy: float = json.loads((folder / "evaluation.json").read_text())["sets"]["chains"]["pass_at_1"]
+    return accuracy

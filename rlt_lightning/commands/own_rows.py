@@ -138,9 +138,9 @@ def describe_student(run: Path, name: str, what: str) -> str:
 
 def read_accuracy(folder: Path) -> str:
     """Return the accuracy that `rlt test` found, in percent, with its 95 % interval."""
-    found = json.loads((folder / "evaluation.json").read_text())["sets"]["test"]
-    low, high = wilson_interval(found["pass_at_1"], int(found["num_problems"]))
-    return f"{100 * found['pass_at_1']:.1f} ({100 * low:.0f} to {100 * high:.0f})"
+    figures = json.loads((folder / "evaluation.json").read_text())["sets"]["test"]
+    low, high = wilson_interval(figures["pass_at_1"], int(figures["num_problems"]))
+    return f"{100 * figures['pass_at_1']:.1f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def wilson_interval(rate: float, number: int, z: float = 1.96) -> tuple[float, float]:

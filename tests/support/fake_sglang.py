@@ -11,7 +11,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
-from fake_worker import Server
+from fake_worker import listen
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,20 +48,8 @@ class FakeSGLang:
         self.bodies: list[JSON] = []  # of the sampling calls
         self.sampled_with: list[str] = []  # the version of each completion
         self.turn, self.closed = Lock(), Event()
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                fake.handle(self)
-
-            do_POST = do_GET
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.server = Server(("127.0.0.1", port), Handler)
+        self.server = listen(self.handle, port)
         self.port = self.server.server_address[1]
-        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:

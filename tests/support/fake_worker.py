@@ -75,6 +75,23 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
 
+def listen(handle: Callable[[BaseHTTPRequestHandler], None], port: int) -> Server:
+    """Serve GET and POST in threads, with a function that gets each call; port 0 takes a free one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            handle(self)
+
+        do_POST = do_GET
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = Server(("127.0.0.1", port), Handler)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
+
+
 class FakeWorker:
     """One fake server. What it may do wrong:
 
@@ -152,21 +169,9 @@ class FakeWorker:
 
     def open(self) -> None:
         """Listen, on the same port as before."""
-        worker = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                worker.handle(self)
-
-            do_POST = do_GET
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
         self.closed = Event()
-        self.server = Server(("127.0.0.1", self.port), Handler)
+        self.server = listen(self.handle, self.port)
         self.port = self.server.server_address[1]
-        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
         """Refuse connections from now on, and drop those that wait."""
