@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,8 @@ ARMS = ("base", "raw", "warmup", *TRAINED, *DECODED, "oracle")
 NUM_SAMPLED = 16  # traces of a problem, of which the best of 4 and of 16 are selected
 PROMPTS_PER_STEP = 8  # of laptop/rlt
 SAMPLED_ARMS = ("warmup", "rlt", "solution_only")  # whose teachers explain one problem eight times
+LEAD = ("rlt", "warmup", "warmup_t0", "best_of_equal")  # RLT, and what it must beat
+VOTED = ("base", *LEAD, "rlt_t0")  # whose students answer each problem several times, where a setting says so
 NUM_GROUPS = 8  # of ranked traces
 STEPS_RIGHT, LEAPS_COPIED, CLOSED = 0.99, 0.95, 0.95  # gates
 
@@ -115,8 +117,10 @@ class Setting:
         num_iterations: Iterations of RLT.
         group_size: Explanations of a problem in an iteration.
         num_traces: Traces that a student learns from.
-        num_pool: Traces that are ranked.
+        num_pool: Problems whose traces are ranked.
+        num_pool_traces: Traces of each of them.
         num_test: Held-out problems.
+        num_votes: Answers to each of them, of the students of the arms `VOTED`; 0: none but the usual one.
         right_traces: Least and greatest share of right traces of the warm-up teacher, a gate.
     """
 
@@ -134,7 +138,9 @@ class Setting:
     group_size: int = 8
     num_traces: int = 512
     num_pool: int = 2048
+    num_pool_traces: int = 1
     num_test: int = 512
+    num_votes: int = 0
     right_traces: tuple[float, float] = (0.10, 0.35)
 
     @property
@@ -149,7 +155,14 @@ MAINS = {
     "main": Setting(),
     # It is filler, and RLT and its 2,560 traces sample as much as two traces of each problem.
     "filler": Setting(
-        "filler", length=4, hazard=0.75, num_traces=2560, student_epochs=1, right_traces=(0.02, 0.35)
+        "filler",
+        length=4,
+        hazard=0.75,
+        num_traces=2560,
+        student_epochs=1,
+        num_pool_traces=8,
+        num_votes=16,
+        right_traces=(0.02, 0.35),
     ),
 }
 VARIATIONS = {
@@ -159,9 +172,19 @@ VARIATIONS = {
     "four_steps": Setting("four_steps", length=4),
     "other_mixture": Setting("other_mixture", hazard=0.46),
 }
+ANY_SHARE = replace(MAINS["filler"], right_traces=(0, 1), num_votes=0)
 FURTHER = {  # of the variations, those that only run when they are named
     "pieces_teacher": Setting("pieces_teacher", base=MINIATURES["pieces"], student="miniature"),
     "pieces_both": Setting("pieces_both", base=MINIATURES["pieces"]),
+    "filler_another_base": replace(ANY_SHARE, name="filler_another_base", base=MINIATURES["seed1"]),
+    "filler_pieces_student": replace(ANY_SHARE, name="filler_pieces_student", student=MINIATURES["pieces"]),
+    # A map of filler: how often traces of the warm-up break off, and how many explanations a group has.
+    **{
+        name: replace(ANY_SHARE, name=name, hazard=hazard, group_size=group_size)
+        for hazard in (0.3, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9, 0.95)
+        for group_size in (4, 8, 32, 64)
+        for name in [f"hazard_{hazard}_group_{group_size}"]
+    },
 }
 
 
@@ -333,16 +356,32 @@ class Arms:
 
     def run_arm(self, arm: str, samples: bool = False) -> None:
         """Run all stages of an arm; with `samples`, its teacher also explains one problem eight times."""
-        if arm == "base":
-            self.evaluate(arm, self.student_base)
-            return
         if samples:
             self.generate(arm, "samples", "rlt", data__max_rows=1, rollouts__num_traces=8)
-        self.train_student(arm, self.make_traces(arm))
+        student: Path | str = self.student_base
+        if arm == "base":
+            self.evaluate(arm, student)
+        else:
+            self.train_student(arm, self.make_traces(arm))
+            student = self.folder / arm / "student" / "model"
+        if self.setting.num_votes and arm in VOTED:
+            votes = {"rollouts__num_samples": self.setting.num_votes, "rollouts__seed": self.seed}
+            self.ask(f"{arm}/votes", student, **votes)
+            self.measure_entropies(arm, student)
+
+    def measure_entropies(self, arm: str, student: Path | str) -> None:
+        """Write how sure an arm's student is of its answers, and its teacher of its traces, at T 0.7."""
+        path, teacher = self.folder / arm / "entropies.json", ""
+        if arm in ("warmup", "rlt"):
+            teacher = str(self.train_teacher(arm))
+        if not path.exists():
+            words = [str(student), teacher, str(self.data_file("test")), str(path)]
+            self.stages.run(words, path.with_suffix(".log"), write_entropies)
 
     def all_groups(self, by: dict[str, dict[str, Any]]) -> None:
         """Rank the warm-up teacher's traces by rewards; train a student on each group (paper, Figure 4b)."""
-        pool = self.generate("warmup", "pool", "pool") / "distillation.jsonl"
+        several = {"rollouts__num_traces": self.setting.num_pool_traces, "distillation__select": "all"}
+        pool = self.generate("warmup", "pool", "pool", **several) / "distillation.jsonl"
         for name, reward in by.items():
             ranked = self.stages(
                 f"{self.name}/{name}/ranked",
@@ -401,6 +440,13 @@ class Arms:
         if not fine:
             print(f"{self.name}: a gate does not hold, so RLT is not tried here", flush=True)
         return fine
+
+
+def write_entropies(words: list[str], log: Path) -> None:
+    """Import PyTorch and write entropies: a target of `Stages.run`."""
+    from gates import write_entropies as write
+
+    write(words, log)
 
 
 def select(rows: list[dict[str, Any]], number: int, by_count: bool) -> list[dict[str, Any]]:

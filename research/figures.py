@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from statistics import fmean, stdev
 from typing import Any
 
-from arms import NUM_GROUPS, TRAINED, Arms, Setting, measure_kinds, read
+from arms import LEAD, NUM_GROUPS, TRAINED, VOTED, Arms, Setting, measure_kinds, read
 
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import chain_kind
@@ -81,6 +81,8 @@ def collect_arm(ones: list[Arms], arm: str) -> dict[str, Any]:
         "accuracy": [read_accuracy(one, arm) for one in ones],
         "greedy": [read_accuracy(one, arm, "greedy") for one in ones],
     }
+    if ones[0].setting.num_votes and arm in VOTED:
+        found |= collect_votes(ones, arm)
     if arm == "base":
         return found
     traces = [read_traces(one, arm) for one in ones]
@@ -90,6 +92,19 @@ def collect_arm(ones: list[Arms], arm: str) -> dict[str, Any]:
     if arm in TRAINED:
         found["rise"] = [measure_rise(one, arm) for one in ones]
     return found
+
+
+def collect_votes(ones: list[Arms], arm: str) -> dict[str, Any]:
+    """Return what several answers show: pass@k and maj@k in percent, entropies in nats a token."""
+    texts = [(one.folder / arm / "votes" / "evaluation.json").read_text() for one in ones]
+    sets = [json.loads(text)["sets"]["chains"] for text in texts]
+    entropies = [json.loads((one.folder / arm / "entropies.json").read_text()) for one in ones]
+    return {
+        "num_votes": ones[0].setting.num_votes,
+        "pass_at_k": [100 * some["pass_at_k"] for some in sets],
+        "maj_at_k": [100 * some["maj_at_k"] for some in sets],
+        **{f"{who}_entropy": [some[who] for some in entropies] for who in entropies[0]},
+    }
 
 
 def measure_rise(one: Arms, arm: str) -> dict[str, float]:
@@ -168,10 +183,7 @@ def collect(
     if others:
         settings = dict.fromkeys(one.setting.name for one in others)
         found["variations"] = {
-            name: {
-                arm: collect_arm([one for one in others if one.setting.name == name], arm)
-                for arm in ("warmup", "rlt")
-            }
+            name: {arm: collect_arm([one for one in others if one.setting.name == name], arm) for arm in LEAD}
             for name in settings
         }
     return found

@@ -4,8 +4,9 @@
     python research/finding.py --output_dir DIR --arms "warmup rlt" --variations pieces_student
     python research/finding.py --output_dir DIR --setting filler --arms "warmup warmup_t0 best_of_equal rlt"
 
-The arms are those of `arms`. Variations change one thing of the setting, and are compared
-in the arms warmup and rlt; `--variations` runs the named ones with every seed. Run it again after a
+The arms are those of `arms`. Variations change one thing of the setting, and are compared in the arms
+warmup, warmup_t0, best_of_equal and rlt; `--variations` runs the named ones with every seed. Those of filler
+include a map, such as hazard_0.85_group_32. Run it again after a
 crash: finished stages are skipped, and the one that was broken off resumes.
 """
 
@@ -58,8 +59,9 @@ def main() -> int:
             raise InputError(
                 f"--variations may name {', '.join(known)}, but names {', '.join(unknown)}. Correct it."
             )
-        whole = not options.arms and options.setting == "main"  # variations and groups are of that setting
-        varied = {known[name]: seeds for name in named} or (choose_variations(seeds) if whole else {})
+        whole = not options.arms
+        usual = choose_variations(seeds) if whole and options.setting == "main" else {}
+        varied = {known[name]: seeds for name in named} or usual
         setting = MAINS[options.setting]
         return run(make_folder(options.output_dir), setting, seeds, arms, varied, whole)
     except (InputError, StageError) as error:

@@ -1,4 +1,4 @@
-"""Whether a miniature can do what the demo needs: take steps right, and copy a solution that it sees."""
+"""What a miniature can do: take steps right, and copy a solution that it sees; and how sure it is."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from rlt_lightning.commands.demo import enter_stage
-from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.formats import ChatFormat, build_masked_example, encode
 from rlt_lightning.models.load import load_model, load_tokenizer
-from rlt_lightning.run.jsonl import rewrite
+from rlt_lightning.numerics.log_probs import token_entropy
+from rlt_lightning.run.jsonl import read_json_rows, rewrite
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import (
     CHAIN_WORDING,
@@ -110,4 +111,47 @@ def write_gates(words: list[str], log: Path) -> None:
     enter_stage(log)
     name, path = words
     found = measure_gates(load_model(name), load_tokenizer(name))
+    rewrite(Path(path), [json.dumps(found) + "\n"])
+
+
+@torch.no_grad()
+def measure_entropy(model: Any, examples: list[SFTExample], temperature: float = 0.7) -> float:
+    """Return the mean entropy of the next-token distribution at the tokens that examples train, in nats."""
+    total, count = 0.0, 0
+    for example in examples:
+        ids, mask = torch.tensor([example.token_ids]), torch.tensor(example.loss_mask)[1:]
+        logits = model(input_ids=ids).logits[0, :-1][mask]
+        total += float(token_entropy(logits, temperature).sum())
+        count += int(mask.sum())
+    return total / count
+
+
+def write_entropies(words: list[str], log: Path) -> None:
+    """Write the entropies of a student's answers and of a teacher's explanations as JSON.
+
+    Args:
+        words: The student, its teacher or "", the file of held-out problems, and the file to write. The
+            student's sampled answers and the teacher's traces lie beside that file.
+        log: File that the output is appended to.
+    """
+    enter_stage(log)
+    student, teacher, problems, path = words
+    arm, found = Path(path).parent, {}
+    tokenizer = load_tokenizer(student)
+    form, questions = (
+        ChatFormat(tokenizer, R1, "", ""),
+        [row["question"] for row in read_json_rows(Path(problems))],
+    )
+    answers = []
+    for row in read_json_rows(arm / "sampled" / "responses.jsonl"):
+        question = questions[int(row["id"].split("/")[1]) - 1]
+        prompt = encode(tokenizer, form.render_student_chat(question))
+        answers.append(build_masked_example(1, prompt, encode(tokenizer, row["response"])))
+    found["student"] = measure_entropy(load_model(student), answers)
+    if teacher:
+        form, traces = ChatFormat(load_tokenizer(teacher), R1, "", ""), []
+        for row in [*read_json_rows(arm / "traces" / "traces.jsonl")][: len(questions)]:
+            problem = form.build_problem(1, row["question"], R1.wrap(row["solution"]))
+            traces.append(form.build_teacher_sft_example(problem, row["reasoning_trace"]))
+        found["teacher"] = measure_entropy(load_model(teacher), traces)
     rewrite(Path(path), [json.dumps(found) + "\n"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from arms import ARMS, SAMPLED_ARMS, TRAINED, Arms
+from arms import ARMS, LEAD, SAMPLED_ARMS, TRAINED, Arms
 from stages import StageError, Stages
 
 from rlt_lightning.run.jsonl import rewrite
@@ -31,7 +31,7 @@ def run_arms(
         stages: Runs the stages.
         mains: One per seed.
         arms: Names of arms.
-        others: Settings that are compared in the arms rlt and warmup only.
+        others: Settings that are compared in the arms of `LEAD` only.
         more: Further jobs; they begin first, since they take longest.
 
     Returns:
@@ -42,7 +42,7 @@ def run_arms(
     """
     clock = Clock(stages.folder / CLOCK)
     stages.start()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
 
         def run_side_by_side(jobs: Iterable[Job]) -> None:
             try:
@@ -66,7 +66,7 @@ def list_jobs(mains: list[Arms], others: list[Arms], arms: Sequence[str]) -> lis
     """Return the jobs that can run side by side, the longest first."""
     trained_first = sorted(arms, key=lambda arm: arm not in TRAINED)
     some = [(one, arm) for arm in trained_first for one in mains]
-    some += [(one, arm) for one in others for arm in ("rlt", "warmup")]
+    some += [(one, arm) for one in others for arm in LEAD]
 
     def job(one: Arms, arm: str) -> Job:
         return lambda: one.run_arm(arm, samples=one is mains[0] and arm in SAMPLED_ARMS)

@@ -107,7 +107,7 @@ def main() -> int:
     stages.start()
     ones = [Pipelines(stages, setting, seed) for seed in seeds]
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(lambda one: one.run(names), ones))
     except StageError as error:
         print(f"pipelines: {error}", file=sys.stderr)

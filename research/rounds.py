@@ -416,7 +416,7 @@ def run(folder: Path, setting: Setting, seeds: list[int], arms: list[str]) -> No
     stages = Stages(folder)
     stages.start()
     ones = [Rounds(stages, setting, seed) for seed in seeds]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda one: run_seed(one, arms), ones))
     figures = collect(ones, arms)
     rewrite(folder / "rounds.json", [json.dumps(figures, indent=1) + "\n"])

@@ -262,7 +262,7 @@ def main() -> int:
     stages.start()
     try:
         ones = [Questions(stages, NEW, seed) for seed in read_seeds([options.seeds], (0, 1, 2))]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             found = list(pool.map(Questions.run, ones))
     except (InputError, StageError) as error:
         print(f"rounds_questions: {error}", file=sys.stderr)

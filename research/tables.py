@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arms import SAMPLED_ARMS, TRAINED, Arms, read
+from arms import LEAD, SAMPLED_ARMS, TRAINED, Arms, read
 from figures import NAMES, compute_difference, compute_interval
 from stages import Stages
 
@@ -89,6 +89,22 @@ def build_tables(figures: dict[str, Any]) -> str:
                 f"| {NAMES[arm]} | {' | '.join(f'{mean:+.1f} ± {half:.1f}' for mean, half in cells)} |"
             )
         parts.append("\n".join(lines))
+    voted = {arm: found for arm, found in arms.items() if "num_votes" in found}
+    if voted:
+        k = next(iter(voted.values()))["num_votes"]
+        lines = [
+            f"| students, sampled at T 0.7 | pass@{k}, % | maj@{k}, % | entropy of the student, nats a token "
+            "| of the teacher |",
+            "|---|---|---|---|---|",
+        ]
+        for arm, found in voted.items():
+            cells = [plus_minus(found["pass_at_k"]), plus_minus(found["maj_at_k"])]
+            cells += [
+                f"{fmean(found[who]):.3f}" if who in found else ""
+                for who in ("student_entropy", "teacher_entropy")
+            ]
+            lines.append(f"| {NAMES[arm]} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
     trained = {arm: found["rise"] for arm, found in arms.items() if "rise" in found}
     if trained:
         lines = ["| reward that was trained, first → last quarter | rise | of which r_SS | −λ r_KL |"]
@@ -118,17 +134,15 @@ def build_tables(figures: dict[str, Any]) -> str:
         parts.append("\n".join(lines))
     if figures.get("variations"):
         lines = [
-            "| variation | ± 95 % over | warm-up teacher, % | RLT teacher, % | greedy: warm-up → RLT, % "
+            f"| variation | seeds | {' | '.join(f'{NAMES[arm]}: sampled, greedy, %' for arm in LEAD)} "
             "| right traces: warm-up → RLT, % | rise of the reward |",
-            "|" + "---|" * 7,
+            "|" + "---|" * (len(LEAD) + 4),
         ]
         for name, found in figures["variations"].items():
-            pair = [found[arm] for arm in ("warmup", "rlt")]
-            num_seeds = len(pair[0]["accuracy"])
-            cells = [name.replace("_", " "), f"{num_seeds} seeds" if num_seeds > 1 else "problems"]
-            cells += [plus_minus(one["accuracy"]) for one in pair]
-            cells.append(" → ".join(f"{fmean(one['greedy']):.1f}" for one in pair))
-            cells.append(" → ".join(f"{mean_kinds(one['kinds'])['steps']:.0f}" for one in pair))
+            cells = [name.replace("_", " "), str(len(found["rlt"]["accuracy"]))]
+            cells += [f"{plus_minus(found[a]['accuracy'])}, {fmean(found[a]['greedy']):.1f}" for a in LEAD]
+            rights = (mean_kinds(found[arm]["kinds"])["steps"] for arm in ("warmup", "rlt"))
+            cells.append(" → ".join(f"{right:.1f}" for right in rights))
             cells.append(f"{fmean(rise['reward/mean'] for rise in found['rlt']['rise']):+.2f}")
             lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines))
