@@ -172,6 +172,7 @@ def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
     stages = Stages(tmp_path)
     stages.start()
     tiny = {"num_warmup": 64, "num_traces": 16, "num_test": 8, "num_iterations": 4, "student_epochs": 1}
+    tiny["num_votes"] = 4
     one = Arms(stages, dataclasses.replace(arms.MAINS["filler"], **tiny), seed=0)
     one.prepare()
     decoded = ["warmup_t0", "best_of_4", "best_of_equal", "majority_of_16", "rlt_best_of_16"]
@@ -194,6 +195,14 @@ def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
     assert one.setting.num_equal == 17  # 4 x 64 of the iterations and 16, of 16 problems
     greedy, again = (figures.read_traces(one, "warmup_t0"), figures.read_traces(one, "warmup"))
     assert [row["reasoning_trace"] for row in greedy] != [row["reasoning_trace"] for row in again]
+    voted = found["arms"]["rlt"]
+    [sampled], [best] = voted["accuracy"], voted["pass_at_k"]
+    assert 0 <= voted["maj_at_k"][0] <= 100
+    assert best >= sampled
+    # Nats a token, of a vocabulary of some dozens; only RLT's and the warm-up's teachers are measured.
+    assert 0 < voted["student_entropy"][0] < 3
+    assert 0 < voted["teacher_entropy"][0] < 3
+    assert "teacher_entropy" not in found["arms"]["warmup_t0"]
     assert "greedy traces" in tables.build_tables(found)
 
 
