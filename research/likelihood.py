@@ -476,7 +476,7 @@ def main() -> int:
     """Run the arms of both tasks for all seeds, and write what came out."""
     parser = build_parser(__doc__, "such as 'base verifree_base'; all by default")
     parser.add_argument("--tasks", default=" ".join(TASKS))
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="stages side by side")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="stages side by side")
     options = parser.parse_args()
     arms, tasks = list(dict.fromkeys(options.arms.split() or ARMS)), options.tasks.split()
     try:
