@@ -118,7 +118,7 @@ def test_an_unknown_call_is_refused() -> None:
         [ROOT / "scripts" / "gpu_minutes.sh", "3"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "must be kit, 0, 1, 2, all, rates, engine, profile or report, but is 3." in done.stderr
+    assert "must be kit, 0, 1, 2, all, own, science, rates, engine, profile or report, but is 3." in done.stderr
 
 
 def test_both_calls_pass_at_tiny_size(tmp_path: Path) -> None:
