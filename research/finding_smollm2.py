@@ -14,19 +14,29 @@ Every arm trains the same student in the same way, on other explanations of the 
     oracle         right steps throughout
 
 All stages are `rlt` commands, with one setting for all arms. Run it again after a crash: finished stages are
-skipped, and the one that broke off resumes. Its folder gets `finding.json`, `finding.md` and `finding.svg`.
+skipped, and the one that broke off resumes. Its folder gets `finding.json`, `finding.md` and `finding.svg`,
+of all arms and seeds that it has. Processes with other seeds or arms may run beside it in the same folder.
+
+On a GPU: --train "--trainer.accelerator gpu --trainer.precision bf16-mixed" and, so that one batch holds all
+problems, --explain "--trainer.accelerator gpu --data.prompts_per_step 256", --answer "--trainer.accelerator
+gpu --data.batch_size 192", both with --rollouts.engine.init_args.max_sequences.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import math
+import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -46,8 +56,24 @@ TRAINED: dict[str, dict[str, Any]] = {  # the settings of each teacher that RL t
     "solution_only": {"model.reward.kl_weight": 0},
     "shuffled": {"model.advantages": "rlt_lightning.numerics.advantages.ShuffledAdvantages"},
 }
+ANSWERS: dict[str, dict[str, Any]] = {"accuracy": {}, "greedy": {"rollouts.sampling.temperature": 0}}
 NUM_TRACES, TRACE_SEED = 256, 2  # problems that students learn from; rows and seed of laptop/smollm2_generate
 CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time pass, among those that name the same file."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file as a whole, since another process may be reading it."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)
 
 
 class Stages:
@@ -55,19 +81,26 @@ class Stages:
 
     Args:
         out: Folder of all stages.
+        options: Further options of a stage, by its config's name.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, options: dict[str, list[str]]) -> None:
         self.out = out
+        self.options = options
 
     def run(self, name: str, verb: str, config: str, result: str, settings: dict[str, Any]) -> Path:
         """Run one stage unless its result is there, and return the result's path."""
+        with locked(self.out / f".{name}.lock"):  # a stage that several seeds share runs once
+            return self._run(name, verb, config, result, settings)
+
+    def _run(self, name: str, verb: str, config: str, result: str, settings: dict[str, Any]) -> Path:
         folder = self.out / name
         if (folder / result).exists():
             return folder / result
         command = [sys.executable, "-m", "rlt_lightning", verb, "--config", str(CONFIGS / f"{config}.yaml")]
         settings = settings | {"output_dir": folder, "resume": "true"}
         command += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        command += self.options.get(config, [])
         print(f"== {name}", flush=True)
         start = time.monotonic()
         with (self.out / f"{name}.log").open("a") as log:
@@ -97,7 +130,7 @@ def write_traces(out: Path) -> dict[str, Path]:
         right = {"mixture": None} if arm == "oracle" else {}
         rows = word_sum_rows(NUM_TRACES, TRACE_SEED, **right)
         paths[arm] = out / f"{arm}.jsonl"
-        paths[arm].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(paths[arm], "".join(json.dumps(row) + "\n" for row in rows))
     return paths
 
 
@@ -120,20 +153,40 @@ def traces(stages: Stages, arm: str, seed: int) -> Path:
     )
 
 
-def student(stages: Stages, arm: str, seed: int, source: Path) -> dict[str, float]:
-    """Train a student on an arm's explanations, and return its accuracy on unseen problems in percent."""
+def student(stages: Stages, arm: str, seed: int, source: Path) -> None:
+    """Train a student on an arm's explanations, and let it answer unseen problems, sampled and greedily."""
     settings: dict[str, Any] = {"data.source": source, "data.seed": seed, "model.seed": seed}
     model = stages.run(f"{arm}-{seed}-student", "fit", "laptop/smollm2_sft", "model", settings)
-    figures = {}
-    for name, sampling in {"accuracy": {}, "greedy": {"rollouts.sampling.temperature": 0}}.items():
+    for name, sampling in ANSWERS.items():
         settings = {"model.pretrained": model, "rollouts.seed": 200 + seed, **sampling}
-        path = stages.run(
-            f"{arm}-{seed}-{name}", "test", "laptop/smollm2_evaluate", "evaluation.json", settings
-        )
-        result = json.loads(path.read_text())["sets"]["word_sums"]
-        figures[name] = 100 * result["pass_at_1"]
-        figures[f"{name}_error"] = 100 * result["standard_error"]
-    return figures
+        stages.run(f"{arm}-{seed}-{name}", "test", "laptop/smollm2_evaluate", "evaluation.json", settings)
+
+
+def collect(stages: Stages) -> dict[str, Any]:
+    """Return the figures of all arms and seeds that have answers in the folder, in percent."""
+    arms: dict[str, Any] = {}
+    for arm in ARMS:
+        folders = stages.out.glob(f"{arm}-*-greedy/evaluation.json")
+        figures: dict[str, Any] = defaultdict(list)
+        for seed in sorted(int(path.parent.name.split("-")[1]) for path in folders):
+            answers = {name: stages.out / f"{arm}-{seed}-{name}" / "evaluation.json" for name in ANSWERS}
+            if not all(path.exists() for path in answers.values()):
+                continue
+            for name, path in answers.items():
+                result = json.loads(path.read_text())["sets"]["word_sums"]
+                figures[name].append(100 * result["pass_at_1"])
+                figures[f"{name}_error"].append(100 * result["standard_error"])
+            source = stages.out / f"{arm}-{seed}-traces" / "distillation.jsonl"
+            figures["kinds"].append(measure_kinds(source if source.exists() else stages.out / f"{arm}.jsonl"))
+            figures["seeds"].append(seed)
+        if figures:
+            arms[arm] = figures
+    finding = {"unit": "percent", "arms": arms, "reward_by_kind": {}, "gates": {}, "groups": []}
+    finding["seeds"] = sorted({seed for figures in arms.values() for seed in figures["seeds"]})
+    if "warmup" in arms:
+        path = stages.out / f"warmup-{arms['warmup']['seeds'][0]}-traces" / "traces.jsonl"
+        finding |= {"reward_by_kind": reward_by_kind(path), "gates": gates(path)}
+    return finding | {"seconds": stages.seconds()}
 
 
 def measure_kinds(path: Path) -> dict[str, float]:
@@ -159,17 +212,14 @@ def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
 def gates(path: Path) -> dict[str, bool]:
     """Say of the warm-up teacher's traces whether RL has something to choose from, and can choose it."""
     rows, by_kind = read_rows(path), reward_by_kind(path)
-    right = by_kind["steps"]["num"] / len(rows)
+    right = by_kind.get("steps", {"num": 0})["num"] / len(rows)
     closed = sum(row["closed"] for row in rows) / len(rows)
     best = max(by_kind, key=lambda kind: by_kind[kind]["reward"])
-    passed = {
+    return {
         f"right traces {100 * right:.0f} %, should be 10 to 35": 0.10 <= right <= 0.35,
         f"closed {100 * closed:.0f} %, should be above 95": closed > 0.95,
         f"the reward likes {best} best, should be steps": best == "steps",
     }
-    for line, passes in passed.items():
-        print(f"   gate: {line}: {'passes' if passes else 'FAILS'}", flush=True)
-    return passed
 
 
 def interval(values: list[float], errors: list[float]) -> float:
@@ -235,6 +285,10 @@ def main() -> None:
     )
     parser.add_argument("--seeds", default="", help="such as '0 1 2'; '0' by default")
     parser.add_argument("--arms", default="", help="such as 'warmup rlt'; all by default")
+    parser.add_argument("--train", default="", help="further options of all `rlt fit`, in one word")
+    parser.add_argument("--rlt", default="", help="further options of those that train a teacher by RL")
+    parser.add_argument("--explain", default="", help="further options of all `rlt predict`")
+    parser.add_argument("--answer", default="", help="further options of all `rlt test`")
     parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args()
     arm_names = [arm for arm in ARMS if arm in (options.arms.split() or ARMS)]
@@ -246,30 +300,39 @@ def main() -> None:
     seeds = [int(word) for word in words]
     out: Path = options.output_dir
     out.mkdir(parents=True, exist_ok=True)
-    stages, sources = Stages(out), write_traces(out)
-    arms: dict[str, Any] = defaultdict(lambda: defaultdict(list))
-    finding: dict[str, Any] = {
-        "unit": "percent",
-        "arms": arms,
-        "seeds": seeds,
-        "groups": [],
-        "reward_by_kind": {},
-        "gates": {},
-    }
+    train, explain, answer = (
+        shlex.split(words) for words in (options.train, options.explain, options.answer)
+    )
+    stages = Stages(
+        out,
+        {
+            "laptop/smollm2_warmup": train,
+            "laptop/smollm2_sft": train,
+            "laptop/smollm2_rlt": train + shlex.split(options.rlt),
+            "laptop/smollm2_generate": explain,
+            "laptop/smollm2_evaluate": answer,
+        },
+    )
+    sources = write_traces(out)
     for seed in seeds:
         for arm in arm_names:
-            source = sources.get(arm) or traces(stages, arm, seed)
-            for name, value in student(stages, arm, seed, source).items():
-                arms[arm][name].append(value)
-            arms[arm]["kinds"].append(measure_kinds(source))
+            student(stages, arm, seed, sources.get(arm) or traces(stages, arm, seed))
+            finding = write_finding(stages)
             if arm == "warmup" and seed == seeds[0]:
-                finding["reward_by_kind"] = reward_by_kind(source.with_name("traces.jsonl"))
-                finding["gates"] = gates(source.with_name("traces.jsonl"))
-            finding["seconds"] = stages.seconds()
-            (out / "finding.json").write_text(json.dumps(finding, indent=1) + "\n")
-    (out / "finding.md").write_text(table(finding))
-    draw(finding, out / "finding.svg")
+                for line, passes in finding["gates"].items():
+                    print(f"   gate: {line}: {'passes' if passes else 'FAILS'}", flush=True)
     print(f"\n{table(finding)}\nFigures: {out / 'finding.json'}, picture: {out / 'finding.svg'}")
+
+
+def write_finding(stages: Stages) -> dict[str, Any]:
+    """Write down what is known so far, and return it."""
+    out = stages.out
+    with locked(out / ".finding.lock"):  # else an older state may replace a newer one
+        finding = collect(stages)
+        write(out / "finding.json", json.dumps(finding, indent=1) + "\n")
+        write(out / "finding.md", table(finding))
+        draw(finding, out / "finding.svg")
+    return finding
 
 
 if __name__ == "__main__":

@@ -5,13 +5,20 @@
 #   REHEARSE=1 make gpu-minutes               the same at tiny size on a CPU: shows that everything runs, no more
 #   scripts/gpu_minutes.sh report FILE ...    results.jsonl of the calls as the tables of docs/gpu.md
 #
-# Calls for a machine that is had for minutes (CALL=0, 1 or 2; rates, engine or profile is that part). LIMIT=seconds
-# ends each in time:
+# Calls for a machine that is had for minutes (CALL=0, 1, 2, own or science; rates, engine or profile is that part).
+# LIMIT=seconds ends each in time:
 #
 #   0   60 s   keeps what was carried; versions, imports (15 s where files are in memory)
 #   1  360 s   correctness, all at once on the CPU's cores: numerics, runs, strategies, pinned copies, tests;
 #              then alone: the GPU's ceilings, attention, phases of 0.5B, 1.5B and 7B with LoRA, the head
 #   2  240 s   SmolLM2: warm-up and RLT; the engine; a profile by kind of kernel; what call 1 had no time for
+#
+# Two more, which `make gpu-minutes` leaves out. Both keep to the cores CORES (such as 0-5), if it is set:
+#
+#   own      150 s   alone: SmolLM2's and 0.5B's shape with hardware/1gpu_80gb, in-process; needs no weights
+#   science  420 s   SmolLM2, side by side: research/finding_smollm2.py for SEEDS (0 1 2), arms warmup, greedy,
+#                    best_of_4 and rlt; examples/own_rows.sh whole. A cut leaves what has ended. PARTS=finding or
+#                    PARTS=own_rows is one of them
 #
 # For a machine without a network, `scripts/gpu_minutes.sh kit` makes three files in KIT (.gpu): kit.tar.xz, the
 # packages that a machine with PyTorch and transformers usually lacks (CPython 3.12, x86-64), and part1 and part2,
@@ -19,7 +26,8 @@
 # with different calls, if one call with both is too large: 64 MiB is what we had.
 #
 # SMOLLM2_STEPS (20) is the length of call 2's run of RLT, of up to 150 s.
-# OUT (runs/gpu_minutes) gets results.jsonl, a line for each finding as it comes, logs.tgz, and profiles.txt.
+# OUT (runs/gpu_minutes) gets results.jsonl, a line for each finding as it comes, logs.tgz, and profiles.txt; of science
+# finding.json, finding.md, own_rows.md and science.tgz, all small files of its stages, too.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 call=${1:-${CALL:-all}}
@@ -71,17 +79,18 @@ END
 case $call in
 kit) make_kit; exit ;;
 report) shift; exec "$py" $minutes/report.py "$@" ;;
-0 | 1 | 2 | rates | engine | profile) ;;
+0 | 1 | 2 | own | science | rates | engine | profile) ;;
 all) status=0; for call in 0 1 2; do "$0" $call || status=$?; done; "$0" report "$OUT/results.jsonl"; exit $status ;;
-*) echo "The call must be kit, 0, 1, 2, all, rates, engine, profile or report, but is $call." >&2; exit 2 ;;
+*) echo "The call must be kit, 0, 1, 2, all, own, science, rates, engine, profile or report, but is $call." >&2; exit 2 ;;
 esac
 
-declare -A limits=([0]=60 [1]=360 [2]=240)
+declare -A limits=([0]=60 [1]=360 [2]=240 [own]=150 [science]=420)
 slower=1
 if [[ -n ${REHEARSE:-} ]]; then slower=5 LIMIT=${LIMIT:-900}; fi # on a few cores
 LIMIT=${LIMIT:-${limits[$call]:-240}}
 logs=$STORE/logs runs=$STORE/runs
 mkdir -p "$logs" "$runs"
+[[ -z ${CORES:-} ]] || taskset -cp "$CORES" $$ > "$logs/cores.log"
 export OUT STORE HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export RLT_CACHE_DIR=${RLT_CACHE_DIR:-$STORE/cache} TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$STORE/inductor}
 
@@ -133,6 +142,39 @@ fit() { # fit NAME SECONDS OPTION...: a run in a folder of its own
 }
 save_logs() { # after each block, so that a call that is cut short loses little
     (cd "$STORE" && tar czf "$OUT/logs.tgz" logs)
+}
+fork_python() { # a python that has the package imported: 8 s of a core less for every process; py and PATH name it
+    local forks=$STORE/forks waited
+    rm -rf "$forks"
+    mkdir -p "$forks"
+    "$py" $minutes/forks.py "$forks" > "$logs/forks.log" 2>&1 &
+    forks_pid=$!
+    trap 'kill $forks_pid 2> /dev/null' EXIT
+    for ((waited = 0; waited < 500; waited++)); do
+        [[ ! -x $forks/python ]] || break
+        sleep 0.2
+    done
+    local try="import torch; torch.ones(1, device='$([[ $accelerator == gpu ]] && echo cuda || echo cpu)').sum().item()"
+    if timeout 60 "$forks/python" -c "$try" 2>> "$logs/forks.log"; then
+        py=$forks/python
+        note "forks of a warm python" true
+    else # slower, and otherwise the same
+        note "forks of a warm python" false '"why": "see logs/forks.log"'
+        printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v "$py")" > "$forks/python"
+    fi
+    printf '#!/bin/sh\nexec "%s/python" -m rlt_lightning "$@"\n' "$forks" > "$forks/rlt"
+    chmod +x "$forks/python" "$forks/rlt"
+    PATH=$forks:$PATH
+}
+side_by_side() { # side_by_side NAME COMMAND...: in the background, until it ends or the call's time is over
+    check "$1" "$((LIMIT - SECONDS - 25))" "${@:2}" &
+    jobs_running+=($!)
+}
+keep_science() { # what has ended by now, into OUT
+    local science=$runs/science
+    cp -f "$science"/finding/finding.{json,md} "$science"/own_rows/own_rows.md "$OUT/" 2> /dev/null
+    (cd "$runs" && find science -type f -size -2M ! -path "*/model/*" ! -path "*/checkpoints/*" -print0 \
+        | tar czf "$STORE/science.tgz" --null -T - 2> /dev/null) && mv "$STORE/science.tgz" "$OUT/science.tgz"
 }
 smollm2_warmup() {
     if [[ -z $has_smollm2 ]]; then
@@ -203,6 +245,73 @@ case $call in
     check profile 80 "$py" $minutes/profile_phases.py 45
     save_logs
     check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 40))
+    ;;
+own) # alone on the GPU
+    export OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1
+    fork_python
+    check imports 60 "$py" $minutes/versions.py & # while the first model is made and loaded
+    imports=$!
+    check own 600 "$py" $minutes/own.py $((LIMIT - SECONDS - 8))
+    wait $imports
+    ;;
+science)
+    # A process uses one core: the engine launches kernels, for which the GPU waits most of the time.
+    export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 jobs_running=() PARTS=${PARTS:-finding own_rows}
+    science=$runs/science own_rows=$runs/science/own_rows
+    mkdir -p "$science/finding" "$own_rows" "$STORE/configs"
+    fork_python
+    task=word_sum config=laptop/smollm2_ rows=512
+    if [[ -n ${REHEARSE:-} && -z $has_smollm2 ]]; then # the miniature in its place, under its name
+        export RLT_CACHE_DIR=$STORE/miniature
+        task=chain config=laptop/ rows=200
+        mkdir -p "$RLT_CACHE_DIR"
+        cp -r rlt_lightning/models/miniatures/miniature "$RLT_CACHE_DIR/smollm2-135m-bcc81830d10c"
+    fi
+    check smollm2 120 "$py" -c 'from rlt_lightning.models.embedded import embedded_model as f; print(f())' || exit 1
+    # The same settings as on a CPU but for the batches: every problem at once. Heads are not compiled, which takes
+    # longer than these runs save by it.
+    card="--trainer.accelerator $accelerator --trainer.devices 1" rlt=''
+    train="$card --trainer.precision $precision --model.head.compiled false --checkpoint.save_top_k 0"
+    sample="$card --rollouts.engine rlt_lightning.engines.HFEngine --rollouts.engine.init_args.max_sequences 1024"
+    explain='--data.prompts_per_step 256' controls='warmup greedy best_of_4'
+    answer='--data.batch_size 192'
+    if [[ -n ${REHEARSE:-} ]]; then
+        rlt='--model.group_size 4 --trainer.max_steps 1 --model.optimizer.lr 0.000001' answer+=' --data.max_rows 8'
+        if [[ -n $has_smollm2 ]]; then
+            rows=40 train+=' --trainer.max_steps 12' explain+=' --data.num_embedded_rows 8'
+        else
+            train+=' --model.optimizer.lr 0.003' controls='warmup best_of_4' # its greedy traces have no end
+        fi
+    fi
+    for name in explain warmup rlt generate sft evaluate; do # as $config$NAME, with one batch of problems
+        sed -E 's/prompts_per_step: (16|64)( .*)?$/prompts_per_step: 512/; s/max_rows: 192/batch_size: 192/' \
+            "configs/$config$name.yaml" > "$STORE/configs/$name"
+    done
+    # Of what untrained SmolLM2 explains, a fifth is closed, and about 1 in 100 gains 0.2 nats (0 of 120 seen).
+    [[ -n ${REHEARSE:-} ]] ||
+        sed -i 's/num_traces: 4/num_traces: 16/; s/min_reward: 0.2/min_reward: 0.0/' "$STORE/configs/explain"
+    "$py" -c 'import json, sys
+from rlt_lightning.tasks import stepwise
+for row in getattr(stepwise, f"{sys.argv[2]}_rows")(int(sys.argv[1]), 7):
+    print(json.dumps({key: row[key] for key in ("question", "solution")}))' \
+        $rows $task > "$science/rows.jsonl"
+    [[ $PARTS != *own_rows* ]] || side_by_side own_rows \
+        env MODEL=smollm2-135m CONFIGS="$STORE/configs/" TRAIN="$train" SAMPLE="$sample" WARMUP="--trainer.max_epochs 8" \
+        RLT="--trainer.max_steps ${OWN_ROWS_STEPS:-12} $rlt" \
+        examples/own_rows.sh "$science/rows.jsonl" "$own_rows"
+    finding=("$py" research/finding_smollm2.py --output_dir "$science/finding" --train "$train" --rlt "$rlt"
+        --explain "$sample $explain" --answer "$sample $answer")
+    [[ $PARTS == *finding* ]] || SEEDS=' '
+    for seed in ${SEEDS:-0 1 2}; do
+        side_by_side "finding, rlt, seed $seed" "${finding[@]}" --seeds "$seed" --arms rlt
+        side_by_side "finding, controls, seed $seed" "${finding[@]}" --seeds "$seed" --arms "$controls"
+    done
+    while sleep 10; do keep_science; done &
+    keeping=$!
+    wait "${jobs_running[@]}"
+    kill $keeping
+    keep_science
+    "$py" $minutes/science.py "$science"
     ;;
 rates) check rates 600 "$py" $minutes/rates.py $((LIMIT - SECONDS - 40)) ;;
 engine) check engine 600 "$py" $minutes/engine.py ;;

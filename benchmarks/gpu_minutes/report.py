@@ -16,6 +16,7 @@ from findings import read_findings
 
 NOMINAL_TFLOPS = 989.0  # bf16 products of an H100 SXM, by its data sheet
 SMOLLM2_ON_CPU = "On a CPU the mean reward of smollm2 went from −10.90 to −6.47, on 256 other problems."
+PEAKS = ("sample", "score", "optimise")
 Finding = dict[str, Any]
 
 
@@ -165,6 +166,36 @@ def curves_table(found: dict[str, Finding]) -> str:
     return text + (f"\n{SMOLLM2_ON_CPU}\n" if "curve, smollm2" in found else "")
 
 
+def card_table(found: dict[str, Finding]) -> str:
+    """Return what phases took with hardware/1gpu_80gb, and their memory beside the plan's."""
+    rows = []
+    for name, f in found.items():
+        if not name.startswith("own, ") or "perf/train_s" not in f:
+            continue
+        planned, update = f.get("planned_gib") or {}, (f.get("update_s") or [0.0])[-1]
+        peaks = [
+            f"{number(f[f'perf/{phase}_peak_gib'])}, {number(planned.get(plan))}"
+            for phase, plan in (("generate", "generate"), ("score", "score"), ("train", "train"))
+        ]
+        times = [f["perf/generate_s"], f["perf/score_s"], f["perf/train_s"] - update, update]
+        per_token = 1e3 * f["perf/generate_s"] / f["tokens"]
+        rows.append([name.removeprefix("own, "), *map(number, times), number(per_token), *peaks])
+    head = ["", "sample, s", "score, s", "optimise, s", "update, s", "ms a token step"]
+    return table([*head, *(f"{phase}: GiB, planned" for phase in PEAKS)], rows)
+
+
+def finding_table(found: dict[str, Finding]) -> str:
+    """Return the students' accuracies by arm and seed."""
+    rows = []
+    for name, f in found.items():
+        if name.startswith("finding, ") and "accuracy" in f:
+            kinds = [" / ".join(f"{value:.0f}" for value in kind.values()) for kind in f["kinds"]]
+            scores = [", ".join(f"{value:.1f}" for value in f[key]) for key in ("accuracy", "greedy")]
+            seeds = ", ".join(map(str, f["seeds"]))
+            rows.append([name.removeprefix("finding, "), seeds, *scores, "; ".join(kinds)])
+    return table(["student of", "seeds", "T 0.7, %", "greedy, %", "traces, % by kind"], rows)
+
+
 def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
@@ -206,6 +237,18 @@ def report(findings: Iterable[Finding]) -> str:
         "Head": lambda: figures_table(found, "head ", heads),
         "Engine": lambda: figures_table(found, "engine, ", rates),
         "Kernels of the optimise phase": lambda: profile_table(found),
+        "hardware/1gpu_80gb with the in-process engine": lambda: card_table(found),
+        "The finding with SmolLM2": lambda: finding_table(found),
+        "Own rows with SmolLM2: students": lambda: figures_table(
+            found,
+            "own rows, student of ",
+            {"problems": "problems", "greedy": "greedy, %", "sampled": "T 0.7, %"},
+        ),
+        "Own rows with SmolLM2: stages": lambda: figures_table(
+            found,
+            "own rows, stage ",
+            {"seconds": "s", "sampled": "tokens sampled", "trained": "tokens trained"},
+        ),
         "Copies of a push": lambda: figures_table(found, "weights through ", {"gb_per_s": "GB/s"}),
     }
     parts = [", ".join(words) + ".\n"]

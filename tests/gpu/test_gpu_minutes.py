@@ -8,6 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gpu
 import pytest
@@ -118,7 +119,9 @@ def test_an_unknown_call_is_refused() -> None:
         [ROOT / "scripts" / "gpu_minutes.sh", "3"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "must be kit, 0, 1, 2, all, rates, engine, profile or report, but is 3." in done.stderr
+    assert (
+        "must be kit, 0, 1, 2, all, own, science, rates, engine, profile or report, but is 3." in done.stderr
+    )
 
 
 def test_both_calls_pass_at_tiny_size(tmp_path: Path) -> None:
@@ -138,3 +141,40 @@ def test_both_calls_pass_at_tiny_size(tmp_path: Path) -> None:
     report = done.stdout.split("\n### ", 1)[1]
     assert "| tiny LoRA, bf16, checkpointing |" in report
     assert "phases, 7b LoRA, bf16-mixed, Liger, checkpointing: not measured" in report
+
+
+def run_call(call: str, tmp_path: Path, **names: str) -> list[dict[str, Any]]:
+    """Run a call at tiny size in folders of its own; return what it has found."""
+    folders = {
+        "OUT": str(tmp_path / "out"),
+        "STORE": str(tmp_path / "store"),
+        "KIT": str(tmp_path / "no kit"),
+    }
+    names = os.environ | {"REHEARSE": "1", "CUDA_VISIBLE_DEVICES": ""} | folders | names
+    command = [ROOT / "scripts" / "gpu_minutes.sh", call]
+    done = subprocess.run(command, cwd=ROOT, env=names, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+
+
+def test_phases_of_a_card_are_measured_beside_the_plan(minutes: ModuleType, tmp_path: Path) -> None:
+    findings = run_call("own", tmp_path)
+    [found] = [finding for finding in findings if finding["check"] == "own, tiny"]
+    assert found["passed"]
+    assert found["steps"] == len(found["update_s"]) == 2
+    assert {"start", "generate", "score", "train", "step"} <= found["planned_gib"].keys()
+    assert found["perf/generate_tokens_per_s"] * found["perf/generate_s"] == pytest.approx(2 * 4 * 8)
+    assert "| tiny | " in minutes.report(findings)
+
+
+def test_seeds_side_by_side_share_a_folder(minutes: ModuleType, tmp_path: Path) -> None:
+    findings = run_call("science", tmp_path, PARTS="finding", SEEDS="0 3")
+    arms = {finding["check"]: finding for finding in findings if finding["check"].startswith("finding, ")}
+    for arm in ("warmup", "best_of_4", "rlt"):
+        assert arms[f"finding, {arm}"]["seeds"] == [0, 3]
+        assert len(arms[f"finding, {arm}"]["greedy"]) == 2
+    stages = json.loads((tmp_path / "out" / "finding.json").read_text())["arms"]
+    assert stages.keys() == {"warmup", "best_of_4", "rlt"}
+    times = (tmp_path / "store/runs/science/finding/times.jsonl").read_text()
+    assert times.count('"stage": "warmup"') == 1  # which all processes share
+    assert "| rlt | 0, 3 |" in minutes.report(findings)
