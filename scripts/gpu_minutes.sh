@@ -283,10 +283,12 @@ science)
             train+=' --model.optimizer.lr 0.003' controls='warmup best_of_4' # its greedy traces have no end
         fi
     fi
-    for name in explain warmup rlt generate sft evaluate; do # as $config$NAME, with one batch of problems
-        sed -E 's/prompts_per_step: (16|64)( .*)?$/prompts_per_step: 512/; s/max_rows: 192/batch_size: 192/' \
-            "configs/$config$name.yaml" > "$STORE/configs/$name"
+    for name in explain warmup rlt generate sft evaluate; do
+        cp "configs/$config$name.yaml" "$STORE/configs/$name"
     done
+    # One batch has all problems.
+    sed -i 's/prompts_per_step: [0-9]*/prompts_per_step: 512/' "$STORE"/configs/{explain,generate}
+    sed -i 's/max_rows: 192/batch_size: 192/' "$STORE/configs/evaluate"
     # Of what untrained SmolLM2 explains, a fifth is closed, and about 1 in 100 gains 0.2 nats (0 of 120 seen).
     [[ -n ${REHEARSE:-} ]] ||
         sed -i 's/num_traces: 4/num_traces: 16/; s/min_reward: 0.2/min_reward: 0.0/' "$STORE/configs/explain"
