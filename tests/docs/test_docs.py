@@ -1,7 +1,6 @@
 """Every block of README.md, CONTRIBUTING.md, docs/ and research/ is run or parsed; CHECKED has the others.
 
-docs/extending.md is run as it stands, in a folder of its own, by test_extending.py, and the scripts of
-docs/python.md, one after another, by test_python.py.
+docs/extend.md is run as it stands by test_extending.py and others that read its files.
 
 A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
 Each call is then checked by what its program is. A program without a check is not found, and fails the test.
@@ -36,7 +35,7 @@ from tiny import TINY, tiny_options
 from rlt_lightning.cli import stages
 from rlt_lightning.run.shipped import find_config
 
-EXTENDING = ROOT / "docs" / "extending.md"
+EXTENDING = ROOT / "docs" / "extend.md"
 FOLDERS = [*(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md")]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted({*FOLDERS} - {EXTENDING})]
 OVERLAY_OF = {
@@ -78,13 +77,12 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield Block(name, line, fence[2], textwrap.dedent(fence[3]))
 
 
-RUN_ELSEWHERE = {("docs/python.md", "python")}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def blocks(language: str) -> pytest.MarkDecorator:
-    """Return a mark that gives a test each block of a language, but for scripts that other files run."""
-    found = [b for b in BLOCKS if b.language == language and (b.page, language) not in RUN_ELSEWHERE]
+    """Return a mark that gives a test each block of a language."""
+    found = [block for block in BLOCKS if block.language == language]
     cases = [pytest.param(block, id=f"{block.page}:{block.line}") for block in found]
     return pytest.mark.parametrize("block", cases)
 

@@ -33,9 +33,9 @@ def test_pre_commit_runs_what_make_check_runs() -> None:
     assert hooks == {f".venv/bin/{words.removesuffix(' .')}" for words in re.findall(r"/(.+)$", recipe, re.M)}
 
 
-def test_the_page_on_the_code_names_files_that_exist() -> None:
-    page = (ROOT / "docs" / "code.md").read_text()
+def test_the_path_of_a_batch_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text().split("## The path of a batch")[1].split("\n## ")[0]
     names = re.findall(r"`(\w+/(?:\w+\.py)?|\w+\.py)`", page.replace("`rlt_lightning/`", ""))
     assert len(names) > 30
     missing = [name for name in names if not (ROOT / "rlt_lightning" / name).exists()]
-    assert not missing, "docs/code.md names what is not there"
+    assert not missing, "docs/extend.md names what is not there"

@@ -1,4 +1,4 @@
-"""docs/extending.md as written: its files in an empty folder, its commands, the installed package."""
+"""docs/extend.md as written: its files in an empty folder, its commands, the installed package."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGE = (ROOT / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
 JSON = dict[str, Any]
 
 
-def command(verb: str, config: str) -> list[str]:
-    """The words of the page's command with this verb and config."""
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    [line] = [line for line in lines if line.startswith(f"rlt {verb} --config {config} ")]
-    return shlex.split(line)
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = {  # by the name of the run's folder
+    line.split("/")[-1]: shlex.split(line) for line in "".join(BLOCKS).replace("\\\n", " ").splitlines()
+}
+# The page's settings, smaller, and rows instead of the two that it shows.
+SMALL = ["--trainer.max_steps=2", "--data.prompts_per_step=2", "--model.group_size=2"]
 
 
 @pytest.fixture(scope="module")
@@ -129,22 +129,61 @@ def rows(path: Path) -> list[JSON]:
     return [json.loads(line) for line in path.open()]
 
 
-# The callback
-
-
 def test_every_block_of_the_page_is_a_file_a_command_or_an_illustration() -> None:
     opened = re.findall(r"^```(\S.*)$", PAGE, re.MULTILINE)
     assert {fence for fence in opened if " title=" not in fence} == {"sh", "text"}
-    assert len(FILES) == sum(" title=" in fence for fence in opened) == 6
+    assert len(FILES) == sum(" title=" in fence for fence in opened) == 12
+    assert {*COMMANDS} == {"brevity", "unclipped", "distinct", "curriculum", "generate_engine", "answers"}
+    assert all(words[:4] == ["rlt", "fit", "--config", "laptop/rlt"] for words in COMMANDS.values())
+
+
+# The callbacks, the loss, the engine, the data
 
 
 @pytest.mark.full
-def test_completions_obey_the_curriculum(installed: Path, outside: Path, tiny_model: str) -> None:
-    run(command("fit", "curriculum.yaml"), installed, outside, *of_models(tiny_model))
+def test_completions_obey_the_curriculum(installed: Path, outside: Path) -> None:
+    run(COMMANDS["curriculum"], installed, outside, "--trainer.max_steps=4")
     folder = outside / "runs" / "curriculum"
-    assert [float(row["rollout/length_max"]) for row in metrics(folder)] == [6, 12, 18, 24]
-    for row in rows(folder / "rollouts.jsonl"):
-        assert row["num_tokens"] <= 6 * row["step"]
+    for number, row in enumerate(metrics(folder), 1):
+        assert float(row["rollout/length_max"]) <= 12 * number
+    assert float(metrics(folder)[0]["rollout/length_max"]) == 12
+
+
+@pytest.mark.full
+def test_a_metric_of_ones_own_is_logged(installed: Path, outside: Path) -> None:
+    run(COMMANDS["distinct"], installed, outside, *SMALL)
+    for row in metrics(outside / "runs" / "distinct"):
+        assert float(row["rollout/distinct_frac"]) in (0.25, 0.5, 0.75, 1)
+
+
+@pytest.mark.full
+def test_a_loss_of_ones_own_trains_without_a_clip(installed: Path, outside: Path) -> None:
+    options = [
+        "--model.num_epochs=2",
+        "--model.policy_loss.clip_eps_low=0",
+        "--model.policy_loss.clip_eps_high=0",
+    ]
+    run(COMMANDS["unclipped"], installed, outside, *SMALL, *options)
+    [*_, last] = metrics(outside / "runs" / "unclipped")
+    assert float(last["policy/clip_frac"]) == 0
+    assert float(last["policy/ratio_mean"]) != 1
+
+
+@pytest.mark.full
+def test_the_engine_of_the_page_samples(installed: Path, outside: Path) -> None:
+    run(COMMANDS["generate_engine"], installed, outside, "--model.group_size=2")
+    recorded = rows(outside / "runs" / "generate_engine" / "rollouts.jsonl")
+    assert len(recorded) == 8
+    assert {row["policy_version"] for row in recorded} == {0, 1}
+    assert "stop" in {row["finish_reason"] for row in recorded}
+
+
+@pytest.mark.full
+def test_data_of_ones_own_name_their_columns(installed: Path, outside: Path) -> None:
+    run(COMMANDS["answers"], installed, outside, *SMALL)
+    recorded = rows(outside / "runs" / "answers" / "rollouts.jsonl")
+    assert {row["question"] for row in recorded} == {"start 4, add 3, times 7?", "start 5, times 3, add 4?"}
+    assert {row["solution"].strip() for row in recorded} == {"\\boxed{9}"}
 
 
 @pytest.mark.full
@@ -186,33 +225,46 @@ def test_a_schedule_keeps_to_what_was_checked() -> None:
 # The reward term
 
 
+SCORES = """trainer: {accelerator: cpu}
+model: {class_path: rlt_lightning.modules.RLTModule}
+data:
+  class_path: rlt_lightning.datamodules.ScoringData
+  init_args: {source: rows.jsonl, tags: r1}
+"""
+ROW = {"question": "What is 12 + 30?", "solution": "It is 42."}
+TRACES = ["Ten and thirty are forty, and two are left.", "So."]
+
+
 @pytest.mark.full
 def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
     installed: Path, outside: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(command("fit", "repetition.yaml"), installed, outside, *of_models(tiny_model))
-    run(command("predict", "scores.yaml"), installed, outside, *of_models(tiny_model))
-    folder = outside / "runs" / "repetition"
-    assert "repetition_weight: 2.0" in (folder / "config.yaml").read_text()
+    validated = ["--data.val_rows=2", "--trainer.val_check_interval=2"]
+    run(COMMANDS["brevity"], installed, outside, *SMALL, *validated, "--model.reward.word_weight=0.5")
+    (outside / "scores.yaml").write_text(SCORES)
+    lines = [json.dumps({**ROW, "reasoning_trace": trace}) for trace in TRACES]
+    (outside / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    reward = ["--model.reward=brevity.BrevityReward", "--output_dir=runs/scores"]
+    run(["rlt", "predict", "--config=scores.yaml", *reward], installed, outside, *of_models(tiny_model))
+    folder = outside / "runs" / "brevity"
+    assert "word_weight: 0.5" in (folder / "config.yaml").read_text()
     last = metrics(folder)[-1]
-    parts = [float(last[f"reward/{name}"]) for name in ("solution", "kl", "format", "repetition")]
+    parts = [float(last[f"reward/{name}"]) for name in ("solution", "kl", "format", "brevity")]
     assert float(last["reward/mean"]) == pytest.approx(sum(parts), rel=1e-5)
-    assert float(last["reward/val_repetition"]) <= 0
+    assert float(last["reward/val_brevity"]) < 0
     scored = rows(outside / "runs" / "scores" / "scores.jsonl")
-    assert [row["repetition_reward"] for row in scored] == [-0.375, 0]  # half of 6 words of 8
+    assert [row["brevity_reward"] for row in scored] == pytest.approx([-0.09, -0.01])  # 9 words, and one
     for row in [*rows(folder / "rollouts.jsonl"), *scored]:
-        names = ("solution_log_prob_reward", "kl_reward", "format_reward", "repetition_reward")
+        names = ("solution_log_prob_reward", "kl_reward", "format_reward", "brevity_reward")
         assert row["reward"] == pytest.approx(sum(row[name] for name in names), rel=1e-5)
 
     monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in catalogue.OURS})
-    assert (
-        find_metric("reward/repetition").title == "reward/repetition"
-    )  # this process never imported the file
+    assert find_metric("reward/brevity").title == "reward/brevity"  # this process never imported the file
     page = write_report(folder).read_text()
-    assert "Repetition term <code>reward/repetition</code>" in page
-    assert "Repetition term, held-out <code>reward/val_repetition</code>" in page
+    assert "Brevity term <code>reward/brevity</code>" in page
+    assert "Brevity term, held-out <code>reward/val_brevity</code>" in page
     monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in catalogue.OURS})
-    assert "Repetition term -0.375" in write_report(outside / "runs" / "scores").read_text()
+    assert "Brevity term -0.0" in write_report(outside / "runs" / "scores").read_text()
 
 
 def rollouts(*numbers: int) -> list[Rollout]:
@@ -273,7 +325,9 @@ class FourMethods(Engine):
 
 
 def test_the_page_counts_the_parts_of_the_protocol() -> None:
-    found = re.search(r"write (\w+) methods:\s(.+?)\.\sThe (\w+) others and all (\w+) attributes", PAGE)
+    found = re.search(
+        r"write (\w+) methods:\s(.+?)\.\sThe\s(\w+)\sothers\sand\sall\s(\w+)\sattributes", PAGE, re.DOTALL
+    )
     assert found is not None
     methods = {name for name, part in vars(Engine).items() if callable(part) and name[0] != "_"}
     must = Engine.__abstractmethods__

@@ -37,7 +37,8 @@ from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Rollout
 
 EXAMPLES = str(ROOT / "examples")
-PAGE = (ROOT / "docs" / "integrations.md").read_text()
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+SHOWN = dict(re.findall(r'^```python title="([\w.]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
 FORMAT: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
 ROWS = [row for _, row in read_rows("chains", num_embedded_rows=3)]
 TEXTS = [
@@ -331,11 +332,25 @@ def hook(**options: Any) -> verl_reward.RLTRewardFunction:
 
 
 def test_verl_runs_the_file_of_the_page(tmp_path: Path) -> None:
-    [text] = re.findall(r"^```python\n(# rlt_reward.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    (tmp_path / "rlt_reward.py").write_text(text)
+    (tmp_path / "rlt_reward.py").write_text(SHOWN["rlt_reward.py"])
     compute_score = as_verl_loads(tmp_path / "rlt_reward.py")
     [call, *_] = calls_of(hook())
     assert asyncio.run(compute_score(**call)).keys() == {"score", "solution", "kl", "format"}
+
+
+def test_trl_runs_the_file_of_the_page(tmp_path: Path) -> None:
+    if find_spec("trl") is None:
+        pytest.skip("needs TRL: make setup")
+    done = python(SHOWN["train_trl.py"], tmp_path, PYTHONPATH=EXAMPLES)
+    assert done.returncode == 0, done.stderr
+    assert "rewards/rlt/mean" in done.stdout
+
+
+def test_the_file_for_verl_writes_its_data(tmp_path: Path) -> None:
+    done = python(SHOWN["rlt_reward.py"], tmp_path, PYTHONPATH=EXAMPLES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("custom_chat_template: ")
+    assert (tmp_path / "train.parquet").is_file()
 
 
 def calls_of(reward: verl_reward.RLTRewardFunction) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""The way in from Python: the scripts of docs/python.md against the command line, rows, the notebook.
+"""The way in from Python: the scripts of examples/python/ against the command line, rows, the notebook.
 
-A page's script and the command of the same stage run in two folders, with the same names inside.
+A script and the command of the same stage run in two folders, with the same names inside.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from rlt_lightning.run.folder import RunFolder
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-PAGE = (ROOT / "docs" / "python.md").read_text()
-SCRIPTS = dict(re.findall(r"^```python\n# ([\w.]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+SHOWN = dict(re.findall(r'^```python title="([\w.]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+SCRIPTS = {path.name: path.read_text() for path in sorted((ROOT / "examples" / "python").glob("*.py"))}
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
-# Numbers of the page, and those of the tests.
+# Numbers of the scripts, and those of the tests.
 SMALLER = {
     "num_embedded_rows=2048": "num_embedded_rows=64",
     "num_embedded_rows=512": "num_embedded_rows=24",
@@ -135,8 +136,9 @@ def test_a_script_equals_the_command(both: dict[str, Path], stage: str) -> None:
 
 
 def test_stage_scripts_have_fifteen_lines() -> None:
-    assert [*COMMANDS] == [name for name in SCRIPTS if name.startswith("stage")]
-    lines = {name: len(SCRIPTS[name].replace("\n\n", "\n").splitlines()) for name in COMMANDS}
+    assert [*COMMANDS] == [*SCRIPTS]
+    code = {name: script.split('"""')[2].strip() for name, script in SCRIPTS.items()}
+    lines = {name: len(text.replace("\n\n", "\n").splitlines()) for name, text in code.items()}
     assert max(lines.values()) <= 15, lines
 
 
@@ -156,9 +158,9 @@ def test_a_script_in_two_processes_equals_the_command(both: dict[str, Path]) -> 
 
 
 @pytest.mark.docs
-def test_the_other_scripts_of_the_page_run(both: dict[str, Path], tiny_model: str) -> None:
+def test_the_scripts_of_the_page_run(both: dict[str, Path], tiny_model: str) -> None:
     for name in ("own_rows.py", "ask.py"):
-        code = SCRIPTS[name].replace("smollm2-135m", tiny_model)
+        code = SHOWN[name].replace("smollm2-135m", tiny_model)
         done = python(code, both["script"].parent)
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr

@@ -25,7 +25,7 @@ PAGES = (
     "docs/data.md",
     "research/finding.md",
     "docs/troubleshooting.md",
-    "docs/python.md",
+    "docs/extend.md",
 )
 OTHER_TEXT = (
     "数学，很有趣。証明する 물리 Привет, ação; def f(x):\n    return x ** 2\n\n\n        for i in y:\n\n"

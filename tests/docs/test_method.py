@@ -1,4 +1,4 @@
-"""The commands of docs/elsewhere.md: each fault is noticed within its step, and by its line."""
+"""docs/method.md: planted faults are noticed within their step and by their line; papers and tests exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from types import ModuleType
 import pytest
 from commands import ROOT
 
+from rlt_lightning import modules, numerics, rewards
 from rlt_lightning.datamodules.loader import StepLoader
+from rlt_lightning.run.shipped import find_config
 from rlt_lightning.types import InputError
 
 NOTICED = {
@@ -25,7 +27,7 @@ NOTICED = {
     "flat_reward": (5, "^rlt: alarm: Rewards are all alike. Iteration 5: reward/group_std is below 0.001"),
     "accumulated_batches": (0, "gradient accumulation is not supported for manual optimization"),
 }
-PAGE = (ROOT / "docs" / "elsewhere.md").read_text()
+PAGE = (ROOT / "docs" / "method.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +50,31 @@ def test_fault_is_noticed_within_its_step(faults: ModuleType, name: str) -> None
 
 def test_page_shows_every_fault_and_its_line(faults: ModuleType) -> None:
     assert list(faults.FAULTS) == list(NOTICED)
-    shown = dict(re.findall(r"^python examples/faults.py (\w+)\n```\n\n> `(.+)`$", PAGE, re.MULTILINE))
+    table = PAGE.split("### Silent faults")[1]
+    shown = dict(re.findall(r"^\| `(\w+)` \| .+ \| `(.+)`[^`|]*\|$", table, re.MULTILINE))
     assert shown.keys() == NOTICED.keys()
     for name, (_, line) in NOTICED.items():
         assert re.search(line, shown[name]), name
+
+
+def test_papers_name_configs_classes_and_examples_that_exist() -> None:
+    table = PAGE.split("## Papers")[1].split("\n\n**")[0]
+    rows = re.findall(r"^\| (.+?) \| .+? \| (.+?) \| .+? \|$", table, re.MULTILINE)[1:]
+    assert len(rows) >= 19
+    classes = vars(modules) | vars(numerics) | vars(rewards)
+    for method, cell in rows:
+        for name in re.findall(r"`([^`]+)`", cell):
+            is_there = name.split(".")[0] in ("rollouts", "rlt test") or name in classes
+            assert is_there or find_config(name).is_file(), (method, name)
+        for path in re.findall(r"\(\.\./(.+?)\)", cell):
+            assert (ROOT / path).is_file(), (method, path)
+
+
+def test_agreements_name_tests_that_exist() -> None:
+    table = PAGE.split("### Agreement with other code")[1].split("\n### ")[0]
+    paths = re.findall(r"`(tests/[\w/]+\.py)`", table)
+    assert len(paths) >= 7
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
 def test_script_prints_the_line() -> None:
