@@ -92,11 +92,11 @@ test-research: setup
 test-oldest:
 	scripts/test_oldest.sh
 
-# Runs the benchmarks and puts their figures into docs/: an hour on an idle machine with 24 GB.
+# Runs the benchmarks and puts their figures into research/speed.md: an hour on an idle machine with 24 GB.
 benchmarks: setup
 	scripts/benchmarks.sh
 
-# On a machine with one GPU, 15 minutes: docs/gpu.md. Options: CALL=0|1|2, OUT=DIR, LIMIT=SECONDS, PYTHON=FILE, REHEARSE=1
+# On a machine with one GPU, 15 minutes: research/gpu.md. Options: CALL=0|1|2, OUT=DIR, LIMIT=SECONDS, PYTHON=FILE, REHEARSE=1
 # (at tiny size on a CPU).
 gpu-minutes:
 	scripts/gpu_minutes.sh $(or $(CALL),all)

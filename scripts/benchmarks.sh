@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the benchmarks whose figures docs/ quotes, keep what they write in docs/benchmarks, and put the
+# Run the benchmarks that research/speed.md quotes, keep what they write in docs/benchmarks, and put the
 # figures into the pages. An hour on an idle machine with 24 GB; two programs on its cores spoil it.
 #
 #   scripts/benchmarks.sh [NAME ...]     the default: reward optimise growth startup memory data

@@ -3,7 +3,7 @@
 #
 #   make gpu-minutes                          both calls, in the project's .venv (make setup), or PYTHON
 #   REHEARSE=1 make gpu-minutes               the same at tiny size on a CPU: shows that everything runs, no more
-#   scripts/gpu_minutes.sh report FILE ...    results.jsonl of the calls as the tables of docs/gpu.md
+#   scripts/gpu_minutes.sh report FILE ...    results.jsonl of the calls as the tables of research/gpu.md
 #
 # Calls for a machine that is had for minutes (CALL=0, 1, 2, own or science; rates, engine or profile is that part).
 # LIMIT=seconds ends each in time:
@@ -40,7 +40,7 @@ py=${PYTHON:-.venv/bin/python}
 
 make_kit() { # into KIT; the versions are those of constraints.txt, as far as it has them
     local names=(httpx2 httpcore2 truststore jsonargparse docstring_parser typeshed_client Pebble gguf math-verify
-        latex2sympy2_extended antlr4-python3-runtime hjson pydantic pydantic_core annotated-types typing-inspection
+        latex2sympy2_extended antlr4-python3-runtime datasets dill multiprocess hjson pydantic pydantic_core annotated-types typing-inspection
         liger-kernel==0.8.5 cut-cross-entropy==25.1.1) pins=() name platforms=() number wheels
     wheels=$(mktemp -d)
     for name in "${names[@]}"; do pins+=("$(grep -iE -m 1 "^${name//[-_]/[-_.]}==" constraints.txt || echo "$name")"); done
