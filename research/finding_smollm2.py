@@ -263,9 +263,16 @@ def draw(finding: dict[str, Any], path: Path) -> None:
     names = [arm.replace("_", "\n") for arm in arms]
     scores = [fmean(row["accuracy"]) for row in arms.values()]
     halves = [interval(row["accuracy"], row["accuracy_error"]) for row in arms.values()]
-    bars = left.bar(names, scores, yerr=halves, capsize=5, color="#0b6e99")
+    within = [
+        [min(half, score) for score, half in zip(scores, halves, strict=True)],
+        [min(half, 100 - score) for score, half in zip(scores, halves, strict=True)],
+    ]
+    bars = left.bar(names, scores, yerr=within, capsize=5, color="#0b6e99")
     left.bar_label(bars, fmt="%.0f %%")
-    left.set(title="accuracy on unseen problems, T 0.7", ylabel="%", ylim=(0, 112))
+    greedy = [fmean(row["greedy"]) for row in arms.values()]
+    left.plot(names, greedy, "D", color="#d98c3f", label="greedy")
+    left.legend(loc="upper left")
+    left.set(title="accuracy on unseen problems: bars T 0.7", ylabel="%", ylim=(0, 112))
     bottom = [0.0] * len(arms)
     for kind, color in zip(TRACE_KINDS, ("#2a7f3f", "#b0b0b0", "#d9822b", "#b03a3a", "#6b4fa0"), strict=True):
         parts = [fmean(kinds[kind] for kinds in row["kinds"]) for row in arms.values()]
