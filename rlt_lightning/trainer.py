@@ -1,6 +1,6 @@
 """Lightning's Trainer with what every run of this project has: a folder, callbacks, checkpoints, metrics.csv.
 
-None of it is needed to train: an unmodified `lightning.Trainer` does with a RolloutCallback (docs/python.md).
+None of it is needed to train: an unmodified `lightning.Trainer` does with a RolloutCallback (docs/extend.md).
 Scripts and the command line make the same Trainer:
 
     script     Trainer(output_dir, callbacks=[…], …)
