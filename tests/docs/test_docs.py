@@ -1,7 +1,7 @@
-"""Every block of README.md, CONTRIBUTING.md, AGENTS.md, docs/ and research/ is run or parsed; CHECKED has the others.
+"""Every block of README, CONTRIBUTING, AGENTS, docs/ and research/ is run or parsed, as CHECKED says.
 
-On docs/extend.md blocks with a title are files of a folder in which test_extending.py runs the page's commands, and
-test_python.py runs the scripts that RUN_ELSEWHERE names.
+On docs/extend.md blocks with a title are files of a folder in which test_extending.py runs the page's
+commands, and test_python.py runs the scripts that RUN_ELSEWHERE names.
 
 A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
 Each call is then checked by what its program is. A program without a check is not found, and fails the test.
