@@ -1,7 +1,7 @@
 """Every block of README, CONTRIBUTING, AGENTS, docs/ and research/ is run or parsed, as CHECKED says.
 
-On docs/extend.md blocks with a title are files of a folder in which test_extending.py runs the page's
-commands, and test_python.py runs the scripts that RUN_ELSEWHERE names.
+A block with a title is a file of that name; those of docs/extend.md are run by test_extending.py,
+test_python.py, test_lightning.py and test_integrations.py.
 
 A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
 Each call is then checked by what its program is. A program without a check is not found, and fails the test.
@@ -76,14 +76,12 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield Block(name, line, fence[2], textwrap.dedent(fence[4]), fence[3] or "")
 
 
-# Scripts of docs/extend.md that test_python.py and test_lightning.py run.
-RUN_ELSEWHERE = {"plain.py", "own_rows.py", "ask.py", *(f"stage{number}.py" for number in range(1, 6))}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def blocks(language: str) -> pytest.MarkDecorator:
-    """Return a mark that gives a test each block of a language, but for those that other files run."""
-    here = [b for b in BLOCKS if b.language == language and not b.title and b.file() not in RUN_ELSEWHERE]
+    """Return a mark that gives a test each block of a language, but for those with a title."""
+    here = [b for b in BLOCKS if b.language == language and not b.title]
     cases = [pytest.param(block, id=f"{block.page}:{block.line}") for block in here]
     return pytest.mark.parametrize("block", cases)
 

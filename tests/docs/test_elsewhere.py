@@ -1,4 +1,4 @@
-"""The commands of docs/method.md: each fault is noticed within its step, and by its line."""
+"""The commands of docs/elsewhere.md: each fault is noticed within its step, and by its line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTICED = {
     "flat_reward": (5, "^rlt: alarm: Rewards are all alike. Iteration 5: reward/group_std is below 0.001"),
     "accumulated_batches": (0, "gradient accumulation is not supported for manual optimization"),
 }
-PAGE = (ROOT / "docs" / "method.md").read_text()
+PAGE = (ROOT / "docs" / "elsewhere.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -88,10 +88,10 @@ def test_a_file_that_is_there_is_not_called_unwritten(pages: Path) -> None:
 
 
 def test_every_row_of_the_figures_is_quoted() -> None:
-    page = (ROOT / "docs" / "hardware.md").read_text()
+    page = (ROOT / "docs" / "performance.md").read_text()
     rows = re.findall(r"^\| `\w+\.py`.*$", page.split("## Figures")[1].split("\n## ")[0], re.MULTILINE)
     assert len(rows) >= 6
-    patterns = [quotes.pattern_of(quote) for quote in TABLE["pages"]["docs/hardware.md"]]
+    patterns = [quotes.pattern_of(quote) for quote in TABLE["pages"]["docs/performance.md"]]
     for row in rows:
         figure = row.split("|")[3].strip()
         assert any(pattern.fullmatch(figure) for pattern in patterns), f"not in quotes.yaml: {figure}"

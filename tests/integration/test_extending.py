@@ -1,4 +1,4 @@
-"""docs/extend.md as written: its files in an empty folder, its commands, the installed package."""
+"""docs/extending.md as written: its files in an empty folder, its commands, the installed package."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-PAGE = (ROOT / "docs" / "extend.md").read_text()
+PAGE = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
 JSON = dict[str, Any]
 

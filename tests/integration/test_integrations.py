@@ -37,7 +37,7 @@ from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Rollout
 
 EXAMPLES = str(ROOT / "examples")
-PAGE = (ROOT / "docs" / "extend.md").read_text()
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
 FORMAT: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
 ROWS = [row for _, row in read_rows("chains", num_embedded_rows=3)]
 TEXTS = [

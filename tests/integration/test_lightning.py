@@ -37,7 +37,7 @@ from rlt_lightning.types import InputError
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
 )
-PAGE = (ROOT / "docs" / "extend.md").read_text()
+PAGE = (ROOT / "docs" / "python.md").read_text()
 [PLAIN] = re.findall(r"^```python\n# plain.py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SGD = ["--optimizer=torch.optim.SGD", "--optimizer.lr=0.5", "--optimizer.momentum=0.9"]
 COSINE = ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=10"]

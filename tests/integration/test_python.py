@@ -1,4 +1,4 @@
-"""The way in from Python: the scripts of docs/extend.md against the command line, rows, the notebook.
+"""The way in from Python: the scripts of docs/python.md against the command line, rows, the notebook.
 
 A page's script and the command of the same stage run in two folders, with the same names inside.
 """
@@ -40,7 +40,7 @@ from rlt_lightning.run.folder import RunFolder
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-PAGE = (ROOT / "docs" / "extend.md").read_text()
+PAGE = (ROOT / "docs" / "python.md").read_text()
 SCRIPTS = dict(re.findall(r"^```python\n# ([\w.]+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 # Numbers of the page, and those of the tests.

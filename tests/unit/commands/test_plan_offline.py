@@ -148,7 +148,7 @@ def test_memory_is_what_ten_measured_runs_needed(smollm2: str, tmp_path: Path) -
     sys.path.insert(0, str(ROOT / "benchmarks"))
     spec.loader.exec_module(benchmark)
     sys.path.remove(str(ROOT / "benchmarks"))
-    page = (ROOT / "docs" / "hardware.md").read_text()
+    page = (ROOT / "docs" / "planning.md").read_text()
     rows = re.findall(r"^\| `(\w+)`.*\| ([\d.]+) \| ([\d.]+) \| [\d.]+ \|$", page, re.MULTILINE)
     assert {name for name, *_ in rows} == set(benchmark.SETUPS)
     options = {name: [f"--plan.json={tmp_path / name}.json"] for name, *_ in rows}
