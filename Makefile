@@ -96,7 +96,7 @@ test-oldest:
 benchmarks: setup
 	scripts/benchmarks.sh
 
-# On a machine with one GPU, 15 minutes: research/gpu.md. Options: CALL=0|1|2, OUT=DIR, LIMIT=SECONDS, PYTHON=FILE, REHEARSE=1
+# On a machine with one GPU, 15 minutes: docs/gpu.md. Options: CALL=0|1|2, OUT=DIR, LIMIT=SECONDS, PYTHON=FILE, REHEARSE=1
 # (at tiny size on a CPU).
 gpu-minutes:
 	scripts/gpu_minutes.sh $(or $(CALL),all)

@@ -3,7 +3,7 @@
 #
 #   make gpu-minutes                          both calls, in the project's .venv (make setup), or PYTHON
 #   REHEARSE=1 make gpu-minutes               the same at tiny size on a CPU: shows that everything runs, no more
-#   scripts/gpu_minutes.sh report FILE ...    results.jsonl of the calls as the tables of research/gpu.md
+#   scripts/gpu_minutes.sh report FILE ...    results.jsonl of the calls as the tables of docs/gpu.md
 #
 # Calls for a machine that is had for minutes (CALL=0, 1 or 2; rates, engine or profile is that part). LIMIT=seconds
 # ends each in time:

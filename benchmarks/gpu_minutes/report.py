@@ -1,4 +1,4 @@
-"""Turn the results of the calls into the tables of research/gpu.md, and name what fell short of predictions.
+"""Turn the results of the calls into the tables of docs/gpu.md, and name what fell short of predictions.
 
     scripts/gpu_minutes.sh report results.jsonl [results.jsonl ...]
 

@@ -2,7 +2,7 @@
 
 To add a term without changing this file, write a subclass of `RLTReward`: name the term in `extra_names` and
 return its values from `extra_terms`, made of texts, or from `token_terms`, made of what students have read
-(docs/extend.md has an example of each).
+(docs/extending.md has an example of each).
 
 To add a term inside this file, change these places:
 

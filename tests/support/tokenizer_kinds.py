@@ -21,11 +21,11 @@ SPACE = "\u2581"  # ▁
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PAGES = (
     "docs/method.md",
-    "docs/pipeline.md",
+    "docs/scoring.md",
     "docs/data.md",
     "research/finding.md",
-    "docs/troubleshoot.md",
-    "docs/extend.md",
+    "docs/troubleshooting.md",
+    "docs/python.md",
 )
 OTHER_TEXT = (
     "数学，很有趣。証明する 물리 Привет, ação; def f(x):\n    return x ** 2\n\n\n        for i in y:\n\n"
