@@ -23,6 +23,8 @@ def on_files(files: Files, config: Any) -> Files:
     for path in [*(root / "research").glob("*.md"), *(root / "research").glob("*.svg")]:
         files.append(File.generated(config, f"research/{path.name}", abs_src_path=str(path)))
     for page in list(files.documentation_pages()):
+        if page.src_uri.startswith("api/"):  # what it links by ../ is a page of docs/
+            continue
         for path in LINK.findall(page.content_string):
             if not (root / path).is_file():
                 raise PluginError(
@@ -66,7 +68,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": 0.02}
     if page.file.src_uri == "index.md":
         page.meta["search"] = {"boost": 4}
-    if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
+    if page.file.src_uri.startswith(("source/", "api/")):  # links of these are right already
         return markdown
     if page.file.src_uri.startswith("research/"):
         return LINK.sub(r"](../source/\1.md)", markdown).replace("](../docs/", "](../")
