@@ -13,7 +13,7 @@ A CPU's allocator keeps what is freed: by default glibc returns only blocks abov
 32 MiB, so resident memory is more than what is in use. With `--allocator exact`, the default here, the runs
 have MALLOC_ARENA_MAX=1 and return every block above 64 KiB; `--allocator default` leaves them alone.
 
-`--pages` plans the large set-ups of docs/planning.md instead, from the published shapes of the models.
+`--pages` plans the large set-ups of docs/hardware.md instead, from the published shapes of the models.
 """
 
 from __future__ import annotations

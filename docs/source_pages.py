@@ -23,6 +23,8 @@ def on_files(files: Files, config: Any) -> Files:
     for path in [*(root / "research").glob("*.md"), *(root / "research").glob("*.svg")]:
         files.append(File.generated(config, f"research/{path.name}", abs_src_path=str(path)))
     for page in list(files.documentation_pages()):
+        if page.src_uri.startswith("api/"):  # what it links by ../ is a page of docs/
+            continue
         for path in LINK.findall(page.content_string):
             if not (root / path).is_file():
                 raise PluginError(
@@ -63,10 +65,12 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links to the files into links to their pages; the search begins with index.md, ends with api/."""
     if page.file.src_uri.startswith("api/"):
-        page.meta["search"] = {"boost": 0.02}
+        page.meta["search"] = {"boost": 0.001}  # the title of a class counts a thousandfold
+    if page.file.src_uri.startswith("research/"):
+        page.meta["search"] = {"boost": 0.3}
     if page.file.src_uri == "index.md":
         page.meta["search"] = {"boost": 4}
-    if page.file.src_uri.startswith("source/"):  # a notebook's links are right already
+    if page.file.src_uri.startswith(("source/", "api/")):  # links of these are right already
         return markdown
     if page.file.src_uri.startswith("research/"):
         return LINK.sub(r"](../source/\1.md)", markdown).replace("](../docs/", "](../")

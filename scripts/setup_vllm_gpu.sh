@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make ../vllm, a virtual environment with a vLLM server for NVIDIA GPUs (docs/gpu.md; about 10 GB).
+# Make ../vllm, a virtual environment with a vLLM server for NVIDIA GPUs (docs/hardware.md; about 10 GB).
 # Run: scripts/setup_vllm_gpu.sh            DRY_RUN=1: check the driver, print the commands, run none
 # VENV: another folder. PYTHON: another Python. VLLM: what to install in place of PyPI's vllm, such as a wheel
 # that vLLM releases for CUDA 12, with INDEX=https://download.pytorch.org/whl/cu129 for drivers below 580.
@@ -34,7 +34,7 @@ major=${driver%%.*}
 [[ $major =~ ^[0-9]+$ ]] || fail "nvidia-smi must report a driver version, but reports '$driver'."
 [[ -n $INDEX && $VLLM != "vllm==$VERSION" ]] || (( major >= 580 )) || fail "PyPI's PyTorch and vLLM are built for" \
   "CUDA 13, so the driver must be 580 or newer, but is $driver. Update it, or set both VLLM and INDEX to builds for" \
-  "CUDA 12 (docs/gpu.md)."
+  "CUDA 12 (docs/hardware.md)."
 (( major >= 525 )) || fail "Builds for CUDA 12 need driver 525 or newer, but it is $driver. Update it."
 [[ -f $STAMP ]] && exit 0
 

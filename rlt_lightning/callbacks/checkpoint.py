@@ -258,7 +258,7 @@ class Checkpoint(ModelCheckpoint):
         if not found:
             raise InputError(
                 f"checkpoint.monitor {metric} needs EvaluateEvery in trainer.callbacks, but it is not there. "
-                "Add --config add/evaluate_every (docs/evaluation.md)."
+                "Add --config add/evaluate_every (docs/evaluate.md)."
             )
         every = [callback.every_n_steps for callback in found if metric in callback.names]
         if not every:

@@ -102,7 +102,7 @@ class ResponseCallback(Callback):
         if trainer.world_size > 1 and not self.engine.in_process:
             raise InputError(
                 f"vLLM workers answer one process, but trainer.devices makes {trainer.world_size}. Set "
-                "trainer.devices to 1: the workers use the GPUs (docs/evaluation.md)."
+                "trainer.devices to 1: the workers use the GPUs (docs/evaluate.md)."
             )
         pl_module.sample = partial(self.sample, trainer, pl_module)
         if self.budget is not None:

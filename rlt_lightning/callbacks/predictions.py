@@ -150,7 +150,7 @@ def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
             f"{foreign} of {len(items)} traces were not sampled by the teacher {module.pretrained} (their "
             f"column teacher does not name it). The mean of their log-ratios ({of_kl.kl_estimator}) is no "
             "KL and may be negative, so that nonsense can win. Rank such traces by the exact KL, with "
-            "--config recipe_7b/rank; see docs/scoring.md."
+            "--config recipe_7b/rank; see docs/pipeline.md."
         )
 
 
@@ -165,7 +165,7 @@ class DistillationWriter(Callback):
     Args:
         select: Which traces of a problem to take. `first`, `best_reward`, `shortest` and `all` mean what they
             say; `fits_context` takes the best trace that fits a student or, if none fits, the shortest. A
-            choice needs several traces; one greedy trace costs less (docs/generating.md, what to do first).
+            choice needs several traces; one greedy trace costs less (docs/pipeline.md, what to do first).
         per_problem: Most traces of a problem; `all` takes all.
         min_reward: Least reward of a selected trace, nats. With it only traces that fit a student are
             selected; a problem without one is left out.

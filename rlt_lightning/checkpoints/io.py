@@ -13,7 +13,11 @@ passes sharded tensors by name instead, and `write_checkpoint` gathers them one 
     load   read_whole_state() → module.on_load_checkpoint() → fill_in_place(weights) → restore_moments()
 
 A strategy overrides `weights`, `moments` and `restore_moments` where its library keeps them elsewhere.
-docs/resuming.md says in which order a run is restored.
+
+A resume, in order: the run chooses the newest finished checkpoint and locks its folder (run/folder.py), reads
+the rows, and loads the models. Lightning restores weights, callbacks' states, counters, moments, schedule and
+the position in the data. Then the callbacks load the reference, cut `metrics.csv` and `rollouts.jsonl` to the
+checkpoint's step, and start the engine, which gets the weights; each worker's copy is verified.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
 
 """
         + MACHINE
-        + """  --trainer.strategy auto             how several GPUs share the work; docs/scaling.md
+        + """  --trainer.strategy auto             how several GPUs share the work; docs/hardware.md
   --trainer.max_steps N               optimizer steps, each of them one RL iteration
   --trainer.max_epochs N              passes over the data
 

@@ -1,4 +1,4 @@
-"""`rlt check`: whether a run can teach anything, before it starts (docs/new_task.md).
+"""`rlt check`: whether a run can teach anything, before it starts (docs/data.md).
 
     rows    ─▶ lengths, steps                               nothing is loaded
     model   ─▶ closed, right, spread   of a few completions that it samples
@@ -71,7 +71,7 @@ ADVICE = (
 )
 CONTROL = (
     "whether RLT does more than decoding: before you train, compare with greedy traces of this teacher, "
-    "rlt predict with --rollouts.sampling.temperature 0 (docs/generating.md, what to do first)"
+    "rlt predict with --rollouts.sampling.temperature 0 (docs/pipeline.md, what to do first)"
 )
 VARIANTS = {"leap": "a leap to the answer", "filler": "filler"}  # of a right trace, and how they are called
 COUNTED = 4  # problems that are sampled and counted together
@@ -254,7 +254,7 @@ def check_given_traces(
     if not known:
         missing = "have no answer"
         if not any(row.trace for row in rows):
-            missing = "have no reasoning_trace: stage 0 writes them for the warm-up (docs/own_rows.md)"
+            missing = "have no reasoning_trace: stage 0 writes them for the warm-up (docs/data.md)"
         return Check("traces", "cannot", f"the {len(rows)} rows that were read {missing}")
     part = fmean(known)
     # A student learns what it is shown; a warm-up may show traces of uneven quality.
@@ -356,7 +356,7 @@ def check_stage_0(data: TeacherRLData, sampled: Sequence[Rollout], completions: 
         grade(part, STAGE_0),
         f"rows without traces: of {completions} explanations one is closed and without tags for "
         f"{show_part(part, len(usable) // completions)} of the problems; stage 0 keeps those that earn more "
-        "than filler (docs/own_rows.md)",
+        "than filler (docs/data.md)",
         f"at least {100 * STAGE_0[1]:g} %",
         "Show an example in data.teacher_system_prompt, as laptop/smollm2_explain does, or raise "
         "rollouts.num_traces there",

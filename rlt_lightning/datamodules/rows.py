@@ -115,7 +115,7 @@ def check_columns(
         "fine-tuning and scoring also reasoning_trace), or conversations, but "
         f"'{source}' lacks {', '.join(missing)} and has "
         f"{', '.join(found) or 'no columns'}. Rename its columns, or add what is missing"
-        f"{' (stage 0 writes traces: docs/own_rows.md).' if missing == [TRACE_COLUMN] else '.'}"
+        f"{' (stage 0 writes traces: docs/data.md).' if missing == [TRACE_COLUMN] else '.'}"
     )
 
 

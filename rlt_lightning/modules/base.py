@@ -680,7 +680,7 @@ def require_strategy(strategy: Any) -> None:
         raise InputError(
             f"strategy must be one of auto, ddp, {', '.join(NAMED)}, but is {type(strategy).__name__} of "
             "Lightning, in a form that does not work here. For weights in shards use fsdp2 or "
-            "deepspeed_stage_3 (docs/scaling.md)."
+            "deepspeed_stage_3 (docs/hardware.md)."
         )
 
 

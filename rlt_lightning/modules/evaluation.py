@@ -27,7 +27,7 @@ from rlt_lightning.types import InputError
 
 
 class EvaluationModule(LightningModule):
-    """Ask a model the problems of evaluation sets and judge its responses; see docs/evaluation.md.
+    """Ask a model the problems of evaluation sets and judge its responses; see docs/evaluate.md.
 
     Args:
         pretrained: The model: local folder, hub id, or a name such as miniature. If vLLM workers serve it,

@@ -104,7 +104,7 @@ def test_files_say_where_they_come_from() -> None:
         assert "--tiny" not in origin["command"], f"{file} is of a size that shows only that it works"
 
 
-def test_the_script_names_every_quoted_benchmark() -> None:
+def test_the_script_names_every_benchmark_with_a_file() -> None:
     script = (ROOT / "scripts" / "benchmarks.sh").read_text()
     default = re.search(r"^default=\(([a-z ]+)\)", script, re.MULTILINE)
     known = re.search(r'^known=\("\$\{default\[@\]\}" ([a-z_ ]+)\)', script, re.MULTILINE)
@@ -112,7 +112,8 @@ def test_the_script_names_every_quoted_benchmark() -> None:
     assert known is not None
     names = {*default[1].split(), *known[1].split()}
     quoted = {name for found in TABLE["pages"].values() for quote in found for name in quotes.files_of(quote)}
-    assert quoted == names
+    assert quoted <= names
+    assert {file.stem for file in (ROOT / "docs" / "benchmarks").glob("*.json")} <= names
     assert set(TABLE["unwritten"]) <= names
     done = subprocess.run(
         [str(ROOT / "scripts" / "benchmarks.sh"), "plans"], capture_output=True, text=True, cwd=ROOT

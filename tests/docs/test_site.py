@@ -91,6 +91,20 @@ def test_links_work_on_a_git_host(page: Path) -> None:
             assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
+def test_messages_and_comments_name_pages_that_exist() -> None:
+    folders = ("rlt_lightning", "configs", "scripts", "examples", "benchmarks", "research", "tests")
+    kinds = (".py", ".yaml", ".yml", ".sh", ".ipynb")
+    files = [p for name in folders for p in (ROOT / name).rglob("*") if p.suffix in kinds]
+    files += [ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml")]
+    files += (ROOT / ".github").rglob("*.yml")
+    pattern = re.compile(r"\b(?:docs|research)/\w+\.md\b")
+    named = {
+        (str(file.relative_to(ROOT)), page) for file in files for page in pattern.findall(file.read_text())
+    }
+    assert len(named) > 50
+    assert [(file, page) for file, page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
 def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["license"], citation["version"]) == ("Apache-2.0", __version__)

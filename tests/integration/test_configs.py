@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -327,7 +328,14 @@ def test_another_reward_has_its_own_defaults(
     assert {name: reward[name] for name in expected} == expected
 
 
-def test_the_page_names_every_config_and_no_other() -> None:
-    page = (ROOT / "docs" / "configs.md").read_text()
+def test_the_reference_names_every_config_command_and_class() -> None:
+    spec = importlib.util.spec_from_file_location("reference_page", ROOT / "scripts" / "reference_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference_page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference_page)
+    page = reference_page.PAGE.read_text()
+    assert reference_page.write_page(page) == page, "run `python scripts/reference_page.py`"
     named = re.findall(r"^\| `(\w+/\w+)` \|", page, re.MULTILINE)
-    assert sorted(named) == sorted(list_shipped_configs())
+    assert named == [*list_shipped_configs()]
+    assert page.count("<!-- generated: ") == 8

@@ -18,6 +18,6 @@ def options(model: str, *overlays: str) -> list[str]:
 
 
 def two_nodes() -> list[str]:
-    """What torchrun gets on each of two nodes of one process, as docs/scaling.md has it."""
+    """What torchrun gets on each of two nodes of one process, as docs/hardware.md has it."""
     options = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
     return [*options, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--rdzv-id=job"]

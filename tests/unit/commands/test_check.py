@@ -58,7 +58,7 @@ def test_rows_without_traces_are_told_what_stage_0_needs(tmp_path: Path) -> None
     result = rlt("check", "--config=laptop/rlt", source, *FEW, "--model.teacher=miniature")
     found = read_checks(result)
     missing = "the 64 rows that were read have no reasoning_trace: stage 0 writes them for the warm-up"
-    assert found["traces"] == ("cannot", f"{missing} (docs/own_rows.md)")
+    assert found["traces"] == ("cannot", f"{missing} (docs/data.md)")
     assert found["ranking"][0] == "cannot"
     assert found["right"][0] != "cannot"
     assert found["stage0"][1].startswith(
@@ -72,7 +72,7 @@ def test_rows_without_traces_are_told_what_stage_0_needs(tmp_path: Path) -> None
     result = rlt("check", "--config=laptop/warmup", source)
     assert result.returncode == 2
     assert "lacks reasoning_trace" in result.stderr
-    assert "(stage 0 writes traces: docs/own_rows.md)" in result.stderr
+    assert "(stage 0 writes traces: docs/data.md)" in result.stderr
 
 
 def test_a_limit_that_cuts_is_told_with_what_it_costs(tmp_path: Path) -> None:
