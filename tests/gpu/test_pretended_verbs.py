@@ -64,11 +64,15 @@ def test_an_overlay_runs_on_as_many_gpus_as_it_needs(overlay: Path, tiny_model: 
         if uses_workers(overlay):
             takes_weights = "NoPush" not in text
             dtype = "bfloat16" if "dtype: bfloat16" in text else "float32"
-            worker = worker_of(tiny_model, gloo=takes_weights, dtype=dtype, dev_mode=takes_weights)
-            options += [f"--rollouts.engine.init_args.urls=[{stack.enter_context(worker).url}]"]
+            worker = stack.enter_context(
+                worker_of(tiny_model, gloo=takes_weights, dtype=dtype, dev_mode=takes_weights)
+            )
+            options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
             options += ["--rollouts.engine.init_args.launch=null"] if "launch:" in text else []
         done = rlt(verb, *options, gpus=gpus)
-    assert done.returncode == 0, done.stderr[-4000:]
+        assert done.returncode == 0, done.stderr[-4000:]
+        if uses_workers(overlay):
+            assert (worker.sleep_level > 0) is ("sleep: true" in text)
 
 
 def test_a_base_in_4_bits_trains_on_a_gpu_as_on_a_cpu(tiny_model: str, tmp_path: Path) -> None:
