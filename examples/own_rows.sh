@@ -14,7 +14,7 @@ train=$run/rows/train.jsonl
 
 # 0: the untrained model explains; 1: the teacher learns from what is worth more than filler; 2: RLT.
 stage explain README.md rlt predict --config "${configs}explain" --model.teacher "$model" --model.student "$model" \
-    --data.source "$train" ${SAMPLE:-}
+    --data.source "$train" ${SAMPLE:-} ${EXPLAIN:-}
 stage warmup model/config.json rlt fit --config "${configs}warmup" --model.pretrained "$model" \
     --data.source "$run/explain/distillation.jsonl" ${TRAIN:-} ${WARMUP:-}
 stage rlt model/config.json rlt fit --config "${configs}rlt" --model.teacher "$run/warmup/model" \

@@ -223,11 +223,12 @@ class DistillationWriter(Callback):
         if not candidates:
             counted = count_answers(rows, 0) if is_answers else count_rejected(rows)
             reasons = [f"{number} {what}" for what, number in counted.items() if number]
+            lower = "" if self.min_reward is None else "lower distillation.min_reward, "
             raise InputError(
                 f"A distillation set must have at least one row, but none of the {len(rows)} traces in "
                 f"{folder / TRACES} can be one ({', '.join(reasons) or 'there is none'}). Raise "
-                "rollouts.num_traces or max_completion_length, give an example in data.teacher_system_prompt "
-                "or take a better model."
+                f"rollouts.num_traces or max_completion_length, {lower}give an example in "
+                "data.teacher_system_prompt or take a better model."
             )
         selected = list(self.select_traces(candidates))
         rewrite(folder / SELECTED, map(format_line, selected))

@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from inspect import isabstract, isclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import jsonargparse._typehints as typehints
@@ -18,6 +19,7 @@ from rlt_lightning.cli.help import suggest_option
 from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import remove_empty_folders
 from rlt_lightning.run.shipped import find_config
+from rlt_lightning.types import InputError
 
 # What may be meant as a config's name or file; anything else is YAML itself.
 NAME = re.compile(r"[\w~./][\w./+-]*")
@@ -80,7 +82,7 @@ def replace_config_names(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with a file in place of each config's name.
 
     Raises:
-        InputError: If a config is neither a file nor a name.
+        InputError: If a config is neither a file nor a name, or a file without text.
     """
     replaced = list(words)
     for place, word in enumerate(words):
@@ -88,10 +90,28 @@ def replace_config_names(words: Sequence[str]) -> list[str]:
         if option not in ("--config", "-c"):
             continue
         if equals and NAME.fullmatch(value):
-            replaced[place] = f"{option}={find_config(value)}"
+            replaced[place] = f"{option}={require_text(find_config(value))}"
         elif not equals and place + 1 < len(words) and NAME.fullmatch(words[place + 1]):
-            replaced[place + 1] = str(find_config(words[place + 1]))
+            replaced[place + 1] = str(require_text(find_config(words[place + 1])))
     return replaced
+
+
+def require_text(path: Path) -> Path:
+    """Return the file of a config.
+
+    Raises:
+        InputError: If it is empty or not in UTF-8: the parser's message would not name it.
+    """
+    try:
+        # A pipe of the shell can be read only once.
+        is_empty = path.is_file() and not path.read_text("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"A config must be in UTF-8, but {path} is not ({error}). Save it as UTF-8."
+        ) from error
+    if is_empty:
+        raise InputError(f"A config must have settings, but {path} is empty. Write them, or leave it out.")
+    return path
 
 
 class OneLineParser(LightningArgumentParser):

@@ -306,15 +306,27 @@ class RLTCommandLine(LightningCLI):
             self.model.configure_optimizers = self.build_optimizers
 
     def build_optimizers(self) -> dict[str, Any]:
-        """Return what --optimizer and --lr_scheduler name; a step of the schedule is an optimizer step."""
+        """Return what --optimizer and --lr_scheduler name; a step of the schedule is an optimizer step.
+
+        Raises:
+            InputError: If one of them refuses its settings or the weights.
+        """
         config, model = self.config_init[self.subcommand], self.model
         weights = [*trained_parameters(model.policy)]
-        named = config.optimizer
-        optimizer = instantiate_class(weights, named) if named else model.build_optimizer()
-        if not config.lr_scheduler:
-            return {"optimizer": optimizer}
-        schedule = {"scheduler": instantiate_class(optimizer, config.lr_scheduler), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        named, schedule = config.optimizer, config.lr_scheduler
+        try:
+            built = {"optimizer": instantiate_class(weights, named) if named else model.build_optimizer()}
+            if schedule:
+                built["lr_scheduler"] = {
+                    "scheduler": instantiate_class(built["optimizer"], schedule),
+                    "interval": "step",
+                }
+        except ValueError as error:
+            raise InputError(
+                f"--optimizer and --lr_scheduler must take their settings and the weights, but: {error}. "
+                "Change them."
+            ) from error
+        return built
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.pytorch.Trainer:
         """Build the Trainer of scripts, which adds what every run has and no config needs to name."""

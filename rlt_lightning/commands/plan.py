@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -928,12 +929,20 @@ def list_disk_parts(setup: Setup, checkpoint: Checkpoint, num_steps: int) -> dic
     """
     if not setup.trains:
         return {}
-    every, kept = checkpoint._every_n_train_steps or 1, checkpoint.save_top_k
-    if kept == -1:
-        kept = max(1, num_steps // every)
-    kept += checkpoint.best_metric is not None
-    # The next one is whole before the oldest is deleted.
-    parts = {f"{kept + 1} checkpoints": (kept + 1) * count_checkpoint_bytes(setup)}
+    every, number = checkpoint._every_n_train_steps, checkpoint.save_top_k
+    size = count_checkpoint_bytes(setup)
+    if number == -1 and every and num_steps > 0:
+        number = math.ceil(num_steps / every)
+        parts = {f"{number} checkpoints": number * size}
+    elif number == -1:
+        # Time or the data decide how many there are.
+        parts = {"each of all checkpoints": size}
+    elif number == 0:
+        parts = {}
+    else:
+        # The next one is whole before the oldest is deleted.
+        number += 1 + (checkpoint.best_metric is not None)
+        parts = {f"{number} checkpoints": number * size}
     shape = setup.policy.shape
     per_weight = setup.master_bytes if shape.trained == shape.weights else setup.policy.weight_bytes
     parts["model"] = float(setup.policy.frozen_weights * per_weight)

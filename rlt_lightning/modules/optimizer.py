@@ -90,8 +90,8 @@ def require_usable(optimizers: list[Any], schedulers: list[Any]) -> None:
     """Check what a module's `configure_optimizers` has returned: a step has one optimizer, and no figure.
 
     Raises:
-        InputError: If there are several optimizers or none, one that runs the loss again, or a scheduler
-            that waits for a figure.
+        InputError: If there are several optimizers or none, one that runs the loss again or needs sparse
+            gradients, or a scheduler that waits for a figure or that no checkpoint can hold.
     """
     if len(optimizers) != 1 or not optimizers[0].param_groups:
         raise InputError(
@@ -102,6 +102,16 @@ def require_usable(optimizers: list[Any], schedulers: list[Any]) -> None:
         raise InputError(
             "optimizer must step by the gradients of one backward, but LBFGS computes the loss again. Choose "
             "another."
+        )
+    if isinstance(optimizers[0], torch.optim.SparseAdam):
+        raise InputError(
+            "optimizer must take dense gradients, but SparseAdam takes only sparse ones. Choose another."
+        )
+    # PyTorch looks for their attributes when a checkpoint is written.
+    lambdas = [function for schedule in schedulers for function in getattr(schedule, "lr_lambdas", [])]
+    if bare := [function for function in lambdas if not hasattr(function, "__dict__")]:
+        raise InputError(
+            f"lr_scheduler.lr_lambda must be a function written in Python, but is {bare[0]}. Wrap it in one."
         )
     if any(isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) for schedule in schedulers):
         raise InputError(

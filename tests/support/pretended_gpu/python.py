@@ -9,5 +9,5 @@ from commands import run_python
 import pretended_gpu.run as pretended  # before torch
 
 if __name__ == "__main__":
-    pretended.skip_measurements()
+    pretended.prepare()
     run_python(sys.argv[1:])

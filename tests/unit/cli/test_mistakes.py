@@ -41,6 +41,7 @@ CONFIGS = {
     "key.yaml": "model:\n  class_path: rlt_lightning.modules.RLTModule\n  init_args: {group_sise: 4}\n",
     "nested.yaml": "model:\n  optimizer: {lrr: 2}\n",
     "type.yaml": "model:\n  group_size: four\n",
+    "empty.yaml": "\n",
     "class.yaml": "model:\n  class_path: rlt_lightning.modules.RTLModule\n",
 }
 FIT = "fit --config laptop/rlt"
@@ -65,6 +66,8 @@ MISTAKES = {
     f"{FIT} --config nested.yaml": ("lrr", "optimizer"),
     f"{FIT} --config type.yaml": ("group_size", "int"),
     f"{FIT} --config class.yaml": ("RTLModule", "no attribute"),
+    f"{FIT} --config utf16.yaml": ("utf16.yaml", "UTF-8"),
+    f"{FIT} --config=empty.yaml": ("empty.yaml", "leave it out"),
     f"{FIT} --model.reward RLTRewrd": ("reward", "import path"),
     f"{FIT} --model.dtype fp16": ("dtype", "float16"),
     f"{FIT} --seed -1": ("seed", "v>=0"),
@@ -80,6 +83,7 @@ def test_a_mistake_is_one_line_with_its_remedy(
 ) -> None:
     for name, text in CONFIGS.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "utf16.yaml").write_text("trainer: {max_steps: 1}", "utf-16")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["rlt", *command.split()])
     with pytest.raises(SystemExit) as ending:

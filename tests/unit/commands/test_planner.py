@@ -420,8 +420,20 @@ def test_disk_holds_the_checkpoints_that_are_kept_and_the_next() -> None:
     rows = 10 * setup.step.prompts * setup.step.group_size
     text = rows * (4 * setup.step.mean_completion_length + 2000)
     assert parts == {"3 checkpoints": 3600.0, "model": 400.0, "rollouts.jsonl": text}
-    every = planner.list_disk_parts(setup, Checkpoint(5, save_top_k=-1, monitor="reward/val_mean"), 10)
-    assert every["4 checkpoints"] == 4800  # of steps 5 and 10, the best, and one that is written
+    best = planner.list_disk_parts(setup, Checkpoint(5, monitor="reward/val_mean"), 10)
+    assert best["3 checkpoints"] == 3600  # the newest, the best, and one that is written
+    every = planner.list_disk_parts(setup, Checkpoint(5, save_top_k=-1), 12)
+    assert every["3 checkpoints"] == 3600  # of steps 5, 10 and 12
+    none = planner.list_disk_parts(setup, Checkpoint(save_top_k=0), 10)
+    assert none == {"model": 400.0, "rollouts.jsonl": text}
+
+
+@pytest.mark.parametrize(("every", "num_steps"), [(None, 10), (5, -1)])
+def test_disk_counts_no_checkpoints_of_unknown_number(every: int | None, num_steps: int) -> None:
+    # A checkpoint every 10 minutes, or of an epoch whose rows nobody has counted.
+    setup = replace(SETUP, policy=replace(MODEL, shape=replace(SHAPE, weights=100, trained=100)))
+    parts = planner.list_disk_parts(setup, Checkpoint(every, save_top_k=-1), num_steps)
+    assert parts["each of all checkpoints"] == 1200
 
 
 def test_what_does_not_fit_is_named_with_a_remedy() -> None:
