@@ -33,7 +33,7 @@ RANKED_BY: dict[str, dict[str, object]] = {  # rewards by which the warm-up teac
 NEXT = """
 Next:
   make finding-smollm2     the same with SmolLM2-135M: an hour or more
-  docs/new_task.md         a task and a model of your own
+  docs/data.md         a task and a model of your own
   docs/pipeline.md         all stages with SmolLM2, and with a 7B teacher on 8 GPUs"""
 
 

@@ -35,7 +35,7 @@ DECODERS = {
 HEADER = """# Models
 
 A small random model of each family went through the checks that a run makes at its start
-(`scripts/models_page.py`): *layout* is [how it is scored](performance.md#layouts), *sampling*
+(`scripts/models_page.py`): *layout* is [how it is scored](hardware.md#layouts), *sampling*
 [how `HFEngine` samples it](rollouts.md#sampling-in-process), *LoRA* whether the default adapter fits. A model
 that is not here is checked likewise, and refused if its log-probs are wrong.
 

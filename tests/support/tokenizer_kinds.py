@@ -21,10 +21,10 @@ SPACE = "\u2581"  # ▁
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PAGES = (
     "docs/method.md",
-    "docs/scoring.md",
+    "docs/pipeline.md",
     "docs/data.md",
     "research/finding.md",
-    "docs/troubleshooting.md",
+    "docs/troubleshoot.md",
     "docs/extend.md",
 )
 OTHER_TEXT = (
