@@ -15,6 +15,8 @@ from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.engines.launch import LocalServer
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.losses import LossTerm, PolicyGradient
 from rlt_lightning.numerics import GRPOLoss
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Completion, InputError
@@ -72,6 +74,13 @@ class Fault(Callback):
         time.sleep(3600)
 
 
+class Witness(Callback):
+    """Says what each rank raises: its own exception, that of another rank, or that another has gone."""
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        os.write(2, f"--- raised on {trainer.global_rank}: {type(exception).__name__}\n".encode())
+
+
 class NaNStudent(Callback):
     """Makes the frozen student's weights NaN on rank 1."""
 
@@ -110,6 +119,21 @@ class FailingLoss(GRPOLoss):
             say_made()
             raise KeyError("made in the loss on rank 1")
         return super().__call__(*arguments, **options)
+
+
+class FailingTerm(RLTModule):
+    """Its loss term fails on rank 1, which declares what the policy reads of its shard."""
+
+    @property
+    def losses(self) -> list[LossTerm]:
+        class Term(PolicyGradient):
+            def read(self, rollout: Any) -> Any:
+                if torch.distributed.get_rank() == 1:
+                    say_made()
+                    raise KeyError("made in the term's read on rank 1")
+                return super().read(rollout)
+
+        return [Term(self.policy_loss, self.importance_weights)]
 
 
 class Launching(HFEngine):
