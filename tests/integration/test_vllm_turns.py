@@ -33,7 +33,8 @@ def run_in_turns(folder: Path, model: str, *options: str, kills: dict[int, str] 
         "arguments": ["--enforce-eager", "--kv-cache-memory-bytes", str(KV_CACHE_MIB * 2**20)],
     }
     # Two at a time: when the first completion comes, others have still to be sampled.
-    engine = {"max_sequences": 2, "launch": launch}
+    # vLLM may leave a call without an answer that comes just when its engine has died.
+    engine = {"max_sequences": 2, "call_timeout_s": 20.0, "launch": launch}
     watch = {"class_path": "turns.WorkerWatch", "init_args": {"path": str(folder / "events"), "kills": kills}}
     overlay: dict[str, Any] = {
         "trainer": {"accelerator": "cpu", "max_steps": STEPS, "callbacks+": [watch]},
