@@ -542,7 +542,7 @@ class PolicyModule(LightningModule):
 
         Raises:
             NonFiniteError: If a model has computed NaN or an infinity.
-            Exception: Whatever a reward has raised.
+            Exception: Whatever a reward or a loss term has raised.
         """
         failed = step.find_failed()
         if self.trainer.world_size > 1:

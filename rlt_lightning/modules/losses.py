@@ -126,6 +126,19 @@ class LossTerm(ABC):
         """Return the loss of a micro-batch."""
 
 
+def compute_loss(inputs: LossInputs) -> LossOutput:
+    """Return the loss of a micro-batch by its term; zero if the term fails, so that all ranks run a backward.
+
+    The failure is kept in the step: `raise_together` comes behind the last micro-batch.
+    """
+    try:
+        output: LossOutput = inputs.micro.term(inputs)
+    except Exception as error:  # of a user's class: any
+        inputs.step.keep_failure(error)
+        return LossOutput(inputs.log_probs.sum() * 0.0, {})
+    return output
+
+
 class PolicyGradient(LossTerm):
     """The policy loss on the sampled tokens.
 

@@ -6,7 +6,7 @@
       ├ reader.updates      the shard's micro-batches; for each:
       │   ├ forward*        the teacher's states before each judged token, without gradient, and those of
       │   │                 the student; the divergence of both distributions there, or both log-probs
-      │   └ micro.term      `Distillation`: their sum → manual_backward
+      │   └ compute_loss    `Distillation`: their sum → manual_backward
       └ log_step*
 
 In what is marked * ranks meet: in the first always, in the others with sharded weights.
@@ -30,7 +30,7 @@ from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import follow_options
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine, compute_loss
 from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions
 from rlt_lightning.modules.reader import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
@@ -170,7 +170,7 @@ class OPDModule(OnPolicyModule):
             self.optimizers().zero_grad()  # type: ignore[union-attr]
             for micro in self.reader.updates(step, step.shard, [self.term], self, stats):
                 computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
-                output = micro.term(LossInputs.of(step, micro, computed, self.global_step))
+                output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
                 self.manual_backward(micro.scale * output.loss)
                 step.add_loss(micro, computed.values, output)
             metrics = self.finish_update(step)

@@ -185,6 +185,9 @@ class Trained(Protocol):
     def sum_over_ranks(self, *numbers: float) -> list[float]:
         """Return the sums over all ranks."""
 
+    def raise_together(self, step: StepBatch) -> None:
+        """Raise on all ranks what has failed on one of them."""
+
 
 class PassKey(NamedTuple):
     """What the sequences that go through a model together share."""
@@ -242,8 +245,9 @@ class Reader:
     ) -> None:
         """Fill token columns of the step for these rows, which are this rank's, or a dummy.
 
-        Where other ranks have rows of the step too, values that are not finite stay in `step.checks`: all
-        ranks raise together what failed on one of them (`PolicyModule.raise_together`).
+        Where other ranks have rows of the step too, values that are not finite stay in `step.checks`, and
+        what `declare` raises in `step.failure`: all ranks raise together what failed on one of them
+        (`PolicyModule.raise_together`).
 
         Args:
             step: The step.
@@ -257,7 +261,7 @@ class Reader:
             InputError: If a retokenized completion does not fit into a model's context.
         """
         rollouts = {row: step.rollout(row) for row in rows}
-        declared = {row: declare(rollout) for row, rollout in rollouts.items()}
+        declared = {row: declare_reads(step, rollout, declare) for row, rollout in rollouts.items()}
         names = list(dict.fromkeys(name for reads in declared.values() for name in reads))
         # Name by name: which sequences share a forward, and so the rounding, depends on the order.
         reads = [(name, row, declared[row][name]) for name in names for row in rows if name in declared[row]]
@@ -461,13 +465,19 @@ class Reader:
             stats: Counts the tokens that the policy computes.
         """
         rollouts = step.rollouts(rows)
-        reads_of_terms = [[term.read(rollout) for rollout in rollouts] for term in terms]
-        for term, reads in zip(terms, reads_of_terms, strict=True):
-            self.require_alike(term, reads, step)
+        try:
+            reads_of_terms = [[term.read(rollout) for rollout in rollouts] for term in terms]
+            for term, reads in zip(terms, reads_of_terms, strict=True):
+                self.require_alike(term, reads, step)
+        except Exception as error:  # of a user's class: any
+            step.keep_failure(error)
+            reads_of_terms = [[] for _ in terms]
         counts = [sum(read.num_scored for read in reads) for reads in reads_of_terms]
         # What losses divide by, so that micro-batches of all ranks add up.
         num_tokens = sum(len(step.token_ids(row)) for row in rows)
-        totals = module.sum_over_ranks(len(rows), num_tokens, *counts)
+        totals = module.sum_over_ranks(len(rows), num_tokens, *counts, step.failure is not None)
+        if totals[-1]:
+            module.raise_together(step)
         for number, (term, reads) in enumerate(zip(terms, reads_of_terms, strict=True)):
             sequences = [read.build_sequence() for read in reads]
             others = [read.against.build_sequence() for read in reads if read.against is not None]
@@ -523,6 +533,15 @@ class Reader:
         if stats is not None:
             stats.count(packed, sequences, micro_batch, weight)
         return packed
+
+
+def declare_reads(step: StepBatch, rollout: Rollout, declare: Declare) -> Mapping[str, Read]:
+    """Return what models read of a completion; nothing if `declare` fails, which the step keeps."""
+    try:
+        return declare(rollout)
+    except Exception as error:  # of a user's class: any
+        step.keep_failure(error)
+        return {}
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ advantages            compare within each group → (N,)
       ├ reader.updates        an update's micro-batches of each loss term, equally many on all ranks:
       │   ├ forward           log-probs with gradient, (M,)
-      │   ├ micro.term        LossInputs → LossOutput (modules/losses.py)
+      │   ├ compute_loss      LossInputs → micro.term → LossOutput (modules/losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
       ├ finish_update*        no rank has failed (on_policy.py); `optimizer_step_now` in base.py: clip, AdamW
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.step
@@ -52,6 +52,7 @@ from rlt_lightning.modules.losses import (
     LossInputs,
     LossTerm,
     PolicyGradient,
+    compute_loss,
     pad_engine_log_probs,
     read_sampled,
 )
@@ -268,7 +269,7 @@ class RLTModule(OnPolicyModule):
                 self.optimizers().zero_grad()  # type: ignore[union-attr]
                 for micro in self.reader.updates(step, rows, self.losses, self, stats):
                     computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
-                    output = micro.term(LossInputs.of(step, micro, computed, self.global_step))
+                    output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
                     self.manual_backward(micro.scale * output.loss)
                     step.add_loss(micro, computed.values, output)
                 metrics.append(self.finish_update(step, counts=number == self.num_updates))
@@ -324,9 +325,7 @@ class RLTModule(OnPolicyModule):
             with torch.no_grad():
                 numbers = self.reward.measure(step, rows, self.students)
         except Exception as error:  # of a user's class: any
-            if self.trainer.world_size == 1:
-                raise
-            step.failure = step.failure or error
+            step.keep_failure(error)
             return
         step.put_numbers(part, numbers if part else {name: values[:0] for name, values in numbers.items()})
 

@@ -337,6 +337,12 @@ class StepBatch:
 
     # Failures
 
+    def keep_failure(self, error: Exception) -> None:
+        """Keep what a user's class raised here until ranks tell each other; raise it where no rank waits."""
+        if self.shards is None or self.shards.world_size == 1:
+            raise error
+        self.failure = self.failure or error
+
     def find_failed(self) -> Tensor:
         """Return whether this rank has failed, or has computed NaN or an infinity; the host does not wait."""
         return self.checks.find_bad() if self.failure is None else torch.tensor(True, device="cpu")

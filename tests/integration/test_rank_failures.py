@@ -152,6 +152,23 @@ trainer.fit(RLTModule(teacher=model, student=model, group_size=2), data)
 """
 
 
+@pytest.mark.parametrize(
+    ("strategy", "hook"),
+    [("ddp", "on_train_batch_end"), full("ddp", "on_validation_end"), full("fsdp2", "on_train_batch_end")],
+)
+def test_a_stop_that_one_rank_asks_for_is_all_ranks(
+    strategy: str, hook: str, tiny_model: str, tmp_path: Path
+) -> None:
+    validation = ["--data.val_rows=2", "--trainer.val_check_interval=1"] if "validation" in hook else []
+    options = [*STRATEGIES[strategy], *validation, fault(1, hook, "stop")]
+    ended = Ended(tiny_model, tmp_path / "run", *options)
+    assert (ended.status, bool(ended.made_at)) == (0, True), ended.lines
+    rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 2, rows  # the names, and one iteration of three
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step=*")] == ["step=000001.ckpt"]
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
 class EndedScript(Ended):
     """A user's script with Lightning's own Trainer, in place of `rlt`."""
 
@@ -206,19 +223,22 @@ def test_a_kill_between_the_updates_of_an_iteration_changes_nothing(
 UNDER_TORCHRUN = """
 import sys
 from lightning.pytorch import Trainer
-from faults import FailingEngine, FailingReward, NaNStudent
+from faults import FailingEngine, FailingLoss, FailingReads, FailingReward, FailingTerm, NaNStudent, Witness
 from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData
 from rlt_lightning.rewards import RLTReward
 
 model, kind, strategy = sys.argv[1:]
 data = TeacherRLData(tokenizer=model, student_tokenizer=model, num_embedded_rows=4, prompts_per_step=2)
 engine = FailingEngine() if kind == "engine" else None
-callbacks = [RolloutCallback(engine, Sampling(max_completion_length=6))]
+callbacks = [RolloutCallback(engine, Sampling(max_completion_length=6)), Witness()]
 callbacks += [NaNStudent()] if kind == "nan" else []
-reward = FailingReward() if kind == "reward" else RLTReward()
+rewards = {"reward": FailingReward, "reads": FailingReads}
+loss = FailingLoss() if kind == "loss" else None
 trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, logger=False,
                   enable_checkpointing=False, use_distributed_sampler=False, callbacks=callbacks)
-trainer.fit(RLTModule(teacher=model, student=model, group_size=2, reward=reward), data)
+module = FailingTerm if kind == "term" else RLTModule
+reward = rewards.get(kind, RLTReward)()
+trainer.fit(module(teacher=model, student=model, group_size=2, policy_loss=loss, reward=reward), data)
 """
 
 
@@ -237,6 +257,12 @@ class EndedUnderTorchrun(Ended):
         ("nan", "ddp", r"NonFiniteError: Every student log-prob .* must be finite, but row\(s\) \d"),
         ("reward", "ddp", "KeyError: 'made in measure on rank 1'"),
         full("reward", "fsdp2", "KeyError: 'made in measure on rank 1'"),
+        full("reads", "ddp", "KeyError: 'made in reads on rank 1'"),
+        full("reads", "fsdp2", "KeyError: 'made in reads on rank 1'"),
+        full("term", "ddp", 'KeyError: "made in the term\'s read on rank 1"'),
+        full("term", "fsdp2", 'KeyError: "made in the term\'s read on rank 1"'),
+        ("loss", "ddp", "KeyError: 'made in the loss on rank 1'"),
+        full("loss", "fsdp2", "KeyError: 'made in the loss on rank 1'"),
         ("engine", "ddp", "ZeroDivisionError: made in the engine on rank 0"),
     ],
 )
@@ -247,6 +273,9 @@ def test_a_script_under_torchrun_ends_with_the_message_of_the_rank_that_failed(
     assert ended.status == 1, ended.lines
     told = [line for line in ended.lines if re.search(message, line)]
     assert told, ended.lines
+    name = message.partition(":")[0]
+    raised = sorted(line for line in ended.lines if line.startswith("--- raised on"))
+    assert raised == [f"--- raised on {rank}: {name}" for rank in range(2)], ended.lines
     assert "Connection closed by peer" not in "\n".join(
         ended.lines
     )  # nobody waited for a rank that had ended

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import json
 import os
 import random
 import re
@@ -24,6 +23,7 @@ from cases import slow
 from commands import ROOT, rlt, start, wait_until
 from sampling import sample_groups
 from tiny import CHAINS
+from vllm_runs import EXECUTABLE, NEEDS_VLLM, completions, forked_vllm, processes, worker_pids
 
 from rlt_lightning.engines import (
     AdapterPush,
@@ -43,7 +43,6 @@ from rlt_lightning.engines.launch import LocalServer, find_free_port
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
 
-EXECUTABLE = ROOT / ".venv-vllm" / "bin" / "vllm"
 LAUNCH = {
     "executable": str(EXECUTABLE),
     "dtype": "float32",
@@ -54,22 +53,7 @@ LAUNCH = {
 STOP = "</think>"
 
 
-def forked_vllm(folder: Path) -> str:
-    """Return an executable that starts like `vllm`, in half the time.
-
-    The benchmark of pushes and the whole runs of `make prove` use `vllm` as it is.
-    """
-    script = folder / "vllm"
-    program = ROOT / "tests/support/forked_vllm.py"
-    script.write_text(f'#!/bin/sh\nexec {EXECUTABLE.with_name("python")} {program} "$@"\n')
-    script.chmod(0o755)
-    return str(script)
-
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not EXECUTABLE.exists(), reason="needs .venv-vllm: make setup-vllm"),
-]
+pytestmark = NEEDS_VLLM
 
 
 class Trainer:
@@ -110,7 +94,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """A vLLM worker with a tiny model and the gloo backend, as a user starts one: its URL."""
     port = find_free_port()
     folder = tmp_path_factory.mktemp("server")
-    launch = Launch(**LAUNCH | {"executable": forked_vllm(folder)})
+    launch = Launch(**LAUNCH | {"executable": forked_vllm(folder, "sleeping_vllm")})
     command = launch.build_command(0, port, tiny_model, "gloo", "teacher")
     command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
     local = LocalServer(command, launch.environment, folder / "worker.log")
@@ -211,6 +195,18 @@ def test_a_skipped_push_is_caught_at_the_next_step(server: str, trainer: Trainer
     trainer.push(engine)
     with pytest.raises(EngineError, match="stale"):
         engine.verify(text, {2: trainer.log_probs(text)})
+
+
+def test_a_worker_that_wakes_without_its_weights_is_caught(server: str, trainer: Trainer) -> None:
+    text = trainer.prompt("The probe, a text of a few words")
+    engine = VLLMEngine(urls=[server], push=ForgetfulPush(timeout_s=30), sleep=True)
+    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
+    trainer.push(engine)
+    engine.verify(text, {0: trainer.log_probs(text)})
+    engine.put_to_sleep()
+    trainer.push(engine)
+    with pytest.raises(EngineError, match="fit no earlier step"):
+        engine.verify(text, {1: trainer.log_probs(text)})
 
 
 def test_a_tied_head_left_stale_is_caught_and_our_extension_repairs_it(
@@ -382,31 +378,6 @@ def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
     assert worker_pids(tmp_path / "run") == []
 
 
-def worker_pids(run: Path) -> list[int]:
-    """Every process of the run's workers: those that were started with its log open."""
-    log = str(run / "workers" / "worker-0.log")
-    pids = []
-    for fd in Path("/proc").glob("[0-9]*/fd/1"):
-        try:
-            if os.readlink(fd) == log:
-                pids.append(int(fd.parts[2]))
-        except OSError:  # it has just ended, or is not ours
-            continue
-    return pids
-
-
-def processes(run: Path) -> list[int]:
-    """Server, engine and model worker, without those whose end costs a run nothing."""
-    others = b"guard.py", b"resource_tracker"
-    found = []
-    for pid in sorted(worker_pids(run)):
-        with suppress(OSError):  # it has just ended
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if not any(other in command for other in others):
-                found.append(pid)
-    return found
-
-
 def num_iterations(run: Path) -> int:
     return len(metrics(run)) if (run / "metrics.csv").exists() else 0
 
@@ -444,11 +415,6 @@ def run_with_faults(
     process.wait()
     assert process.returncode == 0, process.stderr
     return losses()
-
-
-def completions(run: Path) -> list[tuple[int, int, int, str]]:
-    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
-    return [(row["step"], row["row"], row["completion"], row["explanation"]) for row in rows]
 
 
 def test_a_worker_that_is_killed_costs_no_completion(tiny_model: str, tmp_path: Path) -> None:

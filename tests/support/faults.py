@@ -15,6 +15,9 @@ from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.engines.launch import LocalServer
+from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.losses import LossTerm, PolicyGradient
+from rlt_lightning.numerics import GRPOLoss
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Completion, InputError
 
@@ -24,9 +27,10 @@ PAUSE_S = 3.0
 class Fault(Callback):
     """Fail on one rank, at one hook, once so many steps were taken.
 
-    The kinds: bug, mistake (of the user's), kill, hang, pause (once); and bug or kill "while the other
-    sleeps", where the other rank sits in what never returns, like a collective of NCCL. `life`: only after so
-    many restarts. `calls_before`: how often the hook is called before, from that step on.
+    The kinds: bug, mistake (of the user's), kill, hang, pause (once), stop (by Lightning's `should_stop`);
+    and bug or kill "while the other sleeps", where the other rank sits in what never returns, like a
+    collective of NCCL. `life`: only after so many restarts. `calls_before`: how often the hook is called
+    before, from that step on.
     """
 
     def __init__(
@@ -50,6 +54,10 @@ class Fault(Callback):
             if "sleeps" in self.kind:
                 time.sleep(3600)
             return
+        if self.kind == "stop":
+            say_made()
+            trainer.should_stop = True
+            return
         self.make()
 
     def make(self) -> None:
@@ -64,6 +72,13 @@ class Fault(Callback):
             self.step = sys.maxsize
             return time.sleep(PAUSE_S)
         time.sleep(3600)
+
+
+class Witness(Callback):
+    """Says what each rank raises: its own exception, that of another rank, or that another has gone."""
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        os.write(2, f"--- raised on {trainer.global_rank}: {type(exception).__name__}\n".encode())
 
 
 class NaNStudent(Callback):
@@ -84,6 +99,41 @@ class FailingReward(RLTReward):
             say_made()
             raise KeyError("made in measure on rank 1")
         return super().measure(*arguments)
+
+
+class FailingReads(RLTReward):
+    """Fails on rank 1, which declares what is read of its shard."""
+
+    def reads(self, *arguments: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            say_made()
+            raise KeyError("made in reads on rank 1")
+        return super().reads(*arguments)
+
+
+class FailingLoss(GRPOLoss):
+    """Fails on rank 1, between forward and backward."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            say_made()
+            raise KeyError("made in the loss on rank 1")
+        return super().__call__(*arguments, **options)
+
+
+class FailingTerm(RLTModule):
+    """Its loss term fails on rank 1, which declares what the policy reads of its shard."""
+
+    @property
+    def losses(self) -> list[LossTerm]:
+        class Term(PolicyGradient):
+            def read(self, rollout: Any) -> Any:
+                if torch.distributed.get_rank() == 1:
+                    say_made()
+                    raise KeyError("made in the term's read on rank 1")
+                return super().read(rollout)
+
+        return [Term(self.policy_loss, self.importance_weights)]
 
 
 class Launching(HFEngine):

@@ -15,4 +15,5 @@ import vllm.v1.engine.core  # noqa: E402
 import vllm.v1.worker.cpu_worker  # noqa: E402, F401
 from vllm.entrypoints.cli.main import main  # noqa: E402
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())
