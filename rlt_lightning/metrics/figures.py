@@ -51,14 +51,17 @@ class WeightedMean(Metric):
     """The mean over all rows or tokens of batches and ranks; 0 over none.
 
     MeanMetric drops the weights where it does not look for NaN, and the NaN where it does.
+
+    Args:
+        options: Options of torchmetrics' Metric.
     """
 
     full_state_update = False
     total: Tensor
     weight: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("weight", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -90,10 +93,12 @@ class HeldOutFigures:
 
     def add(self, means: dict[str, Any], count: int, largest: dict[str, float]) -> None:
         """Add a batch: means over `count` rows or tokens, and largest values."""
+        # `compute` merges all ranks' states, in main memory, where NCCL exchanges nothing.
+        options: dict[str, Any] = {"sync_on_compute": False}
         for name, value in means.items():
-            self.metrics.setdefault(name, WeightedMean()).update(float(value), count)
+            self.metrics.setdefault(name, WeightedMean(**options)).update(float(value), count)
         for name, value in largest.items():
-            self.metrics.setdefault(name, Largest()).update(value)
+            self.metrics.setdefault(name, Largest(**options)).update(value)
 
     def compute(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return the figures of all ranks by name, and begin again; all ranks call this together.

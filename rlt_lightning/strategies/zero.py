@@ -27,6 +27,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics import Metric
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS
@@ -93,6 +94,10 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     def setup(self, trainer: Any) -> None:
         # Batches hold token ids, which must not be cast.
         self.precision_plugin.convert_input = lambda data: data  # type: ignore[method-assign]
+        # DeepSpeed leaves a module where it is if its weights are in shards; metrics meet the other ranks'.
+        for part in self.lightning_module.modules():
+            if isinstance(part, Metric):
+                part.to(self.root_device)
         if not trainer.training:
             super().setup(trainer)
             return
