@@ -53,7 +53,7 @@ from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, requir
 from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.base import PolicyModule, require_precision
-from rlt_lightning.modules.on_policy import OnPolicyModule
+from rlt_lightning.modules.on_policy import OnPolicyModule, require_whole_models
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import list_heads, resident_bytes
 from rlt_lightning.numerics.head import block_size
@@ -1065,6 +1065,8 @@ def read_setup(
     num_processes = per_machine * int(trainer.num_nodes)
     sharding, strategy = read_sharding(trainer.strategy, num_processes)
     require_settings(module.lora, module.optimizer_config, sharding in ("whole", "ddp"), installed=False)
+    if isinstance(module, OnPolicyModule):
+        require_whole_models(module.offload_frozen, sharding in ("fsdp2", "zero3"))
     use_deepspeed = sharding.startswith("zero")
     # Measured on a CPU, so before the steps below take more memory.
     device = read_device(options, on_cpu, per_machine)

@@ -38,6 +38,20 @@ class OnPolicyOptions(PolicyOptions, total=False):
     offload_frozen: bool
 
 
+def require_whole_models(offload_frozen: bool, sharded: bool) -> None:
+    """Check that no strategy shards the frozen models that are to be moved.
+
+    Raises:
+        InputError: If one does.
+    """
+    if offload_frozen and sharded:
+        raise InputError(
+            "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
+            "--config hardware/cpu_offload keeps shards in main memory."
+        )
+
+
+
 class OnPolicyModule(PolicyModule):
     """A model that trains on completions, which it asks the sampler of RolloutCallback for.
 
@@ -88,11 +102,7 @@ class OnPolicyModule(PolicyModule):
 
     def load_frozen_models(self) -> None:
         """Refuse to move shards of frozen models."""
-        if self.offload_frozen and self.sharding.sharded:
-            raise InputError(
-                "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
-                "--config hardware/cpu_offload keeps shards in main memory."
-            )
+        require_whole_models(self.offload_frozen, self.sharding.sharded)
 
     def load_frozen(self, name: str, dtype: Dtype, role: str) -> Model:
         """Load a model that is only read: on the default device, or in main memory if it is offloaded."""

@@ -517,6 +517,13 @@ def blocks_of(folder: str, number: int) -> str:
     return str(other)
 
 
+def test_frozen_models_in_shards_are_not_planned_in_main_memory() -> None:
+    options = ["--config", "recipe_7b/rlt", "--config", "hardware/zero3_8gpu", "--model.offload_frozen", "true"]
+    done = python("-m", "rlt_lightning", "plan", *options)
+    assert done.returncode != 0
+    assert "model.offload_frozen is for whole models" in done.stderr
+
+
 def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
     for devices, ids in ((3, [0, 1, 2]), ("3", [0, 1, 2]), ("0,2", [0, 2]), ([1, 5], [1, 5]), ("auto", [0])):
         assert list_devices(devices, True) == ids
