@@ -51,7 +51,6 @@ def require_whole_models(offload_frozen: bool, sharded: bool) -> None:
         )
 
 
-
 class OnPolicyModule(PolicyModule):
     """A model that trains on completions, which it asks the sampler of RolloutCallback for.
 
