@@ -13,9 +13,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
+
+from metrics_page import write_markdown
 
 from rlt_lightning.cli.help import VERBS
 from rlt_lightning.run.shipped import list_shipped_configs, read_launch_line
@@ -104,14 +106,6 @@ def write_classes() -> str:
                 line = (inspect.getdoc(kind) or "").splitlines()[0].removesuffix(".")
                 rows.append((f"`{setting}`", f"[`{kind.__name__}`](api/{folder}.md)", link_pages(line)))
     return write_markdown(("setting", "class", "what it does"), rows)
-
-
-def write_markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Return a Markdown table."""
-    lines = [" | ".join(header), *(" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows)]
-    lines = [f"| {line} |\n" for line in lines]
-    lines.insert(1, "|" + "---|" * len(header) + "\n")
-    return "".join(lines)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference_page
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
@@ -329,11 +329,6 @@ def test_another_reward_has_its_own_defaults(
 
 
 def test_the_reference_names_every_config_command_and_class() -> None:
-    spec = importlib.util.spec_from_file_location("reference_page", ROOT / "scripts" / "reference_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reference_page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference_page)
     page = reference_page.PAGE.read_text()
     assert reference_page.write_page(page) == page, "run `python scripts/reference_page.py`"
     named = re.findall(r"^\| `(\w+/\w+)` \|", page, re.MULTILINE)

@@ -9,9 +9,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import metrics_page
 import pytest
 from browser import SCORED, completion, write_metrics, write_rows
-from commands import ROOT
 
 from rlt_lightning.callbacks import Alarms
 from rlt_lightning.commands.explain import describe_worth
@@ -33,11 +33,6 @@ from rlt_lightning.rewards import CorrectnessTerms, RLTReward
 from rlt_lightning.rewards.base import TAKEN_NAMES
 from rlt_lightning.types import NO_TERM, InputError
 
-spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "scripts" / "metrics_page.py")
-assert spec is not None
-assert spec.loader is not None
-metrics_page = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(metrics_page)
 PAGE = metrics_page.PAGE.read_text()
 PACKAGE = """
 from dataclasses import dataclass
