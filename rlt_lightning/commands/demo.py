@@ -98,8 +98,8 @@ Best of 2 keeps the better explanation of each problem by RLT's reward, without 
 all as many as RLT samples in its 40 iterations and for its student. The best of six
 for 512 problems, fewer samples in all, gives 100 % in greedy answers, too, and 52 to
 62 % in sampled ones. On the older task, chains of five
-steps, explanations that the warm-up teacher writes greedily, at T 0, do as well as
-RLT's. Both are in the repository: research/finding.md.
+steps, explanations that the warm-up teacher writes greedily, at T 0, do nearly as
+well as RLT's. Both are in the repository: research/finding.md.
 """
 
 
