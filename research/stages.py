@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Stages:
         self.target = target or run_rlt
         self.running: set[ForkServerProcess] = set()
         self.locks: dict[str, threading.Lock] = {}  # of stages by name
+        # `Process.start` reads the status of every ended process too, and each can be read only once.
+        self.reading = threading.Lock()
         # One thread each, so that two run side by side and the same figures come out on every machine.
         os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.context: ForkServerContext = multiprocessing.get_context("forkserver")
@@ -117,9 +120,12 @@ class Stages:
             StageError: If it fails.
         """
         process = self.context.Process(target=target or self.target, args=(words, log))
-        process.start()
+        with self.reading:
+            process.start()
         self.running.add(process)
-        process.join()
+        wait([process.sentinel])
+        with self.reading:
+            process.join()
         self.running.discard(process)
         if process.exitcode:
             last_lines = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else "(nothing)"
