@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,10 @@ def fail(words: list[str], log: Path) -> None:
     raise SystemExit(3)
 
 
+def end_at_once(words: list[str], log: Path) -> None:
+    pass
+
+
 def finish(words: list[str], log: Path) -> None:
     (log.with_suffix("") / "model").mkdir(parents=True)
     (log.with_suffix("") / "model/config.json").touch()
@@ -33,6 +38,17 @@ def hang(words: list[str], log: Path) -> None:
 def test_a_stage_that_fails_names_its_log(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"but ended with 3. Its log is .*a.log:\ngone"):
         Stages(tmp_path).run(["fit"], tmp_path / "a.log", fail)
+
+
+def test_stages_side_by_side_end_well(tmp_path: Path) -> None:
+    stages = Stages(tmp_path)
+
+    def run_many(name: str) -> None:
+        for _ in range(20):
+            stages.run(["fit"], tmp_path / name, end_at_once)
+
+    with ThreadPoolExecutor(4) as threads:
+        [*threads.map(run_many, "abcd")]
 
 
 def test_a_finished_stage_is_passed_over(tmp_path: Path) -> None:
