@@ -565,7 +565,8 @@ class PolicyModule(LightningModule):
         if not grad_norm.isfinite():
             raise NonFiniteError(
                 f"Every gradient must be finite, but after step {self.global_step} one is not. Resume from "
-                "an earlier checkpoint with a lower learning rate, or use fp32."
+                "an earlier checkpoint in fp32, or start a new run from its weights (rlt export) with a "
+                "lower learning rate."
             )
         for schedule in as_list(self.lr_schedulers()) if counts else []:
             schedule.step()

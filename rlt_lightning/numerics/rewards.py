@@ -94,7 +94,7 @@ def require_finite(values: Tensor, term: str, rows: Sequence[int]) -> None:
     raise NonFiniteError(
         f"Every {term} must be finite, but row(s) {', '.join(map(str, bad_rows))} have {found}. "
         "Look at these rows in the data; if they are sound, the model has diverged: resume from an earlier "
-        "checkpoint, with a lower learning rate or in fp32."
+        "checkpoint in fp32, or start a new run from its weights (rlt export) with a lower learning rate."
     )
 
 

@@ -38,6 +38,8 @@ FREE_SETTINGS = (
         for name in ("output_dir", "prompts_per_step", "val_batch_size", "batch_size")
     ),
 )
+# What a checkpoint's optimizer states bring back, as PyTorch's `load_state_dict` does.
+OPTIMIZER_SETTINGS = (".optimizer.lr", ".optimizer.weight_decay", ".optimizer.betas", ".optimizer.init_args.")
 FINISHED_ROWS = ("traces.jsonl", "scores.jsonl", "responses.jsonl")  # of runs that resume row by row
 RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # what --resume never replaces
 # What a run may leave in its folder, and all that --overwrite may delete.
@@ -199,9 +201,15 @@ def tell_changes(folder: Path, config: dict[str, Any]) -> None:
     """Warn of settings with which a training that resumes differs from what it was before."""
     if changes := list_changes(folder, config):
         more = f"; and {len(changes) - 5} more" if len(changes) > 5 else ""
+        idle = [
+            change.split()[0]
+            for change in changes
+            if any(name in f".{change}" for name in OPTIMIZER_SETTINGS)
+        ]
+        stays = f" Without effect, since the checkpoint's stay: {', '.join(idle)}." if idle else ""
         warnings.warn(
             f"The run resumes with other settings than its checkpoint was trained with: "
-            f"{'; '.join(changes[:5])}{more}.",
+            f"{'; '.join(changes[:5])}{more}.{stays}",
             stacklevel=2,
         )
 

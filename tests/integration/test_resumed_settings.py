@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> Non
     assert same.returncode == 0, same.stderr
     assert "with other settings" not in same.stderr
     options = [f"--model.teacher={other}", "--model.reward.kl_weight=0.5", "--data.max_length=500"]
+    options += ["--model.optimizer.lr=1e-7"]
     changed = rlt(*small_fit(tiny_model, run, "--trainer.max_steps=3", "--resume=true", *options))
     assert changed.returncode == 0, changed.stderr
     [told] = [line for line in changed.stderr.splitlines() if "with other settings" in line]
@@ -26,6 +28,10 @@ def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> Non
     assert "model.init_args.reward" in told
     assert "kl_weight was 3.0 and is 0.5" in told
     assert "data.init_args.max_length was" in told
+    assert told.endswith("Without effect, since the checkpoint's stay: model.init_args.optimizer.lr.")
+    rates = [row["policy/lr"] for row in csv.DictReader((run / "metrics.csv").open()) if row["policy/lr"]]
+    assert len(set(rates)) == 1
+    assert float(rates[0]) > 1e-7
 
 
 def test_other_weights_at_the_same_path_are_told(tiny_model: str, tmp_path: Path) -> None:
