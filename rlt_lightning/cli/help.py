@@ -122,7 +122,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
   --plan.completion_length N          longest completion, tokens; else the limit
   --plan.json FILE                    also write the plan there
 
-and all options of rlt fit.
+and all options of rlt fit and rlt predict.
 """,
     ),
     "check": (

@@ -24,6 +24,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from misfits import Terms
+from wandb_run import runs_in
 from wheel import OFFLINE, PIP, build_wheel
 
 import rlt_lightning.types
@@ -132,8 +133,9 @@ def rows(path: Path) -> list[JSON]:
 def test_every_block_of_the_page_is_a_file_a_command_or_an_illustration() -> None:
     opened = re.findall(r"^```(\S.*)$", PAGE, re.MULTILINE)
     assert {fence for fence in opened if " title=" not in fence} == {"sh", "text"}
-    assert len(FILES) == sum(" title=" in fence for fence in opened) == 12
-    assert {*COMMANDS} == {"brevity", "unclipped", "distinct", "curriculum", "generate_engine", "answers"}
+    assert len(FILES) == sum(" title=" in fence for fence in opened) == 13
+    classes = {"brevity", "unclipped", "distinct", "curriculum", "generate_engine", "answers"}
+    assert {*COMMANDS} == {*classes, "together", "as_file"}
     assert all(words[:4] == ["rlt", "fit", "--config", "laptop/rlt"] for words in COMMANDS.values())
 
 
@@ -154,6 +156,20 @@ def test_a_metric_of_ones_own_is_logged(installed: Path, outside: Path) -> None:
     run(COMMANDS["distinct"], installed, outside, *SMALL)
     for row in metrics(outside / "runs" / "distinct"):
         assert float(row["rollout/distinct_frac"]) in (0.25, 0.5, 0.75, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["together", "as_file"])
+def test_term_and_callback_become_charts_in_wandb(
+    installed: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run(COMMANDS[name], installed, outside, *SMALL)
+    folder = outside / "runs" / name
+    assert "project: mine" in (folder / "config.yaml").read_text()
+    [logged] = runs_in(folder)
+    assert {"reward/brevity", "rollout/distinct_frac"} <= logged.scalars()[2].keys()
 
 
 @pytest.mark.full
