@@ -185,6 +185,12 @@ FURTHER = {  # of the variations, those that only run when they are named
         for group_size in (4, 8, 32, 64)
         for name in [f"hazard_{hazard}_group_{group_size}"]
     },
+    # The same with fewer right traces than the base itself writes.
+    **{
+        name: replace(ANY_SHARE, name=name, hazard=0.95, group_size=group_size, num_warmup_epochs=4)
+        for group_size in (8, 64)
+        for name in [f"hazard_0.95_epochs_4_group_{group_size}"]
+    },
 }
 
 
