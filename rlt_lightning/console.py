@@ -1,4 +1,4 @@
-"""What a run tells a person, on a terminal or in a log: what takes long, before it begins, and long waits."""
+"""Messages on the terminal or in the log: what takes long is announced first, and long waits are named."""
 
 from __future__ import annotations
 

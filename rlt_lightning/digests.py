@@ -1,7 +1,7 @@
-"""Digests of the files of a folder: written with the files, checked before they are believed.
+"""Digests of a folder's files: written with the files, and checked before the files are used.
 
     step=000006.ckpt/
-      rank0.xxh128      of the files that rank 0 wrote, in the format of `xxh128sum`: digest, two blanks, path
+      rank0.xxh128      of the files that rank 0 wrote, in the format of `xxh128sum`: digest, two spaces, path
       rank1.xxh128      of those that rank 1 wrote
 
 XXH3 takes 0.16 s for a GiB on one core, SHA-256 1 s and BLAKE2b 2.3 s. It finds damage and mixed-up files. It

@@ -1,4 +1,4 @@
-"""What several folders use: data classes and errors. Token ids travel to the loss; text is for people.
+"""Data classes and errors that several folders share. Losses are computed from token ids, never from text.
 
 The data classes, from what they hold to what holds them:
 

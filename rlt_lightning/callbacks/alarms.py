@@ -1,4 +1,4 @@
-"""Warn of a run that goes wrong while nobody watches it."""
+"""Warn when a run goes wrong, by a line on the terminal and an alert in W&B."""
 
 from __future__ import annotations
 

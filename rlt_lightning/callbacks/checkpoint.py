@@ -1,4 +1,4 @@
-"""Write checkpoints that a crash cannot damage, and continue metrics.csv and the dashboards from one."""
+"""Write checkpoints that a crash cannot damage; on resume, continue metrics.csv and dashboards from one."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""Accuracy while training: what `rlt test` would find, every n optimizer steps.
+"""Measure accuracy during training: what `rlt test` would report, every n optimizer steps.
 
-One evaluation, after the optimizer step and before the step's checkpoint:
+An evaluation runs after the optimizer step and before the step's checkpoint:
 
     EvaluateEvery (every rank)           engine of the run, or its own         rank 0
       one request for all problems, prompts and seeds as in `rlt test`
       wait for completions in flight
-      weights, if they changed ────────▶ hold them, be verified
+      weights, if they changed ────────▶ load them; they are verified
       prompts, seeds ──────────────────▶ sample
       completions of all ranks ──────────────────────────────────────────────▶ judge, count
       eval/SET/pass_at_1, … ◀─────────────────────────────────────────────────┘
       callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
       metrics.csv and the other loggers
 
-The folder `evaluation/` has what this shares with `rlt test`; how ranks share an engine is in
-`rollouts/sampler.py`.
+modules/responses.py has what this shares with `rlt test`; rollouts/sampler.py says how ranks share an engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The callbacks of `rlt test`: one samples the responses, one writes the judged ones and the results."""
+"""The callbacks of `rlt test`: one samples responses, the other writes judged responses and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of an evaluation as tables, beside the paper's results."""
+"""Format the results of an evaluation as tables, next to the paper's results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ctrl-C in a fit: the first stops it after the iteration, with a checkpoint; the second ends it at once.
 
-Ctrl-C ─▶ Interrupt: asked = True, and the next Ctrl-C is the system's own
-          the iteration ends on all ranks ─▶ Checkpoint writes it, and raises Interrupted on all of them
+Ctrl-C ─▶ Interrupt sets asked = True; a second Ctrl-C then kills the process as usual
+          the iteration ends on all ranks ─▶ Checkpoint saves it, and raises Interrupted on all of them
             `rlt fit` prints the command that resumes, and exits with status 130
             `Trainer.fit` raises KeyboardInterrupt
 """

@@ -1,9 +1,9 @@
-"""Callbacks that write what `rlt predict` makes, batch by batch; a resumed run makes only what is missing.
+"""Callbacks that write the output of `rlt predict` batch by batch; a resumed run adds only what is missing.
 
 data           rows                                    file          at the end
-ScoringData    the source's, with their scores         scores.jsonl  groups by reward, or a comparison
+ScoringData    the source's rows, with their scores    scores.jsonl  groups by reward, or a comparison
 TeacherRLData  a teacher's explanations of solutions   traces.jsonl  distillation.jsonl, .parquet, README.md
-StudentRLData  a model's answers, each with a verdict  traces.jsonl  the same, of right answers only
+StudentRLData  a model's answers, each with a verdict  traces.jsonl  the same files, with right answers only
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Callbacks that record the completions of training: in `rollouts.jsonl`, and in W&B.
+"""Callbacks that record the completions of training in `rollouts.jsonl` and in W&B.
 
-A resumed run makes the iterations after its checkpoint again, and the file continues.
+A resumed run repeats the iterations after its checkpoint, so it first drops their rows from the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trained model as an ordinary Hugging Face folder: from a run, or from any checkpoint, on a CPU."""
+"""Export a trained model as an ordinary Hugging Face folder: at the end of a run, or from any checkpoint."""
 
 from __future__ import annotations
 

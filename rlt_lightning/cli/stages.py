@@ -1,10 +1,10 @@
-"""The life of `rlt fit|validate|predict|test`, in Lightning's command line.
+"""Run `rlt fit|validate|predict|test` by Lightning's command line, in this order.
 
 parse_arguments               read the configs and options; --seed sets the seeds
 before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (trainer.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
-after_fit, after_predict      say where everything is and what to do next
+after_fit, after_predict      print where the results are, and the next command
 """
 
 from __future__ import annotations

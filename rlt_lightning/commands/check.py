@@ -1,22 +1,21 @@
-"""`rlt check`: whether a run can teach anything, before it starts (docs/data.md).
+"""`rlt check`: find out before a run starts whether it can teach anything (docs/data.md).
 
     rows    ─▶ lengths, steps                               nothing is loaded
     model   ─▶ closed, right, spread   of a few completions that it samples
     student ─▶ ranking                 of right traces above leaps and filler
     control ─▶ what no check can say: whether RLT does more than the teacher's greedy traces
 
-A ranking says whether the frozen students can reward right traces, or would rather have a teacher write
-something else:
+The ranking shows whether the frozen students give right traces the highest reward, or worse texts:
 
     a row's right trace ─┬▶ leap     straight to the answer
                          └▶ filler   as many sentences that say nothing
     teacher, students ───▶ the reward of each, under the exact KL ─▶ Ranking
 
-RLT teaches what earns most. A student that does not know a step finds it unlikely even when it reads it, and
-pays more for leaps and filler (research/rounds.md). Both are made of the rows' own sentences, as a teacher
-that is warmed up on them does.
+RLT trains a teacher to write whatever earns most. A student that does not know a step finds it unlikely even
+when it reads it, so leaps and filler earn more (research/rounds.md). Both variants are built from sentences
+of the rows, since these are what a teacher writes that is warmed up on the rows.
 
-The figures come from what a run uses: the datamodule's reports, `score_problems`, the judge of evaluations.
+The figures come from the code that a run uses: the datamodule's reports, `score_problems`, and the judge.
 """
 
 from __future__ import annotations

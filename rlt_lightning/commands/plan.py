@@ -1,12 +1,12 @@
-"""`rlt plan`: predict the memory of a training or a prediction, phase by phase, before anything is loaded.
+"""`rlt plan`: predict the memory of `rlt fit` or `rlt predict`, phase by phase, before anything is loaded.
 
     settings ─ read_setup ─▶ Setup ─ list_phases ─▶ Phases ─ print_plan ─▶ table and verdict
 
-The largest phase is the prediction: only parts that exist at the same time add up, so each phase has its own
-sum. The formulas follow what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes.
-Activations are not guessed: the model's own forward and backward run on fake tensors, which have shapes but
-no memory. Nothing is downloaded: a model's configuration comes from this machine, and rows that are not
-here are as long as the settings allow.
+Each phase adds up the parts that exist at the same time; the largest phase is the predicted peak. The
+formulas follow what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes. Activations are
+not guessed: the model's own forward and backward run on fake tensors, which have shapes but no memory.
+Nothing is downloaded: a model's configuration comes from this machine, and rows that are not on it are
+assumed to be as long as the settings allow.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""`rlt report RUN`: one page of a run that needs no network and runs no script.
+"""`rlt report RUN`: write one HTML page about a run, which needs no network and runs no script.
 
+    file of the run                         what the page shows of it
     metrics.csv                             first and last means, six curves
     rollouts.jsonl                          completions of the first and the last iteration, token by token
     scores.jsonl, traces.jsonl              completions of largest and smallest reward
-    evaluation.md, comparison.md            as they are
-    config.yaml                             folded at the end
+    evaluation.md, comparison.md            the whole page
+    config.yaml                             the whole file, folded, at the end
 
 Everything that comes from a run is escaped. `rlt explain --html` makes its page with the same functions.
 """

@@ -1,10 +1,10 @@
-"""Scoring a few problems: the one path of `rlt explain`, `rlt check`, `Teacher`, TRL and verl.
+"""Score a few problems: for `rlt explain`, `rlt check`, `Teacher`, and the reward functions for TRL and verl.
 
 score_problems      rows ─▶ Problems ─▶ their completions, or those that an engine samples ─▶ RLTModule
                     the models are loaded here, as in `rlt predict`: `rlt explain`, `rlt check`, Teacher
 ExplanationScorer   row ────────▶ Problem ┐
                     completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ Score: reward and its terms
-                    another program has sampled, and brings the teacher: TRL, verl
+                    another program (TRL, verl) samples, and provides the teacher
 """
 
 from __future__ import annotations

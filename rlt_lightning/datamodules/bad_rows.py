@@ -1,4 +1,4 @@
-"""Rows that cannot be used, and rows that a filter leaves out: the reasons, their numbers, the report."""
+"""Count and report the rows that cannot be used, and those that a filter leaves out."""
 
 from __future__ import annotations
 

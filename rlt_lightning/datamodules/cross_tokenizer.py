@@ -1,4 +1,4 @@
-"""A student with another tokenizer: it reads the teacher's explanation as text, in tokens of its own.
+"""Tokenise for a student whose tokenizer is not the teacher's: it reads the explanation in its own tokens.
 
     teacher's tokens ─▶ bytes ─▶ text ─▶ student's tokens          ByteExactTokenizer
            └──────────── ends ───────────── ends ────▶ spans       split_spans (numerics/spans.py)
@@ -11,7 +11,7 @@ Two kinds of tokenizers have tokens whose bytes are known:
     with "▁" for a      Llama 2, Gemma, Mistral: a token's name is its text; <0x0A> is a single byte
       space
 
-Any other is refused.
+Any other kind is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The datamodule of `rlt test`: the problems of evaluation sets, and given responses to judge.
+"""The datamodule of `rlt test`: the problems of evaluation sets, and responses if the user brings some.
 
-The folder `evaluation/` asks a model these problems and judges its responses.
+modules/responses.py asks a model these problems and judges its responses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The evaluation sets: their sources, how they are asked, their problems, and the right answers.
+"""The evaluation sets: their sources, prompts, problems and right answers.
 
     name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems ─ compare_with_published ─▶ why it is
                                                                           another set than the paper's
 
-They are read here, not by the evaluation's module, because `data.filters.overlap_with` reads the same sets:
-it leaves their questions out of the training rows.
+`data.filters.overlap_with` reads these sets too: it leaves their questions out of the training rows.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     TextRows        JSONL, JSON and CSV files
     DatasetRows     what `datasets` loads: the hub, copies of it, saved sets, Parquet and Arrow files
 
-A kind knows how its rows are read, and has a fingerprint, which changes when they do.
+A kind knows how its rows are read, and has a fingerprint that changes when the rows do.
 """
 
 from __future__ import annotations

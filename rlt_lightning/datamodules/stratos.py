@@ -1,4 +1,4 @@
-"""The base of the datamodules of all stages: rows become items, and items batches.
+"""The base class of all stages' datamodules: it turns rows into items, and items into batches.
 
     read ─ row ─▶ complete ─▶ parse ─▶ filters ─▶ build_items ─ MadeItem ─▶ cache     see `make_items`
                      └──────────┴─────────┴───────────┴──▶ BadRowReport: why a row is not used

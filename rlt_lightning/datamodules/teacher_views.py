@@ -1,10 +1,11 @@
-"""What the teacher of StudentOPDData sees: its own context with the solution, and then the student's tokens.
+"""Build what the teacher of StudentOPDData sees: the question with the solution, then the student's tokens.
 
     student   <user>question                     <think> first, second </think> <solution>...
     teacher   <user>question solution<explanation> first, second </explanation>       view explanation
     teacher   <user>question, hint with solution <think> first, second </think> <solution>...    view hint
 
-Scored are tokens that stand one below the other: of an explanation the thought and the decision to end it.
+The teacher judges the tokens that stand one below the other. In the view `explanation` these are the thought
+and the decision to end it.
 """
 
 from __future__ import annotations

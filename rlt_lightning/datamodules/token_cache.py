@@ -1,22 +1,22 @@
-"""Tokenised sources: items as Arrow tables, in files that one process writes and all map into memory.
+"""Cache tokenised sources as Arrow files, which one process writes and all processes map into memory.
 
     make_items    ─ MadeItem ─▶ build_batches ─ RecordBatch ─▶ TokenCache.save ─▶ StoredSource  of one source
                                                                TokenCache.load ─────▲ │
     a batch asks for items[7] ◀─ SFTExample or Problem ◀─ StoredItems ◀───────────────┘         of all sources
 
-A table has int32 token ids: 4 bytes a token, of which only those are in memory that were read. Python lists
-cost 37 to 57. An item is built from them when a batch needs it.
+A table holds token ids as int32: 4 bytes a token, where Python lists take 37 to 57. Only what was read is in
+memory, and an item is built when a batch needs it.
 
 The folder of the cache:
 
     KEY-DIGEST.arrow   an entry. KEY is a hash of rows, tokenizer, format, settings, and of the code that made
                        the items; DIGEST is the XXH3 of the file. The last batch has the rows that are not
                        used, each with its reason, and as metadata what else a report needs
-    KEY.tmp            is being written; a killed process leaves it behind, and the next writer replaces it
+    KEY.tmp            an unfinished entry; a killed process leaves it behind, and the next writer replaces it
     KEY.lock           held by the process that writes; the operating system frees it however the process ends
 
-An entry gets its name only when all of it is on the disk. So there are no half entries. We do not use the
-cache of `datasets`: it read each of 30 flipped bits as other tokens, silently, and it does not sync.
+An entry gets its name only when all of it is on the disk, so there are no half entries. We do not use the
+cache of `datasets`: it does not sync, and when we flipped 30 bits it silently read each as other tokens.
 """
 
 from __future__ import annotations

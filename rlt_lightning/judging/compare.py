@@ -1,10 +1,10 @@
-r"""Compare an answer with a reference: by their structure first, and the parts by value.
+r"""Compare an answer with a reference: first their structure, then part by part their values.
 
     same_answer ─ normalise ─▶ read_answer ─▶ lists, tuples and intervals of parts, with their names
                                    │
                      parts: numbers with units exactly ─ words as text ─ formulas by math_verify
 
-What math_verify alone gets wrong is settled before it is asked; answers.yaml of the tests has each case:
+What math_verify would get wrong is decided before it is asked; answers.yaml of the tests has each case:
 `(4,3)` for `(3,4)`, `silent` for `listen`, `30 hours` for `30 minutes`, `2` for `2ab`, numbers below 1e-6.
 """
 

@@ -1,4 +1,4 @@
-r"""Write an answer in one way, whatever its script, signs and markup: `**２½** °` is `2\frac{1}{2} degree`.
+r"""Bring an answer into one notation, whatever its script and markup: `**２½** °` is `2\frac{1}{2} degree`.
 
     characters ─▶ signs ─▶ markup ─▶ LaTeX ─▶ numbers ─▶ spaces
 

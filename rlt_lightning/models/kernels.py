@@ -1,4 +1,4 @@
-"""Which kernels a run computes with: chosen by device and packages, checked at the start, named in the log.
+"""Choose a run's kernels by device and installed packages, check them at the start, name them in the log.
 
                chosen where nothing is set                   checked against
     attention  FA3, flash-attn or PyTorch's: the first       a loop over segments in fp32 (value, gradients)
@@ -14,7 +14,7 @@ A kernel that was chosen by default and fails its check is left out with a warni
 it, the run ends with an error.
 
 One attention kernel serves all models of a process, since FlashAttention-3 takes the place of PyTorch's own
-for all of them. So each choice is checked with the heads of every model that has come so far. Blocks are
+for all of them. So each choice is checked with the heads of every model prepared so far. Blocks are
 fused by replacing forwards of single modules: hooks that gather sharded weights (FSDP2, ZeRO-3) run as
 before, and other models of the same architecture stay as they are.
 

@@ -1,4 +1,4 @@
-"""What all training stages share: a language model, its optimizer, and packed micro-batches."""
+"""The base module of all training stages: a language model, its optimizer, and packed micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are only read: the student, the reference, or the policy without its adapter."""
+"""Models that score completions and are not trained: students, references, the policy without its adapter."""
 
 from __future__ import annotations
 

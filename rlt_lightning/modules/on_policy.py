@@ -1,4 +1,4 @@
-"""The base of RLTModule and OPDModule: the sampler, frozen models, and weights of completions."""
+"""The base of RLTModule and OPDModule: their sampler, frozen models and importance weights."""
 
 from __future__ import annotations
 

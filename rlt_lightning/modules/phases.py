@@ -1,4 +1,4 @@
-"""What a step costs: seconds, peak memory, tokens and floating-point operations per phase."""
+"""Measure what a step costs: seconds, peak memory, tokens and floating-point operations per phase."""
 
 from __future__ import annotations
 

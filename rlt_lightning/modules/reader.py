@@ -1,13 +1,15 @@
-"""The one reader: it plans, packs, runs and unpacks whatever rewards and losses declare.
+"""Run the forwards that rewards and losses declare: merge, pack and run them, and unpack the values.
 
-    read      reads of each row ─▶ items: equal or nested token sequences of a model once ─▶ passes, in one
+A `Read` (rollouts/step.py) declares what a model is to compute of one completion.
+
+    read      reads of each row ─▶ items: equal or nested sequences of a model run once ─▶ passes, in one
               order on all ranks ─▶ micro-batches, equally many on ranks that wait for each other ─▶ columns
     updates   the policy's reads of each loss term ─▶ micro-batches, equally many on all ranks ─▶ `forward`,
               with gradient, in the module's training_step
 
-Reads merge within a row, where one's tokens begin with the other's, and across rows only by `Read.once`. With
-sharded weights every forward waits for all ranks: all run the same passes, and a rank that has nothing to
-read in one runs two tokens as a dummy. Reading draws no random numbers.
+Two reads of a row become one item if the tokens of one begin with those of the other; reads of different rows
+only by `Read.once`. With sharded weights every forward waits for all ranks: all run the same passes, and a
+rank that has nothing to read in one runs two tokens as a dummy. Reading draws no random numbers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The folder of a run: which one it is, what may lie there, and when a run in it resumes or starts.
+"""Choose the folder of a run, and decide by what is in it whether the run starts, resumes or is refused.
 
 `choose_run_folder` decides from the command line and from what exists; `open_run_folder` then acts on it:
 
+    what is there                       what happens
     no folder, or an empty one          it is made
-    a start that computed nothing       it is taken over: its few files are overwritten (`is_leftover`)
+    files of a start without results    the folder is used, and they are overwritten (`is_leftover`)
     a run, with --resume true           the run resumes; one without results is replaced
-    a run, with --overwrite true        it is deleted, unless the folder also holds files that no run writes
-    anything else                       it is refused
+    a run, with --overwrite true        the run is deleted, unless there are also files that no run writes
+    anything else                       the folder is refused
 """
 
 from __future__ import annotations

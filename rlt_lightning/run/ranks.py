@@ -1,4 +1,4 @@
-"""The processes of a run: they end together, within seconds, and those of one node meet on the loopback.
+"""Let all processes of a run end together, within seconds, and those of one node connect on the loopback.
 
 Lightning starts ranks 1, 2, … as children of rank 0. torchrun and SLURM start all ranks, and end all when one
 fails. Every module's `configure_callbacks` returns `EndTogether`, so that this works in scripts too.

@@ -1,4 +1,4 @@
-"""What a `fit` has learned: the means of its figures at its start and at its end, read from metrics.csv."""
+"""Summarise what a `fit` has learned: means of its figures at the start and at the end of metrics.csv."""
 
 from __future__ import annotations
 
