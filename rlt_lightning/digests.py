@@ -71,7 +71,7 @@ def require_digests(folder: Path, remedy: str, only: str = "") -> None:
 
 
 def fingerprint_weights(folder: Path) -> str | None:
-    """Return a digest of a model's files of weights: their sizes and ends; None for what is no folder of any.
+    """Return a digest of a model's weight files, from their sizes and ends; None if the folder has none.
 
     It reads 2 MiB of a file, so it is for a model that is replaced, not for a damaged one.
     """

@@ -58,7 +58,7 @@ SECONDS = "perf/evaluate_s"
 
 
 class EvaluateEvery(Callback):
-    """Log the accuracy of the trained student on evaluation sets, as `rlt test` of its export would find it.
+    """Log the trained student's accuracy on evaluation sets, as `rlt test` would report it for its export.
 
     Only for students, whose data are StudentSFTData, StudentRLData and the like. It leaves
     training as it is.
@@ -287,7 +287,7 @@ class EvaluateEvery(Callback):
 
 
 def build_asked_format(data: StratosDataModule) -> ChatFormat:
-    """Return the format in which `rlt test` asks the model that this run exports: the one that it trains."""
+    """Return the format in which `rlt test` would ask this run's exported model: the format it trains."""
     trained = data.trained_format()
     tokenizer = data.format.tokenizer
     prompt = trained.system_prompt
@@ -310,7 +310,7 @@ def require_student(data: StratosDataModule) -> None:
 
 
 def count_known_problems(questions: EvaluationDataModule, data: StratosDataModule) -> int:
-    """Return the number of problems whose prompt, system prompt included, is a training row's."""
+    """Count the problems whose prompt, system prompt included, is also that of a training row."""
     shown: set[tuple[int, ...]] = set()
     # Where the student thinks, a prompt ends with the tag that an answer begins with.
     opened = len(data.format.thought_opening) if data.format.thinks else 0

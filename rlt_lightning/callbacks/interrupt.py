@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Interrupted(BaseException):
-    """All ranks stop after the same iteration. No KeyboardInterrupt: Lightning would kill the other ranks."""
+    """Raised on all ranks after the same iteration. A KeyboardInterrupt would let Lightning kill them."""
 
 
 class Interrupt:
@@ -34,7 +34,7 @@ class Interrupt:
         self.listening = False
 
     def listen(self, said: str) -> None:
-        """Begin to notice it, in the main thread; elsewhere Python allows no handler.
+        """Start to notice Ctrl-C, if this is the main thread: Python allows a handler only there.
 
         Args:
             said: The line that the first one prints; '' for none.

@@ -51,7 +51,7 @@ class RolloutRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the iterations that a killed run recorded after the checkpoint: they are made again."""
+        """Drop the iterations that a killed run recorded after the checkpoint: they are repeated."""
         if trainer.is_global_zero:
             keep_rows(self._path(trainer), lambda row: row["step"] <= trainer.global_step)
 

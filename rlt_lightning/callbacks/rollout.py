@@ -45,7 +45,7 @@ Schedule = Callable[[Sampling, int], Sampling]
 
 
 class RolloutCallback(Callback):
-    """Bring completions of the current weights to a module; idle for modules that ask for none.
+    """Sample completions with the current weights for a module; do nothing for modules that need none.
 
     Args:
         engine: Where completions come from; None: HFEngine(), in process.

@@ -174,7 +174,7 @@ def read_whole_state(folder: Path) -> dict[str, Any]:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint. A crash in between leaves a .old, which is whole or no checkpoint."""
+    """Delete a checkpoint. A crash meanwhile leaves a .old folder: a whole checkpoint, or none at all."""
     if folder.exists() or folder.is_symlink():
         delete(set_aside(folder))
 
@@ -195,7 +195,7 @@ def delete(aside: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder; of one that is linked, only the link. Another process may have been faster."""
+    """Delete a folder, or only the link if it is one. Another process may have deleted it already."""
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
     else:

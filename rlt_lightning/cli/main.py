@@ -154,7 +154,7 @@ def build_resume_command(verb: str, words: Sequence[str], folder: Path) -> str:
 def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return a warning as a line: ours without the place in the code, which says nothing to a user."""
+    """Return a warning as a line: ours without the place in the code, which does not help a user."""
     if Path(__file__).parents[1] in Path(filename).parents:
         return f"rlt: warning: {message}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"

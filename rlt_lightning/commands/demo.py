@@ -54,7 +54,7 @@ NUM_CANDIDATES = 2  # of each problem: as many in all as RLT samples, in its ite
 
 @dataclass(frozen=True)
 class Arm:
-    """How the explanations are made that a student learns from.
+    """One way to make the explanations that a student learns from.
 
     Attributes:
         name: What the terminal calls it.

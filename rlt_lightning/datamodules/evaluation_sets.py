@@ -97,7 +97,7 @@ PRIVATE_SETS = [name for name, spec in SETS.items() if spec.private]
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """What is known of a set of the paper's Table 1, so that other rows get no place beside its figures.
+    """What identifies a set of the paper's Table 1: results on other rows are not compared with the paper's.
 
     Args:
         num_rows: Its rows.
@@ -220,7 +220,7 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
 
 
 def read_set_rows(name: str, spec: EvaluationSet, max_rows: int | None, seed: int) -> list[NumberedRow]:
-    """Read the rows that `where` leaves, at most `max_rows`. A row that cannot be read is always left.
+    """Read at most `max_rows` of the rows that `where` keeps. It always keeps a row that cannot be read.
 
     Raises:
         InputError: If no row is left, or what `read_rows` raises.
@@ -325,7 +325,7 @@ def read_question(row: dict[str, Any], strip: bool = True) -> str:
 
 
 def compare_with_published(name: str, questions: list[str]) -> str | None:
-    """Return what makes a set under a known name another one; None for the published set, or other names.
+    """Return how a set with a published name differs from the published set; None for others, or if equal.
 
     Args:
         name: Name of the set, such as math500.
@@ -355,7 +355,7 @@ def is_known_by_number(name: str) -> bool:
 
 
 def explain_difference(name: str, difference: str) -> str:
-    """Say why a set under a known name has no place beside the paper's."""
+    """Say why results on a set with a published name are not compared with the paper's."""
     return f"{name} is not {SET_TITLES[name]}: {difference}. So it has no place beside the paper's figures."
 
 
@@ -363,7 +363,7 @@ def explain_difference(name: str, difference: str) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a setting is a text that says something."""
+    """Return whether a setting is a text that is not blank."""
     return isinstance(value, str) and bool(value.strip())
 
 

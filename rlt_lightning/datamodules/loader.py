@@ -235,7 +235,7 @@ class OrderedLoader(Generic[Item, Batch]):
 
 
 class DealtLoader(OrderedLoader[Item, Batch]):
-    """Serve whole batches to ranks in turn, for prediction: figures are those of one rank, to the last bit.
+    """Serve whole batches to ranks in turn, for prediction: so figures equal those of one rank exactly.
 
         rank 0    batch 0    batch 2    batch 4
         rank 1    batch 1    batch 3    spare: the first item again

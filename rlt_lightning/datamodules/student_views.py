@@ -24,7 +24,7 @@ from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 @dataclass(frozen=True)
 class StudentView:
-    """How one student reads.
+    """How one student reads problems and completions.
 
     Attributes:
         format: The contexts of the teacher and of this student.

@@ -87,7 +87,7 @@ class TeacherViews:
 
     @property
     def exchanged(self) -> tuple[int, int] | None:
-        """Return two words that change places in the teacher's distribution, which then ends a thought."""
+        """Return two tokens to exchange in the teacher's distribution, so that both closing tags match."""
         return None if self.closing is None or self.closing[0] == self.closing[1] else self.closing
 
     def build_problem(
@@ -190,7 +190,7 @@ def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
 
 
 def swap_solutions(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield rows whose `shown` solution is that of a row before; of the first rows, of the first after.
+    """Yield rows whose `shown` solution is another row's: one from before, for the first rows one from after.
 
     Raises:
         InputError: If all solutions are the same.

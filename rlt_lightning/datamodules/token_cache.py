@@ -132,7 +132,7 @@ def build_batches(items: Iterable[MadeItem], prompts: dict[str, int]) -> Iterato
 
 
 def flatten_item(item: Item) -> dict[str, Any]:
-    """Return the fields by which a table holds an item."""
+    """Return an item as the fields of a table."""
     if isinstance(item, SFTExample):
         num_prompt = item.loss_mask.index(True)
         assert all(item.loss_mask[num_prompt:]), "The loss counts an example from one token on."
@@ -178,7 +178,7 @@ def decode_columns(encoded: bytes) -> dict[str, Any]:
 
 
 def is_json(value: Any) -> bool:
-    """Return whether JSON gives a value back as it is."""
+    """Return whether a value survives being written as JSON and read again."""
     kind = type(value)
     if kind is dict:
         return all(type(name) is str and is_json(inner) for name, inner in value.items())
@@ -304,7 +304,7 @@ UNUSED_DAYS = 60  # after which an entry is deleted
 
 @dataclass
 class StoredSource:
-    """What became of the rows of one source.
+    """The items made of one source's rows, and a report of the rows that are not used.
 
     Attributes:
         report: The rows that are not used.
@@ -452,7 +452,7 @@ def write_entry(path: Path, made: StoredSource, batches: Iterator[Any]) -> Path:
 
 @contextlib.contextmanager
 def name_unwritable(folder: Path) -> Iterator[None]:
-    """Name the settings that choose the folder if it cannot be written."""
+    """Turn a failure to write the folder into an error that names the setting of the folder."""
     try:
         yield
     except OSError as error:

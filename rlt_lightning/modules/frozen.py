@@ -16,7 +16,7 @@ RunModel = Callable[..., Any]
 
 
 class Model:
-    """A model by which completions are read, through `run`; in no optimizer, no checkpoint and no wrapper.
+    """A model that scores completions, called through `run`; it is in no optimizer, checkpoint or wrapper.
 
     Args:
         run: Calls the model.

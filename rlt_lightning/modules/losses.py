@@ -244,7 +244,7 @@ def read_sampled(model: str, rollout: Rollout) -> Read:
 def compare_with_engine(
     inputs: LossInputs, importance: TruncatedImportanceSampling | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Choose what the ratio of a loss is to, and compare the policy with the engine.
+    """Choose the log-probs that a loss's ratio refers to, and measure how far engine and trainer differ.
 
     Returns:
         The log-probs to which the policy's have their ratio, (n, T): those of the engine if older weights

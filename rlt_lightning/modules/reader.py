@@ -332,7 +332,7 @@ class Reader:
         return self.on_any_rank(unknown) if self.together else unknown
 
     def merge(self, step: StepBatch, reads: list[tuple[str, int, Read]]) -> list[Item]:
-        """Return the sequences that must be run, pass by pass; what the step knows is put in place."""
+        """Return the sequences that must be run, pass by pass; fill in values that the step already has."""
         items: dict[tuple[str, float], list[Item]] = {}
         of_row: dict[Hashable, list[Item]] = {}
         shared: dict[Hashable, Item] = {}  # by `once`
@@ -509,7 +509,7 @@ class Reader:
                         )
 
     def require_alike(self, term: Term, reads: Sequence[Read], step: StepBatch) -> None:
-        """Check that micro-batches of a term's reads can have any of them.
+        """Check that any of a term's reads can go into the same micro-batch.
 
         Raises:
             InputError: If not all are the policy's, at one temperature, compared with one model in one way.
@@ -625,7 +625,7 @@ def exchange_targets(
 
 
 def add_checks(step: StepBatch, targets: Sequence[tuple[Target, Tensor]]) -> None:
-    """Let the step check that what was computed for targets is finite; a dummy's values are nobody's."""
+    """Let the step check that the values of targets are finite; a dummy's values are ignored."""
     kinds: dict[str, list[tuple[int, Tensor]]] = {}
     for target, values in targets:
         if target.rows:

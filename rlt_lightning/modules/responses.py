@@ -132,7 +132,7 @@ class CalledTogether:
         return self.engine.sample(requests, sampling, stop)
 
     def finish(self, sampling: Sampling) -> None:
-        """Sample nothing as long as another rank samples."""
+        """Take part in the other ranks' calls, without requests, until no rank samples any more."""
         while self.on_any_rank(False):
             list(self.engine.sample([], sampling, stop=""))
 

@@ -420,7 +420,7 @@ class StepBatch:
     # The update
 
     def add_loss(self, micro: Any, values: Tensor, output: Any) -> None:
-        """Add what a micro-batch has told; with scale 0 it was computed only because others are.
+        """Add the figures of a micro-batch; one with scale 0 ran only because another rank ran one.
 
         Args:
             micro: The micro-batch.

@@ -77,7 +77,7 @@ class WeightSync:
         self.probe_log_probs: dict[int, list[float]] = {}
 
     def start(self, prompt: list[int]) -> None:
-        """Verify weights by the first tokens of a prompt, unless there is a text already."""
+        """Choose the text by which weights are verified: the first prompt's first tokens."""
         self.probe = self.probe or prompt[:PROBE_TOKENS]
 
     def close(self) -> None:

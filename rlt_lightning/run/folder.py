@@ -75,7 +75,7 @@ lock: int | None = None  # descriptor of the run folder, which is locked until t
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes, and what it does about what lies there.
+    """Where a run writes, and what it does with files that are already there.
 
     Example: `rlt fit --output_dir runs/a --resume true`, killed in step 3, is run again as
     `RunFolder(Path("runs/a"), "runs/a/checkpoints/step=000002.ckpt", resume=True, overwrite=True)`.
@@ -197,7 +197,7 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
 
 
 def tell_changes(folder: Path, config: dict[str, Any]) -> None:
-    """Warn of settings with which a training that resumes differs from what it was before."""
+    """Warn about settings that were changed since the run that a training resumes."""
     if changes := list_changes(folder, config):
         more = f"; and {len(changes) - 5} more" if len(changes) > 5 else ""
         warnings.warn(

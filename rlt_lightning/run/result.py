@@ -69,7 +69,7 @@ class FitResult:
         return ", ".join(f"{words} {change}" for words, change in self.figures().items())
 
     def figures(self) -> dict[str, str]:
-        """Return the figures that say what was learned, first → last, by their words."""
+        """Return the figures that say what was learned, as first → last, by what they are called."""
         shown = [name for name in SHOWN if name in self.changes]
         if OBJECTIVES & self.changes.keys():
             shown = [name for name in shown if name != "policy/loss"]

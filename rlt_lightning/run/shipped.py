@@ -70,7 +70,7 @@ def read_launch_line(text: str) -> list[str]:
 
 
 def read_next_command(configs: Iterable[Path], run_folder: Path) -> str | None:
-    """Return the command of the next stage, on what a run has left; None if no config of the run names it.
+    """Return the command of the next stage, with this run's results; None if no config of the run names it.
 
     As with other settings, that of a later config wins.
     """
