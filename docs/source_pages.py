@@ -1,6 +1,6 @@
-"""Hooks of the site: research/ and files that pages link to become pages too.
+"""Hooks of mkdocs: research/ and the files that pages link to become pages of the site too.
 
-So a relative link such as ../configs/laptop/rlt.yaml works on a git host and in the site.
+So a relative link such as ../configs/laptop/rlt.yaml works both on a git host and on the site.
 """
 
 from __future__ import annotations

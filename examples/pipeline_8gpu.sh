@@ -2,8 +2,8 @@
 # The released recipe on 8 GPUs of 80 GB: Qwen2.5-7B teacher, Bespoke-Stratos-7B student, 17K problems. Needs vLLM
 # in ../vllm (docs/rollouts.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
 # skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a training stage fits.
-# It trains with FSDP2; the paper's code trained with DeepSpeed: hardware/zero3 in place of hardware/fsdp2,
-# hardware/zero3_8gpu in place of hardware/fsdp2_8gpu, and hardware/zero3 after recipe_7b/sft. Not run yet.
+# It trains with FSDP2. For DeepSpeed, as in the paper's code, put hardware/zero3 in place of hardware/fsdp2,
+# hardware/zero3_8gpu in place of hardware/fsdp2_8gpu, and hardware/zero3 after recipe_7b/sft. We have not run it yet.
 #
 #   examples/pipeline_8gpu.sh [FOLDER]      # runs/released by default
 set -euo pipefail

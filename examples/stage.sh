@@ -1,4 +1,4 @@
-# The pipelines source this file; $run is the folder of all stages, $run/seconds.tsv has the seconds of each attempt.
+# Functions that the pipelines source. $run is the folder of all stages; $run/seconds.tsv gets the seconds of each attempt.
 
 stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exists
     local name=$1 result=$2 begin=$SECONDS status=0

@@ -1,4 +1,4 @@
-"""What a run tells a person, on a terminal or in a log: what takes long, before it begins, and long waits."""
+"""Messages on the terminal or in the log: what takes long is announced first, and long waits are named."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def waiting_for(
 
 @contextmanager
 def without_hub_retries() -> Iterator[None]:
-    """Leave out what the hub's client and `datasets` log of an error that then follows and says more."""
+    """Hide what the hub's client and `datasets` log about an error that is then raised and says more."""
     levels = {"huggingface_hub": logging.ERROR, "datasets": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
@@ -125,7 +125,7 @@ def without_hub_retries() -> Iterator[None]:
 
 
 def make_printable(text: str) -> str:
-    """Replace what could control a terminal, or what it could not print, line ends among it, by spaces."""
+    """Replace characters that would control a terminal or cannot be printed, line ends too, by spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 

@@ -1,7 +1,7 @@
 """Lightning's Trainer with what every run of this project has: a folder, callbacks, checkpoints, metrics.csv.
 
-None of it is needed to train: an unmodified `lightning.Trainer` does with a RolloutCallback (docs/extend.md).
-Scripts and the command line make the same Trainer:
+None of it is needed to train: an unmodified `lightning.Trainer` with a RolloutCallback is enough
+(docs/extend.md). Scripts and the command line make the same Trainer:
 
     script     Trainer(output_dir, callbacks=[…], …)
                  fit, …   enter_run_folder: choose and open the folder, lend it to the datamodule

@@ -1,4 +1,4 @@
-"""Lines instead of Lightning's progress bar, where there is no terminal that could redraw one."""
+"""Print a line per iteration instead of Lightning's progress bar where no terminal can redraw a bar."""
 
 from __future__ import annotations
 

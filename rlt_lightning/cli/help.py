@@ -1,4 +1,4 @@
-"""What `rlt --help` and `rlt VERB --help` print, at once, before PyTorch is imported."""
+"""Print `rlt --help` and `rlt VERB --help` at once, without importing PyTorch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ keep_arguments = typehints.discard_init_args_on_class_path_change
 
 
 def keep_chosen_arguments(parser: Any, before: Any, value: Any) -> None:
-    """Keep of a replaced class only arguments that somebody has chosen, not its defaults.
+    """When another class is named, keep only arguments that somebody set, not the old class's defaults.
 
     Else `--model.reward LogProbReward` would have RLTReward's `kl_weight` and `reduction`.
     """
@@ -97,7 +97,7 @@ def replace_config_names(words: Sequence[str]) -> list[str]:
 
 
 def require_text(path: Path) -> Path:
-    """Return the file of a config.
+    """Return the file of a config after checking that it is a text that is not empty.
 
     Raises:
         InputError: If it is empty or not in UTF-8: the parser's message would not name it.
@@ -154,7 +154,7 @@ def list_options(parser: ArgumentParser, within: tuple[type, ...] = ()) -> Itera
 
 
 def list_leaves(cls: type) -> Iterator[type]:
-    """Yield a class and its subclasses, as far as they can be made."""
+    """Yield a class and its subclasses, without abstract ones."""
     if not isabstract(cls):
         yield cls
     subclasses: list[type] = cls.__subclasses__()

@@ -31,7 +31,7 @@ from rlt_lightning.types import InputError, as_list
 
 
 class SharedSettingsCommandLine(RLTCommandLine):
-    """A verb that takes the arguments of another verb, and one group of options more.
+    """A verb that takes the arguments of another verb, and one more group of options.
 
     Subclasses set `settings_verb`, the other verb, and `group`: the class of the further options and their
     name; with None they have no name before theirs.
@@ -64,7 +64,7 @@ class SharedSettingsCommandLine(RLTCommandLine):
         self.spread_seed()
 
     def build_words(self, given: list[str]) -> list[str]:
-        """Return what the parser reads for the words of the command line."""
+        """Return the words that the parser reads in place of those of the command line."""
         return given
 
     def after_instantiate_classes(self) -> None:
@@ -147,7 +147,7 @@ class ExplainCommandLine(SharedSettingsCommandLine):
     names_teacher = False
 
     def build_words(self, given: list[str]) -> list[str]:
-        """Return the options of `rlt predict`, in the order of the drawing above."""
+        """Return the options of `rlt predict`: a named teacher's settings, configs, then all others."""
         bare, options = split_words(given)
         if len(bare) > 1:
             raise InputError(

@@ -1,10 +1,10 @@
-"""The life of `rlt fit|validate|predict|test`, in Lightning's command line.
+"""Run `rlt fit|validate|predict|test` by Lightning's command line, in this order.
 
 parse_arguments               read the configs and options; --seed sets the seeds
 before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (trainer.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
-after_fit, after_predict      say where everything is and what to do next
+after_fit, after_predict      print where the results are, and the next command
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ class RLTCommandLine(LightningCLI):
         return built
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.pytorch.Trainer:
-        """Build the Trainer of scripts, which adds what every run has and no config needs to name."""
+        """Build this package's Trainer, which adds what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
         named = as_list(config["callbacks"])
         # A callback that trainer.callbacks names is in the place of the run's own of that class.
@@ -351,7 +351,7 @@ class RLTCommandLine(LightningCLI):
         """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""
 
     def after_fit(self) -> None:
-        """Say where everything is and what to do next."""
+        """Print where the results are, and the next command."""
         if self.trainer.is_global_zero:
             result = read_fit_result(self.choice.folder)
             print(f"\nDone: {result.steps} steps.")
@@ -362,7 +362,7 @@ class RLTCommandLine(LightningCLI):
             self.status = int(any(getattr(c, "upload_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def after_predict(self) -> None:
-        """Say where the scores or the traces are and what to do next."""
+        """Print where the scores or traces are, and the next command."""
         if self.trainer.is_global_zero:
             print("\nDone.")
             self.print_end()

@@ -1,16 +1,16 @@
-"""`rlt demo`: a student learns more from a teacher that RLT has trained; minutes on two CPU cores.
+"""`rlt demo`: show, in minutes on two CPU cores, that a student learns more from a teacher trained by RLT.
 
-    warm up a teacher ─┬─ RLT ─ explain, T 0.7 ─ train a student ─ let it answer, sampled and greedily
+    warm up a teacher ─┬─ RLT ─ explain, T 0.7 ─ train a student ─ test it, sampled and greedily
                        ├─────── explain, T 0.7 ─ the same
                        ├─────── explain, T 0 ─── the same
-                       └─────── explain twice, T 0.7, keep the better one by the reward ─ the same
-                                                 the untrained student ─ answers only
+                       └─────── explain twice, T 0.7, keep the one with the higher reward ─ the same
+                                                 the untrained student ─ test it
 
 The last arm samples as many explanations as RLT does in its iterations and for its student together.
 
 Every stage is an `rlt` command with a shipped config and a folder of its own. Two run side by side, each in a
-process forked from one that has the imports. Nothing here imports PyTorch at its top: the first line appears
-at once.
+process forked from one that has imported the package. This file imports PyTorch only when it needs it, so the
+first line appears at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NUM_CANDIDATES = 2  # of each problem: as many in all as RLT samples, in its ite
 
 @dataclass(frozen=True)
 class Arm:
-    """How the explanations are made that a student learns from.
+    """One way to make the explanations that a student learns from.
 
     Attributes:
         name: What the terminal calls it.

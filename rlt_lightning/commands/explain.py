@@ -135,7 +135,7 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
 
 
 def change_stage(data: dict[str, Any], stage: type[StratosDataModule]) -> dict[str, Any]:
-    """Return class_path and init_args of data as another stage's: the settings that it has too."""
+    """Return class_path and init_args of data for another stage's class, with the settings that both have."""
     if issubclass(load_class(data["class_path"]), stage):
         return data
     parser = ArgumentParser()
@@ -311,7 +311,7 @@ def describe_worth(row: Row, empty: Row, parts: dict[str, float], reward: RLTRew
 
 
 def list_caveats(reward: RLTReward, sampled: bool) -> list[str]:
-    """Return what to know about the figures of tokens.
+    """Return caveats about the figures per token.
 
     Args:
         reward: The reward that has them.
@@ -330,7 +330,7 @@ def list_caveats(reward: RLTReward, sampled: bool) -> list[str]:
 
 
 def show(text: str) -> str:
-    """Return a text that cannot command a terminal, in its lines."""
+    """Return a text's lines without characters that would control a terminal."""
     return "\n".join(map(make_printable, text.strip().split("\n")))
 
 

@@ -1,12 +1,12 @@
-"""`rlt plan`: predict the memory of a training or a prediction, phase by phase, before anything is loaded.
+"""`rlt plan`: predict the memory of `rlt fit` or `rlt predict`, phase by phase, before anything is loaded.
 
     settings ─ read_setup ─▶ Setup ─ list_phases ─▶ Phases ─ print_plan ─▶ table and verdict
 
-The largest phase is the prediction: only parts that exist at the same time add up, so each phase has its own
-sum. The formulas follow what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes.
-Activations are not guessed: the model's own forward and backward run on fake tensors, which have shapes but
-no memory. Nothing is downloaded: a model's configuration comes from this machine, and rows that are not
-here are as long as the settings allow.
+Each phase adds up the parts that exist at the same time; the largest phase is the predicted peak. The
+formulas follow what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes. Activations are
+not guessed: the model's own forward and backward run on fake tensors, which have shapes but no memory.
+Nothing is downloaded: a model's configuration comes from this machine, and rows that are not on it are
+assumed to be as long as the settings allow.
 """
 
 from __future__ import annotations
@@ -414,7 +414,7 @@ def trace_activations(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the memory of live tensors, without the model's own."""
+    """Adds up the memory of live tensors, without the model's own tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -521,7 +521,7 @@ def count_gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> 
 
 
 def keeps_whole_gradients(setup: Setup, chosen: bool | Literal["auto"]) -> bool:
-    """Return what FSDP2 decides; `chosen` is its reduce_every_micro_batch."""
+    """Return whether FSDP2 keeps whole gradients within a step; `chosen` is its reduce_every_micro_batch."""
     if setup.sharding != "fsdp2" or chosen != "auto":
         return setup.sharding == "fsdp2" and not chosen
     free = setup.device.memory
@@ -770,7 +770,7 @@ def count_head_backward(setup: Setup, num_scored: int) -> float:
 
 
 def count_gathered_head(setup: Setup) -> float:
-    """Return what of a teacher's shards is whole while the policy's head is: the teacher's own head."""
+    """Return the teacher's head, which is gathered from its shards while the policy's head is."""
     teacher = setup.copied_teacher
     if setup.shards == 1 or teacher is None or not setup.compares_words:
         return 0.0
@@ -1378,7 +1378,7 @@ def assume_lengths(data: StratosDataModule, options: PlanOptions, limit: int | N
 
 
 def assume_mean(longest: int) -> tuple[int, int]:
-    """Return the longest completion with the mean that goes with it."""
+    """Return the longest completion and an assumed mean."""
     return longest, max(1, round(MEAN_FRAC * longest))
 
 

@@ -1,4 +1,4 @@
-"""What a `fit` has learned: the means of its figures at its start and at its end, read from metrics.csv."""
+"""Summarise what a `fit` has learned: means of its figures at the start and at the end of metrics.csv."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FitResult:
         return ", ".join(f"{words} {change}" for words, change in self.figures().items())
 
     def figures(self) -> dict[str, str]:
-        """Return the figures that say what was learned, first → last, by their words."""
+        """Return the figures that say what was learned, as first → last, by what they are called."""
         shown = [name for name in SHOWN if name in self.changes]
         if OBJECTIVES & self.changes.keys():
             shown = [name for name in shown if name != "policy/loss"]

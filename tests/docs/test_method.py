@@ -1,4 +1,4 @@
-"""docs/method.md: planted faults are noticed within their step and by their line; papers and tests exist."""
+"""docs/method.md: planted faults are noticed in their step, by the named line; papers and tests exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks with sharded weights whose rows declare different reads: every forward still meets."""
+"""Two ranks with sharded weights, whose rows need different forwards, still run all forwards together."""
 
 from __future__ import annotations
 

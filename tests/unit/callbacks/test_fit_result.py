@@ -1,4 +1,4 @@
-"""What a fit has learned: the line at its end, and what a script reads."""
+"""What a fit has learned: its last line, and the result that a script reads."""
 
 from __future__ import annotations
 

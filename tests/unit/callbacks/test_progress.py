@@ -1,4 +1,4 @@
-"""What a run says while it computes: the bar of a terminal, the lines of a log, long waits."""
+"""What a run shows while it computes: a progress bar on a terminal, lines in a log, long waits."""
 
 from __future__ import annotations
 

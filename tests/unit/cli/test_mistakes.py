@@ -1,7 +1,7 @@
-"""What is refused: one line each, with the setting's name and the key word of the remedy.
+"""Mistakes are refused in one line, with the setting's name and the key word of the remedy.
 
-A command line is read by its parser in this process, other cases call what refuses: a command costs a
-second. `test_cli.py` has one case for each place that refuses, through a command.
+A command takes a second, so these cases call a parser, or the code that refuses, in this process.
+test_cli.py has one case for each place that refuses, through a command.
 """
 
 from __future__ import annotations
