@@ -71,7 +71,9 @@ MISTAKES = {
     f"{FIT} --model.reward RLTRewrd": ("reward", "import path"),
     f"{FIT} --model.dtype fp16": ("dtype", "float16"),
     f"{FIT} --seed -1": ("seed", "v>=0"),
-    "test --config laptop/rlt": ("RLTModule", "EvaluationModule"),
+    "test --config laptop/rlt": ("RLTModule", "belongs to rlt fit"),
+    "plan --config recipe_7b/evaluate_paper": ("plans rlt fit and rlt predict", "belongs to rlt test"),
+    "fit --config laptop/evaluate": ("EvaluationModule", "belongs to rlt test"),
     "report": ("run_dir", "required"),
     "export --ckpt_path x": ("output_dir", "required"),
 }
