@@ -49,6 +49,7 @@ from rlt_lightning.commands.explain import load_class
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.metrics.catalogue import write_entries
+from rlt_lightning.metrics.result import read_fit_result
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
@@ -63,7 +64,6 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.ranks import announce_restart, find_global_rank, require_restartable
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.result import read_fit_result
 from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
