@@ -43,6 +43,9 @@ CONFIGS = {
     "type.yaml": "model:\n  group_size: four\n",
     "empty.yaml": "\n",
     "class.yaml": "model:\n  class_path: rlt_lightning.modules.RTLModule\n",
+    "callback.yaml": "trainer: {callbacks+: [{class_path: rlt_lightning.callbacks.EvaluateEvery, "
+    "init_args: {every_n_step: 4}}]}\n",
+    "no_callback.yaml": "trainer: {callbacks+: [{class_path: rlt_lightning.callbacks.EvaluateEvry}]}\n",
 }
 FIT = "fit --config laptop/rlt"
 # What is typed -> the setting that the line names, and the word of its remedy.
@@ -66,6 +69,8 @@ MISTAKES = {
     f"{FIT} --config nested.yaml": ("lrr", "optimizer"),
     f"{FIT} --config type.yaml": ("group_size", "int"),
     f"{FIT} --config class.yaml": ("RTLModule", "no attribute"),
+    f"{FIT} --config callback.yaml": ("EvaluateEvery: Option 'every_n_step'", "Did you mean every_n_steps?"),
+    f"{FIT} --config no_callback.yaml": ("trainer.callbacks", "no attribute 'EvaluateEvry'"),
     f"{FIT} --config utf16.yaml": ("utf16.yaml", "UTF-8"),
     f"{FIT} --config=empty.yaml": ("empty.yaml", "leave it out"),
     f"{FIT} --model.reward RLTRewrd": ("reward", "import path"),
