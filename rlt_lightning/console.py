@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -132,6 +134,12 @@ def make_printable(text: str) -> str:
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes as MB, or as GB from one GB on."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def wrap(line: str, indent: int) -> str:
+    """Return a line broken at the terminal's width, in a log at 110 columns; later lines are indented."""
+    width = max(indent + 30, shutil.get_terminal_size((110, 24)).columns)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def redraws_lines() -> bool:

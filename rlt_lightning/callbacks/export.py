@@ -23,9 +23,9 @@ from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.checkpoints.io import NamedCheckpoints
 from rlt_lightning.console import announce, announce_writing
 from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.metrics.result import read_fit_result
 from rlt_lightning.models.weights import trained_tensors, weights_size
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.result import read_fit_result
 from rlt_lightning.types import InputError
 
 # Files of an earlier model in the repository, which transformers or peft would load in place of the new ones.

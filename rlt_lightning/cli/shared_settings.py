@@ -17,7 +17,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning.cli.parser import split_words
-from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student, propose_data
+from rlt_lightning.cli.stages import (
+    TRAINER_VERBS,
+    RLTCommandLine,
+    frozen_student,
+    propose_data,
+    require_module_of,
+)
 from rlt_lightning.commands.check import CheckOptions, check_run
 from rlt_lightning.commands.explain import ExplainOptions, change_stage, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
@@ -58,7 +64,9 @@ class SharedSettingsCommandLine(RLTCommandLine):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
         self.shared_parser.prog = f"rlt {self.typed_verb}"
-        words = propose_data(self.build_words(self.words))
+        words = self.build_words(self.words)
+        require_module_of(self.typed_verb, words)
+        words = propose_data(words)
         self.config = parser.parse_args([self.settings_verb, *words])
         self.take_rollouts()
         self.spread_seed()

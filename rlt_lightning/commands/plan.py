@@ -1306,6 +1306,8 @@ def read_step(
         if verb == "predict":  # each process gets whole batches
             prompts *= num_processes
     note = f"prompts of up to {prompt[0]} tokens ({source}), completions of up to {completion[0]}"
+    if not prompt[0]:  # data.max_length limits both together
+        note = f"examples of up to {completion[0]} tokens ({source})"
     if lengths := [length for length in scoring if length is not None]:
         note += f"; models that score read prompts, with solutions, of up to {max(lengths)} tokens"
     step = Step(

@@ -248,8 +248,8 @@ class Reader:
         """Fill token columns of the step for these rows, which are this rank's, or a dummy.
 
         Where other ranks have rows of the step too, values that are not finite stay in `step.checks`, and
-        what `declare` raises in `step.failure`: all ranks raise together what failed on one of them
-        (`PolicyModule.raise_together`).
+        what `declare` raises, or a completion without room in a context, in `step.failure`: all ranks raise
+        together what failed on one of them (`PolicyModule.raise_together`).
 
         Args:
             step: The step.
@@ -260,7 +260,7 @@ class Reader:
 
         Raises:
             NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the value; see above.
-            InputError: If a retokenized completion does not fit into a model's context.
+            InputError: If a retokenized completion does not fit into a model's context; see above.
         """
         rollouts = {row: step.rollout(row) for row in rows}
         declared = {row: declare_reads(step, rollout, declare) for row, rollout in rollouts.items()}
@@ -362,13 +362,16 @@ class Reader:
 
     def run_pass(self, step: StepBatch, key: PassKey, items: list[Item], stats: PhaseStats | None) -> None:
         """Run a model over sequences, or two models of which one is compared with the other."""
-        sequences = [item.build_sequence() for item in items]
-        others = [item.against.build_sequence() for item in items if item.against is not None]
-        lengths = measure_lengths([item.read for item in items], sequences, others or sequences)
         with ExitStack() as stack:
             run = stack.enter_context(self.models[key.model].loaded_on(self.device))
-            if any(item.read.retokenized for item in items):
+            try:
                 require_room(run, step, items)
+            except InputError as error:
+                step.keep_failure(error)
+                items = [key.build_dummy()]  # other ranks may wait for this one's forward
+            sequences = [item.build_sequence() for item in items]
+            others = [item.against.build_sequence() for item in items if item.against is not None]
+            lengths = measure_lengths([item.read for item in items], sequences, others or sequences)
             ask = (
                 stack.enter_context(self.models[key.against].loaded_on(self.device)) if key.against else None
             )
@@ -668,6 +671,9 @@ def require_room(run: RunModel, step: StepBatch, items: Sequence[Item]) -> None:
     Raises:
         InputError: If one does not; it names the row.
     """
+    items = [item for item in items if item.read.retokenized]
+    if not items:
+        return
     context: int = call_model(run, lambda model: read_context_length(model.config))
     for item in items:
         length = len(item.read.prefix) + len(item.read.rest)
