@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -127,6 +129,21 @@ def without_hub_retries() -> Iterator[None]:
 def make_printable(text: str) -> str:
     """Replace what could control a terminal, or what it could not print, line ends among it, by spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def wrap_line(line: str, indent: int) -> str:
+    """Break a line at words where the terminal ends, if standard output is one; a log keeps its lines.
+
+    Args:
+        line: The line.
+        indent: Number of spaces before what follows.
+    """
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def size_text(num_bytes: int) -> str:
