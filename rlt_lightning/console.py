@@ -131,6 +131,21 @@ def make_printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
+def wrap_line(line: str, indent: int) -> str:
+    """Break a line at words where the terminal ends, if standard output is one; a log keeps its lines.
+
+    Args:
+        line: The line.
+        indent: Number of spaces before what follows.
+    """
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes as MB, or as GB from one GB on."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -27,7 +27,7 @@ from rlt_lightning.cli.stages import (
 from rlt_lightning.commands.check import CheckOptions, check_run
 from rlt_lightning.commands.explain import ExplainOptions, change_stage, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
-from rlt_lightning.console import announce
+from rlt_lightning.console import announce, wrap_line
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
@@ -133,7 +133,7 @@ class CheckCommandLine(SharedSettingsCommandLine):
         machine = {name: made.trainer[name] for name in ("accelerator", "precision")}
         statuses = []
         for check in check_run(made.model, made.data, made.rollouts, made.check, lengths, **machine):
-            print(check.line(), flush=True)
+            print(wrap_line(check.line(), indent=16), flush=True)
             statuses.append(check.status)
         self.status = int("fail" in statuses)
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))

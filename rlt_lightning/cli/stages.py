@@ -46,7 +46,7 @@ from rlt_lightning.cli.parser import (
     split_words,
 )
 from rlt_lightning.commands.explain import load_class
-from rlt_lightning.console import announce
+from rlt_lightning.console import announce, wrap_line
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.metrics.result import read_fit_result
@@ -358,7 +358,7 @@ class RLTCommandLine(LightningCLI):
             result = read_fit_result(self.choice.folder)
             print(f"\nDone: {result.steps} steps.")
             if line := result.line():
-                print(f"First and last figures: {line}.")
+                print(wrap_line(f"First and last figures: {line}.", indent=2))
             self.print_end()
             # A script must notice; the model lies in the run folder.
             self.status = int(any(getattr(c, "upload_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]

@@ -85,8 +85,8 @@ SHOWN = {  # rows of the table, and the bars
 }
 ABOUT = """A teacher of 184,000 parameters learns to explain last-digit chains such as
 "start 2, add 1, times 7, add 3?". Few of its explanations are right, most are
-filler. Students, which begin as the same model, learn from what it writes: before
-RLT, in three ways, and after RLT. Nothing is downloaded.
+filler. Students, which begin as the same model, learn from what it writes:
+before RLT, in three ways, and after RLT. Nothing is downloaded.
 
 Stages, one line as each ends; with imports, the first takes half a minute:"""
 UNLEARNED = """
@@ -223,8 +223,8 @@ def list_stages(folder: Path) -> list[Stage]:
         model, needs = (folder / name / "student/model", f"{name}/student") if trained else ("miniature", "")
         who = f"{ARMS[name].name}: its student" if trained else "untrained student:"
         for how, temperature, what in (
-            ("sampled", 0.7, f"answers {NUM_ASKED} held-out problems"),
-            ("greedy", 0.0, "answers them again, without sampling"),
+            ("sampled", 0.7, f"answers {NUM_ASKED} problems, T 0.7"),
+            ("greedy", 0.0, f"answers {NUM_ASKED} problems greedily"),
         ):
             options = {"model__pretrained": model, "rollouts__sampling__temperature": temperature}
             stages += [

@@ -290,7 +290,7 @@ def describe_worth(row: Row, empty: Row, parts: dict[str, float], reward: RLTRew
     order = sorted(range(len(kl)), key=lambda i: -kl[i])[: top or None]
     width = max(map(len, parts)) + 2
     return [
-        "The student's probability of the whole solution, without and with the explanation:",
+        "The student's probability of the solution, without and with the explanation:",
         f"  {math.exp(before):.4g} -> {math.exp(after):.4g} ({before:.4f} -> {after:.4f} nats), at "
         f"temperature {reward.student_temperature:g}",
         "",
@@ -305,7 +305,7 @@ def describe_worth(row: Row, empty: Row, parts: dict[str, float], reward: RLTRew
         "",
         *tabulate(row["thought_tokens"], {"KL": kl}, order),
         "",
-        "Solution: the student's log-prob after the explanation, and after an empty one, nats",
+        "Solution: the student's log-prob after the explanation and an empty one, nats",
         *tabulate(row["solution_tokens"], {"log-prob": log_probs, "empty": without}, range(len(log_probs))),
     ]
 

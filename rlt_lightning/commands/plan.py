@@ -1548,11 +1548,15 @@ def format_memory(phases: Sequence[Phase]) -> list[str]:
     # The parts in the order in which the phases have them.
     order = dict.fromkeys(name for _, parts in columns for name in parts)
     names = [name for name in order if any(parts.get(name) for _, parts in columns)]
-    lines = ["GiB of one process   " + "".join(f"{name:>11}" for name, _ in columns)]
+    rows = [["GiB of one process", *(name for name, _ in columns)]]
     for name in names:
         sizes = [parts.get(name, 0.0) / GIB for _, parts in columns]
-        cells = [f"{size:.2f}" if size >= 0.005 else "." for size in sizes]
-        lines.append(f"{name:<21}" + "".join(f"{cell:>11}" for cell in cells))
+        rows.append([name, *(f"{size:.2f}" if size >= 0.005 else "." for size in sizes)])
     totals = [f"{sum(parts.values()) / GIB:.2f}" for _, parts in columns]
     totals[list(phases).index(find_peak(phases))] += "*"
-    return [*lines, f"{'total (* the peak)':<21}" + "".join(f"{total:>11}" for total in totals)]
+    rows.append(["total (* the peak)", *totals])
+    first, *widths = (max(map(len, cells)) for cells in zip(*rows, strict=True))
+    return [
+        f"{name:<{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in rows
+    ]
