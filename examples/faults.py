@@ -9,7 +9,7 @@ Only vLLM itself is replaced. `Worker` serves vLLM's HTTP routes, and samples wi
     RLTModule ── VLLMEngine ── HTTP ──▶ Worker: HFEngine with a copy of the weights
                      └────── DiskPush ──▶ loads each push into its copy
 
-docs/method.md tells where each fault comes from.
+research/faults.md tells where each fault comes from.
 """
 
 from __future__ import annotations
