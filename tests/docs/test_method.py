@@ -1,4 +1,4 @@
-"""docs/method.md: papers and tests exist. research/faults.md: faults are noticed in their step, by the named line."""
+"""docs/method.md: papers and tests exist. research/faults.md: a line notices each fault in its step."""
 
 from __future__ import annotations
 
