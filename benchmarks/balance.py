@@ -1,10 +1,11 @@
-"""How unequal the work of ranks is, divided by problems and by tokens.
+"""How uneven the work of ranks is if it is divided by problems, and if it is divided by tokens.
 
     .venv/bin/python benchmarks/balance.py
 
-A step like the released recipe's: 16 problems, 64 completions each, lognormal, about 5k tokens, at most 16k.
-Two figures for each division, both of the slowest rank against the mean, means over seeds: tokens in all, and
-tokens where ranks wait for each other in every row (weights in shards), with the real packer.
+A step like the released recipe's: 16 problems, 64 completions each, of lognormal lengths around 5k tokens, at
+most 16k. Each division has two figures, the slowest rank's tokens as a multiple of the mean, averaged over
+seeds: of all tokens, and of rows by the real packer if ranks wait for each other in every row (with sharded
+weights).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What `reward.baseline: empty` adds to the tokens that the student reads.
+"""How many more tokens the student reads with `reward.baseline: empty`.
 
     .venv/bin/python benchmarks/baseline.py
 
 A step like the released recipe's (balance.py), with prompts of 800 tokens and solutions of 400. The real
-scorer packs and counts the tokens; the student computes nothing. Read at once, in chunks as completions end,
-without shared prompts, and with one explanation of a problem, as in `rlt predict --config recipe_7b/rank`.
+scorer packs and counts the tokens; the student computes nothing. Four cases: all completions at once, in
+chunks as completions end, without shared prompts, and with one explanation of each problem, as in
+`rlt predict --config recipe_7b/rank`.
 """
 
 from __future__ import annotations

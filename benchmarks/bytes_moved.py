@@ -1,11 +1,12 @@
-"""Bytes that go through memory: of the head per token and word, and of a transformer block per token.
+"""Count the bytes moved through memory: by the head per token and word, by a transformer block per token.
 
     .venv/bin/python benchmarks/bytes_moved.py [--shape qwen2.5-0.5b] [--tokens 1024]
 
-They are counted, not timed, so any machine will do; types and attention are those of the device. An operator
-reads its inputs and writes its outputs once, and a view costs nothing. A compiled function, and each of
-Liger's, is computed plainly and counts as one kernel. All figures are the difference between twice the tokens
-and once: weights are read once for all tokens and drop out. Matrix products are counted apart.
+Nothing is timed, so any machine will do; types and attention are those of the device. An operator reads its
+inputs and writes its outputs once, and a view costs nothing. A compiled function, and each of Liger's, is
+computed plainly and counts as one kernel. Every figure is the difference between a run with twice the tokens
+and one with the tokens, so weights, which are read once for all tokens, drop out. Matrix products are counted
+separately.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What rows cost when a run starts: seconds of the first and of later starts, and memory for each token.
+"""What rows cost when a run starts: seconds of the first and of later starts, and memory per token.
 
 .venv/bin/python benchmarks/data.py [--rows 20000] [--tokens 3000] [--model smollm2-135m]
 
-Every start is a process of its own, which sets the datamodule up and then serves one epoch, so that every
-token was read. Memory is counted from before the set-up. The first start tokenises and writes; a later one
-maps what is there. "as lists" is a later start that then keeps all items as Python lists, as they were once.
+Every start is a separate process, which sets up the datamodule and then serves one epoch, so that every token
+is read. Memory is counted from before the set-up. The first start tokenises and writes the cache; a later one
+maps the cache into memory. "as lists" is a later start that keeps all items as Python lists.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/dynamic_sampling.py --seeds 3
 
-Both sides have the same seeds, problems and settings. Accuracy is that of one sampled answer to each held-out
-problem, every few steps. Completions are all that were sampled, dropped ones included.
+Both sides have the same seeds, problems and settings. Accuracy is measured every few steps, with one sampled
+answer to each held-out problem. All sampled completions are counted, including those that were dropped.
 """
 
 from __future__ import annotations

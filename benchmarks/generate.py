@@ -2,18 +2,19 @@
 
     OMP_NUM_THREADS=2 .venv/bin/python benchmarks/generate.py [--sequences 1,8,16,64] [--vllm PATH]
 
-Every side samples completions of 64 tokens after one prompt of 350 with SmolLM2-135M in fp32, all with as
-many threads. Sides run in turns, so that disturbances meet all of them; figures are medians of tokens per
-second, and of CPU milliseconds per token of all the side's processes, which other work disturbs less.
+Every side samples completions of 64 tokens after one prompt of 350 with SmolLM2-135M in fp32, with the same
+number of threads. Sides run in turns, so that other work on the machine slows all of them; figures are
+medians of tokens per second, and of CPU milliseconds per token of all the side's processes, which other work
+disturbs less.
 
     ours                 HFEngine
-    plain                tests/support/plain_engine.py: what HFEngine did before it had a cache of its own
+    plain                tests/support/plain_engine.py: transformers' cache, one batch after the other
     transformers         `generate`, which repeats the prompt for every completion
     continuous batching  transformers' `generate_batch` with a paged cache
     vLLM                 a worker of `vllm serve`; left out where it is not installed
 
-Before speed counts, ours must sample the same tokens as the plain side. The goals hold at 16 sequences: the
-last line has the ratios there, and the goals; without 16 sequences, the ratios of the number next to it.
+Before speed is compared, ours must sample the same tokens as the plain side. The last line has the goals, and
+the ratios at 16 sequences or, if these are not measured, at the nearest number.
 """
 
 from __future__ import annotations

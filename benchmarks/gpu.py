@@ -5,10 +5,10 @@
 
 bf16 weights, one group of completions behind one prompt, about `--tokens` tokens in one packed row.
 Attention, blocks and head use the kernels that a run chooses by default; the JSON names them. The other side
-is the same model with the same blocks, one completion at a time with full logits. MFU is of the optimise
-phase, that is reference pass, forward and backward, without credit for what gradient checkpointing computes
-again, against the rate of a large matrix product measured first. By default only shapes compute again whose
-activations do not fit otherwise. The profile of one phase is written beside the JSON.
+is the same model with the same blocks, one completion at a time with full logits. MFU is that of the optimise
+phase (reference pass, forward and backward), relative to the rate of a large matrix product that is measured
+first; what gradient checkpointing computes again does not count. By default gradient checkpointing is on only
+for shapes whose activations do not fit otherwise. The profile of one phase is written next to the JSON.
 Without a GPU it runs a tiny shape on the CPU, to show that it works, and says so.
 """
 

@@ -4,7 +4,8 @@
 
 Three series on the CPU, SmolLM2-135M in fp32: the reward of N completions of one problem (time must be linear
 in N); log-probs and their backward of T tokens through its head (memory must not grow with T * V); and
-forwards of 8 sequences with prefixes of different lengths, with and without sharing (sets SHARING_COST).
+forwards of 8 sequences with prefixes of different lengths, with and without sharing, from which SHARING_COST
+in numerics/packing.py was taken.
 """
 
 from __future__ import annotations

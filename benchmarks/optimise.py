@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/optimise.py [--gradient_checkpointing true] [--against plain]
 
 16 completions of 128 tokens after a prompt of 350, SmolLM2-135M in fp32, a reference that differs from the
-policy, GRPO with beta 0.04. Each side is a process of its own (trl_step.py; `serve` below) that does one
-phase when told to, in turns. No optimizer steps. Losses and gradients must agree before speed counts.
+policy, GRPO with beta 0.04. Each side is a separate process (trl_step.py; `serve` below); they take turns and
+run one phase at a time, without optimizer steps. Losses and gradients must agree before speed is compared.
 `--against plain` needs no TRL: the other side is the same model one completion at a time with full logits.
 """
 

@@ -1,15 +1,14 @@
-"""How much of scoring is hidden behind sampling: simulated at the released recipe's lengths, no model is run.
+"""How much of scoring is hidden behind sampling: a simulation with the released recipe's lengths, no model.
 
     .venv/bin/python benchmarks/overlap.py [--output runs/overlap.json]
 
 One step of 16 problems with 64 completions each, lognormal lengths, at most 16k tokens. All completions are
 sampled side by side at the same rate, so one of L tokens ends when L tokens of every completion could be
-sampled; sampling takes 210 s, scoring and reference 106 s on 4 processes if done at the end (a calculation by
-hand). Chunks come as rollouts/sampler.py lets them come: when enough
-tokens are there, and then all that is there. Printed is what is still to be scored when the last completion
-has come, as a fraction of all,
+sampled; sampling takes 210 s, scoring and reference 106 s on 4 processes if done at the end (calculated by
+hand). Chunks come as in rollouts/sampler.py: when enough tokens have arrived, all of them. It prints the
+fraction of scoring that is left when the last completion has arrived,
 
-* if single completions are handed over, or only whole groups;
+* if single completions are delivered, or only whole groups;
 * for chunks of 1, 2, 4 and 8 forwards of each process.
 """
 

@@ -1,15 +1,15 @@
-"""A benchmark before and after a change: the same sides from two checkouts, in turns, in one run.
+"""Run a benchmark before and after a change: the same sides from two checkouts, in turns, in one run.
 
     .venv/bin/python benchmarks/pairs.py --before REVISION --benchmark reward [--rounds 20] [--words '…']
 
 Each checkout runs its own script with its own package, so both must do the same work; `tests/trajectories`
-shows it for `step.py`. Of the script only our sides run, one at a time: before, after, after, before, and so
-on. Printed are the ratios after / before of seconds, of CPU seconds, which other work on the machine disturbs
-less, and of peak memory: the median over pairs, an interval that contains the true one in 95 of 100 runs, and
-the ratio of the two least values, which a busy machine raises last.
+shows that they do for `step.py`. Of a script only the sides that are ours run, one at a time: before, after,
+after, before, and so on. It prints the ratios after / before of seconds, of CPU seconds, which other work on
+the machine disturbs less, and of peak memory. Each has the median over pairs with its 95 % confidence
+interval, and the ratio of the two smallest values, which a busy machine disturbs least.
 
-The revision is unpacked into a temporary folder, with this folder's side_by_side.py and, where it lacks the
-script, the script. A folder in place of REVISION is taken as it is.
+The revision is unpacked into a temporary folder, with this folder's side_by_side.py and, if it lacks the
+script, the script. A folder in place of REVISION is used as it is.
 """
 
 from __future__ import annotations

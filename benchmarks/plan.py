@@ -3,11 +3,10 @@
     .venv/bin/python benchmarks/plan.py [--only NAME ...] [--allocator default]
     .venv/bin/python benchmarks/plan.py --pages
 
-Each set-up is planned, then trained for two steps on the CPU: SmolLM2-135M. Measured is
-the largest perf/*_peak_gib of the second step, the first with gradients and moments in place: VmHWM of the
-process that needs most, from /proc. The plan's largest phase of those that are measured is compared with it.
-A checkpoint is written after the last step, outside of the measured phases: resident memory is therefore also
-read from outside, ten times a second.
+Each set-up is planned, then SmolLM2-135M is trained in it for two steps on the CPU. The plan's largest
+measured phase is compared with the largest perf/*_peak_gib of the second step, the first with gradients and
+moments in place: VmHWM, from /proc, of the process that needs most. A checkpoint is written after the last
+step, outside of the measured phases: resident memory is therefore also read from outside, ten times a second.
 
 A CPU's allocator keeps what is freed: by default glibc returns only blocks above a threshold that grows to
 32 MiB, so resident memory is more than what is in use. With `--allocator exact`, the default here, the runs

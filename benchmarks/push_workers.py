@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/push_workers.py [--workers 8] [--rounds 1]
 
-The trainer's side is the genuine one: `GlooPush` with `WorkerClient`. A worker is a process that answers the
-routes of a push, takes every piece over a group of its own and drops it; vLLM would load it meanwhile. All
-are on the loopback, so a machine's memory and cores stand for its network. Weights of one shape share their
-memory: 339 tensors of 15.2 GB are sent out of 1.6 GB. Needs 3 GB, and 64 MB a worker.
+The trainer's side is the real one: `GlooPush` with `WorkerClient`. A worker is a process that answers the
+routes of a push, receives every piece over its own group and drops it, where vLLM would load it. All are on
+the loopback, so a machine's memory and cores stand for its network. Weights of one shape share their memory:
+339 tensors of 15.2 GB are sent out of 1.6 GB. Needs 3 GB, and 64 MB a worker.
 """
 
 from __future__ import annotations

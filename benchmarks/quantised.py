@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/quantised.py [--model miniature] [--steps 60] [--seeds 3]
 
-Each pair of runs sees the same rows in the same order; `loss` is the mean of a run's last quarter.
-`kl` says, in nats per token, how far the base in 4 bits is from the original model,
-and how far an adapter on the original weights is from the same adapter on the base that it was trained on.
+Each pair of runs sees the same rows in the same order; `loss` is the mean of a run's last quarter. `kl`, in
+nats per token, says how far the base in 4 bits is from the original model, and how far the base with its
+trained adapter is from the original model with the same adapter.
 """
 
 from __future__ import annotations

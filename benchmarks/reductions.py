@@ -1,10 +1,10 @@
-"""Adding up gradients over ranks in every micro-batch, or in the last one: bytes sent, memory, time.
+"""Compare adding up gradients over ranks in every micro-batch and in the last one: bytes sent, memory, time.
 
     .venv/bin/python benchmarks/reductions.py [--model smollm2-135m] [--sides fsdp2_every fsdp2_last zero3]
 
-Two processes on this machine train by SFT, over gloo. Counted are the collectives of the second step that
-add up gradients, and the bytes that each process puts into them; peak memory is that of the step, above what
-was there before it. `fsdp2_every` and `fsdp2_last` are FSDP2 with reduce_every_micro_batch true and false.
+Two processes on this machine train by SFT, over gloo. In the second step it counts the collectives that add
+up gradients, and the bytes that each process puts into them; peak memory is what the step adds to the memory
+before it. `fsdp2_every` and `fsdp2_last` are FSDP2 with reduce_every_micro_batch true and false.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/reward.py [--rounds 5]
 
 Samples 16 completions of 128 tokens after a prompt of 350 with SmolLM2-135M, which is teacher and student, in
-fp32. The loop runs student and teacher once per completion, makes log-probs of all logits and reads the spans
-off, as the authors' released code does. Ours is timed as in a training step, where the rollouts bring the
-teacher's log-probs, and as for traces that come without.
+fp32. The loop runs student and teacher once per completion, computes log-probs of all logits and selects the
+spans, as the authors' released code does. Ours is timed twice: as in a training step, where the engine has
+reported the teacher's log-probs, and for given traces, where they must be computed.
 """
 
 from __future__ import annotations

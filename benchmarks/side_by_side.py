@@ -1,13 +1,12 @@
-"""What the benchmarks share: options, sides that alternate in one run, peak memory, results, pictures.
+"""Shared by the benchmarks: options, sides that alternate in one run, peak memory, results, pictures.
 
 A benchmark is a file of this folder. It reads its options by `benchmark_parser` and `read_options`, so that
-all of them know --tiny, --rounds and --output, and ends with `finish`:
+all have --tiny, --rounds and --output, and ends with `finish`:
 
     finish(options.output, results, ratio=4.9, goal=5.0)  ->  reward ratio=4.9 goal=5
 
-`finish` writes the JSON, prints that line as the last of its output, and draws only then: a machine without
-matplotlib loses the picture and nothing else. The JSON says where it comes from: commit, machine, command,
-date.
+`finish` writes the JSON, prints that line as the last of its output, and only then draws: without matplotlib
+only the picture is missing. The JSON says where it comes from: commit, machine, command, date.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small models with random weights and the words of the embedded model, for tiny sizes.
+"""Make small models with random weights and the embedded model's tokenizer, for runs at tiny size.
 
 benchmarks/small_models.py FOLDER [--tokenizer FOLDER] [--tiny]   makes FOLDER/teacher and FOLDER/student
 """

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer, against importing Lightning, which it cannot do without.
+"""How long the command line takes to start, against importing Lightning, which it needs.
 
 .venv/bin/python benchmarks/startup.py [--rounds 5]
 """

@@ -1,11 +1,11 @@
-"""Whole training steps on recorded completions: nothing is sampled, so what is timed is what we do with them.
+"""Whole training steps on recorded completions: everything but sampling is timed.
 
     .venv/bin/python benchmarks/step.py [--kinds rlt_k1 opd_reverse] [--steps 10]
 
 The runs are those of tests/trajectories, with miniatures: their numbers are the same in every version, and
-most of the time is not arithmetic. Timed are all steps but the first. In the first one the bytes of tensors
-are counted that Python still holds when a backward begins, beside weights, gradients and AdamW's moments:
-what is carried through a step. The last line has milliseconds of CPU time for each step.
+most of the time is not arithmetic. All steps but the first are timed. The first one counts what is carried
+through a step: the bytes of tensors that Python holds when a backward begins, besides weights, gradients and
+AdamW's moments. The last line has milliseconds of CPU time per step.
 """
 
 from __future__ import annotations

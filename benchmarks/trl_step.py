@@ -2,11 +2,12 @@
 
     .venv/bin/python benchmarks/trl_step.py CASE.json
 
-It imports nothing of ours. A worker, so that its parent can alternate both sides in one run: it prints
-`ready`, then for every line `go` on its standard input it runs one phase and prints the loss, the seconds and
-how far resident memory rose (new gradients included) as a line of JSON, until `quit` or the end of its input.
+It imports nothing of ours. It is a worker process, so that its parent can alternate both sides in one run: it
+prints `ready`, then for every line `go` on its standard input it runs one phase and prints the loss, the
+seconds and how far resident memory rose (new gradients included) as a line of JSON, until `quit` or the end
+of its input.
 A phase is the reference pass, the forward and the backward, by TRL's own methods. Nothing is sampled and no
-optimizer steps, so every round is the same; only the first pays for touching code and weights.
+optimizer steps, so every round is the same, but the first is slower: it loads code and weights.
 
 CASE.json holds `model` and `reference` (Hugging Face folders), `prompt_ids` of one prompt, N `completions`
 (ids) with N `advantages`, `temperature`, `kl_coef`, `threads` and `gradients`: a file for the last round's
@@ -14,9 +15,9 @@ gradients, or null. Two more keys can overrule TRL's defaults, both true: `gradi
 the policy's layers twice, and `unbiased_kl` (`use_bias_correction_kl`) multiplies the KL estimate by the
 ratio, which is 1 but has a gradient.
 
-Three habits of TRL weigh on the figures. The reference pass takes `per_device_train_batch_size` rows at a
-time, here all N, as the loss does. The fused head never holds all logits, but off a GPU it scores the prompt
-and the padding too. And the loss computes every position's entropy, as a metric.
+Three properties of TRL affect the figures. The reference pass takes `per_device_train_batch_size` rows at a
+time, here all N, as the loss does. The fused head never holds all logits, but without a GPU it scores the
+prompt and the padding too. And the loss computes every position's entropy, as a metric.
 """
 
 from __future__ import annotations

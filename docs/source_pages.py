@@ -1,6 +1,6 @@
-"""Hooks of the site: research/ and files that pages link to become pages too.
+"""Hooks of mkdocs: research/ and the files that pages link to become pages of the site too.
 
-So a relative link such as ../configs/laptop/rlt.yaml works on a git host and in the site.
+So a relative link such as ../configs/laptop/rlt.yaml works both on a git host and on the site.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from mkdocs.structure.files import File, Files
 
 # Out of docs/ and research/, but to a page or picture of the other.
 LINK = re.compile(r"\]\(\.\./(?!docs/|research/[\w-]+\.(?:md|svg))([\w./-]+)\)")
+CODE = re.compile(r"(<code.*?</code>)", re.DOTALL)
+TAG_OR_OPTION = re.compile(r"<[^>]*>|(?<![\w-])--?[a-zA-Z][\w.-]*")
+BEFORE_UNIT = re.compile(r"(?<=\d) (?=[±%]|Gi?B\b)|(?<=±) (?=\d)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -75,3 +78,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("research/"):
         return LINK.sub(r"](../source/\1.md)", markdown).replace("](../docs/", "](../")
     return LINK.sub(r"](source/\1.md)", markdown).replace("](../research/", "](research/")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep lines from breaking inside an option, as browsers do at its hyphens, and before ± or a unit."""
+    pieces = CODE.split(html)  # every second one is code
+    pieces[::2] = [BEFORE_UNIT.sub("\u00a0", piece) for piece in pieces[::2]]
+    pieces[1::2] = [TAG_OR_OPTION.sub(mark_option, piece) for piece in pieces[1::2]]
+    return "".join(pieces)
+
+
+def mark_option(match: re.Match[str]) -> str:
+    """Return a tag as it is, and an option in a span that site.css keeps whole."""
+    return match[0] if match[0].startswith("<") else f'<span class="option">{match[0]}</span>'

@@ -1,14 +1,14 @@
 """RLCSD: a token counts more where a right hint makes it likelier than wrong hints do (arXiv:2606.11709).
 
-Hints are other completions of the problem in one template, so that what any hint changes cancels.
+A hint is another completion of the problem in one template, so what every hint changes cancels out.
 
     e = log p(y_t | right hint) - log mean_k p(y_t | wrong hint k)                 Eq. 7; p is the policy
     r = LAMBDA tanh(e / TAU);  A~ = A + r, but 0 where that turns the sign of A    Eqs. 9 to 11
     maximised: (mean of A where |r| <= DELTA) + ETA * (mean of A~ elsewhere),      Eq. 15
                clipped as the policy loss does, of each completion, then over completions
 
-Compared with the authors' code (github.com/THU-BPM/RLCSD) by reading only. There, means are a micro-batch's,
-hints are drawn, a policy of up to 10 steps before reads them, completions without both kinds are left out.
+We only read the authors' code (github.com/THU-BPM/RLCSD). It differs: means are over a micro-batch, hints are
+drawn and read by a policy up to 10 steps old, and completions without both kinds of hints are left out.
 Run: PYTHONPATH=examples rlt fit --config laptop/grpo --model contrast_weights.ContrastModule
 """
 

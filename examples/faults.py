@@ -1,15 +1,15 @@
-"""Plant a fault that is known from other trainers in a small run, and show which line notices it.
+"""Plant a fault known from other trainers into a small run, and show which line of code notices it.
 
     python examples/faults.py                  the names of the faults
     python examples/faults.py stale_weights    the sound run, then the same run with this fault
 
-Only vLLM itself is replaced. `Worker` speaks its routes over HTTP, and samples with a copy of the model of
-184,000 parameters that comes with the package, so a CPU and seconds are enough:
+Only vLLM itself is replaced. `Worker` serves vLLM's HTTP routes, and samples with a copy of the model of
+184,000 parameters that comes with the package, so a run takes seconds on a CPU:
 
     RLTModule ── VLLMEngine ── HTTP ──▶ Worker: HFEngine with a copy of the weights
                      └────── DiskPush ──▶ loads each push into its copy
 
-docs/method.md tells where each fault comes from.
+research/faults.md tells where each fault comes from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A term of the RLT reward that is made of tokens: a penalty for hurdles in the solution.
+"""Add a term to the RLT reward: a penalty for hurdles, solution tokens that the student finds unlikely.
 
     r = RLT reward - hurdle_weight * fraction of solution tokens with log p_student < threshold
 

@@ -1,4 +1,4 @@
-"""A joint stage: one model explains, knowing the solution, and learns from that without it, in one step.
+"""Train one model as teacher and student in each step: it explains a solution, and learns to do without it.
 
     as teacher   question, solution ─▶ explanation, sampled: policy gradient, its reward is that of RLT
     as student   question           ─▶ the same explanation, read: distilled towards the teacher

@@ -2,8 +2,8 @@
 
     loss = -sum of coef * log pi / tokens,   coef = ratio * (A - kl_tau * log ratio), without gradient
 
-The ratio is pi / pi_engine. Tokens whose ratio is out of bounds do not count, nor completions whose
-geometric mean is.
+The ratio is pi / pi_engine. Tokens whose ratio is out of bounds do not count, nor do completions whose
+ratio's geometric mean is.
 Run: PYTHONPATH=examples rlt fit --config laptop/rlt --model masked_ratio_loss.MaskedRatioModule
 """
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# RLT on rows of your own, which have a question and a solution and no traces: all stages, on one GPU; ends with a table
-# of every student beside its controls, and of what each stage cost; a first one comes before RLT, the longest stage.
-# After a crash run it again: it skips finished stages and resumes the interrupted one. docs/data.md has its settings.
+# RLT on rows of your own, which have a question and a solution and no traces: all stages, on one GPU. It ends with a
+# table that compares the RLT student with its controls, and with the cost of each stage; a first table comes before RLT,
+# the longest stage. After a crash run it again: it skips finished stages and resumes the interrupted one. docs/data.md
+# has its settings.
 #
 #   examples/own_rows.sh ROWS [FOLDER]      # a file, a folder or a hub id; runs/own_rows by default
 set -euo pipefail

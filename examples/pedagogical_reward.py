@@ -1,4 +1,4 @@
-"""A pedagogical reward: the explanation ends with the right answer, and no token of it surprises the student.
+"""A pedagogical reward: for an explanation with the right answer and no token that surprises the student.
 
     r = correct - weight * mean_t max(0, -log p_student(y_t) - threshold)
 

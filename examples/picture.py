@@ -1,4 +1,4 @@
-"""The end of examples/pipeline.sh: a table of the evaluations, and a picture of what each stage did."""
+"""The last step of examples/pipeline.sh: a table of the evaluations, and a picture of what each stage did."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 # in ../vllm (docs/hardware.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
 # skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a training stage fits.
 # It trains with FSDP2; STRATEGY=zero3 trains with DeepSpeed's ZeRO-3, as the paper's code did. TRAIN has options of
-# stages 1, 2 and 4, ALL of all stages, as in examples/own_rows.sh. Not run yet.
+# stages 1, 2 and 4, ALL those of all stages, as in examples/own_rows.sh. We have not run it yet.
 #
 #   examples/pipeline_8gpu.sh [FOLDER]      # runs/released by default
 set -euo pipefail

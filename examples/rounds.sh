@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Student and teacher take turns, so that a teacher is trained against a student within reach: the student first learns
-# from a few of the warm-up teacher's traces, then RLT trains a teacher against that student, and a student learns from
-# all of its traces, and so on. Why, with figures and controls: research/rounds.md. In miniature, about four minutes on
-# two cores; for rows and models of your own change the lines of the stages. After a crash run it again.
+# Train student and teacher in turns, so that each teacher is trained against a student who can follow it: the student
+# first learns from a few of the warm-up teacher's traces, then RLT trains a teacher against that student, and a student
+# learns from all of its traces, and so on. research/rounds.md says why, with figures and controls. It runs miniatures,
+# in about four minutes on two cores; for rows and models of your own change the lines of the stages. After a crash run
+# it again.
 #
 #   examples/rounds.sh [FOLDER]      # runs/rounds by default
 set -euo pipefail

@@ -1,10 +1,10 @@
-"""Rollouts from a running SGLang server over HTTP; weights go through a folder, which it must see too.
+"""Sample with a running SGLang server over HTTP; weights go through a folder that the server must see too.
 
     start, health    GET /v1/models, /health, /model_info: whether it serves, and which weights
     update_weights   safetensors files ─▶ POST /update_weights_from_disk
     sample, verify   POST /generate: token ids in and out, one request for each completion
 
-The routes are those of SGLang 0.5, read in its source: tests pretend a server, no real one was tried. A
+The routes were read in the source of SGLang 0.5: tests use a pretended server, no real one was tried. A
 failure ends the run with one line; a server restarted between two steps gets the weights again. Leave
 SGLANG_RETURN_ORIGINAL_LOGPROB unset. Seeds need --enable-deterministic-inference.
 Run: PYTHONPATH=examples rlt fit --config laptop/rlt --config sglang.yaml, a file with the line

@@ -1,4 +1,4 @@
-# The pipelines source this file; $run is the folder of all stages, $run/seconds.tsv has the seconds of each attempt.
+# Functions that the pipelines source. $run is the folder of all stages; $run/seconds.tsv gets the seconds of each attempt.
 # ALL has options of every stage: ALL="--config add/wandb --seed 1". UNTIL=STAGE ends the script after that stage.
 
 stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exists

@@ -1,7 +1,7 @@
-"""RLT's and likelihood rewards for TRL's GRPOTrainer: entries of `reward_funcs`, which are also callbacks.
+"""RLT's and likelihood rewards for TRL's GRPOTrainer: entries of `reward_funcs` that are also callbacks.
 
-TRL hands a reward function prompts, token ids and the columns of the data set, but no model. transformers
-hands its callbacks the model that is trained. So one object is both:
+TRL passes prompts, token ids and the data set's columns to a reward function, but no model. transformers
+passes the trained model to its callbacks. So one object is both:
 
     GRPOTrainer(...)  ── on_init_end, on_train_begin ──▶ keep the trained model and its tokenizer
     trainer.train()

@@ -1,18 +1,18 @@
-"""RLT's reward for verl's hook `custom_reward_function`, which gets texts.
+"""RLT's reward for verl's hook `custom_reward_function`, which receives texts.
 
     agent loop ── one completion, as text ──▶ compute_score ─┐
-    agent loop ── another ──────────────────▶ compute_score ─┴─ all that wait are read together
+    agent loop ── another ──────────────────▶ compute_score ─┴─ all that wait are scored together
 
 Written for verl 0.9.1, whose reward manager `naive` (`verl.experimental.reward_loop`) awaits `compute_score`
 with the keywords below, as does that of 0.7.1. Up to 0.7.0 the manager `batch` calls `compute_scores` with
 lists. verl itself is not imported.
 
-What is approximate, since the hook gets neither token ids nor the model that is trained:
+The reward is approximate, since the hook gets neither token ids nor the model that is trained:
 
-- The text is tokenised again. Where that gives other tokens than were sampled, the reward is that of those
-  other tokens, as in `rlt predict`.
-- r_KL compares the student with a frozen copy of the teacher, not with the weights that sampled. Of text that
-  another model wrote, only the estimator "exact" gives a KL.
+- The text is tokenised again. If that gives other tokens than were sampled, these other tokens are scored, as
+  in `rlt predict`.
+- r_KL compares the student with a frozen copy of the teacher, not with the weights that sampled. For text
+  that another model wrote, only the estimator "exact" gives a KL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arms of the finding: one setting, one seed, and in what they differ.
+"""The arms of the finding: how each makes the traces from which its student learns.
 
 A model of 184,000 parameters is teacher, frozen student and student. For each seed the teacher is warmed up
 on traces of uneven quality. Each arm then makes 512 traces in its own way, and a student learns from them:
@@ -13,17 +13,17 @@ on traces of uneven quality. Each arm then makes 512 traces in its own way, and 
     raw            traces like those of the warm-up
     oracle         traces with all steps right
 
-What decoding and selection give without RLT, and what they add to it, are arms too:
+Further arms show what decoding and selection give without RLT, and what they add to it:
 
     warmup_tN      by the warm-up teacher at temperature N; 0: greedily
     rlt_tN         the same by the teacher after RLT
-    best_of_N      by the warm-up teacher, the best of N by the same reward
-    best_of_equal  the same, with as many explanations as RLT samples in all: 6 of a problem, 2 in filler
+    best_of_N      by the warm-up teacher, of N explanations the best by the same reward
+    best_of_equal  the same, with as many explanations in all as RLT samples: 6 a problem, 2 in setting filler
     best_of_N_tN   the same at another temperature
     majority_of_N  by the warm-up teacher, the most frequent of N
 
-Temperatures are 0.7 where nothing is said. A teacher samples once at each temperature, and the best of 4 and
-of 16 are chosen from the same file. All stages are `rlt` commands, with one setting for all arms.
+The temperature is 0.7 unless a name says otherwise. A teacher samples once at each temperature, and the best
+of 4 and of 16 are chosen from the same file. All stages are `rlt` commands, with one setting for all arms.
 """
 
 from __future__ import annotations

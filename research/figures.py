@@ -1,4 +1,4 @@
-"""What the finding shows: the figures of `finding.json`, their intervals, and what contradicts them."""
+"""Compute what the finding shows: the figures of `finding.json`, their intervals, and contradictions."""
 
 from __future__ import annotations
 

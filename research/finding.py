@@ -4,10 +4,10 @@
     python research/finding.py --output_dir DIR --arms "warmup rlt" --variations pieces_student
     python research/finding.py --output_dir DIR --setting filler --arms "warmup warmup_t0 best_of_equal rlt"
 
-The arms are those of `arms`. Variations change one thing of the setting, and are compared in the arms
-warmup, warmup_t0, best_of_equal and rlt; `--variations` runs the named ones with every seed. Those of filler
-include a map, such as hazard_0.85_group_32. Run it again after a
-crash: finished stages are skipped, and the one that was broken off resumes.
+arms.py describes the arms. A variation changes one thing of the setting, and is compared in the arms warmup,
+warmup_t0, best_of_equal and rlt; `--variations` runs the named ones with every seed. The variations of filler
+include a grid of hazards and group sizes, such as hazard_0.85_group_32. Run it again after a crash: finished
+stages are skipped, and the interrupted one resumes.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ Every arm trains the same student in the same way, on other explanations of the 
     oracle         right steps throughout
 
 All stages are `rlt` commands, with one setting for all arms. Run it again after a crash: finished stages are
-skipped, and the one that broke off resumes. Its folder gets `finding.json`, `finding.md` and `finding.svg`,
-of all arms and seeds that it has. Processes with other seeds or arms may run beside it in the same folder.
+skipped, and the interrupted one resumes. It writes `finding.json`, `finding.md` and `finding.svg` about all
+arms and seeds in its folder. Processes with other seeds or arms may run at the same time in the same folder.
 
 On a GPU: --train "--trainer.accelerator gpu --trainer.precision bf16-mixed" and, so that one batch holds all
 problems, --explain "--trainer.accelerator gpu --data.prompts_per_step 256", --answer "--trainer.accelerator
-gpu --data.batch_size 192", both with --rollouts.engine.init_args.max_sequences.
+gpu --data.batch_size 192", the last two also with --rollouts.engine.init_args.max_sequences.
 """
 
 from __future__ import annotations

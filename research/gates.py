@@ -1,4 +1,4 @@
-"""What a miniature can do: take steps right, and copy a solution that it sees; and how sure it is."""
+"""Measure whether a miniature takes steps right and copies a solution that it sees, and how sure it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run arms of several seeds side by side, and note how long it took."""
+"""Run arms of several seeds in parallel, and record how long they took."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ steps of as many samples, from two starts: the miniature (`METHOD_base`), and th
     warmup_tN      control: written at temperature 0, 0.3 or 1
     best_of_N      control: of 4 or 16 at temperature 0.7 the best by RLT's reward under the start
 
-The starts also answer each held-out problem 16 times: the answer that most of them have costs no training.
+The starts also answer each held-out problem 16 times: the most frequent answer needs no training.
 
 Its folder gets `likelihood.json`, `likelihood.md` and `likelihood.svg`. Run it again after a crash: finished
 stages are skipped.

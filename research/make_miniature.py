@@ -1,8 +1,8 @@
 """Pretrain the embedded model `miniature` from scratch on a CPU core, in some minutes: `make miniature`.
 
-First come short chains with right steps, which teach the steps, and leaps of a teacher that sees the
-solution, which teach it to copy; then a mixture of traces of uneven quality. Both phases have the format of
-students and that of teachers.
+The first phase has short chains with right steps, which teach the steps, and traces of a teacher that leaps
+to the solution, which teach copying; the second has traces of uneven quality. Both phases have examples in
+the format of students and in that of teachers.
 
     python research/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
     python research/make_miniature.py --output_dir FOLDER --tokenizer pieces

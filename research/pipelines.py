@@ -1,9 +1,9 @@
-"""RLT against the usual pipelines, in miniature: students of equally many rows of each kind.
+"""RLT against the usual pipelines, in miniature: each student learns from equally many rows of one kind.
 
     python research/pipelines.py --output_dir DIR               # three seeds
     python research/pipelines.py --output_dir DIR --seeds 10    # others
 
-The finding's stages and settings, with other arms beside its own:
+The stages and settings are the finding's, with these arms:
 
     raw         traces of uneven quality, as they are; every solution is right
     unjudged    the base's first answer to each problem, right or wrong

@@ -1,4 +1,4 @@
-"""The picture of `make finding`: students, traces, curves and groups. Needs matplotlib."""
+"""Draw the picture of `make finding`: students, traces, curves and groups. Needs matplotlib."""
 
 from __future__ import annotations
 

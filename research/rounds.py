@@ -15,17 +15,18 @@ was pretrained on. Every student starts as the miniature and learns from traces 
     rlt_ARM        the same after RLT against the student of another arm, such as rlt_s64
     shuffled_ARM   control: with shuffled advantages
     wrong_ARM      control: RLT on problems with a wrong solution
-    exact_ARM      with the exact KL instead of one sampled token's
-    along_ARM      with a frozen student that learns along (student_sync.py)
+    exact_ARM      RLT with the exact KL instead of its estimate from sampled tokens
+    along_ARM      RLT with a frozen student that is updated during the run (student_sync.py)
     rejectK_ARM    right answers of an arm's student itself, of K samples a problem
     poolK_ARM      the same for four times as many problems, cut to 512 rows
     bestK_ARM      of K traces of the warm-up teacher the best by the reward under an arm's student
-    exactbestK_ARM the best by the reward with the exact KL
-    tN_ARM         control: traces of an arm written at temperature N: t0_s512, t0.3_rlt_s64, t1_best4_s64
+    exactbestK_ARM the same by the reward with the exact KL
+    tN_ARM         control: an arm's traces sampled at temperature N: t0_s512, t0.3_rlt_s64, t1_best4_s64
 
 Settings: `new`; `few64`, whose warm-up has 64 traces with the new step among traces of known steps;
 `rare`, whose warm-up breaks off at most of the new steps, so that its likeliest trace does not take it;
-`another_base`; `pieces`, whose tokenizer cuts words into pieces; `pieces_student`, of the students only.
+`another_base`; `pieces`, whose tokenizer cuts words into pieces; `pieces_student`, where only students have
+that tokenizer.
 
 Its folder gets `rounds.json`, `rounds.md` and `rounds.svg`. Run it again after a crash: finished stages are
 skipped.

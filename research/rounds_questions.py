@@ -1,11 +1,11 @@
-"""What the models of rounds.py say further: is it the reinforcement learning, and what has it taught?
+"""Ask the models of rounds.py further questions: is it the reinforcement learning, and what has it taught?
 
-    python research/rounds_questions.py --output_dir DIR --seeds "20 21"   # DIR: of rounds.py, or new
+    python research/rounds_questions.py --output_dir DIR --seeds "20 21"   # DIR: of rounds.py, or a new one
 
 best of K   kinds of the best of 1 to 64 traces of a problem by the reward, k1 and exact, before and after RLT
-tokens      where k1 and the exact KL differ: before, at and behind the token that leaves the right steps
-solution    what number the traces of teachers end with that see a wrong solution
-students    accuracy on problems that s64 never solves, of students of another base, and words of a trace
+tokens      where k1 and the exact KL differ: before, at and after the token that leaves the right steps
+solution    the number with which traces end whose teacher sees a wrong solution
+students    accuracy on problems that s64 never solves, accuracy of students of another base, words of a trace
 
 Its folder gets `questions.md` and `questions.json`. Run it again after a crash: finished stages are skipped.
 """

@@ -1,8 +1,8 @@
-"""A frozen student that learns along with its teacher, within one run: a prototype (research/rounds.md).
+"""Update the frozen student while its teacher trains, within one run: a prototype (research/rounds.md).
 
-Every few iterations the student takes some SFT steps on the best of the teacher's recent explanations. It
-keeps them only if the best held-out explanations earn no less under it, and have not become much shorter.
-For one process and a student with the teacher's tokenizer. A resumed run starts with the config's student.
+Every few iterations the student takes some SFT steps on the best of the teacher's recent explanations. They
+are undone if the best held-out explanations then earn less under it, or have become much shorter. It works
+in one process, for a student with the teacher's tokenizer. A resumed run starts with the config's student.
 """
 
 from __future__ import annotations

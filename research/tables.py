@@ -1,4 +1,4 @@
-"""Tables of the finding, and the explanations that the terminal shows."""
+"""Write the tables of the finding, and the explanations that the terminal shows."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Three ways to teach, from the same problems: a teacher's traces, its judgement, or one's own.
+"""Three ways to teach: a teacher's traces, a teacher's judgement of answers, or the student's own judgement.
 
     python research/ways.py --output_dir DIR               # make ways: two tasks, three seeds
     python research/ways.py --output_dir DIR --seeds 10    # others
 
 The finding's stages, on two tasks. In `known` the student can do every step; in `new` the last step of each
-problem is an operation that it was never shown. Every student starts as the miniature, and takes as many
-optimizer steps, of as many turns, for the same problems:
+problem is an operation that it was never shown. Every student starts as the miniature, and takes equally many
+optimizer steps on equally many answers, for the same problems:
 
     base              the student before training
     warmup, rlt       SFT on traces of the warm-up teacher, of the RLT teacher, at temperature 0.7

@@ -1,6 +1,7 @@
 """Reinforcement-Learned Teachers (RLT, arXiv:2506.08388) as a PyTorch Lightning trainer.
 
-What a script needs is here; it is imported at its first use, so that `import rlt_lightning` takes no time.
+Scripts import their classes and functions from here. Each is loaded at its first use, so
+`import rlt_lightning` takes no time.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""How PyTorch takes memory of a GPU, which must be said before torch is imported."""
+"""Set PyTorch's allocator of GPU memory, which must happen before torch is imported."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-# Sets how PyTorch takes memory of a GPU: in the trainer's processes, not in workers (`LocalServer`).
+# The variable of PyTorch's allocator. It is set in the trainer's processes, not in workers (`LocalServer`).
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 
 

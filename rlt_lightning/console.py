@@ -1,10 +1,12 @@
-"""What a run tells a person, on a terminal or in a log: what takes long, before it begins, and long waits."""
+"""Messages on the terminal or in the log: what takes long is announced first, and long waits are named."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -112,7 +114,7 @@ def waiting_for(
 
 @contextmanager
 def without_hub_retries() -> Iterator[None]:
-    """Leave out what the hub's client and `datasets` log of an error that then follows and says more."""
+    """Hide what the hub's client and `datasets` log about an error that is then raised and says more."""
     levels = {"huggingface_hub": logging.ERROR, "datasets": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
@@ -125,13 +127,34 @@ def without_hub_retries() -> Iterator[None]:
 
 
 def make_printable(text: str) -> str:
-    """Replace what could control a terminal, or what it could not print, line ends among it, by spaces."""
+    """Replace characters that would control a terminal or cannot be printed, line ends too, by spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def wrap_line(line: str, indent: int) -> str:
+    """Break a line at words where the terminal ends, if standard output is one; a log keeps its lines.
+
+    Args:
+        line: The line.
+        indent: Number of spaces before what follows.
+    """
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes as MB, or as GB from one GB on."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def wrap(line: str, indent: int) -> str:
+    """Return a line broken at the terminal's width, in a log at 110 columns; later lines are indented."""
+    width = max(indent + 30, shutil.get_terminal_size((110, 24)).columns)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def redraws_lines() -> bool:

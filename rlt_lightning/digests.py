@@ -1,7 +1,7 @@
-"""Digests of the files of a folder: written with the files, checked before they are believed.
+"""Digests of a folder's files: written with the files, and checked before the files are used.
 
     step=000006.ckpt/
-      rank0.xxh128      of the files that rank 0 wrote, in the format of `xxh128sum`: digest, two blanks, path
+      rank0.xxh128      of the files that rank 0 wrote, in the format of `xxh128sum`: digest, two spaces, path
       rank1.xxh128      of those that rank 1 wrote
 
 XXH3 takes 0.16 s for a GiB on one core, SHA-256 1 s and BLAKE2b 2.3 s. It finds damage and mixed-up files. It
@@ -71,7 +71,7 @@ def require_digests(folder: Path, remedy: str, only: str = "") -> None:
 
 
 def fingerprint_weights(folder: Path) -> str | None:
-    """Return a digest of a model's files of weights: their sizes and ends; None for what is no folder of any.
+    """Return a digest of a model's weight files, from their sizes and ends; None if the folder has none.
 
     It reads 2 MiB of a file, so it is for a model that is replaced, not for a damaged one.
     """

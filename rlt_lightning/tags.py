@@ -1,4 +1,4 @@
-"""Tags around thoughts, solutions and explanations, the text of token ids that holds them, and its end."""
+"""Tags around thoughts, solutions and explanations: their styles, and finding them in sampled tokens."""
 
 from __future__ import annotations
 

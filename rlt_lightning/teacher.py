@@ -1,4 +1,4 @@
-"""A teacher to ask from Python: what it explains, and what an explanation is worth to a student.
+"""Use a teacher from Python: let it explain solutions, or score what explanations are worth to a student.
 
 score(rows, teacher, student)       one Score per row; the same as `rlt predict --config recipe_7b/rank`
 Teacher(teacher, student)           loads the models at its first use and keeps them

@@ -1,7 +1,7 @@
 """Lightning's Trainer with what every run of this project has: a folder, callbacks, checkpoints, metrics.csv.
 
-None of it is needed to train: an unmodified `lightning.Trainer` does with a RolloutCallback (docs/extend.md).
-Scripts and the command line make the same Trainer:
+None of it is needed to train: an unmodified `lightning.Trainer` with a RolloutCallback is enough
+(docs/extend.md). Scripts and the command line make the same Trainer:
 
     script     Trainer(output_dir, callbacks=[…], …)
                  fit, …   enter_run_folder: choose and open the folder, lend it to the datamodule
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from rlt_lightning.callbacks import (
 )
 from rlt_lightning.callbacks.checkpoint import MetricsResume
 from rlt_lightning.callbacks.interrupt import Interrupted
-from rlt_lightning.callbacks.progress import IterationLines, has_terminal
+from rlt_lightning.callbacks.progress import IterationBar, IterationLines, has_terminal
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.metrics.catalogue import write_entries
@@ -178,15 +179,19 @@ class Trainer(lightning.pytorch.Trainer):
         self._is_open = False
         named = as_list(options.pop("callbacks", None))
         missing = build_missing(named, with_checkpoints=options.get("enable_checkpointing") is not False)
-        has_bar = has_terminal() or any(isinstance(part, ProgressBar) for part in named)
+        bars: list[Callback] = []
+        has_bar = any(isinstance(part, ProgressBar) for part in named)
         if options.get("enable_progress_bar") is not False and not has_bar:
-            named.insert(0, IterationLines())
-            options["enable_progress_bar"] = False
+            if not has_terminal():
+                named.insert(0, IterationLines())
+                options["enable_progress_bar"] = False
+            elif find_spec("rich"):  # else Lightning takes the bar of tqdm
+                bars = [IterationBar()]
         self._metrics = MetricsCSV(str(self.output_dir))
         options["logger"] = [self._metrics, *as_list(options.get("logger"))]
         options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]
         # Lightning moves Checkpoint behind all others.
-        options["callbacks"] = [*named, *missing, MetricsResume()]
+        options["callbacks"] = [*named, *missing, MetricsResume(), *bars]
         super().__init__(default_root_dir=self.output_dir, **options)
         require_strategy(self.strategy)
 

@@ -1,4 +1,4 @@
-"""What several folders use: data classes and errors. Token ids travel to the loss; text is for people.
+"""Data classes and errors that several folders share. Losses are computed from token ids, never from text.
 
 The data classes, from what they hold to what holds them:
 
@@ -72,7 +72,7 @@ def require_limits(settings: Any, limits: dict[str, bool], must: str, remedy: st
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Let the error of a disk or quota that is full, whichever library raises it, say what was written.
+    """Turn any library's error about a full disk or quota into one that says what was being written.
 
     Raises:
         InputError: If there is one.
@@ -92,7 +92,7 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error, of Python or of a library that only quotes the system, tells of no room."""
+    """Return whether an error, of Python or of a library that quotes the system, means a full disk."""
     quoted = any(os.strerror(number) in str(error) for number in FULL_DISK)
     return quoted or getattr(error, "errno", None) in FULL_DISK
 
@@ -104,7 +104,7 @@ def first_line(error: BaseException, length: int = 150) -> str:
 
 
 def missing_package(what: str, package: str, extra: str, instead: str) -> InputError:
-    """Return the error of a package that is not installed, since only an extra brings it.
+    """Return the error for a package that is missing because its extra is not installed.
 
     Args:
         what: What needs it, the beginning of the sentence.

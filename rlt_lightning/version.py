@@ -1,8 +1,8 @@
-"""The version of the package, which files that write anything name in it, and of vLLM as a worker."""
+"""The version of this package, which its output files record, and the versions of vLLM that it works with."""
 
 __version__ = "0.1.0"
 
-# Tests run the first with a real worker. What we use of the second was compared in its sources.
+# Tests run a real worker of the first. For the second we compared the parts that we use in its sources.
 VLLM_MINORS = ("0.32", "0.33")
 
 

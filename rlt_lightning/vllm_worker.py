@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker processes: takes new weights over gloo or from a folder.
+"""The part that runs inside vLLM's worker processes: it takes new weights over gloo or from a folder.
 
 The trainer never imports this file, and it needs none of our dependencies. Install this package without them
 into the environment that has vLLM (`pip install --no-deps`), then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the benchmarks that research/speed.md quotes, keep what they write in docs/benchmarks, and put the
-# figures into the pages. An hour on an idle machine with 24 GB; two programs on its cores spoil it.
+# figures into the pages. It takes an hour on an idle machine with 24 GB; other programs would falsify the figures.
 #
 #   scripts/benchmarks.sh [NAME ...]     the default: reward optimise growth startup memory data
 #

@@ -1,33 +1,33 @@
 #!/usr/bin/env bash
 # Check and measure this project on one GPU in a quarter of an hour. A check that fails does not stop the others.
 #
-#   make gpu-minutes                          both calls, in the project's .venv (make setup), or PYTHON
-#   REHEARSE=1 make gpu-minutes               the same at tiny size on a CPU: shows that everything runs, no more
+#   make gpu-minutes                          calls 1 and 2, in the project's .venv (make setup), or by PYTHON
+#   REHEARSE=1 make gpu-minutes               the same at tiny size on a CPU: shows only that everything runs
 #   scripts/gpu_minutes.sh report FILE ...    results.jsonl of the calls as the tables of research/gpu.md
 #
-# Calls for a machine that is had for minutes (CALL=0, 1, 2, own or science; rates, engine or profile is that part).
-# LIMIT=seconds ends each in time:
+# If a machine is available for minutes only, run single calls, by CALL=0, 1, 2, own or science, or one part, by
+# CALL=rates, engine or profile. LIMIT=seconds ends a call in time:
 #
-#   0   60 s   keeps what was carried; versions, imports (15 s where files are in memory)
+#   0   60 s   keeps the files of KIT; versions, imports (15 s where files are in memory)
 #   1  360 s   correctness, all at once on the CPU's cores: numerics, runs, strategies, pinned copies, tests;
 #              then alone: the GPU's ceilings, attention, phases of 0.5B, 1.5B and 7B with LoRA, the head
 #   2  240 s   SmolLM2: warm-up and RLT; the engine; a profile by kind of kernel; what call 1 had no time for
 #
-# Two more, which `make gpu-minutes` leaves out. Both keep to the cores CORES (such as 0-5), if it is set:
+# Two more, which `make gpu-minutes` leaves out. Both use only the cores CORES (such as 0-5), if that is set:
 #
 #   own      150 s   alone: SmolLM2's and 0.5B's shape with hardware/1gpu_80gb, in-process; needs no weights
 #   science  420 s   SmolLM2, side by side: research/finding_smollm2.py for SEEDS (0 1 2), arms warmup, greedy,
-#                    best_of_4 and rlt; examples/own_rows.sh whole. A cut leaves what has ended. PARTS=finding or
-#                    PARTS=own_rows is one of them
+#                    best_of_4 and rlt; all of examples/own_rows.sh. If time runs out, finished stages count.
+#                    PARTS=finding or PARTS=own_rows runs only one of them
 #
 # For a machine without a network, `scripts/gpu_minutes.sh kit` makes three files in KIT (.gpu): kit.tar.xz, the
 # packages that a machine with PyTorch and transformers usually lacks (CPython 3.12, x86-64), and part1 and part2,
-# SmolLM2 in two halves. Each call keeps in STORE (/tmp/gpu_minutes) what it finds in KIT. So the halves can travel
-# with different calls, if one call with both is too large: 64 MiB is what we had.
+# SmolLM2 in two halves. Each call keeps in STORE (/tmp/gpu_minutes) what it finds in KIT. So the halves can be sent
+# with different calls, if both are too large for one.
 #
-# SMOLLM2_STEPS (20) is the length of call 2's run of RLT, of up to 150 s.
-# OUT (runs/gpu_minutes) gets results.jsonl, a line for each finding as it comes, logs.tgz, and profiles.txt; of science
-# finding.json, finding.md, own_rows.md and science.tgz, all small files of its stages, too.
+# SMOLLM2_STEPS (20) is the length of call 2's run of RLT, which takes at most 150 s.
+# OUT (runs/gpu_minutes) gets results.jsonl, a line for each finding as it comes, logs.tgz and profiles.txt. The call
+# science also writes finding.json, finding.md, own_rows.md, and science.tgz with all small files of its stages.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 call=${1:-${CALL:-all}}

@@ -1,4 +1,4 @@
-"""Write the tables of docs/metrics.md, of our metrics alone: `python scripts/metrics_page.py`.
+"""Write the tables of docs/metrics.md, which list our metrics: `python scripts/metrics_page.py`.
 
 A table stands between two comments, and the text around it is written by hand:
 

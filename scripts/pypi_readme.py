@@ -1,6 +1,6 @@
-"""Hook of hatchling: the README as PyPI shows it. Its links and pictures name the repository's files there.
+"""Build hook of hatchling: make the README's links and pictures absolute for PyPI.
 
-A git host resolves `docs/data.md` beside the README; PyPI has no such file.
+A git host finds `docs/data.md` next to the README; PyPI has no such file.
 """
 
 from __future__ import annotations

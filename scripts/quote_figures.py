@@ -1,6 +1,6 @@
 """Compare the figures that pages quote with the files that benchmarks wrote: docs/benchmarks/quotes.yaml.
 
-scripts/quote_figures.py           lists what differs, and ends with 1 if anything does
+scripts/quote_figures.py           lists the differences, and exits with status 1 if there are any
 scripts/quote_figures.py --write   puts the files' figures into the pages
 """
 

@@ -1,7 +1,7 @@
 """Write the tables of docs/reference.md: `python scripts/reference_page.py`.
 
-A table stands between two comments, and the text around it is written by hand. Commands come from the help
-texts, configs from their first lines, classes from what the package exports:
+A table stands between two comments, and the text around it is written by hand. The tables of commands come
+from the help texts, those of configs from their first lines, those of classes from the package's exports:
 
     <!-- generated: configs laptop -->
     | config | verb | what it is for | needs |

@@ -3,7 +3,7 @@
 # Run: scripts/setup_vllm_gpu.sh            DRY_RUN=1: check the driver, print the commands, run none
 # VENV: another folder. PYTHON: another Python. VLLM: what to install in place of PyPI's vllm, such as a wheel
 # that vLLM releases for CUDA 12, with INDEX=https://download.pytorch.org/whl/cu129 for drivers below 580.
-# DRIVER: the driver of the machine that will run it, where there is none to ask: in the build of an image.
+# DRIVER: the driver version of the machine that will run it, if this one has none, as when an image is built.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

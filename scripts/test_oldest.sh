@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Is what pyproject.toml promises true? Resolve the newest and the oldest versions that it allows, for every Python;
-# then install the oldest for one Python into .venv-oldest, and run the tests that compare numbers there (10 min, 4 GB).
+# Check the versions that pyproject.toml allows. Resolve the newest and the oldest of them, for every Python; then
+# install the oldest for one Python into .venv-oldest, and run the tests that compare numbers there (10 min, 4 GB).
 # Run: make test-oldest, with uv on PATH (pip install uv) and a network.
-# PYTHON_VERSION, VENV: of the installation. uv reads variables of its own, as UV_FIND_LINKS; a file in UV_OVERRIDE, say
-# with torch==2.11.0+cpu, holds for the installation only.
+# PYTHON_VERSION, VENV: those of the installation. uv reads its own variables, such as UV_FIND_LINKS; a file in
+# UV_OVERRIDE, say with torch==2.11.0+cpu, only applies to the installation.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,18 +1,18 @@
-"""What all tests share: their marks, their order, and the models and runs that they use.
+"""Shared by all tests: marks, the order of tests, and fixtures for models and runs.
 
-    unit/<room>/      one part of the package each
-    integration/      whole runs, kills, several processes, real workers; in ranks/ runs that share two ranks
+    unit/<folder>/    one part of the package each
+    integration/      whole runs, kills, several processes, real workers; ranks/: runs that share two ranks
     trajectories/     runs on recorded completions, step by step
     gpu/              a pretended GPU, and the script for a real one: all have the mark gpu
-    docs/             what people read, and the project's own files: all have the mark docs
-    support/          modules that are no tests
+    docs/             the documentation and the project's own files: all have the mark docs
+    support/          helper modules without tests
 
-Five sets, each with its own command:
+Five commands run them:
 
-    make test           what has no mark: every verb, stage, loss, layout, strategy and failure once
-    make test-docs      docs and gpu
-    make test-all       full: further cases, what needs a real vLLM worker (mark vllm)
-    make prove          slow: learning, kills at random moments, two nodes
+    make test           tests without a mark: every verb, stage, loss, layout, strategy and failure once
+    make test-docs      marks docs and gpu
+    make test-all       also mark full (further cases) and mark vllm (needs a real vLLM worker)
+    make prove          mark slow: learning, kills at random moments, two nodes
     make test-research  research/tests
 
 `.ci/run` runs the first two, and of the third what needs vLLM.

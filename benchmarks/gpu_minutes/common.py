@@ -1,4 +1,4 @@
-"""What the checks on a GPU share: device, sizes, times, distances. REHEARSE=1 makes everything tiny."""
+"""Shared by the checks on a GPU: device, sizes, timing, distances. REHEARSE=1 makes everything tiny."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take what runs wrote over into the results: FOLDER RUN ...; fp32_cpu and fp32 are compared, too."""
+"""Copy the metrics of runs into the results: FOLDER RUN ...; also compare the runs fp32_cpu and fp32."""
 
 from __future__ import annotations
 

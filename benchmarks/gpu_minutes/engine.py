@@ -1,4 +1,4 @@
-"""The in-process engine: tokens a second, and the part of the memory's rate that reading weights takes."""
+"""Measure the in-process engine: tokens per second, and how much of the memory bandwidth weights take."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     {"check": NAME, "passed": true | false | null, FIGURES...}
 
-`null` is a measurement, or what was skipped for the reason in `why`.
+`null` means a measurement, or a check that was skipped for the reason in `why`.
 
-A name that was noted in an earlier call, whose lines STORE/results.jsonl keeps, is not measured again.
+STORE/results.jsonl keeps the lines of earlier calls. A check that it names is not measured again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Start Python once: FOLDER/python does what `python` does, in a fork of a process with the package imported.
 
-    python forks.py FOLDER &      # serves until it is killed; FOLDER/python is there when it is ready
+    python forks.py FOLDER &      # serves until it is killed; FOLDER/python exists once it is ready
 
 A stage then begins at once instead of after 8 s of imports. The parent must never touch CUDA, whose context
-no fork can use. A command ends with the process that asked for it, and the other way round.
+no fork can use. If the process that asked for a command ends, the command ends too, and vice versa.
 """
 
 from __future__ import annotations

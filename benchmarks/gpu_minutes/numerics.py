@@ -1,4 +1,4 @@
-"""CUDA against float64 on the CPU. An error is relative to the largest number."""
+"""Compare results on CUDA with float64 on the CPU. An error is relative to the largest number."""
 
 from __future__ import annotations
 

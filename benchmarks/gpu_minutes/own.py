@@ -1,4 +1,4 @@
-"""One's own rows on one card: seconds and memory of RLT's phases with `hardware/1gpu_80gb`, and the plan's.
+"""RLT on rows of one's own, on one GPU with `hardware/1gpu_80gb`: seconds and memory by phase, and the plan.
 
     python own.py SECONDS [MODEL ...]
 

@@ -1,4 +1,4 @@
-"""Weights leave the GPU through two pinned buffers, as GlooPush sends them: what arrives, how fast.
+"""Push weights from the GPU through two pinned buffers, as GlooPush does: are they right, and how fast?
 
 The worker is the stand-in of the tests: it takes the weights over gloo, in a thread of this process.
 """

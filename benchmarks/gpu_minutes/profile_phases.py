@@ -1,4 +1,4 @@
-"""Where the time of the optimise phase goes, by kind of kernel, as in a run."""
+"""Profile where the time of the optimise phase goes, by kind of kernel, as in a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Alone on the GPU: its ceilings, phases by shape and option, the head, attention. SECONDS bounds the whole.
+"""Measure rates with nothing else on the GPU: its limits, phases by shape and option, the head, attention.
 
-What an earlier call measured is left out, so a second call goes on where the first had to stop.
+SECONDS bounds the whole. What an earlier call measured is left out, so a second call continues the first.
 """
 
 from __future__ import annotations

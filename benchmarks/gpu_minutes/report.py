@@ -2,7 +2,7 @@
 
     scripts/gpu_minutes.sh report results.jsonl [results.jsonl ...]
 
-Of a check that was noted more than once the last line counts, unless it was skipped for want of time.
+If a check was noted more than once, its last line counts, unless that was skipped for lack of time.
 """
 
 from __future__ import annotations

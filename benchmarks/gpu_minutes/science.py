@@ -1,6 +1,6 @@
-"""Note what the science call has brought so far: FOLDER, with `finding` and `own_rows` in it.
+"""Note the results of the science call so far, from FOLDER/finding and FOLDER/own_rows.
 
-Of a run that was cut short it notes what has ended.
+If a run was cut short, it notes the stages that have ended.
 """
 
 from __future__ import annotations

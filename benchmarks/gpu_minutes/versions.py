@@ -1,4 +1,4 @@
-"""Everything that a run imports is there; versions, driver, memory."""
+"""Check that everything that a run imports is installed; note versions, driver and memory."""
 
 from __future__ import annotations
 

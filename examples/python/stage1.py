@@ -1,4 +1,4 @@
-"""Stage 1, as the config laptop/warmup: the teacher learns its format."""
+"""Stage 1, like the config laptop/warmup: the teacher learns its format."""
 
 from rlt_lightning import OptimizerConfig, SFTModule, TeacherSFTData, Trainer
 

@@ -1,4 +1,4 @@
-"""Stage 2, as the config laptop/rlt: RLT trains the teacher of stage 1, which has recorded its format."""
+"""Stage 2, like the config laptop/rlt: RLT trains the teacher of stage 1, whose folder records its format."""
 
 from rlt_lightning import OptimizerConfig, RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
 from rlt_lightning.callbacks import Checkpoint, ReferenceSync

@@ -1,4 +1,4 @@
-"""Stage 3, as the config laptop/generate: the teacher explains new problems."""
+"""Stage 3, like the config laptop/generate: the teacher explains new problems."""
 
 from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
 from rlt_lightning.callbacks import DistillationWriter

@@ -1,4 +1,4 @@
-"""Stage 4, as the config laptop/sft: a student learns from the explanations."""
+"""Stage 4, like the config laptop/sft: a student learns from the explanations."""
 
 from rlt_lightning import OptimizerConfig, SFTModule, StudentSFTData, Trainer
 

@@ -1,6 +1,6 @@
-"""Stage 5, as the config laptop/evaluate: how many questions does the student answer right?
+"""Stage 5, like the config laptop/evaluate: how many questions does the student answer right?
 
-Answers are judged in processes that import this file again, so what it runs stands below its first `if`.
+Answers are judged in processes that import this file again, so everything it runs is under the `if` below.
 """
 
 from rlt_lightning import EvaluationDataModule, EvaluationModule, ResponseCallback, Sampling, Trainer

@@ -1,4 +1,4 @@
-"""What all tests of research/ need: no network, and one core for each process."""
+"""Set up all tests of research/: no network, and one core for each process."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Faults that the learning test must notice: each runs a stage with one part of the training broken."""
+"""Planted faults that the learning test must notice: each breaks one part of the training of a stage."""
 
 from __future__ import annotations
 

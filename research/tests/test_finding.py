@@ -1,4 +1,4 @@
-"""The finding in miniature: learning works, at the smallest size that shows it, and faults break it."""
+"""The finding at the smallest size that shows it: learning works, and planted faults break it."""
 
 from __future__ import annotations
 

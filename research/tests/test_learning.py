@@ -1,4 +1,4 @@
-"""Slow proofs that runs learn and a control does not: `make prove`, half an hour on two cores."""
+"""Slow tests that runs learn and a control does not: `make prove`, half an hour on two cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The miniatures: they do what the finding needs, two tokenizers differ, and one script makes them."""
+"""The miniatures can do what the finding needs, have two tokenizers that differ, and come from one script."""
 
 from __future__ import annotations
 

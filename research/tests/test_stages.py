@@ -1,4 +1,4 @@
-"""What all comparisons share: stages in processes, jobs side by side, seconds over starts, and tables."""
+"""The parts that all comparisons share: stages in processes, parallel jobs, summed seconds, and tables."""
 
 from __future__ import annotations
 

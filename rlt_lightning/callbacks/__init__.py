@@ -1,7 +1,8 @@
 """Lightning callbacks.
 
-`RolloutCallback` and `ResponseCallback` bring what is judged, `ReferenceSync` moves the reference; the others
-only observe, `EvaluateEvery` with answers of its own.
+`RolloutCallback` and `ResponseCallback` sample what is scored or judged, and `ReferenceSync` updates the
+reference model. All others only observe: training is the same without them. `EvaluateEvery` samples answers
+too, but nothing trains on them.
 """
 
 from rlt_lightning.callbacks.alarms import Alarms

@@ -1,4 +1,4 @@
-"""Warn of a run that goes wrong while nobody watches it."""
+"""Warn when a run goes wrong, by a line on the terminal and an alert in W&B."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Alarms(Callback):
 
 
 def describe_cost_of_length(batch: PromptBatch) -> str:
-    """Return what completions earn that were cut, and what the others earn, as a clause; '' without both."""
+    """Return a clause with the mean rewards of cut and of finished completions; '' unless there are both."""
     if batch.rollouts is None or batch.step is None or batch.step.score is None:
         return ""
     rewards = batch.step.score.choose(batch.step.logged).rewards.tolist()

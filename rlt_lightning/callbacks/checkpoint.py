@@ -1,4 +1,4 @@
-"""Write checkpoints that a crash cannot damage, and continue metrics.csv and the dashboards from one."""
+"""Write checkpoints that a crash cannot damage; on resume, continue metrics.csv and dashboards from one."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember what an earlier run left: `last` must not find it after this run's first checkpoint."""
+        """Remember an earlier run's checkpoints: `last` must not find them after this run's first one."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             discard_unfinished(self.folder)
@@ -126,7 +126,7 @@ class Checkpoint(ModelCheckpoint):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Validate what a killed run has not, and stop after a Ctrl-C during a validation."""
+        """Run a validation that a killed run has missed, and stop after a Ctrl-C during a validation."""
         if self.owes_validation:
             self._make_up_validation(trainer)
         if self.has_validated:
@@ -171,7 +171,7 @@ class Checkpoint(ModelCheckpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Record whether a validation follows: a kill may come between the two."""
+        """Record whether a validation follows, since the run may be killed before it."""
         checkpoint["validation_follows"] = is_validation_next(trainer)
 
     @override
@@ -189,7 +189,7 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate what a run has not that was killed after its last checkpoint: it has no step to train."""
+        """Run the validation missed by a run that was killed after its last checkpoint: no step is left."""
         if self.owes_validation:
             self._resume_best(trainer)
             self._make_up_validation(trainer)
@@ -235,7 +235,7 @@ class Checkpoint(ModelCheckpoint):
 
     @property
     def is_evaluated(self) -> bool:
-        """Return whether EvaluateEvery brings the scores; otherwise a validation does."""
+        """Return whether scores come from EvaluateEvery; otherwise they come from validations."""
         return self.best_metric is not None and self.best_metric.startswith("eval/")
 
     def _is_written(self, step: int) -> bool:
@@ -373,13 +373,13 @@ class MetricsResume(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume a run that was killed after its last checkpoint: it has no step to train any more."""
+        """Continue the files also if the run was killed after its last checkpoint, and no step is left."""
         if not self.has_resumed:
             self._resume(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the row of the iteration after which Ctrl-C has stopped the run: Lightning logs it later."""
+        """Write the row of the iteration after which Ctrl-C stopped the run: Lightning logs too late."""
         if isinstance(exception, Interrupted):
             for logger in trainer.loggers:
                 if isinstance(logger, MetricsCSV):
@@ -395,7 +395,7 @@ class MetricsResume(Callback):
 
 
 def begin_tensorboard_session(writer: Any, step: int) -> None:
-    """Let TensorBoard drop what an earlier session wrote from this step on: it is made again."""
+    """Let TensorBoard drop what an earlier session wrote from this step on, since it is repeated."""
     # Imported here, so that a run without TensorBoard does not load it.
     from tensorboard.compat.proto import event_pb2
 

@@ -1,19 +1,18 @@
-"""Accuracy while training: what `rlt test` would find, every n optimizer steps.
+"""Measure accuracy during training: what `rlt test` would report, every n optimizer steps.
 
-One evaluation, after the optimizer step and before the step's checkpoint:
+An evaluation runs after the optimizer step and before the step's checkpoint:
 
     EvaluateEvery (every rank)           engine of the run, or its own         rank 0
       one request for all problems, prompts and seeds as in `rlt test`
       wait for completions in flight
-      weights, if they changed ────────▶ hold them, be verified
+      weights, if they changed ────────▶ load them; they are verified
       prompts, seeds ──────────────────▶ sample
       completions of all ranks ──────────────────────────────────────────────▶ judge, count
       eval/SET/pass_at_1, … ◀─────────────────────────────────────────────────┘
       callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
       metrics.csv and the other loggers
 
-The folder `evaluation/` has what this shares with `rlt test`; how ranks share an engine is in
-`rollouts/sampler.py`.
+modules/responses.py has what this shares with `rlt test`; rollouts/sampler.py says how ranks share an engine.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ SECONDS = "perf/evaluate_s"
 
 
 class EvaluateEvery(Callback):
-    """Log the accuracy of the trained student on evaluation sets, as `rlt test` of its export would find it.
+    """Log the trained student's accuracy on evaluation sets, as `rlt test` would report it for its export.
 
     Only for students, whose data are StudentSFTData, StudentRLData and the like. It leaves
     training as it is.
@@ -288,7 +287,7 @@ class EvaluateEvery(Callback):
 
 
 def build_asked_format(data: StratosDataModule) -> ChatFormat:
-    """Return the format in which `rlt test` asks the model that this run exports: the one that it trains."""
+    """Return the format in which `rlt test` would ask this run's exported model: the format it trains."""
     trained = data.trained_format()
     tokenizer = data.format.tokenizer
     prompt = trained.system_prompt
@@ -311,7 +310,7 @@ def require_student(data: StratosDataModule) -> None:
 
 
 def count_known_problems(questions: EvaluationDataModule, data: StratosDataModule) -> int:
-    """Return the number of problems whose prompt, system prompt included, is a training row's."""
+    """Count the problems whose prompt, system prompt included, is also that of a training row."""
     shown: set[tuple[int, ...]] = set()
     # Where the student thinks, a prompt ends with the tag that an answer begins with.
     opened = len(data.format.thought_opening) if data.format.thinks else 0

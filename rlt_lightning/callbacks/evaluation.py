@@ -1,4 +1,4 @@
-"""The callbacks of `rlt test`: one samples the responses, one writes the judged ones and the results."""
+"""The callbacks of `rlt test`: one samples responses, the other writes judged responses and results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RESPONSES = "responses.jsonl"
 
 
 class ResponseCallback(Callback):
-    """Sample responses for the module that asks; idle where data.responses gives them.
+    """Sample responses when the module asks for them; do nothing if data.responses provides them.
 
     Args:
         engine: Where responses come from; None: HFEngine(), in process. VLLMEngine with NoPush: workers that
@@ -80,7 +80,7 @@ class ResponseCallback(Callback):
         self.context = sys.maxsize  # tokens of prompt and response, as far as they are known
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that a response depends on beside the model and the question."""
+        """Return everything that a response depends on besides the model and the question."""
         return {
             "sampling": asdict(self.sampling),
             "num_samples": self.num_samples,
@@ -92,7 +92,7 @@ class ResponseCallback(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check, before any model is loaded, that responses fit; say whether one must be loaded."""
+        """Check, before any model is loaded, that responses fit, and whether a model is needed."""
         if stage != "test" or not isinstance(pl_module, EvaluationModule):
             return
         data = get_evaluation_data(trainer)
@@ -229,7 +229,7 @@ class EvaluationWriter(Callback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the problems that a kill left unfinished: they are sampled again."""
+        """Drop the problems that a killed run left unfinished: they are sampled again."""
         if isinstance(pl_module, EvaluationModule) and trainer.is_global_zero:
             done = {record["id"] for record in get_evaluation_data(trainer).finished}
             keep_rows(Path(trainer.default_root_dir) / RESPONSES, lambda record: record["id"] in done)

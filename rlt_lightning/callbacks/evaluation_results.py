@@ -1,4 +1,4 @@
-"""The results of an evaluation as tables, beside the paper's results."""
+"""Format the results of an evaluation as tables, next to the paper's results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HEADER = (
 
 
 def render(summary: dict[str, Any]) -> str:
-    """Return the results as a Markdown page, with the paper's for the sets that it has results of."""
+    """Return the results as a Markdown page, next to the paper's for the sets that it reports."""
     name, sets = summary["model"] or summary["responses"], summary["sets"]
     page = f"# Evaluation of {name}\n\n{render_table([HEADER, *map(build_result_row, sets.values())])}"
     page += f"\nJudged by {summary['judge']}.\n"
@@ -58,7 +58,7 @@ def render(summary: dict[str, Any]) -> str:
 
 
 def find_comparable_sets(summary: dict[str, Any]) -> set[str]:
-    """Return the names of the evaluated sets that may stand beside the paper's."""
+    """Return the names of the evaluated sets whose results are comparable with the paper's."""
     found = summary["sets"]
     return {name for name in PAPER_SETS if name in found and not found[name].get("differs")}
 
@@ -84,7 +84,7 @@ def build_paper_table() -> list[tuple[str, ...]]:
 
 
 def build_comparison(summary: dict[str, Any], name: str) -> str:
-    """Return the paper's Table 1 with the run as its last row; sets that are other ones stay empty."""
+    """Return the paper's Table 1 with the run as its last row; sets that are not the paper's stay empty."""
     header, *rows = build_paper_table()
     comparable = find_comparable_sets(summary)
     own = [format_accuracy(summary["sets"][key]) if key in comparable else "" for key in PAPER_SETS]

@@ -23,9 +23,9 @@ from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.checkpoints.io import NamedCheckpoints
 from rlt_lightning.console import announce, announce_writing
 from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.metrics.result import read_fit_result
 from rlt_lightning.models.weights import trained_tensors, weights_size
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.result import read_fit_result
 from rlt_lightning.types import InputError
 
 # Files of an earlier model in the repository, which transformers or peft would load in place of the new ones.
@@ -64,7 +64,7 @@ class ModelExporter(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the repository, or say why it cannot be, before any model is loaded."""
+        """Create the repository before any model is loaded, or say why this fails."""
         if stage != "fit" or self.repo_id is None or not trainer.is_global_zero:
             return
         try:
@@ -96,7 +96,7 @@ class ModelExporter(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the model of a run that was killed after its last checkpoint: it has no step to train."""
+        """Write the model of a run that was killed after its last checkpoint: no step is left."""
         # Without a checkpoint nothing was trained at all.
         if not self.enabled or self.has_written or is_dry_run(trainer):
             return

@@ -1,7 +1,7 @@
 """Ctrl-C in a fit: the first stops it after the iteration, with a checkpoint; the second ends it at once.
 
-Ctrl-C ─▶ Interrupt: asked = True, and the next Ctrl-C is the system's own
-          the iteration ends on all ranks ─▶ Checkpoint writes it, and raises Interrupted on all of them
+Ctrl-C ─▶ Interrupt sets asked = True; a second Ctrl-C then kills the process as usual
+          the iteration ends on all ranks ─▶ Checkpoint saves it, and raises Interrupted on all of them
             `rlt fit` prints the command that resumes, and exits with status 130
             `Trainer.fit` raises KeyboardInterrupt
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Interrupted(BaseException):
-    """All ranks stop after the same iteration. No KeyboardInterrupt: Lightning would kill the other ranks."""
+    """Raised on all ranks after the same iteration. A KeyboardInterrupt would let Lightning kill them."""
 
 
 class Interrupt:
@@ -34,7 +34,7 @@ class Interrupt:
         self.listening = False
 
     def listen(self, said: str) -> None:
-        """Begin to notice it, in the main thread; elsewhere Python allows no handler.
+        """Start to notice Ctrl-C, if this is the main thread: Python allows a handler only there.
 
         Args:
             said: The line that the first one prints; '' for none.

@@ -1,9 +1,9 @@
-"""Callbacks that write what `rlt predict` makes, batch by batch; a resumed run makes only what is missing.
+"""Callbacks that write the output of `rlt predict` batch by batch; a resumed run adds only what is missing.
 
 data           rows                                    file          at the end
-ScoringData    the source's, with their scores         scores.jsonl  groups by reward, or a comparison
+ScoringData    the source's rows, with their scores    scores.jsonl  groups by reward, or a comparison
 TeacherRLData  a teacher's explanations of solutions   traces.jsonl  distillation.jsonl, .parquet, README.md
-StudentRLData  a model's answers, each with a verdict  traces.jsonl  the same, of right answers only
+StudentRLData  a model's answers, each with a verdict  traces.jsonl  the same files, with right answers only
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ScoreWriter(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out what an earlier run has finished: the rows come in the source's order."""
+        """Find out which rows an earlier run has finished; rows are written in the source's order."""
         if stage != "predict" or not isinstance(data := get_stratos_data(trainer), ScoringData):
             return
         if not hasattr(pl_module, "reward"):
@@ -121,7 +121,7 @@ class ScoreWriter(Callback):
 
 
 def list_columns(module: Any) -> tuple[str, ...]:
-    """Return the columns of scored rows that pages show; with several students the reward by each of them."""
+    """Return the columns of scored rows that pages show, with the reward by each of several students."""
     labels = module.students.labels
     return (*module.reward.columns(), *(f"reward/{label}" for label in labels if len(labels) > 1))
 
@@ -155,7 +155,7 @@ def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
 
 
 class DistillationWriter(Callback):
-    """Write what a model samples and make a distillation set of it; do nothing if rows bring their traces.
+    """Write what a model samples and turn it into a distillation set; do nothing if rows have traces.
 
     `traces.jsonl` gets every explanation with every term of its reward, or every answer with its verdict,
     batch by batch; a resumed run samples only what is missing. At the end the callback makes
@@ -182,7 +182,7 @@ class DistillationWriter(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out what an earlier run has finished: the rows come in order, a problem's traces together."""
+        """Find out what an earlier run has finished; rows are in order, a problem's traces together."""
         if stage != "predict" or not isinstance(data := get_stratos_data(trainer), WRITTEN):
             return
         is_answers = isinstance(data, StudentRLData)
@@ -209,7 +209,7 @@ class DistillationWriter(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the set. Lightning does not call this after a failure."""
+        """Write the distillation set. Lightning does not call this after a failure."""
         if stage != "predict" or not trainer.is_global_zero:
             return
         data = get_stratos_data(trainer)
@@ -284,7 +284,7 @@ def require_verdicts(module: RLTModule) -> None:
 def explain_unusable(
     rows: list[int], num_problems: int, is_answers: bool, min_reward: float | None = None
 ) -> str:
-    """Return a line about the problems without a trace for a student."""
+    """Return a line about the problems that have no trace from which a student could learn."""
     if is_answers:
         return (
             f"{len(rows)} of {num_problems} problems have no right answer that fits a student "
@@ -302,7 +302,7 @@ def explain_unusable(
 
 
 def count_rejected(rows: list[Row]) -> dict[str, int]:
-    """Return why explanations cannot be selected under a least reward; the counts add up to all of them."""
+    """Count by reason the explanations that a minimum reward leaves out; the counts add up to all of them."""
     closed = [row for row in rows if row["closed"]]
     fitting = sum(bool(row["fits"]) for row in rows)
     return {

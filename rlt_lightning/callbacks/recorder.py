@@ -1,6 +1,6 @@
-"""Callbacks that record the completions of training: in `rollouts.jsonl`, and in W&B.
+"""Callbacks that record the completions of training in `rollouts.jsonl` and in W&B.
 
-A resumed run makes the iterations after its checkpoint again, and the file continues.
+A resumed run repeats the iterations after its checkpoint, so it first drops their rows from the file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RolloutRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drop the iterations that a killed run recorded after the checkpoint: they are made again."""
+        """Drop the iterations that a killed run recorded after the checkpoint: they are repeated."""
         if trainer.is_global_zero:
             keep_rows(self._path(trainer), lambda row: row["step"] <= trainer.global_step)
 

@@ -1,4 +1,4 @@
-"""Move the reference of the KL penalty, or the averaged teacher of `OPDModule`."""
+"""Update the reference model of the KL penalty, or the averaged teacher of `OPDModule`, during training."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The one callback that RL training needs: it owns the engine, and hands the module its sampler.
+"""The one callback that RL training needs: it owns the engine, and gives the module a sampler.
 
     rollouts section of the config
       └ RolloutCallback      settings, checks, the engine's start and end, what a checkpoint keeps
           ├ Dispatcher       weights to the engine, completions from it   (both in rollouts/sampler.py)
-          └ Sampler ───────▶ module.sampler: all that RLTModule and OPDModule know
+          └ Sampler ───────▶ module.sampler: the only part that RLTModule and OPDModule use
 
 Completions are sampled inside training_step, validation_step and predict_step, when the module asks for them.
 """
@@ -45,7 +45,7 @@ Schedule = Callable[[Sampling, int], Sampling]
 
 
 class RolloutCallback(Callback):
-    """Bring completions of the current weights to a module; idle for modules that ask for none.
+    """Sample completions with the current weights for a module; do nothing for modules that need none.
 
     Args:
         engine: Where completions come from; None: HFEngine(), in process.

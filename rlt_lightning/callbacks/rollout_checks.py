@@ -82,10 +82,10 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
 
 
 def require_comparable(val_completions: int, trainer: Trainer, module: OnPolicyModule) -> None:
-    """Check that a held-out completion has others of its problem, if the reward compares them.
+    """Check that each held-out problem gets several completions, if the reward compares them.
 
     Raises:
-        InputError: If it has none.
+        InputError: If it gets only one.
     """
     compares = isinstance(module, RLTModule) and module.reward.compares
     if compares and val_completions < 2 and len(get_stratos_data(trainer).val_items):
@@ -97,7 +97,7 @@ def require_comparable(val_completions: int, trainer: Trainer, module: OnPolicyM
 
 
 def announce_unused(score_early: bool, module: OnPolicyModule) -> None:
-    """Say that scoring while others are sampled is not used, if the module scores nothing."""
+    """Say that scoring cannot overlap with sampling, if the module scores nothing."""
     if score_early and not isinstance(module, RLTModule):
         announce(f"rollouts.score_early: not used, since {type(module).__name__} scores no completions")
 
@@ -239,5 +239,5 @@ def require_room(problems: StoredItems, model: ModelContext, max_completion_leng
 
 
 def count_fixed_tokens(problem: Problem, role: str) -> int:
-    """Return the tokens of a sequence of the teacher, or of the student, beside the completion's."""
+    """Return the tokens of the teacher's or student's sequence besides those of the completion."""
     return sum(len(getattr(problem, name)) for name in FIXED_PIECES[role])

@@ -1,4 +1,4 @@
-"""The card of a trained model, with what it inherits from the model that the training began with."""
+"""Write the card of a trained model, with the licence that it inherits from the model it started as."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model as an ordinary Hugging Face folder: from a run, or from any checkpoint, on a CPU."""
+"""Export a trained model as an ordinary Hugging Face folder: at the end of a run, or from any checkpoint."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def write_model_folder(
 
 
 def load_pretrained_tensors(metadata: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the model before its training, empty, and placeholders for its weights, which are in files."""
+    """Return the model before its training, empty, with placeholders for its weights, read from files."""
     model, read = empty_model(metadata["pretrained"], metadata["dtype"], None, metadata["trust_remote_code"])
     if metadata["lora"] is not None:
         read = add_adapter(model, LoRA(**metadata["lora"]), 0, read)

@@ -1,36 +1,36 @@
-"""One kind of checkpoint for every strategy: whole tensors by name, whatever shards they came from.
+"""One checkpoint format for every strategy: whole tensors stored by name, however they were sharded.
 
     step=000006.ckpt/
       state.pt       loops, schedule, callbacks, data position, optimizer settings: plain values only
       weights/       safetensors of the trained parameters, as from_pretrained reads them
       exp_avg/ …     safetensors of each of the optimizer's moments, by the parameters' names
-      rank0.xxh128   digests of all these files; further ranks that wrote some have their own (digests.py)
+      rank0.xxh128   digests of the files that rank 0 wrote; each other rank that wrote some has such a file
 
 So a run can resume with another number of processes or another strategy, and an export copies files. A folder
-gets its final name only when everything in it is on the disk. The order of a save (| is a barrier, where all
-ranks wait for each other):
+gets its final name only when everything in it is on the disk. The order of a save, where | is a barrier at
+which all ranks wait for each other:
 
     rank 0       | make step=6.ckpt.tmp |  weights, moments: its files, then state.pt  | rename .tmp, fsync  |
                  |                      |  (every tensor is gathered from all ranks)   |                     |
     other ranks  |        wait          |  weights, moments: their files               |        wait         |
     every rank   |                      |  last: the digests of the files it wrote     |                     |
 
-Who puts what into state.pt, and takes it out again when a run resumes; Lightning calls them all:
+These parts of a run, called by Lightning, put their state into state.pt and read it back on resume:
 
     loops, schedules          Lightning
     position in the data      StepLoader.state_dict                      datamodules/loader.py
     model, settings, format   PolicyModule.on_save_checkpoint            modules/base.py
-    completions on their way, RolloutCallback.state_dict                 callbacks/rollout.py
+    completions in flight,    RolloutCallback.state_dict                 callbacks/rollout.py
     spread of the rewards
     moves of the reference    ReferenceSync.state_dict                   callbacks/reference.py
     validation still to come  Checkpoint.on_save_checkpoint              callbacks/checkpoint.py
     last row of metrics.csv   MetricsResume.on_save_checkpoint           callbacks/checkpoint.py
     what alarms remember      Alarms.state_dict                          callbacks/alarms.py
 
-Weights and moments come back by `load_checkpoint` in checkpoints/io.py: that of FolderCheckpointIO for whole
-weights, that of NamedCheckpoints for shards.
+`load_checkpoint` in checkpoints/io.py restores weights and moments: that of FolderCheckpointIO if weights are
+whole, that of NamedCheckpoints if they are sharded.
 
-And what a resumed run takes from elsewhere, so that no checkpoint holds it:
+What a resumed run finds elsewhere, and checkpoints therefore leave out:
 
     weights of the reference  reference/step=000006 of the run folder    ReferenceSync.on_train_start
     earlier rows of files     metrics.csv and rollouts.jsonl, cut to     MetricsResume.on_train_start,
@@ -174,7 +174,7 @@ def read_whole_state(folder: Path) -> dict[str, Any]:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint. A crash in between leaves a .old, which is whole or no checkpoint."""
+    """Delete a checkpoint. A crash meanwhile leaves a .old folder: a whole checkpoint, or none at all."""
     if folder.exists() or folder.is_symlink():
         delete(set_aside(folder))
 
@@ -195,7 +195,7 @@ def delete(aside: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder; of one that is linked, only the link. Another process may have been faster."""
+    """Delete a folder, or only the link if it is one. Another process may have deleted it already."""
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
     else:

@@ -1,8 +1,8 @@
-"""Save and load our checkpoint folders through Lightning, from strategies of both kinds.
+"""Save and load our checkpoint folders through Lightning, with and without sharded weights.
 
-`FolderCheckpointIO` is for processes that hold whole tensors: one process, or DDP. Lightning's state dict has
-weights, under the LightningModule's names, and moments, under the parameter's number in the optimizer. Files
-name both as from_pretrained does.
+`FolderCheckpointIO` is for processes that hold whole tensors: one process, or DDP. In Lightning's state dict
+weights have the LightningModule's names, and moments have the parameter's number in the optimizer. In the
+files both have the names that from_pretrained expects.
 
 `NamedCheckpoints` is for strategies that shard weights. Lightning would gather one whole state dict; this
 passes sharded tensors by name instead, and `write_checkpoint` gathers them one by one:

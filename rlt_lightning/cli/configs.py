@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,11 +45,16 @@ def build_configs_parser() -> argparse.ArgumentParser:
 def list_configs() -> str:
     """Return a table of the shipped configs by folder: verb, name, and the first line of each."""
     tables = {folder: [title] for folder, title in FOLDERS.items()}
+    width = max(80, shutil.get_terminal_size((110, 24)).columns)
     for name, path in list_shipped_configs().items():
         text = path.read_text()
         first_line = text.partition("\n")[0].removeprefix("# ")
         folder = name.partition("/")[0]
-        tables[folder].append(f"  {read_launch_line(text)[1]:8} {name:30} {first_line}")
+        tables[folder].append(
+            textwrap.fill(
+                f"  {read_launch_line(text)[1]:8} {name:30} {first_line}", width, subsequent_indent=" " * 42
+            )
+        )
     end = "rlt configs NAME shows one; rlt configs NAME --copy DIR copies it, to change it."
     return "\n\n".join([*("\n".join(lines) for lines in tables.values()), end])
 

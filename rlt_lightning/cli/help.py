@@ -1,7 +1,11 @@
-"""What `rlt --help` and `rlt VERB --help` print, at once, before PyTorch is imported."""
+"""Print `rlt --help` and `rlt VERB --help` at once, without importing PyTorch."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
@@ -166,26 +170,28 @@ and all options of rlt predict.
 
 STAGES = """The stages, in their order (`rlt configs` lists all experiments and overlays):
 
-  rlt fit --config recipe_7b/warmup             stage 1: warm the teacher up on reasoning traces
-  rlt fit --config recipe_7b/rlt                stage 2: GRPO with the dense reward of a frozen student
-  rlt predict --config recipe_7b/generate       stage 3: the trained teacher writes a distillation set
-  rlt fit --config recipe_7b/sft                stage 4: a student learns from the set
-  rlt fit --config recipe_7b/opd                stage 4b: it learns on its own answers from a teacher
-  rlt test --config recipe_7b/evaluate          stage 5: accuracy on evaluation sets, next to the paper's
+  rlt fit --config recipe_7b/warmup        stage 1: warm-up of the teacher
+  rlt fit --config recipe_7b/rlt           stage 2: GRPO with a student's reward
+  rlt predict --config recipe_7b/generate  stage 3: the teacher writes traces
+  rlt fit --config recipe_7b/sft           stage 4: a student learns from them
+  rlt fit --config recipe_7b/opd           stage 4b: on-policy distillation
+  rlt test --config recipe_7b/evaluate     stage 5: accuracy, beside the paper's
 
-  rlt fit --config laptop/rlt                   a tiny teacher, a tiny student and GRPO, in half a minute
-  rlt fit --config recipe_7b/grpo               traditional RL, by correct answers
-  rlt fit --config recipe_7b/likelihood         thinking without a checker, by likelihood rewards
-  rlt predict --config recipe_7b/rank           score your own explanations, and group them by reward
+  rlt fit --config laptop/rlt              stage 2 in miniature, half a minute
+  rlt fit --config recipe_7b/grpo          traditional RL, by correct answers
+  rlt fit --config recipe_7b/likelihood    thinking without a checker
+  rlt predict --config recipe_7b/rank      rank your explanations by the reward
 """
 
-FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). First see what that does for a
-student, in two minutes on two CPU cores; then make a run of your own, half a minute long:
+FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). First see what
+that does for a student, in two minutes on two CPU cores; then make a run of
+your own, half a minute long:
 
   rlt demo
   rlt fit --config laptop/rlt --output_dir runs/try
 
-Their last lines say where everything is and what to run next. `rlt VERB --help` shows what to set:
+Their last lines say where everything is and what to run next.
+`rlt VERB --help` shows what to set:
 
 """
 
@@ -195,23 +201,31 @@ def print_main_help() -> None:
     print("usage: rlt VERB [--config CONFIG ...] [--KEY VALUE ...]\n")
     print("Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).\n")
     print_verbs()
-    print(f"\n{STAGES}", end="")
+    print_wrapped(f"\n{STAGES}")
 
 
 def print_verbs() -> None:
     """Print a line of every verb."""
-    for verb, (_, line, _) in VERBS.items():
-        print(f"  rlt {verb:10} {line}")
+    print_wrapped("\n".join(f"  rlt {verb:8}   {line}" for verb, (_, line, _) in VERBS.items()))
 
 
 def print_verb_help(verb: str) -> None:
     """Print `rlt VERB --help`: usage, and what most people set."""
     usage, line, options = VERBS[verb]
-    print(f"usage: rlt {verb} {usage}\n\n{line}")
+    print_wrapped(f"usage: rlt {verb} {usage}\n\n{line}")
     if options:
-        print(f"\n{options}", end="")
+        print_wrapped(f"\n{options}")
     if "--KEY VALUE" in usage:
         print(f"\nAll options: rlt {verb} --help-all; those of a class: rlt {verb} --model.help CLASS")
+
+
+def print_wrapped(text: str) -> None:
+    """Print text; on a terminal a line that is too long continues below its second column."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for line in text.splitlines():
+        gap = re.match(r"  \S.*?  +", line)
+        indent = " " * (gap.end() if gap else 0)
+        print(textwrap.fill(line, width, subsequent_indent=indent) if 0 < width < len(line) else line)
 
 
 def suggest_verb(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Run a verb, and turn what went wrong into one line and an exit status.
+"""Run a verb, and end with a message and an exit status if it fails.
 
 2    a mistake of the user's: one line that says what to do
-1    anything else: a traceback, or the line of the rank that failed first
-130  interrupted by Ctrl-C, 143 terminated: the line says how to resume
+1    any other error: a traceback, or the message of the rank that failed first
+130  interrupted by Ctrl-C, 143 terminated: one line that says how to resume
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def build_resume_command(verb: str, words: Sequence[str], folder: Path) -> str:
 def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return a warning as a line: ours without the place in the code, which says nothing to a user."""
+    """Return a warning as a line: ours without the place in the code, which does not help a user."""
     if Path(__file__).parents[1] in Path(filename).parents:
         return f"rlt: warning: {message}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"

@@ -26,6 +26,8 @@ NAME = re.compile(r"[\w~./][\w./+-]*")
 OURS = "rlt_lightning."
 # How jsonargparse names an option that does not exist.
 UNKNOWN = re.compile(r"(?:unrecognized arguments: --|[Oo]ption ')([\w.]+)")
+# Reasons that say what any class and any optional value is.
+SAYS_NOTHING = "Expected a <class 'NoneType'>|Does not validate|Not a valid subclass|a class path|a dict with"
 
 
 # Of jsonargparse 4: it keeps what fits of the arguments of a class that another one replaces.
@@ -33,7 +35,7 @@ keep_arguments = typehints.discard_init_args_on_class_path_change
 
 
 def keep_chosen_arguments(parser: Any, before: Any, value: Any) -> None:
-    """Keep of a replaced class only arguments that somebody has chosen, not its defaults.
+    """When another class is named, keep only arguments that somebody set, not the old class's defaults.
 
     Else `--model.reward LogProbReward` would have RLTReward's `kl_weight` and `reduction`.
     """
@@ -53,7 +55,7 @@ def condense_message(message: str) -> str:
     """Return a parser's message as one line, with the reason in place of its list of alternatives."""
     # Each reason comes with the deeper lines that continue it.
     reasons = re.findall(
-        r"^\s*- (?!Expected a <class 'NoneType'>|Does not validate)(.+(?:\n {8,}(?!- )\S.*)*)$",
+        rf"^\s*- (?!{SAYS_NOTHING})(.+(?:\n {{8,}}(?!- )\S.*)*)$",
         message,
         re.MULTILINE,
     )
@@ -97,7 +99,7 @@ def replace_config_names(words: Sequence[str]) -> list[str]:
 
 
 def require_text(path: Path) -> Path:
-    """Return the file of a config.
+    """Return the file of a config after checking that it is a text that is not empty.
 
     Raises:
         InputError: If it is empty or not in UTF-8: the parser's message would not name it.
@@ -117,9 +119,16 @@ def require_text(path: Path) -> Path:
 class OneLineParser(LightningArgumentParser):
     """A parser that knows the shipped configs by name and says in one line what is wrong with an argument."""
 
+    class_name = ""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         # `--lr` would be `--lr_scheduler`.
         super().__init__(*args, **{"allow_abbrev": False} | options)
+
+    def add_class_arguments(self, class_type: type, *others: Any, **options: Any) -> list[str]:
+        """Add the options of a class; the parser of one class, which adds no others, can then name it."""
+        self.class_name = class_type.__name__
+        return super().add_class_arguments(class_type, *others, **options)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *others: Any, **options: Any
@@ -133,6 +142,8 @@ class OneLineParser(LightningArgumentParser):
         """Print the innermost reason and exit with status 2."""
         if unknown := UNKNOWN.search(message):
             message = f"{message.strip()}.{suggest_option(unknown[1], list_options(self))}"
+        if not self.exit_on_error and self.class_name:  # what jsonargparse makes for a class
+            message = f"{self.class_name}: {condense_message(message)}"
         sys.exit(end_with_mistake(message))
 
 
@@ -154,7 +165,7 @@ def list_options(parser: ArgumentParser, within: tuple[type, ...] = ()) -> Itera
 
 
 def list_leaves(cls: type) -> Iterator[type]:
-    """Yield a class and its subclasses, as far as they can be made."""
+    """Yield a class and its subclasses, without abstract ones."""
     if not isabstract(cls):
         yield cls
     subclasses: list[type] = cls.__subclasses__()

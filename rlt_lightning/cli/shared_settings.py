@@ -17,11 +17,17 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning.cli.parser import split_words
-from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine, frozen_student, propose_data
+from rlt_lightning.cli.stages import (
+    TRAINER_VERBS,
+    RLTCommandLine,
+    frozen_student,
+    propose_data,
+    require_module_of,
+)
 from rlt_lightning.commands.check import CheckOptions, check_run
 from rlt_lightning.commands.explain import ExplainOptions, change_stage, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
-from rlt_lightning.console import announce
+from rlt_lightning.console import announce, wrap_line
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
@@ -31,7 +37,7 @@ from rlt_lightning.types import InputError, as_list
 
 
 class SharedSettingsCommandLine(RLTCommandLine):
-    """A verb that takes the arguments of another verb, and one group of options more.
+    """A verb that takes the arguments of another verb, and one more group of options.
 
     Subclasses set `settings_verb`, the other verb, and `group`: the class of the further options and their
     name; with None they have no name before theirs.
@@ -58,13 +64,15 @@ class SharedSettingsCommandLine(RLTCommandLine):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
         self.shared_parser.prog = f"rlt {self.typed_verb}"
-        words = propose_data(self.build_words(self.words))
+        words = self.build_words(self.words)
+        require_module_of(self.typed_verb, words)
+        words = propose_data(words)
         self.config = parser.parse_args([self.settings_verb, *words])
         self.take_rollouts()
         self.spread_seed()
 
     def build_words(self, given: list[str]) -> list[str]:
-        """Return what the parser reads for the words of the command line."""
+        """Return the words that the parser reads in place of those of the command line."""
         return given
 
     def after_instantiate_classes(self) -> None:
@@ -125,7 +133,7 @@ class CheckCommandLine(SharedSettingsCommandLine):
         machine = {name: made.trainer[name] for name in ("accelerator", "precision")}
         statuses = []
         for check in check_run(made.model, made.data, made.rollouts, made.check, lengths, **machine):
-            print(check.line(), flush=True)
+            print(wrap_line(check.line(), indent=16), flush=True)
             statuses.append(check.status)
         self.status = int("fail" in statuses)
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
@@ -147,7 +155,7 @@ class ExplainCommandLine(SharedSettingsCommandLine):
     names_teacher = False
 
     def build_words(self, given: list[str]) -> list[str]:
-        """Return the options of `rlt predict`, in the order of the drawing above."""
+        """Return the options of `rlt predict`: a named teacher's settings, configs, then all others."""
         bare, options = split_words(given)
         if len(bare) > 1:
             raise InputError(

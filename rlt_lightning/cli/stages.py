@@ -1,10 +1,10 @@
-"""The life of `rlt fit|validate|predict|test`, in Lightning's command line.
+"""Run `rlt fit|validate|predict|test` by Lightning's command line, in this order.
 
 parse_arguments               read the configs and options; --seed sets the seeds
 before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (trainer.py)
 SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
-after_fit, after_predict      say where everything is and what to do next
+after_fit, after_predict      print where the results are, and the next command
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlt_lightning.cli.help import VERBS
 from rlt_lightning.cli.parser import (
     NAME,
+    OURS,
     OneLineParser,
     list_leaves,
     replace_config_names,
     split_words,
 )
 from rlt_lightning.commands.explain import load_class
-from rlt_lightning.console import announce
+from rlt_lightning.console import announce, wrap_line
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.metrics.catalogue import write_entries
+from rlt_lightning.metrics.result import read_fit_result
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
@@ -62,7 +64,6 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.ranks import announce_restart, find_global_rank, require_restartable
 from rlt_lightning.run.redaction import redact
-from rlt_lightning.run.result import read_fit_result
 from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
 from rlt_lightning.types import InputError, as_list, missing_package, naming_full_disk
@@ -231,6 +232,7 @@ class RLTCommandLine(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line, and let --seed set the other seeds."""
         require_whole_sets(self.words)
+        require_module_of(self.typed_verb, self.words)
         words = self.words if self.verb == "test" else propose_data(self.words)
         self.config = parser.parse_args([self.typed_verb, *words])
         self.take_rollouts()
@@ -329,7 +331,7 @@ class RLTCommandLine(LightningCLI):
         return built
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.pytorch.Trainer:
-        """Build the Trainer of scripts, which adds what every run has and no config needs to name."""
+        """Build this package's Trainer, which adds what every run has and no config needs to name."""
         config = self._get(self.config_init, "trainer")
         named = as_list(config["callbacks"])
         # A callback that trainer.callbacks names is in the place of the run's own of that class.
@@ -351,18 +353,18 @@ class RLTCommandLine(LightningCLI):
         """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""
 
     def after_fit(self) -> None:
-        """Say where everything is and what to do next."""
+        """Print where the results are, and the next command."""
         if self.trainer.is_global_zero:
             result = read_fit_result(self.choice.folder)
             print(f"\nDone: {result.steps} steps.")
             if line := result.line():
-                print(f"First and last figures: {line}.")
+                print(wrap_line(f"First and last figures: {line}.", indent=2))
             self.print_end()
             # A script must notice; the model lies in the run folder.
             self.status = int(any(getattr(c, "upload_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def after_predict(self) -> None:
-        """Say where the scores or the traces are and what to do next."""
+        """Print where the scores or traces are, and the next command."""
         if self.trainer.is_global_zero:
             print("\nDone.")
             self.print_end()
@@ -420,6 +422,19 @@ def propose_data(words: Sequence[str]) -> list[str]:
             kind = load_class(name)
     classes = [stage for stage in getattr(kind, "data_classes", ())[:1] if not isabstract(stage)]
     return [*(f"--data={stage.__module__}.{stage.__name__}" for stage in classes), *words]
+
+
+def require_module_of(verb: str, words: Sequence[str]) -> None:
+    """Raise InputError if configs and options name a module of ours that another verb runs."""
+    path, _, name = str(find_class(words, "model")).rpartition(".")
+    kinds = {kind.__name__: kind for base in (EvaluationModule, PolicyModule) for kind in list_leaves(base)}
+    if name not in kinds or not f"{path or OURS}.".startswith(OURS):
+        return
+    is_test = issubclass(kinds[name], EvaluationModule)
+    if is_test != (verb == "test"):
+        does = "plans rlt fit and rlt predict" if verb == "plan" else "runs other modules"
+        owner = "rlt test" if is_test else "rlt fit, rlt validate and rlt predict"
+        raise InputError(f"rlt {verb} {does}, but {name} belongs to {owner}: see `rlt configs`.")
 
 
 def find_class(words: Sequence[str], key: str) -> str | None:

@@ -1,1 +1,1 @@
-"""Commands of `rlt` besides those of LightningCLI, a file each."""
+"""The commands of `rlt` that LightningCLI does not have, one file each."""

@@ -1,22 +1,21 @@
-"""`rlt check`: whether a run can teach anything, before it starts (docs/data.md).
+"""`rlt check`: find out before a run starts whether it can teach anything (docs/data.md).
 
     rows    ─▶ lengths, steps                               nothing is loaded
     model   ─▶ closed, right, spread   of a few completions that it samples
     student ─▶ ranking                 of right traces above leaps and filler
     control ─▶ what no check can say: whether RLT does more than the teacher's greedy traces
 
-A ranking says whether the frozen students can reward right traces, or would rather have a teacher write
-something else:
+The ranking shows whether the frozen students give right traces the highest reward, or worse texts:
 
     a row's right trace ─┬▶ leap     straight to the answer
                          └▶ filler   as many sentences that say nothing
     teacher, students ───▶ the reward of each, under the exact KL ─▶ Ranking
 
-RLT teaches what earns most. A student that does not know a step finds it unlikely even when it reads it, and
-pays more for leaps and filler (research/rounds.md). Both are made of the rows' own sentences, as a teacher
-that is warmed up on them does.
+RLT trains a teacher to write whatever earns most. A student that does not know a step finds it unlikely even
+when it reads it, so leaps and filler earn more (research/rounds.md). Both variants are built from sentences
+of the rows, since these are what a teacher writes that is warmed up on the rows.
 
-The figures come from what a run uses: the datamodule's reports, `score_problems`, the judge of evaluations.
+The figures come from the code that a run uses: the datamodule's reports, `score_problems`, and the judge.
 """
 
 from __future__ import annotations
@@ -330,7 +329,7 @@ def check_completions(
 
 
 def propose_limit(scored: Sequence[ScoredBatch]) -> str:
-    """Return what completions earn that reach the limit of length, and a limit for those that end."""
+    """Return a clause: what completions at the length limit earn, and a limit by the longest that ends."""
     earned: dict[bool, list[float]] = {True: [], False: []}  # whether it was cut -> rewards
     ended = [0]
     for batch in scored:
@@ -422,7 +421,7 @@ class DrawnRow:
 
 @dataclass(frozen=True)
 class Phrases:
-    """What traces of a task say whatever the problem.
+    """Phrases that a task's traces repeat whatever the problem.
 
     Example: of last-digit chains `Phrases(("one looks at the numbers", …), ("clearly it must be ", ""), …)`.
 
@@ -509,7 +508,7 @@ def choose_good_rows(
 
 
 def build_variants(rows: Sequence[DrawnRow], phrases: Phrases) -> Iterator[dict[str, Any]]:
-    """Yield each row with its trace and the worse variants of it, in columns of their names."""
+    """Yield each row with its trace and the trace's worse variants, each in a column."""
     for number, row in enumerate(rows):
         yield {
             "question": row.texts.question,
@@ -523,7 +522,7 @@ def build_variants(rows: Sequence[DrawnRow], phrases: Phrases) -> Iterator[dict[
 
 @dataclass(frozen=True)
 class Ranking:
-    """The rewards of right traces and of what is worse, by problem.
+    """The rewards of right traces and of their worse variants, by problem.
 
     Example: `Ranking([{"reasoning_trace": -0.2, "leap": -0.9, "filler": -0.8}], VARIANTS)`.
 
@@ -537,7 +536,7 @@ class Ranking:
 
     @classmethod
     def of(cls, rewards: Iterable[tuple[Rollout, float]], kinds: dict[str, str]) -> Ranking:
-        """Return the ranking of scored rollouts; problems of which limits left a variant out do not count."""
+        """Return the ranking of scored rollouts; problems with a variant beyond a limit do not count."""
         by_question: dict[str, dict[str, float]] = {}
         for rollout, reward in rewards:
             columns = rollout.problem.columns
@@ -560,7 +559,7 @@ class Ranking:
 
 
 def choose_reward(reward: Any, views: StudentViews) -> Any:
-    """Return the reward by which given texts are scored: sampled estimators hold for samples only."""
+    """Return the reward, with the exact KL if possible: given texts are no samples of the teacher."""
     crosses = any(isinstance(form, CrossTokenizerFormat) for form in views.formats)
     return reward if crosses else replace(reward, kl_estimator="exact")
 

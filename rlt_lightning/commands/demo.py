@@ -1,16 +1,16 @@
-"""`rlt demo`: a student learns more from a teacher that RLT has trained; minutes on two CPU cores.
+"""`rlt demo`: show, in minutes on two CPU cores, that a student learns more from a teacher trained by RLT.
 
-    warm up a teacher ─┬─ RLT ─ explain, T 0.7 ─ train a student ─ let it answer, sampled and greedily
+    warm up a teacher ─┬─ RLT ─ explain, T 0.7 ─ train a student ─ test it, sampled and greedily
                        ├─────── explain, T 0.7 ─ the same
                        ├─────── explain, T 0 ─── the same
-                       └─────── explain twice, T 0.7, keep the better one by the reward ─ the same
-                                                 the untrained student ─ answers only
+                       └─────── explain twice, T 0.7, keep the one with the higher reward ─ the same
+                                                 the untrained student ─ test it
 
 The last arm samples as many explanations as RLT does in its iterations and for its student together.
 
 Every stage is an `rlt` command with a shipped config and a folder of its own. Two run side by side, each in a
-process forked from one that has the imports. Nothing here imports PyTorch at its top: the first line appears
-at once.
+process forked from one that has imported the package. This file imports PyTorch only when it needs it, so the
+first line appears at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NUM_CANDIDATES = 2  # of each problem: as many in all as RLT samples, in its ite
 
 @dataclass(frozen=True)
 class Arm:
-    """How the explanations are made that a student learns from.
+    """One way to make the explanations that a student learns from.
 
     Attributes:
         name: What the terminal calls it.
@@ -85,8 +85,8 @@ SHOWN = {  # rows of the table, and the bars
 }
 ABOUT = """A teacher of 184,000 parameters learns to explain last-digit chains such as
 "start 2, add 1, times 7, add 3?". Few of its explanations are right, most are
-filler. Students, which begin as the same model, learn from what it writes: before
-RLT, in three ways, and after RLT. Nothing is downloaded.
+filler. Students, which begin as the same model, learn from what it writes:
+before RLT, in three ways, and after RLT. Nothing is downloaded.
 
 Stages, one line as each ends; with imports, the first takes half a minute:"""
 UNLEARNED = """
@@ -223,8 +223,8 @@ def list_stages(folder: Path) -> list[Stage]:
         model, needs = (folder / name / "student/model", f"{name}/student") if trained else ("miniature", "")
         who = f"{ARMS[name].name}: its student" if trained else "untrained student:"
         for how, temperature, what in (
-            ("sampled", 0.7, f"answers {NUM_ASKED} held-out problems"),
-            ("greedy", 0.0, "answers them again, without sampling"),
+            ("sampled", 0.7, f"answers {NUM_ASKED} problems, T 0.7"),
+            ("greedy", 0.0, f"answers {NUM_ASKED} problems greedily"),
         ):
             options = {"model__pretrained": model, "rollouts__sampling__temperature": temperature}
             stages += [

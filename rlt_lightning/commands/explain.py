@@ -22,7 +22,7 @@ from jsonargparse import ArgumentParser
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.report import KEY, render_completion, require_replaceable, write_page
 from rlt_lightning.commands.scoring import score_problems
-from rlt_lightning.console import make_printable
+from rlt_lightning.console import make_printable, wrap
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.datamodules.stages import TeacherRLData
@@ -135,7 +135,7 @@ def read_run_settings(folder: Path) -> dict[str, Any]:
 
 
 def change_stage(data: dict[str, Any], stage: type[StratosDataModule]) -> dict[str, Any]:
-    """Return class_path and init_args of data as another stage's: the settings that it has too."""
+    """Return class_path and init_args of data for another stage's class, with the settings that both have."""
     if issubclass(load_class(data["class_path"]), stage):
         return data
     parser = ArgumentParser()
@@ -290,13 +290,13 @@ def describe_worth(row: Row, empty: Row, parts: dict[str, float], reward: RLTRew
     order = sorted(range(len(kl)), key=lambda i: -kl[i])[: top or None]
     width = max(map(len, parts)) + 2
     return [
-        "The student's probability of the whole solution, without and with the explanation:",
+        "The student's probability of the solution, without and with the explanation:",
         f"  {math.exp(before):.4g} -> {math.exp(after):.4g} ({before:.4f} -> {after:.4f} nats), at "
         f"temperature {reward.student_temperature:g}",
         "",
         f"{'reward':<{width + 2}}{row['reward']:+.4f}",
         *(
-            f"  {name:<{width}}{value:+.4f}  {find_metric(f'reward/{name}').meaning}".rstrip()
+            wrap(f"  {name:<{width}}{value:+.4f}  {find_metric(f'reward/{name}').meaning}", width + 11)
             for name, value in parts.items()
         ),
         "",
@@ -305,13 +305,13 @@ def describe_worth(row: Row, empty: Row, parts: dict[str, float], reward: RLTRew
         "",
         *tabulate(row["thought_tokens"], {"KL": kl}, order),
         "",
-        "Solution: the student's log-prob after the explanation, and after an empty one, nats",
+        "Solution: the student's log-prob after the explanation and an empty one, nats",
         *tabulate(row["solution_tokens"], {"log-prob": log_probs, "empty": without}, range(len(log_probs))),
     ]
 
 
 def list_caveats(reward: RLTReward, sampled: bool) -> list[str]:
-    """Return what to know about the figures of tokens.
+    """Return caveats about the figures per token.
 
     Args:
         reward: The reward that has them.
@@ -330,7 +330,7 @@ def list_caveats(reward: RLTReward, sampled: bool) -> list[str]:
 
 
 def show(text: str) -> str:
-    """Return a text that cannot command a terminal, in its lines."""
+    """Return a text's lines without characters that would control a terminal."""
     return "\n".join(map(make_printable, text.strip().split("\n")))
 
 

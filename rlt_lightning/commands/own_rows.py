@@ -1,7 +1,7 @@
-"""What examples/own_rows.sh does between its stages: split the rows, and put the results side by side.
+"""The Python part of examples/own_rows.sh: split the rows before its stages, tabulate the results after them.
 
 python -m rlt_lightning.commands.own_rows split ROWS FOLDER    train.jsonl, held_out.jsonl, test.jsonl
-python -m rlt_lightning.commands.own_rows table RUN            own_rows.md: accuracies, and what stages cost
+python -m rlt_lightning.commands.own_rows table RUN            own_rows.md: accuracies and costs of stages
 """
 
 from __future__ import annotations

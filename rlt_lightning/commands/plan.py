@@ -1,12 +1,12 @@
-"""`rlt plan`: predict the memory of a training or a prediction, phase by phase, before anything is loaded.
+"""`rlt plan`: predict the memory of `rlt fit` or `rlt predict`, phase by phase, before anything is loaded.
 
     settings ─ read_setup ─▶ Setup ─ list_phases ─▶ Phases ─ print_plan ─▶ table and verdict
 
-The largest phase is the prediction: only parts that exist at the same time add up, so each phase has its own
-sum. The formulas follow what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes.
-Activations are not guessed: the model's own forward and backward run on fake tensors, which have shapes but
-no memory. Nothing is downloaded: a model's configuration comes from this machine, and rows that are not
-here are as long as the settings allow.
+Each phase adds up the parts that exist at the same time; the largest phase is the predicted peak. The
+formulas follow what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes. Activations are
+not guessed: the model's own forward and backward run on fake tensors, which have shapes but no memory.
+Nothing is downloaded: a model's configuration comes from this machine, and rows that are not on it are
+assumed to be as long as the settings allow.
 """
 
 from __future__ import annotations
@@ -414,7 +414,7 @@ def trace_activations(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the memory of live tensors, without the model's own."""
+    """Adds up the memory of live tensors, without the model's own tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -521,7 +521,7 @@ def count_gathered_bytes(setup: Setup, model: LanguageModel, backward: bool) -> 
 
 
 def keeps_whole_gradients(setup: Setup, chosen: bool | Literal["auto"]) -> bool:
-    """Return what FSDP2 decides; `chosen` is its reduce_every_micro_batch."""
+    """Return whether FSDP2 keeps whole gradients within a step; `chosen` is its reduce_every_micro_batch."""
     if setup.sharding != "fsdp2" or chosen != "auto":
         return setup.sharding == "fsdp2" and not chosen
     free = setup.device.memory
@@ -770,7 +770,7 @@ def count_head_backward(setup: Setup, num_scored: int) -> float:
 
 
 def count_gathered_head(setup: Setup) -> float:
-    """Return what of a teacher's shards is whole while the policy's head is: the teacher's own head."""
+    """Return the teacher's head, which is gathered from its shards while the policy's head is."""
     teacher = setup.copied_teacher
     if setup.shards == 1 or teacher is None or not setup.compares_words:
         return 0.0
@@ -1306,6 +1306,8 @@ def read_step(
         if verb == "predict":  # each process gets whole batches
             prompts *= num_processes
     note = f"prompts of up to {prompt[0]} tokens ({source}), completions of up to {completion[0]}"
+    if not prompt[0]:  # data.max_length limits both together
+        note = f"examples of up to {completion[0]} tokens ({source})"
     if lengths := [length for length in scoring if length is not None]:
         note += f"; models that score read prompts, with solutions, of up to {max(lengths)} tokens"
     step = Step(
@@ -1378,7 +1380,7 @@ def assume_lengths(data: StratosDataModule, options: PlanOptions, limit: int | N
 
 
 def assume_mean(longest: int) -> tuple[int, int]:
-    """Return the longest completion with the mean that goes with it."""
+    """Return the longest completion and an assumed mean."""
     return longest, max(1, round(MEAN_FRAC * longest))
 
 
@@ -1546,11 +1548,15 @@ def format_memory(phases: Sequence[Phase]) -> list[str]:
     # The parts in the order in which the phases have them.
     order = dict.fromkeys(name for _, parts in columns for name in parts)
     names = [name for name in order if any(parts.get(name) for _, parts in columns)]
-    lines = ["GiB of one process   " + "".join(f"{name:>11}" for name, _ in columns)]
+    rows = [["GiB of one process", *(name for name, _ in columns)]]
     for name in names:
         sizes = [parts.get(name, 0.0) / GIB for _, parts in columns]
-        cells = [f"{size:.2f}" if size >= 0.005 else "." for size in sizes]
-        lines.append(f"{name:<21}" + "".join(f"{cell:>11}" for cell in cells))
+        rows.append([name, *(f"{size:.2f}" if size >= 0.005 else "." for size in sizes)])
     totals = [f"{sum(parts.values()) / GIB:.2f}" for _, parts in columns]
     totals[list(phases).index(find_peak(phases))] += "*"
-    return [*lines, f"{'total (* the peak)':<21}" + "".join(f"{total:>11}" for total in totals)]
+    rows.append(["total (* the peak)", *totals])
+    first, *widths = (max(map(len, cells)) for cells in zip(*rows, strict=True))
+    return [
+        f"{name:<{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in rows
+    ]

@@ -1,10 +1,11 @@
-"""`rlt report RUN`: one page of a run that needs no network and runs no script.
+"""`rlt report RUN`: write one HTML page about a run, which needs no network and runs no script.
 
+    file of the run                         what the page shows of it
     metrics.csv                             first and last means, six curves
     rollouts.jsonl                          completions of the first and the last iteration, token by token
     scores.jsonl, traces.jsonl              completions of largest and smallest reward
-    evaluation.md, comparison.md            as they are
-    config.yaml                             folded at the end
+    evaluation.md, comparison.md            the whole page
+    config.yaml                             the whole file, folded, at the end
 
 Everything that comes from a run is escaped. `rlt explain --html` makes its page with the same functions.
 """
@@ -58,7 +59,7 @@ LOG_PROB_LEVELS = tuple(-math.log(probability) for probability in (0.9, 0.5, 0.1
 
 
 def report(run_dir: str, output: str | None = None) -> None:
-    """Write one page of a run: what changed, its curves, and completions with the heat of every token.
+    """Write one page about a run: what changed, its curves, and completions coloured by token.
 
     Args:
         run_dir: The run folder.
@@ -193,7 +194,7 @@ def measure_ends(
 
 
 def format_mean(mean: float, error: float) -> str:
-    """Return a mean with its standard error; one of 0 is not known."""
+    """Return a mean with its standard error; a standard error of 0 means that it is not known."""
     return f"{mean:.4g}" + (f" ± {error:.2g}" if error else "")
 
 
@@ -308,7 +309,7 @@ def render_completion(row: Row) -> str:
 def render_heat(
     tokens: Sequence[str], values: Sequence[float], levels: Sequence[float], sign: int = 1
 ) -> str:
-    """Return tokens as HTML: from the first level on coloured, with the figure under the pointer.
+    """Return tokens as HTML: coloured from the first level on, with the figure as a tooltip.
 
     Args:
         tokens: Texts. A character of several tokens is at the last of them, the texts before it are empty.

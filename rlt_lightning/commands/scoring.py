@@ -1,10 +1,10 @@
-"""Scoring a few problems: the one path of `rlt explain`, `rlt check`, `Teacher`, TRL and verl.
+"""Score a few problems: for `rlt explain`, `rlt check`, `Teacher`, and the reward functions for TRL and verl.
 
 score_problems      rows ─▶ Problems ─▶ their completions, or those that an engine samples ─▶ RLTModule
                     the models are loaded here, as in `rlt predict`: `rlt explain`, `rlt check`, Teacher
 ExplanationScorer   row ────────▶ Problem ┐
                     completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ Score: reward and its terms
-                    another program has sampled, and brings the teacher: TRL, verl
+                    another program (TRL, verl) samples, and provides the teacher
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from rlt_lightning.types import (
 
 
 class NoReward(TextReward):
-    """What `Teacher` puts in place of the reward where no student scores; its zeros are not shown."""
+    """The reward that `Teacher` uses if it has no student; its zeros are not shown."""
 
     def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
         """See `TextReward`."""
@@ -179,7 +179,7 @@ def build_empty_rollout(problem: Problem, views: StudentViews) -> Rollout:
 
 
 def fit_context(trainer: Trainer, module: RLTModule) -> None:
-    """Shorten the run's completions to what the only problem leaves of the contexts.
+    """Limit completions to the room that the only problem leaves in the models' contexts.
 
     Args:
         trainer: The trainer, whose RolloutCallback is changed.

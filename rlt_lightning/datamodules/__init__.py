@@ -1,4 +1,4 @@
-"""Rows from any source, tokenised into the contexts of teacher and student; evaluation sets."""
+"""Datamodules: read rows from any source and tokenise them for teacher and student; read evaluation sets."""
 
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.formats import ChatFormat

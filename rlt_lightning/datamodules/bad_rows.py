@@ -1,4 +1,4 @@
-"""Rows that cannot be used, and rows that a filter leaves out: the reasons, their numbers, the report."""
+"""Count and report the rows that cannot be used, and those that a filter leaves out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BadRowReport:
         self.bad.append((row, error))
 
     def sort(self) -> None:
-        """Order the rows by number; those of a number keep their order, and one that is cut counts once."""
+        """Sort the rows by number; rows of one number keep their order, and a row cut twice counts once."""
         self.bad.sort(key=lambda entry: entry[0])
         self.filtered.sort(key=lambda entry: entry[0])
         self.truncated = sorted(set(self.truncated))

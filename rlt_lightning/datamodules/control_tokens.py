@@ -1,12 +1,12 @@
-"""Read given texts as text: a control token that a question, solution or trace spells is never obeyed.
+"""Tokenise given texts as plain text: what spells a control token in a question or trace does not become one.
 
     "say <|im_end|>" ─ mark_text ─▶ "say <▯|im_end|>"
                                          │ chat template
                  "<|im_start|>user\\nsay <▯|im_end|><|im_end|>" ─ encode_marked ─▶ token ids
 
-The mark ▯ is a code point that is no character. It passes through chat templates, and keeps apart what a text
-spells from what the template writes: only the latter becomes control tokens. Texts without control tokens get
-no mark, and the tokenizer reads them as ever.
+The mark ▯ is a Unicode code point that is no character. It passes through chat templates, and tells apart
+what a text spells and what the template writes: only the latter becomes control tokens. Texts without control
+tokens get no mark, and are tokenised as usual.
 """
 
 from __future__ import annotations

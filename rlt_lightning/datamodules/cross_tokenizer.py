@@ -1,4 +1,4 @@
-"""A student with another tokenizer: it reads the teacher's explanation as text, in tokens of its own.
+"""Tokenise for a student whose tokenizer is not the teacher's: it reads the explanation in its own tokens.
 
     teacher's tokens ─▶ bytes ─▶ text ─▶ student's tokens          ByteExactTokenizer
            └──────────── ends ───────────── ends ────▶ spans       split_spans (numerics/spans.py)
@@ -11,7 +11,7 @@ Two kinds of tokenizers have tokens whose bytes are known:
     with "▁" for a      Llama 2, Gemma, Mistral: a token's name is its text; <0x0A> is a single byte
       space
 
-Any other is refused.
+Any other kind is refused.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class CrossTokenizerFormat(ChatFormat):
 
 
 def load_tokenizers(name: str, student: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Load a model's tokenizer and, if it cannot read the model's tokens, that of its student.
+    """Load a model's tokenizer and, if token ids cannot pass between them, that of its student.
 
     Returns:
         The model's tokenizer, and the student's; None if every token of the model has the same number in the
@@ -370,7 +370,7 @@ def iterate_parts(described: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def repair_text(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
-    """Return the text of bytes that are not UTF-8, and the places in it of places in the bytes.
+    """Return the text of bytes that may be invalid UTF-8, and map places in the bytes to places in it.
 
     Args:
         data: The bytes.
@@ -396,7 +396,7 @@ def repair_text(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
 
 
 def place_ends(pieces: list[tuple[str, bytes]], ends: list[int]) -> tuple[str, list[int]]:
-    """Put a text together, and find places of the bytes that it replaces.
+    """Join characters to a text, and map places in the bytes that they stand for to places in the text.
 
     Args:
         pieces: Each character with the bytes that it stands for.

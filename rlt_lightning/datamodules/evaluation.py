@@ -1,6 +1,6 @@
-"""The datamodule of `rlt test`: the problems of evaluation sets, and given responses to judge.
+"""The datamodule of `rlt test`: the problems of evaluation sets, and responses if the user brings some.
 
-The folder `evaluation/` asks a model these problems and judges its responses.
+modules/responses.py asks a model these problems and judges its responses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHOWN_IDS = 3  # in messages
 
 @dataclass(frozen=True)
 class Response:
-    """A model's whole turn in answer to a question, tags included.
+    """A model's whole answer to a question, tags included.
 
     Attributes:
         text: The text.
@@ -321,5 +321,5 @@ def read_response(source: str, number: int, row: Row | BadRowError) -> Response:
 
 
 def get_evaluation_data(trainer: Trainer) -> EvaluationDataModule:
-    """Return a run's datamodule, which Lightning's types do not know."""
+    """Return a run's datamodule; Lightning's type annotations lack this attribute."""
     return cast(EvaluationDataModule, trainer.datamodule)  # type: ignore[attr-defined]

@@ -1,10 +1,9 @@
-"""The evaluation sets: their sources, how they are asked, their problems, and the right answers.
+"""The evaluation sets: their sources, prompts, problems and right answers.
 
     name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems ─ compare_with_published ─▶ why it is
                                                                           another set than the paper's
 
-They are read here, not by the evaluation's module, because `data.filters.overlap_with` reads the same sets:
-it leaves their questions out of the training rows.
+`data.filters.overlap_with` reads these sets too: it leaves their questions out of the training rows.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ PRIVATE_SETS = [name for name, spec in SETS.items() if spec.private]
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """What is known of a set of the paper's Table 1, so that other rows get no place beside its figures.
+    """What identifies a set of the paper's Table 1: results on other rows are not compared with the paper's.
 
     Args:
         num_rows: Its rows.
@@ -221,7 +220,7 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
 
 
 def read_set_rows(name: str, spec: EvaluationSet, max_rows: int | None, seed: int) -> list[NumberedRow]:
-    """Read the rows that `where` leaves, at most `max_rows`. A row that cannot be read is always left.
+    """Read at most `max_rows` of the rows that `where` keeps. It always keeps a row that cannot be read.
 
     Raises:
         InputError: If no row is left, or what `read_rows` raises.
@@ -326,7 +325,7 @@ def read_question(row: dict[str, Any], strip: bool = True) -> str:
 
 
 def compare_with_published(name: str, questions: list[str]) -> str | None:
-    """Return what makes a set under a known name another one; None for the published set, or other names.
+    """Return how a set with a published name differs from the published set; None for others, or if equal.
 
     Args:
         name: Name of the set, such as math500.
@@ -356,7 +355,7 @@ def is_known_by_number(name: str) -> bool:
 
 
 def explain_difference(name: str, difference: str) -> str:
-    """Say why a set under a known name has no place beside the paper's."""
+    """Say why results on a set with a published name are not compared with the paper's."""
     return f"{name} is not {SET_TITLES[name]}: {difference}. So it has no place beside the paper's figures."
 
 
@@ -364,7 +363,7 @@ def explain_difference(name: str, difference: str) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a setting is a text that says something."""
+    """Return whether a setting is a text that is not blank."""
     return isinstance(value, str) and bool(value.strip())
 
 

@@ -1,9 +1,9 @@
-"""Leave usable rows out: bad lengths, repetition, duplicates, wrong answers, evaluation questions.
+"""Filter usable rows: pass rate, length, repetition, overlap with evaluation sets, wrong answers, duplicates.
 
-Rows of any origin pass the same filters: raw traces, a student's own right answers, a teacher's explanations.
-Every filter is off by default, and every row that one leaves out is counted under its name. Filters are asked
-in the order of `FilterReason`; a row counts for the first that leaves it out. Duplicates come last, so a row
-is only a duplicate of one that is used.
+The same filters serve rows of any origin: raw traces, a student's own right answers, a teacher's
+explanations. Every filter is off by default. Filters are applied in the order of `FilterReason`, and a row
+counts for the first that leaves it out. Duplicates come last, so a row is only a duplicate of one that is
+used.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ SHOWN = 60  # characters of a prompt in a message
 
 @dataclass(frozen=True)
 class FormatOptions:
-    """What the user says about the format; None leaves it to the models.
+    """The user's settings of the format; None leaves a choice to the models.
 
     Args:
         tags: "stratos", "r1", or a TagStyle.
@@ -126,7 +126,7 @@ class ChosenFormat:
         return ChatFormat(*own, fills=False, thinks=self.thinks)
 
     def check_rows(self, prompts: Counter[str]) -> None:
-        """Compare the system prompts under which the student sees the rows, counted, with its training.
+        """Compare the rows' system prompts, with their counts, with the one that a student was trained with.
 
         Raises:
             InputError: If the student learns from rows with another prompt than the one of its training, or a
@@ -146,7 +146,7 @@ class ChosenFormat:
             require_rows_agree(self.recorded, self.learner, prompts)
 
     def warn_of_guesses(self, prompts: Counter[str] | None = None) -> None:
-        """Warn of each model of unknown format, naming the prompt that it is asked under.
+        """Warn about each model whose format is unknown, and name the system prompt that is used for it.
 
         Args:
             prompts: The system prompts under which the student sees the rows, counted; None: the default.
@@ -204,7 +204,7 @@ def choose_thinking_format(options: FormatOptions, student: str, scorers: Sequen
 
 
 def drop_teacher(guessed: dict[Role, str]) -> dict[Role, str]:
-    """Return the guessed models without the teacher, of which the first student's format warns."""
+    """Return the guessed models without the teacher, since the first student's format warns about it."""
     return {role: name for role, name in guessed.items() if role != "teacher"}
 
 
@@ -273,7 +273,7 @@ def require_known(
     named: tuple[TagStyle | None, str | None],
     row_format: ModelFormat | None,
 ) -> None:
-    """Check that the tags and prompt of settings, and the rows of `format_from`, are a student's own."""
+    """Check that settings and the rows of `format_from` agree with the format a student was trained in."""
     tags, prompt = named
     require_same(student, student_format, tags, options, "tags")
     require_same(student, student_format, prompt, options, "student_system_prompt")

@@ -1,10 +1,11 @@
 """Serve the batches of one rank: shuffled and exactly resumable in training, otherwise in order.
 
     EpochOrder ─ numbers of an epoch's items ─▶ StepLoader ─▶ batches of `fit`
-                                        all ─▶ OrderedLoader ─▶ batches of `validate` and `predict`
+                                        all ─▶ OrderedLoader ─▶ batches of `validate` and `test`
+                                        all ─▶ DealtLoader ─▶ batches of `predict`
 
-An order is a function of only seed and epoch. So every process finds the same one, and a resumed run needs
-only its epoch and the number of batches served.
+An order depends only on seed and epoch. So every process computes the same one, and a resumed run needs only
+its epoch and the number of batches served.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ class OrderedLoader(Generic[Item, Batch]):
 
 
 class DealtLoader(OrderedLoader[Item, Batch]):
-    """Serve whole batches to ranks in turn, for prediction: figures are those of one rank, to the last bit.
+    """Serve whole batches to ranks in turn, for prediction: so figures equal those of one rank exactly.
 
         rank 0    batch 0    batch 2    batch 4
         rank 1    batch 1    batch 3    spare: the first item again

@@ -7,7 +7,7 @@
     TextRows        JSONL, JSON and CSV files
     DatasetRows     what `datasets` loads: the hub, copies of it, saved sets, Parquet and Arrow files
 
-A kind knows how its rows are read, and has a fingerprint, which changes when they do.
+A kind knows how its rows are read, and has a fingerprint that changes when the rows do.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WEIGHTED = {"source", "weight"}  # the fields of a source with a weight
 
 @dataclass(frozen=True, eq=False)
 class MemoryRows:
-    """Rows that a script brings: they are read as the lines of a JSONL file would be.
+    """Rows that a script passes: they are read like the lines of a JSONL file.
 
     Args:
         rows: A list of dictionaries, or a data set of `datasets`, with splits or without, streamed or not.
@@ -61,7 +61,7 @@ class MemoryRows:
         return f"{len(self.rows)} rows in memory" if is_counted else f"a {type(self.rows).__name__}"
 
     def choose(self, split: str, max_rows: int | None) -> MemoryRows:
-        """Return the rows of a split of a data set, where it has any, and of a stream at most so many."""
+        """Return the rows of a split, if the data set has splits; of a stream at most `max_rows`."""
         with name_unloadable(str(self), split):
             rows = choose_split(self.rows, split)
         return replace(
@@ -174,7 +174,7 @@ def is_dataset(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """What is read of every source of a run.
+    """How every source of a run is read.
 
     A source is rows in memory, an embedded set, a file, a folder, a hub id, or either of the last two with
     `:CONFIGURATION`.
@@ -366,7 +366,7 @@ def list_files(source: str, split: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class TextRows:
-    """The rows of one file or several, which are numbered on."""
+    """The rows of one file or several, numbered consecutively."""
 
     files: list[Path]
 
@@ -425,7 +425,7 @@ POINTER = b"version https://git-lfs"  # begins the file that git keeps in place 
 
 
 def require_content(path: Path) -> None:
-    """Check that a file is not what git keeps in place of it.
+    """Check that a file is not a pointer that Git LFS keeps in place of it.
 
     Raises:
         InputError: If it is.

@@ -1,4 +1,4 @@
-"""The datamodule of each stage: what its rows are made into, and the settings that only it reads.
+"""The datamodule of each stage: what it makes of a row, and the settings that only this stage has.
 
     SFTData ─┬─ TeacherSFTData           stage 1    an example of the teacher, for each trace
              └─ StudentSFTData           stage 4    an example of the student, for each trace

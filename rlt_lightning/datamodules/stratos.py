@@ -1,4 +1,4 @@
-"""The base of the datamodules of all stages: rows become items, and items batches.
+"""The base class of all stages' datamodules: it turns rows into items, and items into batches.
 
     read ─ row ─▶ complete ─▶ parse ─▶ filters ─▶ build_items ─ MadeItem ─▶ cache     see `make_items`
                      └──────────┴─────────┴───────────┴──▶ BadRowReport: why a row is not used
@@ -289,7 +289,7 @@ class StratosDataModule(LightningDataModule, ABC):
         return self.step_loader()
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
-        """Return what `train_dataloader` returns, for those who only ask for its length."""
+        """Return what `train_dataloader` returns, for callers that only ask for its length."""
         order: EpochOrder | None = None
         if self.weights:
             order = Weighted(self.items.sources, self.weights, self.seed)
@@ -339,7 +339,7 @@ class StratosDataModule(LightningDataModule, ABC):
         return ()
 
     def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row, with what the stage can tell from the others."""
+        """Return the columns of a row, with those that the stage can derive from the others."""
         return columns
 
     def parse(self, columns: dict[str, Any]) -> ParsedRow:
@@ -352,7 +352,7 @@ class StratosDataModule(LightningDataModule, ABC):
         return parse_row(columns, tags, self.trace_columns, self.takes_completions, student_tags)
 
     def change_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Return the parsed rows, with what one of them takes from others."""
+        """Return the parsed rows, changed where a row takes something from other rows."""
         return rows
 
     @abstractmethod
@@ -612,7 +612,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
 
 def get_stratos_data(trainer: Trainer) -> StratosDataModule:
-    """Return a run's datamodule, which Lightning's types do not know."""
+    """Return a run's datamodule; Lightning's type annotations lack this attribute."""
     return cast(StratosDataModule, getattr(trainer, "datamodule", None))
 
 

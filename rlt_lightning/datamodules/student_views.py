@@ -1,7 +1,7 @@
-"""Several students: what each of them reads of a problem and of an explanation.
+"""Present problems and completions to several students, each in its own format.
 
-Problems are made for the first student. A further one whose tokenizer, tags or system prompt differ from the
-first one's reads every completion in its own format:
+Problems are tokenised for the first student. A further student whose tokenizer, tags or system prompt differ
+reads every completion in its own format:
 
     completion ─┬▶ format of student 1 ─▶ ModelView ─┬▶ Rollout.views
                 ├▶ format of student 2 ─▶ ModelView ─┤
@@ -24,7 +24,7 @@ from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 @dataclass(frozen=True)
 class StudentView:
-    """How one student reads.
+    """How one student reads problems and completions.
 
     Attributes:
         format: The contexts of the teacher and of this student.

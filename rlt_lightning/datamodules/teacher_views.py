@@ -1,10 +1,11 @@
-"""What the teacher of StudentOPDData sees: its own context with the solution, and then the student's tokens.
+"""Build what the teacher of StudentOPDData sees: the question with the solution, then the student's tokens.
 
     student   <user>question                     <think> first, second </think> <solution>...
     teacher   <user>question solution<explanation> first, second </explanation>       view explanation
     teacher   <user>question, hint with solution <think> first, second </think> <solution>...    view hint
 
-Scored are tokens that stand one below the other: of an explanation the thought and the decision to end it.
+The teacher judges the tokens that stand one below the other. In the view `explanation` these are the thought
+and the decision to end it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class TeacherViews:
 
     @property
     def exchanged(self) -> tuple[int, int] | None:
-        """Return two words that change places in the teacher's distribution, which then ends a thought."""
+        """Return two tokens to exchange in the teacher's distribution, so that both closing tags match."""
         return None if self.closing is None or self.closing[0] == self.closing[1] else self.closing
 
     def build_problem(
@@ -189,7 +190,7 @@ def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
 
 
 def swap_solutions(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield rows whose `shown` solution is that of a row before; of the first rows, of the first after.
+    """Yield rows whose `shown` solution is another row's: one from before, for the first rows one from after.
 
     Raises:
         InputError: If all solutions are the same.

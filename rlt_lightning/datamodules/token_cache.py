@@ -1,22 +1,22 @@
-"""Tokenised sources: items as Arrow tables, in files that one process writes and all map into memory.
+"""Cache tokenised sources as Arrow files, which one process writes and all processes map into memory.
 
     make_items    ─ MadeItem ─▶ build_batches ─ RecordBatch ─▶ TokenCache.save ─▶ StoredSource  of one source
                                                                TokenCache.load ─────▲ │
     a batch asks for items[7] ◀─ SFTExample or Problem ◀─ StoredItems ◀───────────────┘         of all sources
 
-A table has int32 token ids: 4 bytes a token, of which only those are in memory that were read. Python lists
-cost 37 to 57. An item is built from them when a batch needs it.
+A table holds token ids as int32: 4 bytes a token, where Python lists take 37 to 57. Only what was read is in
+memory, and an item is built when a batch needs it.
 
 The folder of the cache:
 
     KEY-DIGEST.arrow   an entry. KEY is a hash of rows, tokenizer, format, settings, and of the code that made
                        the items; DIGEST is the XXH3 of the file. The last batch has the rows that are not
                        used, each with its reason, and as metadata what else a report needs
-    KEY.tmp            is being written; a killed process leaves it behind, and the next writer replaces it
+    KEY.tmp            an unfinished entry; a killed process leaves it behind, and the next writer replaces it
     KEY.lock           held by the process that writes; the operating system frees it however the process ends
 
-An entry gets its name only when all of it is on the disk. So there are no half entries. We do not use the
-cache of `datasets`: it read each of 30 flipped bits as other tokens, silently, and it does not sync.
+An entry gets its name only when all of it is on the disk, so there are no half entries. We do not use the
+cache of `datasets`: it does not sync, and when we flipped 30 bits it silently read each as other tokens.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def build_batches(items: Iterable[MadeItem], prompts: dict[str, int]) -> Iterato
 
 
 def flatten_item(item: Item) -> dict[str, Any]:
-    """Return the fields by which a table holds an item."""
+    """Return an item as the fields of a table."""
     if isinstance(item, SFTExample):
         num_prompt = item.loss_mask.index(True)
         assert all(item.loss_mask[num_prompt:]), "The loss counts an example from one token on."
@@ -178,7 +178,7 @@ def decode_columns(encoded: bytes) -> dict[str, Any]:
 
 
 def is_json(value: Any) -> bool:
-    """Return whether JSON gives a value back as it is."""
+    """Return whether a value survives being written as JSON and read again."""
     kind = type(value)
     if kind is dict:
         return all(type(name) is str and is_json(inner) for name, inner in value.items())
@@ -304,7 +304,7 @@ UNUSED_DAYS = 60  # after which an entry is deleted
 
 @dataclass
 class StoredSource:
-    """What became of the rows of one source.
+    """The items made of one source's rows, and a report of the rows that are not used.
 
     Attributes:
         report: The rows that are not used.
@@ -452,7 +452,7 @@ def write_entry(path: Path, made: StoredSource, batches: Iterator[Any]) -> Path:
 
 @contextlib.contextmanager
 def name_unwritable(folder: Path) -> Iterator[None]:
-    """Name the settings that choose the folder if it cannot be written."""
+    """Turn a failure to write the folder into an error that names the setting of the folder."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Engines: what samples completions, and how weights reach it."""
+"""Engines, which sample completions, and the ways in which weights reach them."""
 
 from rlt_lightning.engines.base import (
     Engine,

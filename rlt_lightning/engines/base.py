@@ -1,4 +1,4 @@
-"""The engine protocol: what samples completions, and in which order it is called.
+"""The protocol of engines, which sample completions, and the order in which it is called.
 
     before anything is loaded   describe, load_own_model
     once                        start, use_sharded_model
@@ -12,11 +12,10 @@ health, prepare_push and update_weights are repeated until `policy_version` is t
 that cannot get there must raise in health. verify follows a push: the first, every `verify_every_n_steps`,
 and whenever the engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`.
 `sample` yields each completion as soon as it is finished, so that completions are scored while others are
-sampled; `sample_all` collects those of callers that need all of them.
+sampled; `sample_all` collects them for callers that need all at once.
 
-rollouts/sampler.py makes these calls, from start on: for RolloutCallback and the sampler of its module in
-training, validation and prediction, and for callbacks/evaluate_every.py while a student trains.
-callbacks/evaluation.py makes them for `rlt test`.
+rollouts/sampler.py makes these calls from `start` on, both for the completions of a run and for the
+evaluations of callbacks/evaluate_every.py. callbacks/evaluation.py makes them for `rlt test`.
 
     call                  in_process    outside: rank 0           outside: other ranks
     start, health         every rank    yes                       -
@@ -28,10 +27,8 @@ callbacks/evaluation.py makes them for `rlt test`.
     put_to_sleep          every rank    yes                       -
     close                 every rank    yes                       yes
 
-Raise EngineError or InputError: the run then ends with their message in one line. Any other error is taken
-for a bug and printed with its traceback.
-
-rlt_lightning/types.py draws where EngineError and its subclasses stand among the project's errors.
+An engine raises EngineError or InputError: the run then ends with their message in one line. Any other error
+is taken for a bug and printed with its traceback. rlt_lightning/types.py draws all error classes.
 """
 
 from __future__ import annotations

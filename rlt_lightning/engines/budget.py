@@ -1,10 +1,10 @@
-"""Budget forcing (s1, arXiv:2501.19393, section 3): a thought is made longer, or is cut, while it is sampled.
+"""Budget forcing (s1, arXiv:2501.19393, section 3): lengthen or cut a thought while it is sampled.
 
     thought ends too early   its closing tag becomes "Wait" ─▶ sample more of the thought
     thought is too long      cut, closed, solution opened ───▶ sample the answer
     thought ends in between  kept as it is ──────────────────▶ sample the answer
 
-What is appended are token ids, like the sampled ones: nothing is tokenised again.
+Appended text is added as token ids, so the sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One vLLM worker over HTTP: every call has a deadline, and every failure says where, what and what to do."""
+"""Call one vLLM worker over HTTP: with deadlines, and errors that say where, what and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vLLM workers of an engine: which of them serve, and how one that failed serves again.
+"""Keep track of an engine's vLLM workers: which of them serve, and how a failed one comes back.
 
 A worker is in one state. A failure takes it back to DOWN; a launched worker is then started again. Only a
 push that a worker refuses ends the run.

@@ -1,4 +1,4 @@
-"""Rollouts in the trainer's own process: the reference for every other engine.
+"""Sample in the trainer's own process: the reference that every other engine must agree with.
 
 Batching is continuous: some completions are sampled, the others wait until a row is free.
 

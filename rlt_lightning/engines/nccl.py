@@ -1,4 +1,4 @@
-"""Weights into vLLM workers from GPU to GPU, by vLLM's own trainer-side code.
+"""Push weights to vLLM workers from GPU to GPU, by vLLM's own trainer-side code.
 
     rank 0   prepare_all ═ gather ─▶ send ═ gather ─▶ send ═ ... ─▶ finish
     rank 1               ═ gather         ═ gather         ═ ...

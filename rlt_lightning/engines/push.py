@@ -1,4 +1,4 @@
-"""How new weights get into vLLM workers: over gloo, the default, or through a folder; nccl.py: between GPUs.
+"""Push new weights to vLLM workers: over gloo (the default) or through a folder; nccl.py: between GPUs.
 
     WeightPush       pause ─▶ start ─▶ transfer ─▶ finish ─▶ reset the prefix cache ─▶ resume
     ├── GlooPush     broadcasts tensor after tensor over TCP

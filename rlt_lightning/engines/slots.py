@@ -1,4 +1,4 @@
-"""Run a model over prompts and then token by token, with a key-value cache of our own or of transformers.
+"""Run a model over prompts and then token by token, with our key-value cache or that of transformers.
 
 Our cache, `SlotCache`, is allocated once: a slot for every row that is being sampled, and one for every
 prompt.

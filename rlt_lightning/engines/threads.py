@@ -1,4 +1,4 @@
-"""Run work in a thread, and coroutines from code that is none, also where a loop runs already: a notebook."""
+"""Run functions in threads, and coroutines from ordinary code, even in a notebook with its own event loop."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Rollouts from `vllm serve` workers over HTTP. The way of a step's requests:
+"""Sample with `vllm serve` workers over HTTP. What happens to a step's requests:
 
     sample       requests ──▶ queue ──▶ the worker with the fewest, if it has a free slot
                                 ▲         │
                                 │         ├── the completion came ──▶ yielded
-                                │         ├── failed at a living worker: sent again, max_retries times
+                                │         ├── failed, worker alive: sent again, max_retries times
                                 └─────────┴── worker lost (dead, hung, garbage): back to the head of the queue
                  no worker left: WorkersLost; the caller then asks for what was not yielded
 

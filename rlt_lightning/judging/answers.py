@@ -3,18 +3,18 @@ r"""Find the answer in a response and in a row: plain functions on bounded texts
     response ─ solution_block ─▶ solution ─ find_answer, find_letter ─▶ answer, or None
     row ─ read_reference ─▶ reference, or why no answer can ever be right
 
-Where an answer stands, the first of these that the solution has:
+The answer is read from the first of these places that the solution has:
 
-1. The last box that is not empty, with boxes that only `and`, `or`, a comma or a name parts from it. If boxes
-   are opened and none is closed, there is no answer.
+1. The last box that is not empty, joined with boxes before it if only `and`, `or`, a comma or a name lies
+   between. If boxes are opened and none is closed, there is no answer.
 2. The last `<answer>…</answer>`.
 3. The last line of `####` and a number, as GSM8K's solutions end. Other lines of `#` are headings.
 4. What follows the last "answer is", "Answer:", "答案是" and their like, if it begins with a value.
 5. The last formula between dollar signs, or the last number, whichever ends later.
 
-A choice is a letter from A to J: in the last box, `<answer>` or `####` line that holds one; else after the
-last "answer is"; else one that is called right or chosen; else at the start of the last line. So a box with a
-formula hides no letter. Where several letters stand, none is chosen.
+The answer to a multiple-choice question is a letter from A to J: in the last box, `<answer>` or `####` line
+that holds one; else after the last "answer is"; else one that is called right or chosen; else at the start of
+the last line. A box with a formula is passed over. Where several letters stand, there is no answer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-r"""Compare an answer with a reference: by their structure first, and the parts by value.
+r"""Compare an answer with a reference: first their structure, then part by part their values.
 
     same_answer ─ normalise ─▶ read_answer ─▶ lists, tuples and intervals of parts, with their names
                                    │
                      parts: numbers with units exactly ─ words as text ─ formulas by math_verify
 
-What math_verify alone gets wrong is settled before it is asked; answers.yaml of the tests has each case:
+What math_verify would get wrong is decided before it is asked; answers.yaml of the tests has each case:
 `(4,3)` for `(3,4)`, `silent` for `listen`, `30 hours` for `30 minutes`, `2` for `2ab`, numbers below 1e-6.
 """
 
@@ -260,7 +260,7 @@ def same_parsed(a: Parsed, b: Parsed) -> bool:
 
 
 def has_claims(parsed: Parsed) -> bool:
-    """Return whether `and` and `or` differ between the parts of a list, unlike in 4 or -9."""
+    """Return whether `and` and `or` between the parts make a difference, as they do not in `4 or -9`."""
     texts = [part.text for part in parsed.parts if read_quantity(part.text) is None]
     are_claims = any(not text or RELATION.search(text) or is_words(text) for text in texts)
     return are_claims or len({part.name for part in parsed.parts if part.name}) > 1
@@ -303,7 +303,7 @@ def same_leaf(a: str, b: str) -> bool:
 
 
 def squeeze(text: str) -> str:
-    """Return a text without what tells no answers apart: case of words, spaces outside numbers, quotes."""
+    """Return a text without what makes no difference: case of words, spaces outside numbers, quotes."""
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.replace('"', "").replace("'", ""))
     return text.casefold() if re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", text)) else text
 
@@ -342,7 +342,7 @@ def same_formula(a: str, b: str) -> bool:
 
 
 def same_case(a: str, b: str) -> bool:
-    """Return whether no letter is large in one formula and small in the other; math_verify ignores case."""
+    """Return whether no letter is upper case in one formula and lower case in the other (math_verify: no)."""
     letters, others = (set(re.sub(r"\\[a-zA-Z]+", "", text)) for text in (a, b))
     return not any(letter.swapcase() in others - letters for letter in letters - others if letter.isalpha())
 

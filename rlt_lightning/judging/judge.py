@@ -281,7 +281,7 @@ def require_guarded_main(context: Any) -> None:
 
 
 def refuse_while_imported() -> None:
-    """End a process that runs the main script again because it imports it.
+    """End a worker process whose import of the main script runs the script again.
 
     Raises:
         InputError: In a process that other code started. Our own probe ends silently; the process that

@@ -1,4 +1,4 @@
-r"""Write an answer in one way, whatever its script, signs and markup: `**２½** °` is `2\frac{1}{2} degree`.
+r"""Bring an answer into one notation, whatever its script and markup: `**２½** °` is `2\frac{1}{2} degree`.
 
     characters ─▶ signs ─▶ markup ─▶ LaTeX ─▶ numbers ─▶ spaces
 
@@ -124,7 +124,7 @@ def read_characters(text: str) -> str:
 
 
 def is_invisible(char: str) -> bool:
-    """Return whether a character is a control, half a pair, or says how others are to be shown."""
+    """Return whether a character is a control, half a surrogate pair, or only formats other characters."""
     return "\ufe00" <= char <= "\ufe0f" or (
         unicodedata.category(char) in ("Cf", "Cs", "Cc") and char not in "\n\t"
     )

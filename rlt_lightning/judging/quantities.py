@@ -2,8 +2,8 @@ r"""Read numbers with their units, and compare them exactly: plain functions on 
 
     1{,}250 euros ─ normalise ─▶ 1250 euros ─ read_quantity ─▶ Quantity ─ same_quantity ─▶ equal or not
 
-A decimal is equal to another number only if no digit differs, but to a fraction or a root, whose digits never
-end, if it has six of them. Units are compared by their words and not converted.
+Two decimals are equal only if no digit differs. A decimal equals a fraction or a root whose digits never end
+if it gives at least six of them. Units are compared as words and not converted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures of a run as torchmetrics: of a step, of held-out rows, and how often answers are right."""
+"""The figures of a run as torchmetrics: for a step, for held-out rows, and for judged answers."""
 
 from rlt_lightning.metrics.answers import AnswerFigures
 from rlt_lightning.metrics.figures import HeldOutFigures, StepMeans, WeightedMean

@@ -1,7 +1,7 @@
-"""How often answers are right: pass@1 with its standard error, pass@k, maj@k, of records and as a Metric.
+"""How often answers are right: pass@1 with its standard error, pass@k and maj@k, as functions and a Metric.
 
-A record is a row of `responses.jsonl`, one judged response: see `judge_responses` in protocol.py. The records
-of a problem have the same id and stand together.
+A record is a row of `responses.jsonl`, one judged response: see `judge_responses` in modules/responses.py.
+The records of a problem have the same id and follow each other.
 """
 
 from __future__ import annotations

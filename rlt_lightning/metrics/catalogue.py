@@ -1,4 +1,4 @@
-"""Every metric and reward term once, for the report, explain and docs/metrics.md.
+"""Describe every metric and reward term in one place, for `rlt report`, `rlt explain` and docs/metrics.md.
 
     catalogue.yaml                            our metrics ─┐
     a reward's file: register(Metric(…))      its terms   ─┴→ entries → list_metrics, find_metric

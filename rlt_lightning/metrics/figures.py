@@ -1,4 +1,4 @@
-"""Figures of optimizer steps and of held-out rows, over batches and ranks."""
+"""Average the figures of optimizer steps and of held-out rows over batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our attention, registered with transformers."""
+"""Attention for packed rows and for sampling with our cache, registered with transformers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Weights under the names of a model's files, by transformers' own mapping, and back.
+"""Convert weights between a model's parameters and its files, by transformers' own mapping.
 
-In memory transformers renames, joins and splits weights. Files, and the workers that load them, have others:
+When transformers loads a model, it renames, joins and splits weights. Files, and the workers that load them,
+keep the original names and shapes:
 
     files    experts.0.gate_proj.weight  experts.0.up_proj.weight  experts.1.gate_proj.weight  …
                 │ PretrainedFiles: what from_pretrained does              ▲ to_file_names: what

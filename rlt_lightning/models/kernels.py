@@ -1,4 +1,4 @@
-"""Which kernels a run computes with: chosen by device and packages, checked at the start, named in the log.
+"""Choose a run's kernels by device and installed packages, check them at the start, name them in the log.
 
                chosen where nothing is set                   checked against
     attention  FA3, flash-attn or PyTorch's: the first       a loop over segments in fp32 (value, gradients)
@@ -14,7 +14,7 @@ A kernel that was chosen by default and fails its check is left out with a warni
 it, the run ends with an error.
 
 One attention kernel serves all models of a process, since FlashAttention-3 takes the place of PyTorch's own
-for all of them. So each choice is checked with the heads of every model that has come so far. Blocks are
+for all of them. So each choice is checked with the heads of every model prepared so far. Blocks are
 fused by replacing forwards of single modules: hooks that gather sharded weights (FSDP2, ZeRO-3) run as
 before, and other models of the same architecture stay as they are.
 
@@ -101,7 +101,7 @@ class Kernels:
 
 
 class Refused(Exception):
-    """A kernel is missing, or computes something else."""
+    """A kernel is missing, or computes wrong results."""
 
 
 def find_failure(function: Callable[[], str | None]) -> str | None:
@@ -317,7 +317,7 @@ def fuse_blocks(run: Callable[..., Any], name: str, kernels: Kernels, device: to
 
 
 def use_checked_liger(model: Any) -> Callable[[], None]:
-    """Use Liger in a model, once its functions have been found right for the model's sizes and type."""
+    """Use Liger in a model, after checking that its functions are right for the model's sizes and type."""
     parameter = next(model.parameters())
     config = model.config.get_text_config()
     if fault := liger_fault(liger_functions(), config, computing_dtype(model), parameter.device):
@@ -661,14 +661,14 @@ def prepare_model(
 
 
 def steps_fused(kernels: Kernels, device: torch.device, steps_on_cpu: bool) -> bool | None:
-    """Return whether AdamW is fused; None: PyTorch's choice, which is not."""
+    """Return whether AdamW is fused; None leaves it to PyTorch, which does not fuse."""
     if kernels.fused_adamw is not None:
         return kernels.fused_adamw
     return True if steps_on_cpu or device.type == "cuda" else None
 
 
 def announce_slow_bfloat16(device: torch.device, types: dict[str, str]) -> None:
-    """Say which settings make a CPU compute in bfloat16 that has no instructions for it.
+    """Name the settings by which a CPU would compute in bfloat16 without having instructions for it.
 
     Args:
         device: The device that computes.

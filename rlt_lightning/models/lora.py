@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) in a model of any sharding: peft's layers, our weights.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) by peft's layers, in models that are whole or sharded.
 
 An adapted layer computes W x + (alpha / rank) B A x, Eq. 3, where only A and B are trained. peft replaces
 single layers, so the model keeps its class, its configuration and its blocks. The experts of a mixture are

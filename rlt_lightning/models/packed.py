@@ -1,4 +1,4 @@
-"""How a transformers model runs packed rows, the check that it does so rightly, and its head's log-probs."""
+"""Run packed rows through a transformers model, check that it does so correctly, compute log-probs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A frozen base in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes: NF4 with scales quantised once more.
+"""Keep a frozen base in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes: NF4 with double quantisation.
 
 Every linear layer but the head is stored as 4-bit codes. A forward computes a layer's whole weight from them
-and throws it away again; embeddings, norms and the head stay as they are.
+and discards it afterwards; embeddings, norms and the head stay as they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a chat template writes around an assistant's text, found by rendering it, and the date that it prints.
+"""Find out, by rendering it, what a chat template writes around an assistant's text; fix the date it prints.
 
 generation prompt   …<|im_start|>assistant\\n
 written turn        …<|im_start|>assistant\\nTEXT<|im_end|>\\n              <|im_end|> ends a turn

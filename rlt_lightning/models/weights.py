@@ -1,4 +1,4 @@
-"""A model's weights by name: read from files, filled in, gathered from shards, written."""
+"""Read, fill in, gather and write a model's weights by name, whole or sharded."""
 
 from __future__ import annotations
 

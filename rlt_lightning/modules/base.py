@@ -1,4 +1,4 @@
-"""What all training stages share: a language model, its optimizer, and packed micro-batches."""
+"""The base module of all training stages: a language model, its optimizer, and packed micro-batches."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ class PolicyModule(LightningModule):
         return {name: fingerprint_weights(Path(resolve(name)).expanduser()) for name in names}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another adapter, and tell if a model's files are others than at its time."""
+        """Refuse a checkpoint of another adapter, and warn if a model's files have changed since."""
         is_training = self._trainer is not None and self.trainer.training
         if is_training:
             before = checkpoint["model"]["weights"]
@@ -402,7 +402,7 @@ class PolicyModule(LightningModule):
 
     @torch.no_grad()
     def get_ready(self) -> None:
-        """Choose kernels and a layout in which the model is right."""
+        """Choose kernels, and a layout in which the model computes the right log-probs."""
         check_model(self, self.run, self.pretrained, trained=True)
 
     def on_validation_start(self) -> None:
@@ -435,7 +435,7 @@ class PolicyModule(LightningModule):
         torch.manual_seed(mix_seed(self.seed, self.global_step, self.global_rank))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW and its schedule over the whole run; a subclass may return others, as in Lightning."""
+        """Return AdamW and its schedule over the whole run; as in Lightning, a subclass may return others."""
         optimizer = self.build_optimizer()
         schedule = build_schedule(self.optimizer_config, optimizer, self.total_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -514,11 +514,11 @@ class PolicyModule(LightningModule):
         return {POLICY: Model(self.run, is_policy=True)}
 
     def gather_keys(self, keys: list[PassKey]) -> list[list[PassKey]]:
-        """Return what models read on every rank."""
+        """Return the keys of all ranks' passes."""
         return gather_from_ranks(self.trainer, keys, "what models read on all ranks")
 
     def max_over_ranks(self, *numbers: float) -> list[float]:
-        """Return the largest of all ranks' numbers, in fp32, of each."""
+        """Return the largest value over ranks of each number, in fp32."""
         return self.reduce_numbers(torch.tensor(numbers, dtype=torch.float32, device="cpu"), "max")
 
     def on_any_rank(self, flag: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The LightningModule of `rlt test`: a model, the judge of its responses, and the figures of a run."""
+"""The LightningModule of `rlt test`: it asks a model, judges the responses and logs the figures."""
 
 from __future__ import annotations
 

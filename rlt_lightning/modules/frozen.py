@@ -1,4 +1,4 @@
-"""Models that are only read: the student, the reference, or the policy without its adapter."""
+"""Models that score completions and are not trained: students, references, the policy without its adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RunModel = Callable[..., Any]
 
 
 class Model:
-    """A model by which completions are read, through `run`; in no optimizer, no checkpoint and no wrapper.
+    """A model that scores completions, called through `run`; it is in no optimizer, checkpoint or wrapper.
 
     Args:
         run: Calls the model.

@@ -1,7 +1,7 @@
-"""Terms of a loss: each declares what the policy reads with gradient, and what to make of it.
+"""Terms of a loss: each declares what models compute of a completion, and turns the values into a loss.
 
-    LossTerm.reads   before the update, without gradient: what other models compute of a completion
-    LossTerm.read    what the policy computes of it, with gradient; the reader makes micro-batches of these
+    LossTerm.reads   what is computed before the update, without gradient, mostly by other models
+    LossTerm.read    what the policy computes with gradient; the reader packs these into micro-batches
     LossTerm()       the loss of a micro-batch
 
 A module's loss is the sum of its terms: the policy gradient, the answer term of likelihood rewards,
@@ -244,7 +244,7 @@ def read_sampled(model: str, rollout: Rollout) -> Read:
 def compare_with_engine(
     inputs: LossInputs, importance: TruncatedImportanceSampling | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Choose what the ratio of a loss is to, and compare the policy with the engine.
+    """Choose the log-probs that a loss's ratio refers to, and measure how far engine and trainer differ.
 
     Returns:
         The log-probs to which the policy's have their ratio, (n, T): those of the engine if older weights

@@ -1,4 +1,4 @@
-"""The base of RLTModule and OPDModule: the sampler, frozen models, and weights of completions."""
+"""The base of RLTModule and OPDModule: their sampler, frozen models and importance weights."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class OnPolicyModule(PolicyModule):
     # Completions
 
     def require_sampler(self) -> Sampler:
-        """Return what brings completions, or say which callback should have handed it over."""
+        """Return the sampler, or raise an error that names the callback that should have provided it."""
         if self.sampler is None:
             raise InputError(
                 "Every batch needs rollouts, but nothing brings them. Add "
@@ -194,7 +194,7 @@ class OnPolicyModule(PolicyModule):
 
 
 def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
-    """Place the frozen models that score, which choose a layout, and the reference.
+    """Place the frozen models, fuse the reference, and choose kernels and layouts of those that score.
 
     The reference is fused like the policy, so that their log-probs are equal where their weights are.
     """

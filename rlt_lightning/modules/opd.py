@@ -4,12 +4,14 @@
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
       ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
       ├ reader.updates      the shard's micro-batches; for each:
-      │   ├ forward*        the teacher's states before each judged token, without gradient, and those of
+      │   ├ forward         the teacher's states before each judged token, without gradient, and those of
       │   │                 the student; the divergence of both distributions there, or both log-probs
-      │   └ compute_loss    `Distillation`: their sum → manual_backward
-      └ log_step*
+      │   └ compute_loss    `Distillation`: their sum → manual_backward, the last one sums gradients*
+      ├ finish_update*      no rank has failed; clip, AdamW (on_policy.py)
+      ├ step.share*         all ranks get the numbers of all answers
+      └ log_step*           means over ranks → metrics.csv, W&B
 
-In what is marked * ranks meet: in the first always, in the others with sharded weights.
+Ranks wait for each other in what is marked *; with sharded weights in each forward and backward too.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def build_schedule(
 
 
 def require_usable(optimizers: list[Any], schedulers: list[Any]) -> None:
-    """Check what a module's `configure_optimizers` has returned: a step has one optimizer, and no figure.
+    """Check that `configure_optimizers` returned one usable optimizer, and schedules that wait for no figure.
 
     Raises:
         InputError: If there are several optimizers or none, one that runs the loss again or needs sparse

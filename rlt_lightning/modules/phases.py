@@ -1,4 +1,4 @@
-"""What a step costs: seconds, peak memory, tokens and floating-point operations per phase."""
+"""Measure what a step costs: seconds, peak memory, tokens and floating-point operations per phase."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PhaseStats:
         weight: float = 1.0,
         flops: float = 0.0,
     ) -> None:
-        """Count a row of sequences that goes through a model; with weight 0 it is computed for nothing."""
+        """Count a packed row that goes through a model; one with weight 0 is a dummy."""
         self.tokens += packed.input_ids.shape[1]
         self.unshared_tokens += sum(len(sequences[i].scored) for i in micro_batch.indices)
         self.padding_tokens += 0 if weight else packed.input_ids.shape[1]

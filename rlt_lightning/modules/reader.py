@@ -1,13 +1,15 @@
-"""The one reader: it plans, packs, runs and unpacks whatever rewards and losses declare.
+"""Run the forwards that rewards and losses declare: merge, pack and run them, and unpack the values.
 
-    read      reads of each row ─▶ items: equal or nested token sequences of a model once ─▶ passes, in one
+A `Read` (rollouts/step.py) declares what a model is to compute of one completion.
+
+    read      reads of each row ─▶ items: equal or nested sequences of a model run once ─▶ passes, in one
               order on all ranks ─▶ micro-batches, equally many on ranks that wait for each other ─▶ columns
     updates   the policy's reads of each loss term ─▶ micro-batches, equally many on all ranks ─▶ `forward`,
               with gradient, in the module's training_step
 
-Reads merge within a row, where one's tokens begin with the other's, and across rows only by `Read.once`. With
-sharded weights every forward waits for all ranks: all run the same passes, and a rank that has nothing to
-read in one runs two tokens as a dummy. Reading draws no random numbers.
+Two reads of a row become one item if the tokens of one begin with those of the other; reads of different rows
+only by `Read.once`. With sharded weights every forward waits for all ranks: all run the same passes, and a
+rank that has nothing to read in one runs two tokens as a dummy. Reading draws no random numbers.
 """
 
 from __future__ import annotations
@@ -246,8 +248,8 @@ class Reader:
         """Fill token columns of the step for these rows, which are this rank's, or a dummy.
 
         Where other ranks have rows of the step too, values that are not finite stay in `step.checks`, and
-        what `declare` raises in `step.failure`: all ranks raise together what failed on one of them
-        (`PolicyModule.raise_together`).
+        what `declare` raises, or a completion without room in a context, in `step.failure`: all ranks raise
+        together what failed on one of them (`PolicyModule.raise_together`).
 
         Args:
             step: The step.
@@ -258,7 +260,7 @@ class Reader:
 
         Raises:
             NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the value; see above.
-            InputError: If a retokenized completion does not fit into a model's context.
+            InputError: If a retokenized completion does not fit into a model's context; see above.
         """
         rollouts = {row: step.rollout(row) for row in rows}
         declared = {row: declare_reads(step, rollout, declare) for row, rollout in rollouts.items()}
@@ -330,7 +332,7 @@ class Reader:
         return self.on_any_rank(unknown) if self.together else unknown
 
     def merge(self, step: StepBatch, reads: list[tuple[str, int, Read]]) -> list[Item]:
-        """Return the sequences that must be run, pass by pass; what the step knows is put in place."""
+        """Return the sequences that must be run, pass by pass; fill in values that the step already has."""
         items: dict[tuple[str, float], list[Item]] = {}
         of_row: dict[Hashable, list[Item]] = {}
         shared: dict[Hashable, Item] = {}  # by `once`
@@ -360,13 +362,16 @@ class Reader:
 
     def run_pass(self, step: StepBatch, key: PassKey, items: list[Item], stats: PhaseStats | None) -> None:
         """Run a model over sequences, or two models of which one is compared with the other."""
-        sequences = [item.build_sequence() for item in items]
-        others = [item.against.build_sequence() for item in items if item.against is not None]
-        lengths = measure_lengths([item.read for item in items], sequences, others or sequences)
         with ExitStack() as stack:
             run = stack.enter_context(self.models[key.model].loaded_on(self.device))
-            if any(item.read.retokenized for item in items):
+            try:
                 require_room(run, step, items)
+            except InputError as error:
+                step.keep_failure(error)
+                items = [key.build_dummy()]  # other ranks may wait for this one's forward
+            sequences = [item.build_sequence() for item in items]
+            others = [item.against.build_sequence() for item in items if item.against is not None]
+            lengths = measure_lengths([item.read for item in items], sequences, others or sequences)
             ask = (
                 stack.enter_context(self.models[key.against].loaded_on(self.device)) if key.against else None
             )
@@ -507,7 +512,7 @@ class Reader:
                         )
 
     def require_alike(self, term: Term, reads: Sequence[Read], step: StepBatch) -> None:
-        """Check that micro-batches of a term's reads can have any of them.
+        """Check that any of a term's reads can go into the same micro-batch.
 
         Raises:
             InputError: If not all are the policy's, at one temperature, compared with one model in one way.
@@ -623,7 +628,7 @@ def exchange_targets(
 
 
 def add_checks(step: StepBatch, targets: Sequence[tuple[Target, Tensor]]) -> None:
-    """Let the step check that what was computed for targets is finite; a dummy's values are nobody's."""
+    """Let the step check that the values of targets are finite; a dummy's values are ignored."""
     kinds: dict[str, list[tuple[int, Tensor]]] = {}
     for target, values in targets:
         if target.rows:
@@ -666,6 +671,9 @@ def require_room(run: RunModel, step: StepBatch, items: Sequence[Item]) -> None:
     Raises:
         InputError: If one does not; it names the row.
     """
+    items = [item for item in items if item.read.retokenized]
+    if not items:
+        return
     context: int = call_model(run, lambda model: read_context_length(model.config))
     for item in items:
         length = len(item.read.prefix) + len(item.read.rest)

@@ -1,10 +1,10 @@
-"""How a model is asked the problems of evaluation sets, and how its responses are judged.
+"""Ask a model the problems of evaluation sets, and judge its responses.
 
-    evaluate:   problems ─ sample ─▶ responses ─ judge_responses ─▶ records ─▶ metrics.py
+    problems ─ sample_responses ─▶ responses ─ judge_responses ─▶ records ─▶ figures (metrics/answers.py)
 
-`rlt test` (module.py, callbacks.py) asks and judges with these functions. EvaluateEvery judges with them, but
-asks the engine of its run, through the run's dispatcher. With the same seed and weights both find the same
-figures.
+`rlt test` (callbacks/evaluation.py, modules/evaluation.py) asks and judges with these functions.
+EvaluateEvery judges with them, but samples with the engine of its run, through the run's dispatcher. With the
+same seed and weights both report the same figures.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class CalledTogether:
         return self.engine.sample(requests, sampling, stop)
 
     def finish(self, sampling: Sampling) -> None:
-        """Sample nothing as long as another rank samples."""
+        """Take part in the other ranks' calls, without requests, until no rank samples any more."""
         while self.on_any_rank(False):
             list(self.engine.sample([], sampling, stop=""))
 

@@ -209,7 +209,7 @@ class RLTModule(OnPolicyModule):
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the initial model is asked."""
+        """Return whether the reference, the initial model, is needed."""
         in_loss = self.trainer.training and self.policy_loss.kl_coef
         return bool(in_loss) or self.students.model == REFERENCE
 

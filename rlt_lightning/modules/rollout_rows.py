@@ -1,4 +1,4 @@
-"""Rows of completions and scores, as JSON lines hold them."""
+"""Turn completions and their scores into rows of JSONL files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Compute the figures that a step logs; metrics/catalogue.yaml describes each.
 
-The way of a figure: these functions and the losses compute it, `log_iteration` of a module collects it,
-`log_step` of modules/base.py takes its mean over ranks and hands it to Lightning, whose loggers
-(trainer.py) write it.
+These functions and the losses compute a figure, a module's training_step collects it, and `log_step` of
+modules/base.py takes its mean over ranks and hands it to Lightning, whose loggers (trainer.py) write it.
 """
 
 from __future__ import annotations

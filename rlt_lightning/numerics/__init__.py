@@ -1,6 +1,6 @@
 """Pure tensor functions, torch only: log-probs, rewards, KL, advantages, losses, packing.
 
-This file has what a config names by `class_path`; functions are imported from their modules.
+Classes that a config names by `class_path` are exported here; functions are imported from their modules.
 """
 
 from rlt_lightning.numerics.advantages import (

@@ -1,7 +1,7 @@
 """Attention within the segments of a packed row, some of which continue a prefix that they share.
 
 Every segment attends to itself, causally. A segment that continues a prefix attends to all of the prefix too.
-Its two parts are computed apart and merged by their log-sum-exps, so that a prefix is stored once, nothing is
+Its two parts are computed separately and merged by their log-sum-exps, so a prefix is stored once, nothing is
 copied or repeated, and no L x L mask exists. The backward pass of an attention kernel needs only the queries,
 keys and values of a part and the log-sum-exp of the whole, so each part's gradient is exact.
 """

@@ -32,7 +32,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from typing_extensions import deprecated
 
 from rlt_lightning.numerics.head import (
     IMPOSSIBLE,
@@ -676,30 +675,3 @@ def sampled_advantages(
     num_teacher, num_student = ([span[side] for span in spans] for side in (0, 1))
     advantages = log_ratio_kl(span_sums(teacher, num_teacher), span_sums(student, num_student))  # (J,)
     return advantages.repeat_interleave(torch.tensor(num_student, dtype=torch.long, device=student.device))
-
-
-@deprecated("exact_kl is divergence(student_logits, teacher_logits, Divergence('forward'), ...) now.")
-def exact_kl(
-    teacher_logits: Tensor, student_logits: Tensor, teacher_temperature: float, student_temperature: float
-) -> Tensor:
-    """Return KL(teacher || student), by a name that works in this release only."""
-    temperatures = student_temperature, teacher_temperature
-    return divergence(student_logits, teacher_logits, Divergence("forward"), *temperatures)
-
-
-@deprecated("linear_exact_kl is linear_divergence(*student, *teacher, Divergence('forward')) now.")
-def linear_exact_kl(
-    teacher_hidden: Tensor,
-    teacher: Head,
-    student_hidden: Tensor,
-    student: Head,
-    logits_mib: int | None = None,
-    compiled: bool = False,
-    learning: object = None,
-) -> Tensor:
-    """Return KL(teacher || student), by a name that works in this release only.
-
-    Only the student gets gradients, whatever `learning` says.
-    """
-    sides = student_hidden, student, teacher_hidden, teacher
-    return linear_divergence(*sides, Divergence("forward"), None, logits_mib, compiled)

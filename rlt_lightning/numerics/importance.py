@@ -1,4 +1,4 @@
-"""How far the sampler's distribution is from the trainer's, and the weights that make up for it."""
+"""Measure how far the engine's distribution is from the trainer's; compute weights that correct for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several frozen students, or scorers: one reward out of the rewards that each of them gives."""
+"""Combine the rewards that several frozen students, or scorers, give into one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Copies between main memory and a GPU, for which the host waits as rarely as it can.
+"""Copy between main memory and a GPU so that the host waits as rarely as possible.
 
-A copy from ordinary memory waits until the GPU has done all that it was told to do; one from pinned memory is
-queued behind that. What comes back is waited for, so it comes in one piece.
+A copy from ordinary memory waits until the GPU has finished all queued work; one from pinned memory is queued
+behind that work. The host must wait for what comes back, so that is copied in one piece.
 """
 
 from __future__ import annotations

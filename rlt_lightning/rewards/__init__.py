@@ -1,4 +1,4 @@
-"""What a completion is worth: by a student, by the solution's likelihood, or by its text."""
+"""Rewards of a completion: by a student, by the solution's likelihood, or by the completion's text."""
 
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.correctness import CorrectnessReward, CorrectnessTerms, TextReward

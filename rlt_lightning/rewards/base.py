@@ -1,11 +1,11 @@
-"""What a reward is: it declares what models read of a completion, measures that, and scores whole groups.
+"""The interface of rewards: declare what models compute of a completion, measure it, score whole groups.
 
     reads     a completion ─▶ what each model is to compute of it                        (any rank)
     measure   tokens and texts of some rows ─▶ numbers of each row         (the rank that has the tokens)
     score     the numbers of all rows, group after group ─▶ rewards and terms        (alike on every rank)
 
-In two steps, since tokens stay on the rank that read them: only numbers are shared, and a judge is
-asked once.
+Measuring and scoring are two steps because tokens stay on the rank that computed them: ranks share only
+numbers, and a judge is asked once.
 """
 
 from __future__ import annotations

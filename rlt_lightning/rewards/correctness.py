@@ -40,7 +40,7 @@ class TextReward(Reward, ABC):
         """
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return what logs and records need of the terms; keep what was found in the texts."""
+        """Return the numbers that are logged and recorded; keep what was found in the texts."""
         terms = judge_texts(self, step.rollouts(rows), students.formats[0].tags)
         for column in fields(terms):
             if column.metadata == NO_TERM:

@@ -1,4 +1,4 @@
-"""What models read of an explanation, or of a thought: the sequences behind r_SS and r_KL (RLT, figure 3)."""
+"""Build the token sequences that models score for r_SS and r_KL (RLT, figure 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards of a thought by how probable it makes the reference solution: no checker, no judge.
+"""Reward a thought by how probable it makes the reference solution, without a checker or judge.
 
 | class | reward of a thought z for the solution y |
 |---|---|

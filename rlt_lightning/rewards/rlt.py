@@ -12,7 +12,7 @@ To add a term inside this file, change these places:
     metrics/catalogue.yaml     an entry: title, unit, meaning, healthy values
     commands/explain.py  what `rlt explain` says the term is made of
 
-Then run scripts/metrics_page.py: docs/metrics.md is made of these.
+Then run scripts/metrics_page.py, which writes docs/metrics.md from the catalogue.
 """
 
 from __future__ import annotations

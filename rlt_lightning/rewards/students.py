@@ -1,4 +1,4 @@
-"""Who reads completions for a reward: one frozen student, several, or the policy itself."""
+"""The models that score completions for a reward: one frozen student, several, or the policy itself."""
 
 from __future__ import annotations
 

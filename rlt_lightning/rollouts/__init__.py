@@ -1,1 +1,1 @@
-"""How the module gets a step's completions, and which rank computes which of them."""
+"""Get a step's completions from an engine, and divide them over ranks."""

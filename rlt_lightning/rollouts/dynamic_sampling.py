@@ -11,7 +11,7 @@ Every rank knows all rewards and all problems, so all ranks decide alike. A plac
 equal after the last round keeps its group, so a step always has its usual size.
 
 With `min_std_frac` groups whose rewards differ little are replaced too (RLPR, arXiv:2506.18254, section 3.4).
-`RewardStd` is the scale that they are measured by:
+`RewardStd` keeps the average that they are compared with:
 
     steps 1 … 5    6 … 10                  11, 12, …
                    mean of these steps     moving average; groups below min_std_frac of it are replaced

@@ -1,13 +1,13 @@
-"""What one step asks of an engine, for all ranks, and the completions that have come.
+"""One step's request to an engine, for all ranks, with the completions that have arrived so far.
 
-Completions are numbered over the step, group after group: with 3 completions per problem, the second
-problem's first one has number 3. A completion's way on the rank that talks to the engine:
+Completions are numbered from 0 over the step, group after group: with 3 completions per problem, the second
+problem's first one has number 3. How a completion travels on the rank that talks to the engine:
 
     engine's thread     receive ─▶ arrivals ──┐
     trainer's thread                      next_chunk ─▶ completions ─▶ a chunk, which all ranks get
 
-What the engine lost with its workers is asked for again, group by group. A completion that has come stays as
-it is: its second version is dropped.
+Completions that the engine lost with its workers are requested again, group by group. One that has already
+arrived stays as it is: its second version is dropped.
 """
 
 from __future__ import annotations

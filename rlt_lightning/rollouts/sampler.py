@@ -1,13 +1,13 @@
-"""How completions are asked for and come. RolloutCallback makes a Sampler, and a module knows nothing else.
+"""Request completions from an engine and deliver them to a module, which knows only its Sampler.
 
-    Sampler        what a module asks for: the completions of a step, of a validation, of a prediction
-    └ Dispatcher   the engine, asked on behalf of all ranks; EvaluateEvery has one too
-      └ WeightSync      brings the weights before each request (weight_sync.py)
-    RolloutRequest what is asked, and what has come of it (request.py)
+    Sampler        requests the completions of a step, of a validation or of a prediction; for a module
+    └ Dispatcher   talks to the engine on behalf of all ranks; EvaluateEvery has one too
+      └ WeightSync      pushes the weights before each request (weight_sync.py)
+    RolloutRequest a request, with the completions that have arrived (request.py)
 
 A step of training, as `RLTModule.training_step` calls it:
 
-    request          what the step asks for, or what was submitted one step ahead
+    request          the request of this step, or the one that was submitted a step ahead
     stream           its completions in chunks, alike on every rank, until all are there
     request_others   dynamic sampling: other problems in place of some
     submit_next      asynchronous: the next step's request, so that the engine samples while this step trains

@@ -1,12 +1,12 @@
-"""A step's completions with everything that is known of them: `StepBatch`, the only carrier of a step.
+"""`StepBatch`: a step's completions with everything that is known of them; nothing else carries a step.
 
 Read         what a model is to compute of one completion: rewards and losses declare it (rewards/base.py)
 tokens       what the models computed, (T,) per row: on the rank that ran them, which has these rows as shard
 numbers      what a reward made of these tokens and of texts, one number per row: shared, (N,) on all ranks
 Score        rewards and their terms, (N,), from the numbers of whole groups
 
-Which rank computes which completions, its shard: all compute equally many tokens. Every rank has all
-completions of a step, and finds all shards by itself:
+Every rank has all completions of a step. Those that it computes are its shard; all ranks get about equally
+many tokens, and each finds all shards by itself:
 
     completions 0 … N-1, alike on every rank ─▶ Shards.divide, by tokens ─▶ this rank's rows
                                                                               │ student, reference, update
@@ -420,7 +420,7 @@ class StepBatch:
     # The update
 
     def add_loss(self, micro: Any, values: Tensor, output: Any) -> None:
-        """Add what a micro-batch has told; with scale 0 it was computed only because others are.
+        """Add the figures of a micro-batch; one with scale 0 ran only because another rank ran one.
 
         Args:
             micro: The micro-batch.

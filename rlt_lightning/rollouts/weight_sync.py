@@ -1,7 +1,7 @@
-"""How the policy's weights get from the ranks of a run to its engine, and the check that they are there.
+"""Bring the policy's weights from the ranks of a run to its engine, and verify that they arrived.
 
-An engine in process takes the model's own parameters. Outside, rank 0 pushes for all ranks; each ═ is a
-collective, where all ranks wait:
+An engine in process uses the model's own parameters. To an engine outside, rank 0 pushes for all ranks; each
+═ is a collective, where all ranks wait:
 
     rank 0   health ═ prepare_push ═ update_weights ═ verify
     rank 1          ═              ═ gather_weights ═
@@ -77,7 +77,7 @@ class WeightSync:
         self.probe_log_probs: dict[int, list[float]] = {}
 
     def start(self, prompt: list[int]) -> None:
-        """Verify weights by the first tokens of a prompt, unless there is a text already."""
+        """Choose the text by which weights are verified: the first prompt's first tokens."""
         self.probe = self.probe or prompt[:PROBE_TOKENS]
 
     def close(self) -> None:

@@ -1,12 +1,13 @@
-"""The folder of a run: which one it is, what may lie there, and when a run in it resumes or starts.
+"""Choose the folder of a run, and decide by what is in it whether the run starts, resumes or is refused.
 
 `choose_run_folder` decides from the command line and from what exists; `open_run_folder` then acts on it:
 
+    what is there                       what happens
     no folder, or an empty one          it is made
-    a start that computed nothing       it is taken over: its few files are overwritten (`is_leftover`)
+    files of a start without results    the folder is used, and they are overwritten (`is_leftover`)
     a run, with --resume true           the run resumes; one without results is replaced
-    a run, with --overwrite true        it is deleted, unless the folder also holds files that no run writes
-    anything else                       it is refused
+    a run, with --overwrite true        the run is deleted, unless there are also files that no run writes
+    anything else                       the folder is refused
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ lock: int | None = None  # descriptor of the run folder, which is locked until t
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes, and what it does about what lies there.
+    """Where a run writes, and what it does with files that are already there.
 
     Example: `rlt fit --output_dir runs/a --resume true`, killed in step 3, is run again as
     `RunFolder(Path("runs/a"), "runs/a/checkpoints/step=000002.ckpt", resume=True, overwrite=True)`.
@@ -198,7 +199,7 @@ def require_same_run(folder: Path, config: dict[str, Any]) -> None:
 
 
 def tell_changes(folder: Path, config: dict[str, Any]) -> None:
-    """Warn of settings with which a training that resumes differs from what it was before."""
+    """Warn about settings that were changed since the run that a training resumes."""
     if changes := list_changes(folder, config):
         more = f"; and {len(changes) - 5} more" if len(changes) > 5 else ""
         idle = [

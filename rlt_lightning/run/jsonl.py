@@ -61,7 +61,7 @@ def read_json_rows(path: Path) -> Iterator[Row]:
 
 
 def keep_rows(path: Path, is_kept: Callable[[Row], bool]) -> None:
-    """Drop rows that a resumed run makes again, and an incomplete last line; do nothing without a file."""
+    """Drop rows that a resumed run repeats, and an incomplete last line; do nothing without a file."""
     if path.exists():
         rewrite(path, (line for line, row in read_whole_rows(path) if is_kept(row)))
 

@@ -1,4 +1,4 @@
-"""Divide a scored data set into groups of equal size by reward, and compare two traces of each problem."""
+"""Divide scored rows into groups of equal size by reward, and compare two traces of each problem."""
 
 from __future__ import annotations
 

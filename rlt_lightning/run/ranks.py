@@ -1,4 +1,4 @@
-"""The processes of a run: they end together, within seconds, and those of one node meet on the loopback.
+"""Let all processes of a run end together, within seconds, and those of one node connect on the loopback.
 
 Lightning starts ranks 1, 2, … as children of rank 0. torchrun and SLURM start all ranks, and end all when one
 fails. Every module's `configure_callbacks` returns `EndTogether`, so that this works in scripts too.
@@ -142,7 +142,7 @@ class EndTogether(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the process go on by itself after a run that went well, once no rank needs another one."""
+        """After a successful run, wait until no rank needs another; then let this process continue alone."""
         trainer.strategy.barrier()
         self.ends.set()
         if parent:
@@ -204,7 +204,7 @@ def is_broken_collective(error: Exception) -> bool:
 
 
 def was_heard(error: Exception) -> bool:
-    """Return whether another rank has raised an exception, and says why."""
+    """Return whether an exception comes from another rank, which prints it there."""
     return any(note.startswith(HEARD) for note in getattr(error, "__notes__", ()))
 
 

@@ -1,11 +1,11 @@
-"""The configs that come with the package, found by name, which has the folder.
+"""Find the configs that come with the package by their names, such as laptop/rlt.
 
 --config laptop/rlt         the experiment configs/laptop/rlt.yaml
 --config add/lora           the overlay configs/add/lora.yaml
 --config my.yaml            a file: it wins over a name
 
-The first lines of a config are comments: what it is, "# Needs: …", "# Run: …", and "# Next: …", the command
-of the next stage, with RUN in place of the run's folder.
+A config begins with comments: what it is for, "# Needs: …", "# Run: …", and "# Next: …", the command of the
+next stage, with RUN in place of the run's folder.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_launch_line(text: str) -> list[str]:
 
 
 def read_next_command(configs: Iterable[Path], run_folder: Path) -> str | None:
-    """Return the command of the next stage, on what a run has left; None if no config of the run names it.
+    """Return the command of the next stage, with this run's results; None if no config of the run names it.
 
     As with other settings, that of a later config wins.
     """

@@ -1,6 +1,7 @@
-"""How a run is spread over processes: FSDP2 and DeepSpeed ZeRO, with checkpoints that any strategy reads.
+"""Strategies that shard a run over processes: FSDP2 and DeepSpeed ZeRO; any of them reads any checkpoint.
 
-`trainer.strategy: deepspeed_stage_3`, `fsdp2` and the like name these classes, in a Trainer of Lightning too.
+Names such as `fsdp2` or `deepspeed_stage_3` for `trainer.strategy` select these classes, also in an
+unmodified Lightning Trainer.
 """
 
 from typing import Any

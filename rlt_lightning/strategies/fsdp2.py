@@ -1,4 +1,4 @@
-"""FSDP2 with our checkpoints: whole weights under their names."""
+"""FSDP2 with our checkpoints, which store whole weights by name."""
 
 from __future__ import annotations
 

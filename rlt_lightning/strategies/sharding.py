@@ -17,7 +17,7 @@ a model goes through its `ModelEntry`, since the sharding libraries gather weigh
 When gradients of all ranks are added up:
 
     Unsharded (DDP), ZeRO-1   in the last micro-batch of an update; until then a rank keeps whole ones
-    FullyShard                so too, or in every micro-batch: reduce_every_micro_batch (fsdp2.py)
+    FullyShard                the same, or in every micro-batch: reduce_every_micro_batch (fsdp2.py)
     ZeRO-2, ZeRO-3            in every micro-batch
 """
 

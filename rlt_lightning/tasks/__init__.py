@@ -1,10 +1,10 @@
-"""Problems that the project makes, each kind a source of `data.source`: they need no download.
+"""Problems that this package generates, as sources for `data.source` that need no download.
 
-    arithmetic   worked problems in words and numbers, and single kinds of them
-    countdown    make a target from numbers; a solver finds every solution there is
+    arithmetic   worked problems in words and numbers, of many kinds or of a single one
+    countdown    make a target from numbers; a solver finds a solution wherever there is one
     stepwise     chains and word sums, whose traces are of uneven quality, like raw reasoning traces
 
-All of them draw with `draw.py`: a problem belongs to one split, whatever the seed.
+All use `draw.py`, by which a problem belongs to one split, whatever the seed.
 """
 
 from __future__ import annotations

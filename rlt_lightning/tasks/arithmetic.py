@@ -1,4 +1,4 @@
-"""The default source: worked arithmetic problems from a seed, which needs no download."""
+"""The default source: worked arithmetic problems, generated from a seed without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Countdown, make a target from all of the given numbers: problems from a seed, and an exact solver."""
+"""Countdown problems (make a target from all given numbers), generated from a seed, and an exact solver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw different problems of one split, from a seed.
+"""Draw problems of one split from a seed, each problem once.
 
     draw ─▶ seen before? ─▶ in which split? ─▶ yield      the same problems in every process
 

@@ -93,7 +93,7 @@ class StepwiseProblem:
 
 
 def get_question(problem: StepwiseProblem) -> str:
-    """Return the question, which makes a problem the one it is."""
+    """Return the question, by which problems are told apart."""
     return problem.question
 
 

@@ -1,4 +1,4 @@
-"""What W&B and TensorBoard are given, read back from the files of runs without an account."""
+"""What runs send to W&B and TensorBoard, read back from their files, without an account."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Every block of README, CONTRIBUTING, AGENTS, docs/ and research/ is run or parsed, as CHECKED says.
+"""Every code block of README, CONTRIBUTING, AGENTS, docs/ and research/ is run or parsed.
 
 A block with a title is a file of that name; those of docs/extend.md are run by test_extending.py,
 test_python.py, test_lightning.py and test_integrations.py.
 
-A shell block is run by bash itself, where every program is a stand-in that writes down how it was called.
-Each call is then checked by what its program is. A program without a check is not found, and fails the test.
+bash runs each shell block with stand-ins for all programs, which record how they were called. CHECKED then
+has a check of the call for every program. A program without one is not found, and fails the test.
 
-A block that starts with a comment which is a file's name, as `# gpu_1plus1.yaml`, is that file for its page.
+A block that starts with a file's name as a comment, such as `# gpu_1plus1.yaml`, is that file for its page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/metrics.md names what runs log: every metric and column, and no other."""
+"""docs/metrics.md names every metric and column that runs log, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures in docs/ are those of the files that benchmarks wrote: docs/benchmarks/*.json."""
+"""The figures that pages quote equal those in the benchmarks' files, docs/benchmarks/*.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What contributors and GitHub run: it names make targets, programs and files that exist."""
+"""The make targets, programs and files that contributors' and GitHub's instructions name exist."""
 
 from __future__ import annotations
 

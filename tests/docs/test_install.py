@@ -1,4 +1,4 @@
-"""What `pip install` brings: the wheel, in an empty folder, with the base dependencies and no others."""
+"""What works after `pip install`: the wheel, in an empty folder, with only the base dependencies."""
 
 from __future__ import annotations
 

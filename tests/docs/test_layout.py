@@ -1,10 +1,10 @@
-"""The layout of the package: imports point downwards, public paths import.
+"""The layout of the package: imports point downwards, and public paths can be imported.
 
-The layers, from low to high; a module may import its own layer and those below:
+The layers, from low to high; a module may import from its own layer and those below:
 
     types gloo version allocator → tags numerics → models judging → checkpoints strategies → run → metrics
     → datamodules tasks engines → rollouts → rewards → modules → callbacks → trainer → commands → teacher
-    → cli → __main__ and __init__, which hands out what scripts use
+    → cli → __main__ and __init__, which exports what scripts use
 """
 
 from __future__ import annotations

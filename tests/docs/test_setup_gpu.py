@@ -1,4 +1,4 @@
-"""scripts/setup_vllm_gpu.sh asks the driver; its dry run prints what it would do. The image's files."""
+"""scripts/setup_vllm_gpu.sh checks the driver, and its dry run prints the commands; the image's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make gpu-minutes`: both calls run at tiny size on a CPU, and the report names what fell short."""
+"""`make gpu-minutes`: its calls run at tiny size on a CPU, and the report names missed predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EvaluateEvery: it finds what `rlt test` finds, changes no training, resumes, and picks the best."""
+"""EvaluateEvery reports what `rlt test` does, changes no training, resumes, and picks the best checkpoint."""
 
 from __future__ import annotations
 

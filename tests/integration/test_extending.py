@@ -1,4 +1,4 @@
-"""docs/extend.md as written: its files in an empty folder, its commands, the installed package."""
+"""docs/extend.md works as written: its files in an empty folder, its commands, the installed package."""
 
 from __future__ import annotations
 

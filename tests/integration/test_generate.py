@@ -1,4 +1,4 @@
-"""Stage 3: the teacher's traces, made once each whatever is killed, and the set that is made of them."""
+"""Stage 3: each trace is sampled once whatever is killed, and the distillation set that comes of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The reward equals what the code released by the paper's authors returned, per token and in the sums.
+"""The reward equals that of the code released by the paper's authors, per token and in the sums.
 
-`golden/rlt_reward.jsonl`: six cases, SmolLM2-135M-Instruct as teacher and student, fp32 on CPU, two settings.
+tests/support/golden/rlt_reward.jsonl has its values: six cases, two settings, SmolLM2-135M-Instruct as
+teacher and student, fp32 on CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C stops a fit with a checkpoint, and what a kill has prevented is made up for on resume."""
+"""Ctrl-C stops a fit with a checkpoint; a resume makes up for what an earlier kill prevented."""
 
 from __future__ import annotations
 

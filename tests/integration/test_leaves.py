@@ -1,4 +1,4 @@
-"""New methods as leaf classes of examples/: each takes a step, and what it computes is checked by hand."""
+"""The methods in examples/, each a subclass: each trains a step, and its numbers are checked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's own words: an unmodified Trainer, its checkpoints, optimizers and schedulers by name."""
+"""Lightning's own parts work: an unmodified Trainer, its checkpoints, optimizers and schedulers by name."""
 
 from __future__ import annotations
 

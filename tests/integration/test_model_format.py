@@ -1,4 +1,4 @@
-"""The format of the training travels with the model: into later stages, exports and servers."""
+"""A model keeps the format that it was trained in: in later stages, exports and servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two nodes of one process each, started by torchrun or by SLURM, over the loopback: as one process alone."""
+"""Two nodes of one process each, started by torchrun or SLURM on the loopback, equal a single process."""
 
 from __future__ import annotations
 

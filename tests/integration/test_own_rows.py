@@ -1,4 +1,4 @@
-"""Rows without traces, all stages: the untrained model explains, others learn from what is kept."""
+"""All stages on rows without traces: the untrained model explains, and others learn from what is kept."""
 
 from __future__ import annotations
 

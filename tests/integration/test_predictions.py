@@ -1,4 +1,4 @@
-"""`rlt predict` on several processes leaves the files of one, byte for byte."""
+"""`rlt predict` on several processes writes the same files as on one, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way in from Python: the scripts of examples/python/ against the command line, rows, the notebook.
+"""Use from Python: the scripts of examples/python/ equal the command line; rows in memory; the notebook.
 
 A script and the command of the same stage run in two folders, with the same names inside.
 """

@@ -1,4 +1,4 @@
-"""A base in 4 bits and AdamW's moments in 8: what they store, that they learn, resume and export."""
+"""A base in 4 bits and AdamW's moments in 8 bits: what they store; they learn, resume and export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real runs of two processes in which one fails: both end within seconds, with its message as last line."""
+"""When one of two real processes fails, both end within seconds, and its message is the last line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun starts killed processes again, and the run ends as one that nobody has killed."""
+"""torchrun restarts killed processes, and the run ends like one that was never killed."""
 
 from __future__ import annotations
 

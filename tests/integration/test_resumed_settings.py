@@ -1,4 +1,4 @@
-"""A training that resumes has the model, data and reward of its checkpoint, or says what differs."""
+"""A resumed training has the model, data and reward of its checkpoint, or says what differs."""
 
 from __future__ import annotations
 

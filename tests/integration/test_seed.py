@@ -1,4 +1,4 @@
-"""`--seed N`: one option for all seeds of a verb."""
+"""`--seed N` sets all seeds of a verb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With real vLLM workers on the CPU: pushes, agreement, the traps that were found, workers that are lost."""
+"""Real vLLM workers on the CPU: pushes, agreement of log-probs, known traps, lost workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model trained with Bespoke-Stratos' format, and what it reads."""
+"""A model trained in Bespoke-Stratos' format, and the text that it is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders made of nothing, and a real browser that opens pages without a network."""
+"""Run folders with made-up files, and a real browser that opens pages without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of parametrised tests that `make test` leaves to another command, and those made by others' code."""
+"""Mark cases of parametrised tests that `make test` leaves to another command; read golden cases."""
 
 from __future__ import annotations
 

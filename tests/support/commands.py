@@ -1,14 +1,14 @@
-"""`rlt`, or Python code, in a process of its own for every command, forked from one that is warm.
+"""Run each `rlt` command, or Python code, in a new process, forked from one that has the imports.
 
-What a start costs is mostly imports, and tables that transformers and jsonargparse make once in a process. So
-one process, this file run as a script, does that once:
+The time of a start is mostly imports, and tables that transformers and jsonargparse build once per process.
+So one process, this file run as a script, does that once:
 
     test: start(...) -- a job, a line of JSON --> the warm process -- fork --> `rlt` -- fork --> its rank 1
     test: Running.poll() -- its process id ------> the warm process -- its exit status, or null --> the test
 
-`fresh=True` starts Python itself: for what reads the environment at its start, and to test a start as it is.
-`gpus=2` runs the command where PyTorch believes in so many GPUs: see tests/support/pretended_gpu.
-`make_forked_python` makes a `python` for scripts that start many processes; each is then a fork, too.
+`fresh=True` starts Python itself: for code that reads the environment at its start, and to test a real start.
+`gpus=2` runs the command where PyTorch believes in two GPUs: see tests/support/pretended_gpu.
+`make_forked_python` makes a `python` for scripts that start many processes, so that these are forks too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of a run's ranks, and how far two sets of weights differ."""
+"""Read the weights of a run's ranks, and compare two sets of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints to damage, and how much of the damage is noticed."""
+"""Damage checkpoints in many ways, and count how much of the damage is noticed."""
 
 from __future__ import annotations
 

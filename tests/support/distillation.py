@@ -1,4 +1,4 @@
-"""On-policy distillation of miniatures: module, data, and a witness of its steps."""
+"""On-policy distillation of miniatures: module, data, and a callback that records its steps."""
 
 from __future__ import annotations
 

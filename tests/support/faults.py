@@ -1,4 +1,4 @@
-"""What fails, hangs or is slow on one rank, to see what becomes of the others."""
+"""Callbacks and classes that fail, hang or are slow on one rank, to see what happens to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small runs of `rlt fit`, and what they leave: figures, weights, messages."""
+"""Small runs of `rlt fit`, and reading what they leave: figures, weights, messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of GRPO of a tiny model: its module, data and sampler, a witness of all steps, and slow log-probs."""
+"""GRPO of a tiny model: module, data and sampler, a callback that records steps, and slow log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules a file imports."""
+"""List the modules that a file imports."""
 
 from __future__ import annotations
 

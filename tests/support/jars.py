@@ -1,4 +1,4 @@
-"""A task of its own with questions and solutions, and no traces: how many are left on the shelves."""
+"""A task with questions and solutions, but no traces: how many jars are left on the shelves."""
 
 from __future__ import annotations
 

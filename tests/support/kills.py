@@ -1,4 +1,4 @@
-"""Processes of a run, and their end."""
+"""Find the processes of a run, kill them, and wait until they have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How runs of two processes are started."""
+"""Options that start runs of two processes: by torchrun, and under each strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of a run's metrics."""
+"""List the names of a run's metrics."""
 
 from __future__ import annotations
 

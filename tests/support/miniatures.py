@@ -1,4 +1,4 @@
-"""The miniatures that the package does not bring, by their folders in research/."""
+"""Find the miniatures that are in research/ and not in the package."""
 
 from commands import ROOT
 

@@ -1,4 +1,4 @@
-"""Classes that a setting may name, and that cannot be used there."""
+"""Classes that a setting can name, but that must be refused there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two nodes on one machine."""
+"""Run two nodes on one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines outside the process, whose completions come when a test says so."""
+"""Engines that act as if outside the process, and deliver completions when a test says so."""
 
 from __future__ import annotations
 

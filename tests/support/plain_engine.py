@@ -1,4 +1,4 @@
-"""Sampling in the slow and obvious way, which HFEngine must equal token by token.
+"""Sample in the slow and obvious way; HFEngine must sample the same tokens.
 
 One batch after the other, transformers' own cache, a prompt's keys and values repeated for each completion,
 and float64 probabilities of the whole vocabulary. test_decoding.py compares, benchmarks/generate.py measures.

@@ -1,4 +1,4 @@
-"""What plans are made of."""
+"""A small model, step and GPU with simple numbers, from which tests of `rlt plan` build set-ups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that run job after job, alone or as one rank of two: starting them is what takes long."""
+"""Processes that run job after job, alone or as one of two ranks, since starting them takes long."""
 
 from __future__ import annotations
 

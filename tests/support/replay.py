@@ -1,4 +1,4 @@
-"""Completions of an earlier run instead of sampled ones: what a step does can then be repeated and compared.
+"""Replay the completions of an earlier run instead of sampling, so that steps can be repeated and compared.
 
     Recorder, in a run  ──▶  rollouts.jsonl, dropped.jsonl  ──▶  ReplayEngine("rollouts.jsonl")
 

@@ -1,4 +1,4 @@
-"""Rows of a JSONL file, and waiting for a run."""
+"""Read the rows of a JSONL file, and wait for a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine samples in one call, as lists: short to write in tests."""
+"""Call an engine once and return what it sampled as lists, for short tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to sample, an engine that is started, and completions compared."""
+"""Sampling settings for tests, a started engine, and a comparison of completions."""
 
 from __future__ import annotations
 

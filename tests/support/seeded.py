@@ -1,4 +1,4 @@
-"""A reward that its seed determines."""
+"""A reward whose values depend only on its seed."""
 
 from __future__ import annotations
 

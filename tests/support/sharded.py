@@ -1,4 +1,4 @@
-"""Models whose weights lie in shards, and versions of their pushes."""
+"""Models with sharded weights, and the versions under which they are pushed."""
 
 from __future__ import annotations
 

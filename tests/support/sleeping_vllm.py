@@ -1,8 +1,8 @@
-"""`vllm` on a CPU whose worker gives its memory back while it sleeps, and loses what was in it, as on a GPU.
+"""`vllm` on a CPU whose worker, like one on a GPU, gives up its memory and contents while it sleeps.
 
 vLLM's CPU build answers /sleep and /wake_up, but keeps everything. Here a worker at level 2 loses weights,
-packed copies of them and the KV cache: their pages go back to the system, and read as zeros until a push
-brings new weights.
+packed copies of them and the KV cache: their pages go back to the system, and read as zeros until new weights
+are pushed.
 """
 
 from __future__ import annotations

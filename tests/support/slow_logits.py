@@ -1,4 +1,4 @@
-"""Logits of a language-model head, all at once."""
+"""Compute all logits of a language-model head at once."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""A process of `ranks`, which sends it jobs: seeded RLT runs under any strategy, on given completions."""
+"""A process that runs the jobs of ranks.py: seeded RLT runs under any strategy, on given completions."""
 
 from __future__ import annotations
 

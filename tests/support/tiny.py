@@ -1,4 +1,4 @@
-"""Options that let any experiment run here: tiny models, few rows, one step, on a CPU or a pretended GPU."""
+"""Options by which any config runs in a test: tiny models, few rows, one step, a CPU or pretended GPU."""
 
 from __future__ import annotations
 

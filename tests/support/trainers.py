@@ -1,4 +1,4 @@
-"""A Trainer on the CPU that trains some steps and writes and shows nothing of its own."""
+"""A Trainer on the CPU that trains some steps, without files or a progress bar."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Two steps of TRL's GRPOTrainer with our reward, in the current folder; test_integrations.py compares it.
+"""Train two steps by TRL's GRPOTrainer with our reward; test_integrations.py compares the files.
 
-Of step N: `step-N/`, the weights that sampled, and `step-N.jsonl`, each completion with its reward.
-`run.json` holds the mean rewards that TRL has logged, and how often each model ran to score a step.
+It writes into the current folder:
+
+    step-N/         the weights that sampled in step N
+    step-N.jsonl    each completion of step N with its reward
+    run.json        the mean rewards that TRL has logged, and how often each model ran to score a step
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Runs whose workers share the GPUs of training."""
+"""Runs whose workers take turns with training on the same GPUs."""
 
 from __future__ import annotations
 

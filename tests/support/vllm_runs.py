@@ -1,4 +1,4 @@
-"""Runs with a real vLLM worker that they launch: the worker's executable, its processes, what was sampled."""
+"""Helpers for runs that launch a real vLLM worker: its executable, its processes, what was sampled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A stand-in for vLLM's trainer-side NCCL code, over gloo: the same classes and calls, in any process.
 
-`installed` lets `NCCLPush` find it in place of vLLM and of a GPU. Like vLLM's, it reads its source while it
+Within `installed`, `NCCLPush` uses it in place of vLLM and a GPU. Like vLLM's, it reads its source while it
 sends: a source that gathers when it is read would gather within a send.
 """
 

@@ -1,4 +1,4 @@
-"""What W&B was given, read from the files of its offline runs.
+"""Read what a run has sent to W&B from the files of offline runs.
 
 wandb has no public reader of these files.
 """

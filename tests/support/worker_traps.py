@@ -1,4 +1,4 @@
-"""Runs inside a vLLM worker under test: switches off, on demand, what our extension repairs."""
+"""Loaded inside a vLLM worker under test: it can switch off the repairs of our extension."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     anything else                       |residual| <= tolerance, and the mean residual of a run, and of all
                                         weights at its end, is 0 within its error
 
-So a constant offset does not hide below the tolerance. What grows along a run does, until it exceeds it.
-A residual is (found - wanted) / scale. The scale of a figure is its largest size in the run, since a loss
-that passes through 0 has no digits of its own there.
+So a constant offset cannot hide below the tolerance. A difference that grows along a run is noticed once it
+exceeds the tolerance. A residual is (found - wanted) / scale. The scale of a figure is its largest absolute
+value in the run, since a loss that passes through 0 has no relative precision there.
 """
 
 from __future__ import annotations

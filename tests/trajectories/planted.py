@@ -1,6 +1,6 @@
 """Ten faults, each planted into one place of the package, that the trajectories must notice.
 
-A fault is a function that patches; beside it stand the kinds of run that must notice it.
+A fault is a function that patches the package, listed with the kinds of run that must notice it.
 """
 
 from __future__ import annotations

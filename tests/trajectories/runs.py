@@ -2,7 +2,7 @@
 
     KINDS["rlt_k1"]  ──▶  Setup: module, data, callbacks  ──▶  run: ten steps  ──▶  Trajectory
                                       ▲
-    recorded/rlt/rollouts.jsonl  ──  ReplayEngine: no sampling can branch
+    recorded/rlt/rollouts.jsonl  ──  ReplayEngine: sampling cannot diverge
 
 All kinds train miniatures in fp32. `KINDS` is the only place that names classes and settings of the package.
 """

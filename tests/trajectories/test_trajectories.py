@@ -1,9 +1,9 @@
 """Whole runs repeat the committed ones, step by step, and notice planted faults.
 
     make trajectories             compare, and print the largest residuals of each run
-    make trajectories WRITE=1     write anew, and print what has moved by how much
+    make trajectories WRITE=1     write new ones, and print which figures have moved and by how much
 
-runs.py has the kinds, comparison.py the tolerances, planted.py faults that must be noticed.
+runs.py has the kinds of run, comparison.py the tolerances, planted.py the faults that must be noticed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups of equal rewards are replaced: by which problems, what is counted, and that a resume repeats it."""
+"""Groups of equal rewards are replaced: by the right problems, counted, and the same after a resume."""
 
 from __future__ import annotations
 

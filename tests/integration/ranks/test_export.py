@@ -1,4 +1,4 @@
-"""`rlt export`: the model folder of any checkpoint, on a CPU, a file at a time."""
+"""`rlt export` makes a model folder from any checkpoint, on a CPU, one file at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One seeded run under every strategy: equal weights, equal checkpoints, exact resumes, also across."""
+"""One seeded run under every strategy: equal weights and checkpoints; exact resumes, also by another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several frozen students: their rewards, one by one and combined, on paper and with real models."""
+"""Several frozen students: their rewards, single and combined, by hand and with real models."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Two ranks with sharded weights whose rows declare different reads: every forward still meets."""
+"""Two ranks whose rows need different forwards still run all forwards together, and a failure ends both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import ranks
 import torch
+from cases import full
 from grpo import data, module, rollout_callback
 from torch import Tensor, distributed
 from trainers import bare_trainer
@@ -16,7 +19,7 @@ from rlt_lightning.rewards.explanations import list_views, read_solution
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import POLICY, Read, Score, StepBatch
 from rlt_lightning.strategies import FSDP2
-from rlt_lightning.types import Rollout
+from rlt_lightning.types import InputError, Rollout
 
 
 class OfOneRank(Reward):
@@ -60,3 +63,28 @@ def fit_and_validate(rank: int, model: str, folder: str) -> None:
 
 def test_ranks_whose_rows_declare_different_reads_meet(tiny_model: str, tmp_path: Path) -> None:
     ranks.call(fit_and_validate, tmp_path, tiny_model, str(tmp_path))
+
+
+class TooLongOnOneRank(OfOneRank):
+    """Asks the student of completions of which those of rank 1 do not fit into its context."""
+
+    def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
+        [(student, view)] = list_views(rollout, students)
+        read = read_solution(student, view, 1.0)
+        too_long = [*read.rest, *[1] * 2048] if distributed.get_rank() else read.rest
+        return {"solution": replace(read, rest=too_long, retokenized=True)}
+
+
+def fail_on_both(rank: int, strategy: str, model: str, folder: str) -> None:
+    callbacks = rollout_callback()
+    options = {"devices": 2, "strategy": FSDP2() if strategy == "fsdp2" else strategy}
+    trainer = bare_trainer(Path(folder), callbacks, use_distributed_sampler=False, **options)
+    with pytest.raises(InputError, match=r"must fit into its context of 2048 tokens, but row \d+"):
+        trainer.fit(module(model, reward=TooLongOnOneRank()), datamodule=data(model, Path(folder)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", full("fsdp2")])
+def test_a_completion_without_room_on_one_rank_ends_both(
+    strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    ranks.call(fail_on_both, tmp_path, strategy, tiny_model, str(tmp_path))

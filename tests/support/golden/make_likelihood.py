@@ -4,14 +4,14 @@
     sail-sg/VeriFree 718b363 and thinkwee/NOVER cb1a4ef
     python tests/support/golden/make_likelihood.py RLPR VeriFree NOVER     # the three folders
 
-Their files are imported as they are, in place of what they need there are stubs; no line of them is copied:
+Their files are imported unchanged, with stubs in place of their dependencies; no line of them is copied:
 
     RLPR      verl/workers/reward_manager/prob.py    ProbRewardManager.__call__
     VeriFree  verifree.py                            VeriFreeLearner.learning_step, compute_rloo_advantages
     NOVER     reward_functions.py, utils.py          reasoning_reward, efficiency_reward, tag_format_reward
 
-NOVER's `calculate_perplexity` runs SmolLM2; the log-probs that it computes of the answer's tokens are
-recorded, and are what all three judge.
+NOVER's `calculate_perplexity` runs SmolLM2; the log-probs that it computes for the answer's tokens are
+recorded, and all three repositories' functions get them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NCCL's rules over gloo: every collective is compared with the other ranks' before it begins, and recorded.
 
-Real ranks that disagree hang, or read each other's numbers as their own; here the first that differs is an
-error that names the lines.
+Real ranks that call different collectives hang, or take each other's numbers for their own; here the first
+difference is an error that names the lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load the library into PyTorch: to be imported before torch, which looks for CUDA once."""
+"""Load the pretended GPU's library; import this before torch, which looks for CUDA only once."""
 
 from __future__ import annotations
 

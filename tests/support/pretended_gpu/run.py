@@ -1,4 +1,4 @@
-"""Run `rlt` on pretended GPUs, and tell what the host waited for.
+"""Run `rlt` on pretended GPUs, and print what the host waited for.
 
 PRETENDED_GPUS=1 PYTHONPATH=.:tests/support python -m pretended_gpu.run [--waits] fit --config laptop/rlt …
 """

@@ -1,4 +1,4 @@
-"""Which line is running: of the product, or of a library that it uses."""
+"""Find out which line is running: one of this package, or of a library that it calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When checkpoints are written: by iterations, by time, at the end, and where a score comes."""
+"""When checkpoints are written: every n iterations, every so often, at the end, and after a score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fit has learned: the line at its end, and what a script reads."""
+"""What a fit has learned: its last line, and the result that a script reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from rlt_lightning import Trainer
 from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.judging.answers import ends_with_answer
+from rlt_lightning.metrics import catalogue
+from rlt_lightning.metrics.result import Change, read_fit_result
 from rlt_lightning.modules import SFTModule
-from rlt_lightning.run.result import Change, read_fit_result
 from rlt_lightning.tasks.countdown import solve_row
 from rlt_lightning.tasks.stepwise import chain_rows
 
@@ -52,6 +53,25 @@ def test_the_line_names_terms_and_held_out_figures(tmp_path: Path) -> None:
         "held-out reward -0.9 → -0.6, accuracy on chains 20.0 → 90.0 %"
     )
     assert result.held_out["eval/chains/pass_at_1"] == Change(0.2, 0.9)
+
+
+def test_the_line_has_the_terms_of_a_reward_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
+    catalogue.register(catalogue.reward_term("brevity", "Brevity", "minus the words"))
+    catalogue.write_entries(tmp_path)
+    monkeypatch.setattr(catalogue, "entries", {metric.name: metric for metric in catalogue.OURS})
+    write_run(
+        tmp_path,
+        reward__mean=[-1.0, -0.5],
+        reward__group_std=[0.1, 0.2],
+        reward__val_brevity=[-9.0, -8.0],
+        reward__hurdles=[-0.3, -0.1],
+        reward__brevity=[-0.7, -0.4],
+    )
+    result = read_fit_result(tmp_path)
+    assert result.line() == "reward -1 → -0.5, hurdles term -0.3 → -0.1, brevity -0.7 → -0.4"
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""What a run says while it computes: the bar of a terminal, the lines of a log, long waits."""
+"""What a run shows while it computes: a progress bar on a terminal, lines in a log, long waits."""
 
 from __future__ import annotations
 
+import os
 import pty
 import sys
 import termios
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 from commands import wait_until
@@ -16,7 +18,7 @@ from grpo import data, module, rollout_callback
 
 import rlt_lightning
 from rlt_lightning.callbacks.progress import has_terminal
-from rlt_lightning.console import waiting_for
+from rlt_lightning.console import waiting_for, wrap_line
 from rlt_lightning.modules.base import SHOWN
 
 Captured = pytest.CaptureFixture[str]
@@ -49,6 +51,55 @@ def test_only_a_terminal_with_a_size_gets_a_bar(
         patch.setattr(sys, "stderr", file)
         patch.setattr(sys, "stdout", file)
         assert has_terminal() is has_bar
+
+
+def test_a_terminal_of_80_columns_holds_the_bar_and_its_figures(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (25, 80))
+    printed: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # at the end
+            while piece := os.read(ours, 2**16):
+                printed.append(piece)
+
+    reader = Thread(target=read)
+    with open(terminal, "w") as file, monkeypatch.context() as patch:
+        reader.start()
+        patch.setattr(sys, "stderr", file)
+        patch.setattr(sys, "stdout", file)
+        for name in ("COLUMNS", "LINES"):
+            patch.delenv(name, raising=False)
+        trainer = rlt_lightning.Trainer(
+            tmp_path / "run", callbacks=[rollout_callback(4)], accelerator="cpu", max_steps=1
+        )
+        trainer.fit(module(tiny_model), data(tiny_model, tmp_path))
+    reader.join()
+    os.close(ours)
+    text = b"".join(printed).decode()
+    assert "Epoch 0" in text
+    assert "/-2" not in text  # as Lightning says where only the steps are limited
+    for name in trainer.progress_bar_metrics:
+        assert f"{name}: " in text  # neither cut nor broken
+
+
+def test_a_line_continues_below_its_text_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    line = "pass   closed   " + "word " * 30
+    assert wrap_line(line, indent=16) == line
+    _, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (25, 80))
+    with open(terminal, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        patch.setattr(sys, "__stdout__", file)
+        patch.delenv("COLUMNS", raising=False)
+        first, *further = wrap_line(line, indent=16).splitlines()
+    assert first.startswith("pass   closed   word ")
+    assert further
+    assert all(len(part) <= 80 and part.startswith(" " * 16 + "word") for part in further)
 
 
 def test_a_log_gets_a_line_per_iteration_and_batch(tiny_model: str, tmp_path: Path, capsys: Captured) -> None:

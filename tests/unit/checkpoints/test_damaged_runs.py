@@ -1,4 +1,4 @@
-"""What a crash or a user leaves in a run folder does not become a figure, and does not block a resume."""
+"""Damaged files in a run folder never end up in figures, and do not block a resume."""
 
 from __future__ import annotations
 

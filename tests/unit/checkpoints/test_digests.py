@@ -1,4 +1,4 @@
-"""Files of checkpoints and of the token cache: a changed bit, or a file of another run, is never believed."""
+"""Digests of checkpoints and of the token cache: a changed bit, or another run's file, is always noticed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What is refused: one line each, with the setting's name and the key word of the remedy.
+"""Mistakes are refused in one line, with the setting's name and the key word of the remedy.
 
-A command line is read by its parser in this process, other cases call what refuses: a command costs a
-second. `test_cli.py` has one case for each place that refuses, through a command.
+A command takes a second, so these cases call a parser, or the code that refuses, in this process.
+test_cli.py has one case for each place that refuses, through a command.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ CONFIGS = {
     "type.yaml": "model:\n  group_size: four\n",
     "empty.yaml": "\n",
     "class.yaml": "model:\n  class_path: rlt_lightning.modules.RTLModule\n",
+    "callback.yaml": "trainer: {callbacks+: [{class_path: rlt_lightning.callbacks.EvaluateEvery, "
+    "init_args: {every_n_step: 4}}]}\n",
+    "no_callback.yaml": "trainer: {callbacks+: [{class_path: rlt_lightning.callbacks.EvaluateEvry}]}\n",
 }
 FIT = "fit --config laptop/rlt"
 # What is typed -> the setting that the line names, and the word of its remedy.
@@ -66,12 +69,16 @@ MISTAKES = {
     f"{FIT} --config nested.yaml": ("lrr", "optimizer"),
     f"{FIT} --config type.yaml": ("group_size", "int"),
     f"{FIT} --config class.yaml": ("RTLModule", "no attribute"),
+    f"{FIT} --config callback.yaml": ("EvaluateEvery: Option 'every_n_step'", "Did you mean every_n_steps?"),
+    f"{FIT} --config no_callback.yaml": ("trainer.callbacks", "no attribute 'EvaluateEvry'"),
     f"{FIT} --config utf16.yaml": ("utf16.yaml", "UTF-8"),
     f"{FIT} --config=empty.yaml": ("empty.yaml", "leave it out"),
     f"{FIT} --model.reward RLTRewrd": ("reward", "import path"),
     f"{FIT} --model.dtype fp16": ("dtype", "float16"),
     f"{FIT} --seed -1": ("seed", "v>=0"),
-    "test --config laptop/rlt": ("RLTModule", "EvaluationModule"),
+    "test --config laptop/rlt": ("RLTModule", "belongs to rlt fit"),
+    "plan --config recipe_7b/evaluate_paper": ("plans rlt fit and rlt predict", "belongs to rlt test"),
+    "fit --config laptop/evaluate": ("EvaluationModule", "belongs to rlt test"),
     "report": ("run_dir", "required"),
     "export --ckpt_path x": ("output_dir", "required"),
 }

@@ -1,4 +1,4 @@
-"""A class that replaces another one on the command line has its own defaults."""
+"""A class that replaces another on the command line keeps its own defaults."""
 
 from __future__ import annotations
 

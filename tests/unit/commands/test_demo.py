@@ -1,4 +1,4 @@
-"""`rlt demo`: what it refuses, the order of its stages, and what it says. test_install.py runs it."""
+"""`rlt demo`: what it refuses, the order of its stages, and what it prints. test_install.py runs it."""
 
 from __future__ import annotations
 

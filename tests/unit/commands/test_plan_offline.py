@@ -209,6 +209,16 @@ def test_every_config_and_overlay_is_planned_without_a_network(part: int, tmp_pa
         check(plan, verb)
 
 
+def test_own_rows_are_planned_by_the_limits_of_their_configs(tmp_path: Path) -> None:
+    words = [["--config", f"own_rows/{name}", "--plan.device_gib=23.6"] for name in ("explain", "generate")]
+    explain, generate, sft = planned([*words, ["--config", "own_rows/sft"]], tmp_path)
+    for plan in (explain, generate):
+        assert "prompts of up to 4096 tokens (limits" in plan["page"], plan
+        assert plan["status"] == 0, plan
+    assert "  examples of up to 4096 tokens (limits" in sft["page"]
+    assert "prompts" not in sft["page"]
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [  # as their model cards say

@@ -1,4 +1,4 @@
-"""The plan: each formula by hand, what sharding divides, the command line, and one real run."""
+"""`rlt plan`: each formula by hand, what sharding divides, the command line, and one real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scored data: groups by reward, two traces compared, foreign traces warned of, kills survived."""
+"""Scored data: groups by reward, comparison of two traces, a warning of foreign traces, kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What r_KL counts: the tokens that the teacher sampled and, if asked for, those that it was given."""
+"""r_KL counts the tokens that the teacher sampled and, if the setting says so, those that it was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of one's own are split by their questions, and results stand side by side with their costs."""
+"""A user's rows are split by their questions, and results are tabulated with their costs."""
 
 from __future__ import annotations
 

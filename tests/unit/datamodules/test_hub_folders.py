@@ -1,4 +1,4 @@
-"""Data sets as the hub keeps them, copied into folders: the card and the infos say which files are which."""
+"""Data sets copied from the hub into folders: the card and the infos say which files are which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a teacher reads of a student's answer: by hand, with two tokenizers, any tags and any characters."""
+"""What a teacher sees of a student's answer: by hand, with two tokenizers, any tags and any characters."""
 
 from __future__ import annotations
 

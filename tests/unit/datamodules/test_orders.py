@@ -1,4 +1,4 @@
-"""The order of an epoch: weights of sources, rows by difficulty, and resumed runs that continue either."""
+"""The order of an epoch: by weights of sources, by difficulty of rows, and the same after a resume."""
 
 from __future__ import annotations
 

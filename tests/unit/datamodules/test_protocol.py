@@ -1,4 +1,4 @@
-"""The paper's protocol: its prompts, its limits, its table, and who gets a place in it; sets of one's own.
+"""The paper's evaluation protocol: prompts, limits, its table and what is comparable; a user's own sets.
 
 The expected user turns are those of SkyThought at 4bb8f3e, whose tasks `recipe_7b/evaluate_paper` repeats.
 """

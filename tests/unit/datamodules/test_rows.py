@@ -1,4 +1,4 @@
-"""Rows as people have them: columns in several shapes, tags in texts, files that are not what they seem."""
+"""Rows as users have them: columns of several shapes, tags in texts, files that are not what they seem."""
 
 from __future__ import annotations
 

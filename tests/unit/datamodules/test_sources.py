@@ -1,4 +1,4 @@
-"""Every kind of source, and the parts of it that a split names."""
+"""Rows from every kind of source, and from the part of it that a split names."""
 
 from __future__ import annotations
 

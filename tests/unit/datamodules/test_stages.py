@@ -1,4 +1,4 @@
-"""A stage is a pair of classes: each data class has its own settings, and each module takes some of them."""
+"""A stage is a pair of classes: data classes have their own settings, and a module accepts some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates that are more than a prompt: ends of turns, opened thoughts, channels and dates."""
+"""Chat templates with more than a prompt: ends of turns, opened thoughts, channels and dates."""
 
 from __future__ import annotations
 

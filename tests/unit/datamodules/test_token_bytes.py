@@ -1,4 +1,4 @@
-"""Bytes of tokens, and texts that stay texts, on tokenizers of several families."""
+"""Tokens decode to exact bytes, and texts survive tokenising, with tokenizers of several families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of a hostile worker: none is believed, each is bounded in memory and time, and names the worker."""
+"""Bad answers of a worker are refused, bounded in memory and time, and the error names the worker."""
 
 from __future__ import annotations
 

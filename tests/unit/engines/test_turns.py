@@ -1,4 +1,4 @@
-"""Workers that share GPUs with training: they sleep while it runs, and nothing is asked of sleeping ones."""
+"""Workers that share GPUs with training sleep while it runs, and get no requests while they sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vLLM engine against fake servers: what it asks, what it believes, and what it does when they fail."""
+"""The vLLM engine against fake servers: its requests, its checks of answers, and what it does on failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which answers are equal, where an answer stands, which rows can be judged: answers.yaml has the cases."""
+"""Which answers are equal, where an answer is found, which rows can be judged: answers.yaml has the cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers are found where they are and judged by what they mean; whatever comes, within the deadline."""
+"""The judge compares answers by what they mean, and always within the deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One entry of the catalogue shows a metric everywhere, and nothing else lists their names."""
+"""One entry in the catalogue makes a metric appear everywhere; no other place lists names of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures over batches and ranks as torchmetrics, against hand-worked values."""
+"""Torchmetrics of figures over batches and ranks, against values worked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes long says so before it begins, on rank 0 only; what is small is silent."""
+"""Slow work is announced before it begins, on rank 0 only; quick work is not announced."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Small random models of many families are scored and sampled like a plain eager forward, or refused.
 
-The first families differ in kind and run in every test; the others are further cases.
+The first families differ most and run in `make test`; the others run in `make test-all`.
 """
 
 from __future__ import annotations

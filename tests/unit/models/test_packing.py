@@ -1,4 +1,4 @@
-"""Rows of packed sequences, by hand; through tiny random models of several families, against one by one."""
+"""Packed rows: built as by hand; through tiny models of several families they equal single sequences."""
 
 import random
 from importlib.util import find_spec

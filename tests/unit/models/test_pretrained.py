@@ -1,4 +1,4 @@
-"""Models by name: the embedded default is fetched once and checked, and every failure is one line."""
+"""Models are loaded by name: the default is fetched once and checked, and every failure is one line."""
 
 from __future__ import annotations
 

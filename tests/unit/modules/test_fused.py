@@ -1,4 +1,4 @@
-"""Fused blocks, head and optimizer: equal to plain ones, chosen by device, checked and refused."""
+"""Fused blocks, head and optimizer equal plain ones, are chosen by device, and are refused if wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of a model's layout at the start: wrong attention is found, rounding is no fault."""
+"""The check of a model's layout at the start finds wrong attention, and takes no rounding for a fault."""
 
 from __future__ import annotations
 

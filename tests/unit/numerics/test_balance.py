@@ -1,4 +1,4 @@
-"""Sequences are divided over ranks by their tokens."""
+"""Sequences are divided over ranks so that all have about equally many tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions are scored while others of the same step are sampled: what must not change, what may fail."""
+"""Completions are scored while others of the step are sampled: same results, also when workers fail."""
 
 from __future__ import annotations
 

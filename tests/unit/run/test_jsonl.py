@@ -1,4 +1,4 @@
-"""JSONL files of a run: what is appended can be read again, whatever text it holds."""
+"""Rows that are appended to a run's JSONL files can be read again, whatever text they hold."""
 
 from __future__ import annotations
 

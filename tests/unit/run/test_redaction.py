@@ -1,4 +1,4 @@
-"""Secrets in settings and in the texts among them do not leave the machine."""
+"""Secrets in settings, and in texts within settings, do not leave the machine."""
 
 from __future__ import annotations
 

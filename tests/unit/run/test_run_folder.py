@@ -1,4 +1,4 @@
-"""Which folder a run writes into, and what it does about what lies there."""
+"""Which folder a run writes into, and what it does with files that are already there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded source: its arithmetic is right, and it is the same everywhere."""
+"""The embedded arithmetic source is right, and gives the same rows on every machine."""
 
 from __future__ import annotations
 

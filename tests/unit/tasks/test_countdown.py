@@ -1,4 +1,4 @@
-"""Countdown: the solver finds what there is, two other judges confirm it, rows are the same everywhere."""
+"""Countdown: the solver misses no solution, two other judges confirm it, rows are the same everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems that the project makes: the same for a seed in every release, which results refer to."""
+"""Generated problems never change for a seed, since published results refer to them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""What a `fit` has learned: the means of its figures at its start and at its end, read from metrics.csv."""
+"""Summarise what a `fit` has learned: means of its figures at the start and at the end of metrics.csv."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
+from rlt_lightning.metrics.catalogue import OURS, find_metric, read_entries
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 
 # Steps that the first and the last mean are of: a quarter of the run, and no more than this.
@@ -69,11 +71,12 @@ class FitResult:
         return ", ".join(f"{words} {change}" for words, change in self.figures().items())
 
     def figures(self) -> dict[str, str]:
-        """Return the figures that say what was learned, first → last, by their words."""
+        """Return the figures that say what was learned, as first → last, by what they are called."""
         shown = [name for name in SHOWN if name in self.changes]
         if OBJECTIVES & self.changes.keys():
             shown = [name for name in shown if name != "policy/loss"]
         found = {SHOWN[name]: str(self.changes[name]) for name in shown}
+        found |= {name_term(name): str(self.changes[name]) for name in self.changes if is_added_term(name)}
         found |= {
             f"held-out {HELD_OUT[name]}": str(self.held_out[name])
             for name in HELD_OUT
@@ -90,9 +93,10 @@ def read_fit_result(folder: Path) -> FitResult:
     """Read what a fit has learned from its run folder.
 
     Raises:
-        InputError: If metrics.csv is damaged.
+        InputError: If metrics.csv or catalogue.json is damaged.
     """
     curves, _ = read_metrics(folder / "metrics.csv")
+    read_entries(folder)
     training = {
         name: curve for name, curve in curves.items() if "/val_" not in name and not name.startswith("eval/")
     }
@@ -104,6 +108,19 @@ def read_fit_result(folder: Path) -> FitResult:
         if name in HELD_OUT or name.endswith("/pass_at_1")
     }
     return FitResult(folder, steps, changes, held_out)
+
+
+def is_added_term(name: str) -> bool:
+    """Return whether a metric is a term that a reward of the user's has added."""
+    return re.fullmatch(r"reward/\w+", name) is not None and find_metric(name) not in OURS
+
+
+def name_term(name: str) -> str:
+    """Return what the sentence calls an added term: its title in lower case, else its name."""
+    title = find_metric(name).title
+    if title == name:
+        return f"{name.removeprefix('reward/')} term"
+    return title if title[:2].isupper() else title[:1].lower() + title[1:]
 
 
 def measure_change(curve: Curve, max_window: int) -> Change:
