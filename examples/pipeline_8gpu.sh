@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
 # The released recipe on 8 GPUs of 80 GB: Qwen2.5-7B teacher, Bespoke-Stratos-7B student, 17K problems. Needs vLLM
-# in ../vllm (docs/rollouts.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
+# in ../vllm (docs/hardware.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
 # skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a training stage fits.
-# It trains with FSDP2. For DeepSpeed, as in the paper's code, put hardware/zero3 in place of hardware/fsdp2,
-# hardware/zero3_8gpu in place of hardware/fsdp2_8gpu, and hardware/zero3 after recipe_7b/sft. We have not run it yet.
+# It trains with FSDP2; STRATEGY=zero3 trains with DeepSpeed's ZeRO-3, as the paper's code did. TRAIN has options of
+# stages 1, 2 and 4, ALL those of all stages, as in examples/own_rows.sh. We have not run it yet.
 #
 #   examples/pipeline_8gpu.sh [FOLDER]      # runs/released by default
 set -euo pipefail
 cd "$(dirname "$0")/.."
-run=${1:-runs/released}
-rlt=${RLT:-.venv/bin/rlt}
+run=${1:-runs/released} strategy=${STRATEGY:-fsdp2}
+rlt=.venv/bin/rlt
 source examples/stage.sh
 
-stage teacher_sft model/config.json $rlt fit --config recipe_7b/warmup --config hardware/fsdp2 --trainer.devices 8
-stage teacher_rlt model/config.json $rlt fit --config recipe_7b/rlt --config hardware/fsdp2_8gpu \
-    --model.teacher "$run/teacher_sft/model"
+stage teacher_sft model/config.json $rlt fit --config recipe_7b/warmup --config "hardware/$strategy" \
+    --trainer.devices 8 ${TRAIN:-}
+stage teacher_rlt model/config.json $rlt fit --config recipe_7b/rlt --config "hardware/${strategy}_8gpu" \
+    --model.teacher "$run/teacher_sft/model" ${TRAIN:-}
 stage generate README.md $rlt predict --config recipe_7b/generate --config hardware/generate_8gpu \
     --model.teacher "$run/teacher_rlt/model"
-stage student_sft model/config.json $rlt fit --config recipe_7b/sft \
-    --data.source "$run/generate/distillation.jsonl"
+stage student_sft model/config.json $rlt fit --config recipe_7b/sft --config "hardware/$strategy" \
+    --data.source "$run/generate/distillation.jsonl" ${TRAIN:-}
 stage evaluate evaluation.json $rlt test --config recipe_7b/evaluate_paper --config hardware/evaluate_8gpu \
     --model.pretrained "$run/student_sft/model"
 cat "$run/evaluate/evaluation.md"

@@ -1,15 +1,21 @@
 # Functions that the pipelines source. $run is the folder of all stages; $run/seconds.tsv gets the seconds of each attempt.
+# ALL has options of every stage: ALL="--config add/wandb --seed 1". UNTIL=STAGE ends the script after that stage.
 
 stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exists
+    [ "${last_stage:-}" != "${UNTIL:-none}" ] || { echo "== stopped after $UNTIL, before $1"; exit 0; }
     local name=$1 result=$2 begin=$SECONDS status=0
     shift 2
+    last_stage=$name
     mkdir -p "$run"
     if [ -e "$run/$name/$result" ]; then
         echo "== $name: finished before ($run/$name/$result)"
     else
         echo "== $name"
         printf '%s\t0\n' "$name" >> "$run/seconds.tsv"
-        "$@" --output_dir "$run/$name" --resume true || status=$?
+        # Each stage is a W&B run. A resumed stage continues its own, which W&B's folder names: run-TIME-ID.
+        local wandb_runs=("$run/$name"/wandb/*run-*-*) wandb=(WANDB_NAME="${WANDB_NAME:-${run##*/}-${name//\//-}}")
+        [ ! -e "${wandb_runs[0]}" ] || wandb+=(WANDB_RUN_ID="${WANDB_RUN_ID:-${wandb_runs[0]##*-}}")
+        env "${wandb[@]}" "$@" ${ALL:-} --output_dir "$run/$name" --resume true || status=$?
         printf '%s\t%s\n' "$name" "$((SECONDS - begin))" >> "$run/seconds.tsv"
     fi
     return $status

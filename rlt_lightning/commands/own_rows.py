@@ -29,8 +29,9 @@ TABLE = "own_rows.md"
 STUDENTS = {
     "base": "nothing: the base",
     "solutions": "raw solutions",
-    "warmup": "traces of the warm-up teacher",
-    "control": "its greedy traces: the control",
+    "control": "greedy traces of the warm-up teacher: the control",
+    "warmup": "its traces at T 0.7",
+    "best_of_4": "best of 4 by the reward",
     "rlt": "traces of the RLT teacher",
 }
 SAMPLED = {"traces.jsonl", "responses.jsonl"}  # a row has the tokens that were sampled for it
@@ -112,10 +113,13 @@ def has_answer(row: Mapping[str, Any]) -> bool:
 
 
 def build_page(run: Path, num_cards: int) -> str:
-    """Return the accuracies of all students and the costs of all stages as Markdown."""
+    """Return the accuracies of all students and the costs of all stages as Markdown.
+
+    Cells of stages that have not ended are empty.
+    """
     students = [
-        "| student learned from | rows | greedy, % (95 %) | T 0.7, % (95 %) |",
-        "|---|---|---|---|",
+        "| student learned from | explanations sampled | rows | greedy, % (95 %) | T 0.7, % (95 %) |",
+        "|---|---|---|---|---|",
         *(describe_student(run, name, what) for name, what in STUDENTS.items()),
     ]
     costs = ["| stage | tokens sampled | tokens trained | seconds | card-minutes |", "|---|---|---|---|---|"]
@@ -130,14 +134,22 @@ def build_page(run: Path, num_cards: int) -> str:
 
 def describe_student(run: Path, name: str, what: str) -> str:
     """Return a student's line of the table."""
-    source = run / (f"traces_{name}/distillation.jsonl" if name != "solutions" else "rows/train.jsonl")
-    number = str(sum(1 for _ in read_json_rows(source))) if source.exists() else ""
-    cells = [read_accuracy(run / f"evaluate_{name}_{how}") for how in ("greedy", "sampled")]
-    return f"| {what} | {number} | {' | '.join(cells)} |"
+    traces = run / f"traces_{name}"
+    rows = run / "rows/train.jsonl" if name == "solutions" else traces / "distillation.jsonl"
+    cells = [count_rows(traces / "traces.jsonl"), count_rows(rows)]
+    cells += [read_accuracy(run / f"evaluate_{name}_{how}") for how in ("greedy", "sampled")]
+    return f"| {what} | {' | '.join(cells)} |"
+
+
+def count_rows(path: Path) -> str:
+    """Return the number of rows of a file; '' without a file."""
+    return str(sum(1 for _ in read_json_rows(path))) if path.exists() else ""
 
 
 def read_accuracy(folder: Path) -> str:
-    """Return the accuracy that `rlt test` found, in percent, with its 95 % interval."""
+    """Return the accuracy that `rlt test` found, in percent, with its 95 % interval; '' before its end."""
+    if not (folder / "evaluation.json").exists():
+        return ""
     figures = json.loads((folder / "evaluation.json").read_text())["sets"]["test"]
     low, high = wilson_interval(figures["pass_at_1"], int(figures["num_problems"]))
     return f"{100 * figures['pass_at_1']:.1f} ({100 * low:.0f} to {100 * high:.0f})"

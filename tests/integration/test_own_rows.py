@@ -185,7 +185,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 def read_results(run: Path) -> list[list[str]]:
     """Return the cells of the closing table; of the costs those that a second run must have, too: tokens."""
     lines = [line.split("|")[1:-1] for line in (run / "own_rows.md").read_text().splitlines() if line]
-    students, costs = lines[:7], sorted(line[:3] for line in lines[7:])
+    students, costs = lines[:8], sorted(line[:3] for line in lines[8:])
     return [*students, *costs]
 
 
@@ -196,20 +196,22 @@ TASKS = ("chains", "jars from a wheel")
 @pytest.mark.parametrize("finished", [full(TASKS[0]), slow(TASKS[1])], indirect=True)
 def test_the_script_ends_with_a_table_of_all_students(finished: Place) -> None:
     run = finished.folder / "whole"
-    students = read_results(run)[2:7]
+    students = read_results(run)[2:8]
     assert [cells[0].strip() for cells in students] == [
         "nothing: the base",
         "raw solutions",
-        "traces of the warm-up teacher",
-        "its greedy traces: the control",
+        "greedy traces of the warm-up teacher: the control",
+        "its traces at T 0.7",
+        "best of 4 by the reward",
         "traces of the RLT teacher",
     ]
     for cells in students:
-        assert all(re.fullmatch(r" \d+\.\d \(\d+ to \d+\) ", cell) for cell in cells[2:])
+        assert all(re.fullmatch(r" \d+\.\d \(\d+ to \d+\) ", cell) for cell in cells[3:])
     parts = {part: read(run / f"rows/{part}.jsonl") for part in ("train", "held_out", "test")}
     assert sum(map(len, parts.values())) == ROWS
-    assert all(0 < int(cells[1]) <= len(parts["train"]) for cells in students[1:])
-    assert int(students[1][1]) == len(parts["train"])
+    assert all(0 < int(cells[2]) <= len(parts["train"]) for cells in students[1:])
+    assert int(students[1][2]) == len(parts["train"])
+    assert [int(cells[1]) // len(parts["train"]) for cells in students[2:]] == [1, 1, 4, 1]
     responses = read(run / "evaluate_rlt_greedy/responses.jsonl")
     assert len(responses) == len(parts["test"])
     if finished.script.is_relative_to(ROOT):
@@ -224,7 +226,7 @@ def test_the_script_ends_with_a_table_of_all_students(finished: Place) -> None:
 def test_a_kill_in_every_stage_leaves_the_same_table(finished: Place) -> None:
     run, log = finished.folder / "killed", finished.log("killed")
     stages = re.findall(r"^== (\w+)$", finished.log("whole").read_text(), re.MULTILINE)
-    assert len(stages) == 20
+    assert len(stages) == 24
     for number, stage in enumerate(stages):
         with finished.run("killed") as process:
             deadline = time.monotonic() + 1200
@@ -237,8 +239,8 @@ def test_a_kill_in_every_stage_leaves_the_same_table(finished: Place) -> None:
     with finished.run("killed") as process:
         assert process.wait(timeout=3000) == 0, log.read_text()[-3000:]
     begun = [log.read_text().count(f"== {stage}\n") for stage in stages]
-    print(f"figure: {sum(number > 1 for number in begun)} of 20 stages were killed before their end")
+    print(f"figure: {sum(number > 1 for number in begun)} of 24 stages were killed before their end")
     assert sum(number > 1 for number in begun) >= 10
     expected, resumed = read_results(finished.folder / "whole"), read_results(run)
-    assert resumed[:7] == expected[:7]
-    assert resumed[7:] == expected[7:]
+    assert resumed[:8] == expected[:8]
+    assert resumed[8:] == expected[8:]

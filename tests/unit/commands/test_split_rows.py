@@ -83,19 +83,23 @@ def test_intervals_are_right_at_the_ends() -> None:
 
 
 def test_the_page_adds_up_what_stages_cost(tmp_path: Path) -> None:
-    for name in ("base", "solutions", "warmup", "control", "rlt"):
-        for how in ("greedy", "sampled"):
-            folder = tmp_path / f"evaluate_{name}_{how}"
-            folder.mkdir()
-            result = {"pass_at_1": 0.5, "num_problems": 100.0}
-            (folder / "evaluation.json").write_text(json.dumps({"sets": {"test": result}}))
+    for name in ("base_greedy", "base_sampled", "best_of_4_greedy"):
+        folder = tmp_path / f"evaluate_{name}"
+        folder.mkdir()
+        result = {"pass_at_1": 0.5, "num_problems": 100.0}
+        (folder / "evaluation.json").write_text(json.dumps({"sets": {"test": result}}))
+    (tmp_path / "traces_best_of_4").mkdir()
+    (tmp_path / "traces_best_of_4/traces.jsonl").write_text('{"num_tokens": 0}\n' * 8)
+    (tmp_path / "traces_best_of_4/distillation.jsonl").write_text("{}\n" * 2)
     (tmp_path / "evaluate_base_greedy/responses.jsonl").write_text('{"num_tokens": 7}\n{"num_tokens": 5}\n')
     (tmp_path / "rlt").mkdir()
     columns = "step,perf/generate_tokens_per_s,perf/generate_s,perf/train_tokens_per_s,perf/train_s\n"
     (tmp_path / "rlt/metrics.csv").write_text(f"{columns}1,100,2.0,50,4.0\n2,10,1.0,5,1.0\n")
     (tmp_path / "seconds.tsv").write_text("rlt\t50\nrlt\t70\nevaluate_base_greedy\t60\n")
     page = build_page(tmp_path, num_cards=2)
-    assert "| nothing: the base |  | 50.0 (40 to 60) | 50.0 (40 to 60) |" in page
+    assert "| nothing: the base |  |  | 50.0 (40 to 60) | 50.0 (40 to 60) |" in page
+    assert "| best of 4 by the reward | 8 | 2 | 50.0 (40 to 60) |  |" in page
+    assert "| traces of the RLT teacher |  |  |  |  |" in page
     # Sampled 100 * 2 + 10 * 1, trained 50 * 4 + 5 * 1; 50 + 70 s on 2 cards are 4 card-minutes.
     assert "| rlt | 210 | 205 | 120 | 4.0 |" in page
     assert "| evaluate_base_greedy | 12 | 0 | 60 | 2.0 |" in page
