@@ -136,14 +136,16 @@ def describe_student(run: Path, name: str, what: str) -> str:
     """Return a student's line of the table."""
     traces = run / f"traces_{name}"
     rows = run / "rows/train.jsonl" if name == "solutions" else traces / "distillation.jsonl"
-    cells = [count_rows(traces / "traces.jsonl"), count_rows(rows)]
+    trained = count_rows(run / "rlt/rollouts.jsonl") if name == "rlt" else 0
+    sampled = count_rows(traces / "traces.jsonl") + trained
+    cells = [str(number) if number else "" for number in (sampled, count_rows(rows))]
     cells += [read_accuracy(run / f"evaluate_{name}_{how}") for how in ("greedy", "sampled")]
     return f"| {what} | {' | '.join(cells)} |"
 
 
-def count_rows(path: Path) -> str:
-    """Return the number of rows of a file; '' without a file."""
-    return str(sum(1 for _ in read_json_rows(path))) if path.exists() else ""
+def count_rows(path: Path) -> int:
+    """Return the number of rows of a file; 0 without a file."""
+    return sum(1 for _ in read_json_rows(path)) if path.exists() else 0
 
 
 def read_accuracy(folder: Path) -> str:

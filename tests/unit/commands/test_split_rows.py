@@ -95,11 +95,12 @@ def test_the_page_adds_up_what_stages_cost(tmp_path: Path) -> None:
     (tmp_path / "rlt").mkdir()
     columns = "step,perf/generate_tokens_per_s,perf/generate_s,perf/train_tokens_per_s,perf/train_s\n"
     (tmp_path / "rlt/metrics.csv").write_text(f"{columns}1,100,2.0,50,4.0\n2,10,1.0,5,1.0\n")
+    (tmp_path / "rlt/rollouts.jsonl").write_text("{}\n" * 3)
     (tmp_path / "seconds.tsv").write_text("rlt\t50\nrlt\t70\nevaluate_base_greedy\t60\n")
     page = build_page(tmp_path, num_cards=2)
     assert "| nothing: the base |  |  | 50.0 (40 to 60) | 50.0 (40 to 60) |" in page
     assert "| best of 4 by the reward | 8 | 2 | 50.0 (40 to 60) |  |" in page
-    assert "| traces of the RLT teacher |  |  |  |  |" in page
+    assert "| traces of the RLT teacher | 3 |  |  |  |" in page
     # Sampled 100 * 2 + 10 * 1, trained 50 * 4 + 5 * 1; 50 + 70 s on 2 cards are 4 card-minutes.
     assert "| rlt | 210 | 205 | 120 | 4.0 |" in page
     assert "| evaluate_base_greedy | 12 | 0 | 60 | 2.0 |" in page
