@@ -24,8 +24,8 @@ class Alarms(Callback):
     """Warn when a run goes wrong, by one line on the terminal and an alert in W&B.
 
     A figure must be bad for `patience` iterations in a row, and the same alarm comes again only after
-    `quiet_steps`. A figure that is not finite, completions that reach the limit of length, and an error that
-    ends the run raise an alarm at once.
+    `quiet_steps`. A figure that is not finite, and completions that reach the limit of length, raise an alarm
+    at once. An error that ends the run is an alert in W&B only.
 
     Args:
         enabled: Whether to raise alarms.
