@@ -12,6 +12,7 @@ on traces of uneven quality. Each arm then makes 512 traces in its own way, and 
     lambda_N       the same with weight N of r_KL instead of 3
     raw            traces like those of the warm-up
     oracle         traces with all steps right
+    own_t0         the untrained student's own greedy answers, right or wrong: no teacher, no solution
 
 Further arms show what decoding and selection give without RLT, and what they add to it:
 
@@ -89,7 +90,7 @@ DECODED = {
     "rlt_best_of_4": Decoding("rlt", num_traces=4),
     "rlt_best_of_16": Decoding("rlt", num_traces=16),
 }
-ARMS = ("base", "raw", "warmup", *TRAINED, *DECODED, "oracle")
+ARMS = ("base", "own_t0", "raw", "warmup", *TRAINED, *DECODED, "oracle")
 NUM_SAMPLED = 16  # traces of a problem, of which the best of 4 and of 16 are selected
 PROMPTS_PER_STEP = 8  # of laptop/rlt
 SAMPLED_ARMS = ("warmup", "rlt", "solution_only")  # whose teachers explain one problem eight times
@@ -284,11 +285,28 @@ class Arms:
         """Return the file that an arm's students learn from; stage 3 makes it for arms with a teacher."""
         if arm in ("raw", "oracle"):
             return self.data_file(arm)
+        if arm == "own_t0":
+            return self.answer_greedily()
         decoding = DECODED.get(arm, Decoding(arm))
         if decoding.num_traces != 1:
             return self.select_traces(arm, decoding)
         temperature = {"rollouts__sampling__temperature": decoding.temperature} if arm in DECODED else {}
         return self.generate(arm, "traces", "raw", decoding.teacher, **temperature) / "distillation.jsonl"
+
+    def answer_greedily(self) -> Path:
+        """Return the file of the untrained student's own greedy answers to the problems of `raw`."""
+        answers = self.stages(
+            f"{self.name}/own_t0/answers",
+            "predict",
+            "laptop/rejection",
+            "README.md",
+            model__teacher=self.student_base,
+            data__source=self.data_file("raw"),
+            rollouts__sampling__temperature=0,
+            rollouts__num_traces=1,
+            **self.seeds,
+        )
+        return answers / "traces.jsonl"  # distillation.jsonl has the right ones only
 
     def select_traces(self, arm: str, decoding: Decoding) -> Path:
         """Return the file of one trace a problem, selected among the first ones that the teacher sampled."""

@@ -17,6 +17,7 @@ from rlt_lightning.tasks.stepwise import chain_kind
 
 NAMES = {  # of arms, for people
     "base": "untrained student",
+    "own_t0": "untrained student's own greedy answers",
     "raw": "raw traces",
     "warmup": "warm-up teacher, T 0.7",
     "rlt": "RLT teacher",
@@ -87,7 +88,7 @@ def collect_arm(ones: list[Arms], arm: str) -> dict[str, Any]:
         return found
     traces = [read_traces(one, arm) for one in ones]
     found["kinds"] = [measure_kinds(rows) for rows in traces]
-    if "reward" in traces[0][0]:
+    if traces[0][0].keys() >= set(TERMS):
         found["terms"] = [{term: fmean(row[term] for row in rows) for term in TERMS} for rows in traces]
     if arm in TRAINED:
         found["rise"] = [measure_rise(one, arm) for one in ones]
