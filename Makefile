@@ -29,7 +29,7 @@ finding: setup
 	$(RUN)/python research/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --variations "$(VARIATIONS)" \
 		--setting $(or $(SETTING),main) --output_dir $(or $(OUT),runs/finding)
 
-# Three ways to teach a student, from the same problems: half an hour.
+# Three ways to teach a student, from the same problems: an hour on a core.
 ways: setup
 	$(RUN)/python research/ways.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/ways)
 

@@ -70,7 +70,8 @@ ADVICE = (
 )
 CONTROL = (
     "whether RLT does more than decoding: before you train, compare with greedy traces of this teacher, "
-    "rlt predict with --rollouts.sampling.temperature 0 (docs/pipeline.md, what to do first)"
+    "rlt predict with --rollouts.sampling.temperature 0, and with the student's own greedy answers "
+    "(docs/pipeline.md, what to do first)"
 )
 VARIANTS = {"leap": "a leap to the answer", "filler": "filler"}  # of a right trace, and how they are called
 COUNTED = 4  # problems that are sampled and counted together
