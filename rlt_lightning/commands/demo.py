@@ -1,4 +1,4 @@
-"""`rlt demo`: compare, in minutes on two CPU cores, what a student learns from a teacher before and after RLT.
+"""`rlt demo`: compare, in minutes on two cores, what a student learns from a teacher before and after RLT.
 
     warm up a teacher ─┬─ RLT ─ explain, T 0.7 ─ train a student ─ test it, sampled and greedily
                        ├─────── explain, T 0.7 ─ the same
