@@ -40,8 +40,8 @@ rlt fit --config laptop/rlt --trainer.max_steps 1    # every run begins with the
 
 Read this page to see whether a model family runs. A small random model of each went through the checks that a
 run makes at its start (`scripts/models_page.py`): *layout* is [how it is scored](hardware.md#layouts),
-*sampling* [how `HFEngine` samples it](rollouts.md#sampling-in-process), *LoRA* whether the default adapter fits.
-A model that is not here is checked likewise, and refused if its log-probs are wrong.
+*sampling* [how `HFEngine` samples it](rollouts.md#sampling-in-process), *LoRA* whether the default
+adapter fits. A model that is not here is checked likewise, and refused if its log-probs are wrong.
 
 | family | layout | sampling | LoRA | remark |
 |---|---|---|---|---|
