@@ -132,7 +132,7 @@ and all options of rlt fit and rlt predict.
     "check": (
         "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Check on your rows and models, before a stage, whether its run can teach anything.",
-        """  --check.rows 32                     problems to sample completions of
+        """  --check.rows 16                     problems to sample completions of
   --check.completions 4               completions of each problem
   --check.bad_traces [NAME]           columns of traces that the reward must rank below reasoning_trace
 

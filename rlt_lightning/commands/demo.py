@@ -99,10 +99,10 @@ here). So RLT is not the cheapest way here.
 CONTROL = """
 Best of 2 keeps the better explanation of each problem by RLT's reward, without RL: in
 all as many as RLT samples in its 40 iterations and for its student. The best of six
-for 512 problems, fewer samples in all, gives 99.6 to 100 % in greedy answers, too, and
-52 to 62 % in sampled ones. On chains of five steps, explanations that
-the warm-up teacher writes greedily, at T 0, do nearly as well as RLT's. All of it is
-in the repository: research/finding.md.
+for 512 problems, fewer samples in all, equals it in greedy answers (99.6 to 100 %), not
+in sampled ones (52 to 62 %). On chains of five steps, explanations that the warm-up
+teacher writes greedily, at T 0, do nearly as well as RLT's. All of it is in the
+repository: research/finding.md.
 """
 
 
