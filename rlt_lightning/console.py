@@ -131,30 +131,30 @@ def make_printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def wrap_line(line: str, indent: int) -> str:
-    """Break a line at words where the terminal ends, if standard output is one; a log keeps its lines.
+def wrap_line(line: str, indent: int, log_width: int | None = None) -> str:
+    """Break a line at words where the terminal ends, or in a log.
 
     Args:
         line: The line.
         indent: Number of spaces before what follows.
+        log_width: Columns where standard output is no terminal; None: the line stays whole there.
     """
-    if not sys.stdout.isatty():
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else log_width
+    if width is None:
         return line
-    width = shutil.get_terminal_size().columns
+    spaces = " " * indent
     return textwrap.fill(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        line,
+        max(width, indent + 30),
+        subsequent_indent=spaces,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes as MB, or as GB from one GB on."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def wrap(line: str, indent: int) -> str:
-    """Return a line broken at the terminal's width, in a log at 110 columns; later lines are indented."""
-    width = max(indent + 30, shutil.get_terminal_size((110, 24)).columns)
-    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def redraws_lines() -> bool:

@@ -202,11 +202,8 @@ def tell_changes(folder: Path, config: dict[str, Any]) -> None:
     """Warn about settings that were changed since the run that a training resumes."""
     if changes := list_changes(folder, config):
         more = f"; and {len(changes) - 5} more" if len(changes) > 5 else ""
-        idle = [
-            change.split()[0]
-            for change in changes
-            if any(name in f".{change}" for name in OPTIMIZER_SETTINGS)
-        ]
+        names = [change.split()[0] for change in changes]
+        idle = [name for name in names if any(setting in f".{name}" for setting in OPTIMIZER_SETTINGS)]
         stays = f" Without effect, since the checkpoint's stay: {', '.join(idle)}." if idle else ""
         warnings.warn(
             f"The run resumes with other settings than its checkpoint was trained with: "
