@@ -1,10 +1,9 @@
-# A machine made ready: the trainer's environment and vLLM's, as docs/hardware.md installs them; `rlt` is the entry point.
+# A machine made ready, as docs/hardware.md installs it; `rlt` is the entry point.
 #   docker build -t rlt_lightning .
 #   docker run --gpus all --shm-size 16g -v "$PWD/runs:/data" rlt_lightning fit --config laptop/rlt --output_dir /data/q
 # Arguments, by --build-arg NAME=VALUE:
 #   BASE       any Debian or Ubuntu with Python 3.11 to 3.13; PyPI's PyTorch and vLLM bring their own CUDA libraries
-#   WORKER     gpu: vLLM for the DRIVER of the machines that will run the image; cpu: its CPU build; none
-#   EXTRAS     of the trainer
+#   EXTRAS     what to install; without vllm for a machine without GPUs
 #   PIP_EXTRA_INDEX_URL    of other builds of PyTorch, such as https://download.pytorch.org/whl/cu126 (docs/hardware.md)
 ARG BASE=nvidia/cuda:13.0.2-base-ubuntu24.04
 FROM ${BASE}
@@ -21,16 +20,10 @@ USER rlt
 WORKDIR /opt/rlt/rlt_lightning
 COPY --chown=rlt . .
 
-ARG EXTRAS=deepspeed,liger,wandb,tensorboard,quant
+ARG EXTRAS=deepspeed,liger,wandb,tensorboard,quant,vllm
 ARG PIP_EXTRA_INDEX_URL=
 ARG PIP_NO_CACHE_DIR=1
 RUN make setup EXTRAS="$EXTRAS"
-
-ARG WORKER=gpu
-ARG DRIVER=580
-ARG VLLM=
-ARG INDEX=
-RUN [ "$WORKER" = none ] || "scripts/setup_vllm_$WORKER.sh"
 
 ENV PATH=/opt/rlt/rlt_lightning/.venv/bin:$PATH
 ENTRYPOINT ["rlt"]

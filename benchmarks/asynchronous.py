@@ -187,7 +187,7 @@ def compare_all(options: Any, setting: Setting, results: dict[str, Any]) -> None
             alone = step_times("two machines, sampling at once", engine, False, half)
             worker.delay_s = alone["step"] - alone["generate"]
         results["two machines"] = compare("two machines", engine, setting)
-    if not options.tiny and (ROOT / ".venv-vllm").exists():
+    if not options.tiny and Path(sys.executable).with_name("vllm").exists():
         overlay = yaml.safe_load((ROOT / "configs/add/vllm_launch.yaml").read_text())
         engine = overlay["rollouts"]["engine"]["init_args"]
         results["one machine"] = compare("one machine", engine, setting)

@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--prompt_length", type=int, default=350)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "0")) or None)
-    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/vllm")
+    parser.add_argument("--vllm", type=Path, default=Path(sys.executable).with_name("vllm"))
     parser.add_argument("--continuous_batching", choices=["true", "false"], default="true")
     tiny = {"model": "miniature", "sequences": "2", "prompt_length": 40, "length": 4, "threads": 1}
     options = read_options(parser, **tiny, vllm=Path("no vLLM"), continuous_batching="false")

@@ -6,7 +6,7 @@
 #
 # Pages quote others too: divergence generate packing balance overlap asynchronous push push_disk push_workers quantised
 # plan dynamic_sampling, which takes half an hour. push and push_disk are benchmarks/push.py over gloo and over a disk;
-# they, generate and asynchronous need .venv-vllm (make setup-vllm).
+# they, generate and asynchronous need vLLM (make setup-vllm).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 default=(reward optimise growth startup memory data)

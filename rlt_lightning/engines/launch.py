@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +42,7 @@ class Launch:
     """The workers that a run starts for itself.
 
     Args:
-        executable: `vllm` of the environment that vLLM is installed in; a path, or a name on PATH.
+        executable: vLLM's command: a path, or a name beside this Python or on PATH.
         num_workers: Servers to start, each with a copy of the teacher.
         model: What they load at first; None: the teacher. The trainer's weights replace it before the first
             request, unless the engine's push is NoPush.
@@ -90,11 +89,12 @@ class Launch:
         self, index: int, port: int, model: str, backend: str | None, served_model: str
     ) -> list[str]:
         """Return the command line of worker number `index`, which a person could type as well."""
-        program = which(self.executable)
+        beside = str(Path(sys.executable).parent)
+        program = which(self.executable, path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
         if program is None:
             raise InputError(
-                f"launch.executable must be vLLM's command, but '{self.executable}' is none. Make its "
-                "environment (scripts/setup_vllm_cpu.sh, or setup_vllm_gpu.sh) or correct the path."
+                f"launch.executable must be vLLM's command, but '{self.executable}' is none. Install the extra "
+                "vllm (on a CPU: make setup-vllm), or correct the path."
             )
         words = [program, "serve", self.model or model, "--served-model-name", served_model]
         words += ["--host", LOOPBACK, "--port", str(port), "--dtype", self.dtype, "--seed", str(index)]
@@ -143,10 +143,6 @@ class LocalServer:
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
         self.log_begin = 0  # bytes in the log before the last start
-        # The worker must find this package, and nothing else of this environment.
-        self.import_folder = tempfile.TemporaryDirectory(prefix="rlt-worker-")
-        package = Path(__file__).parents[1]
-        (Path(self.import_folder.name) / package.name).symlink_to(package)
         atexit.register(self.stop)
 
     def start(self) -> None:
@@ -163,7 +159,7 @@ class LocalServer:
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
         inherited = {name: value for name, value in os.environ.items() if name != ALLOCATOR}
-        environment = {**inherited, **defaults, **self.environment, "PYTHONPATH": self.import_folder.name}
+        environment = {**inherited, **defaults, **self.environment}
         with open(self.log, "ab") as log:
             self.log_begin = log.tell()
             self.process = subprocess.Popen(
@@ -205,7 +201,6 @@ class LocalServer:
             with waiting_for("a vLLM worker to end"), contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(guard.GRACE_S + 2)
             self.kill()
-        self.import_folder.cleanup()
         atexit.unregister(self.stop)
 
     def _close_pipe(self) -> None:

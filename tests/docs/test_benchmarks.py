@@ -19,6 +19,7 @@ import plan
 import pytest
 from commands import ROOT, Running, make_forked_python
 from jsonargparse import capture_parser
+from vllm_runs import EXECUTABLE
 
 from rlt_lightning.cli import main as cli
 
@@ -86,8 +87,8 @@ def checked_result(name: str, run: subprocess.CompletedProcess[str], output: Pat
     [pytest.param(name, marks=MARKS.get(name, [])) for name in BENCHMARKS],
 )
 def test_a_benchmark_ends_with_its_line(name: str, tmp_path: Path) -> None:
-    if name == "push" and not (ROOT / ".venv-vllm").exists():
-        pytest.skip("needs .venv-vllm: make setup-vllm")
+    if name == "push" and not EXECUTABLE.exists():
+        pytest.skip("needs vLLM: make setup-vllm")
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     output = tmp_path / f"{name}.json"

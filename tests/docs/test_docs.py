@@ -20,7 +20,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -206,7 +205,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "playwright": (nothing, "downloads a browser"),
     "ruff": (nothing, "run by make check"),
 }
-PLACES = (".venv/bin", ".venv-vllm/bin", "../vllm/bin")  # of further programs of these names
+PLACES = (".venv/bin",)  # of further programs of these names
 STAND_IN = '#!/bin/sh\nprintf "%s\\0" "$0" "$@" > "$CALLS/$$"\n'  # a file each: some run side by side
 
 
@@ -517,19 +516,11 @@ def test_every_verb_is_run() -> None:
 SMALLER = {"max_completion_length=4096": "max_completion_length=1024", "=500,": "=50,", "=3000)": "=300)"}
 
 
-def python_with(module: str) -> str:
-    """A Python that has a package which this project does not need; vLLM brings openai."""
-    for program in (sys.executable, ROOT / ".venv-vllm" / "bin" / "python"):
-        with suppress(FileNotFoundError):
-            if subprocess.run([program, "-c", f"import {module}"], capture_output=True).returncode == 0:
-                return str(program)
-    pytest.skip(f"needs {module}")
-
-
 @blocks("python")
 def test_a_python_block_runs(block: Block, tiny_model: str, tmp_path: Path) -> None:
-    if "from trl" in block.text:
-        pytest.importorskip("trl", reason="needs TRL: make setup")
+    for package in ("trl", "openai"):  # vLLM brings openai
+        if f"from {package}" in block.text:
+            pytest.importorskip(package)
     with worker_of(tiny_model, dev_mode=False) as worker:
         code = block.text
         names = {
@@ -541,11 +532,7 @@ def test_a_python_block_runs(block: Block, tiny_model: str, tmp_path: Path) -> N
             code = code.replace(name, value)
         path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", page_files(block.page, tmp_path))))
         environment = {"PYTHONPATH": path, "VLLM_API_KEY": "key"}
-        if "from openai" in code:
-            words, environment = [python_with("openai"), "-c", code], os.environ | environment
-            done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
-        else:
-            done = python(code, tmp_path, **environment)
+        done = python(code, tmp_path, **environment)
     assert done.returncode == 0, done.stderr
 
 

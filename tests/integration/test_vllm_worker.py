@@ -97,9 +97,8 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     launch = Launch(**LAUNCH | {"executable": forked_vllm(folder, "sleeping_vllm")})
     command = launch.build_command(0, port, tiny_model, "gloo", "teacher")
     command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
-    local = LocalServer(command, launch.environment, folder / "worker.log")
-    traps = "worker_traps.py"
-    (Path(local.import_folder.name) / traps).symlink_to(ROOT / "tests/support" / traps)
+    environment = launch.environment | {"PYTHONPATH": path_of_tests()}
+    local = LocalServer(command, environment, folder / "worker.log")
     local.start()
     yield f"http://127.0.0.1:{port}"
     local.stop()

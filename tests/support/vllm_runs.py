@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from commands import ROOT
 
-EXECUTABLE = ROOT / ".venv-vllm" / "bin" / "vllm"
+EXECUTABLE = Path(sys.executable).with_name("vllm")
 NEEDS_VLLM = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not EXECUTABLE.exists(), reason="needs .venv-vllm: make setup-vllm"),
+    pytest.mark.skipif(not EXECUTABLE.exists(), reason="needs vLLM: make setup-vllm"),
 ]
 
 
