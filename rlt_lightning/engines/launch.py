@@ -93,8 +93,8 @@ class Launch:
         program = which(self.executable, path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
         if program is None:
             raise InputError(
-                f"launch.executable must be vLLM's command, but '{self.executable}' is none. Install the extra "
-                "vllm (on a CPU: make setup-vllm), or correct the path."
+                f"launch.executable must be vLLM's command, but '{self.executable}' is none. Install the "
+                "extra vllm (on a CPU: make setup-vllm), or correct the path."
             )
         words = [program, "serve", self.model or model, "--served-model-name", served_model]
         words += ["--host", LOOPBACK, "--port", str(port), "--dtype", self.dtype, "--seed", str(index)]
