@@ -20,7 +20,7 @@ import torch
 import yaml
 from bespoke import bespoke, student, trained_prompts  # noqa: F401
 from cases import slow
-from commands import path_of_tests, rlt, start, wait_until
+from commands import ROOT, path_of_tests, rlt, start, wait_until
 from sampling import sample_groups
 from tiny import CHAINS
 from vllm_runs import EXECUTABLE, NEEDS_VLLM, completions, forked_vllm, processes, worker_pids
