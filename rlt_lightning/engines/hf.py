@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlt_lightning.engines.base import (
     Engine,
@@ -39,12 +38,6 @@ from rlt_lightning.types import Completion, FinishReason
 
 # Tokens of prompts that are run at once, unless a single prompt has more.
 PREFILL_TOKENS = 8192
-# Words whose probabilities are added up in fp32 before float64 takes over.
-BLOCK = 128
-# A number this near to a boundary, as a fraction of the sum of all weights, is drawn again in float64. It is
-# several times the error of fp32: exp(l - max) is off by 2^-24 (|l - max| + 2), on average at most 8e-7 with
-# 150,000 words; a sum of 128 words by about 10 roundings, 6e-7.
-DOUBT = 1e-5
 
 
 class HFEngine(Engine):
@@ -381,57 +374,19 @@ def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) 
     """
     scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
     filtered = truncate(logits, history, sampling) if sampling.truncates else scaled
-    if sampling.temperature == 0:
-        tokens = filtered.argmax(dim=-1)
-        doubtful = torch.zeros_like(tokens, dtype=torch.bool)
-    else:
-        tokens, doubtful = invert(filtered, uniforms)
-    log_normaliser = scaled.logsumexp(dim=-1)
-
-    def read() -> list[list[float]]:
-        log_probs = scaled.gather(1, tokens[:, None]).squeeze(1) - log_normaliser
-        # Float64 holds tokens and fp32 exactly, so one copy brings them all.
-        return torch.stack([tokens.double(), log_probs.double(), doubtful.double()]).tolist()
-
-    token_ids, log_probs, doubts = read()
-    if any(doubts):
-        rows = upload([row for row, doubt in enumerate(doubts) if doubt], logits.device)
-        tokens[rows] = invert_exactly(filtered[rows], uniforms[rows])
-        token_ids, log_probs, _ = read()
+    tokens = filtered.argmax(dim=-1) if sampling.temperature == 0 else invert(filtered, uniforms)
+    log_probs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(dim=-1)
+    # Float64 holds tokens and fp32 exactly, so one copy brings both.
+    token_ids, log_probs = torch.stack([tokens.double(), log_probs.double()]).tolist()
     return Drawn(tokens, [int(token) for token in token_ids], log_probs)
 
 
-def invert(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first token of each row at which the cumulative softmax exceeds the uniform number.
-
-    Blocks of words are added up in fp32, the words of one block in float64.
-
-    Returns:
-        The tokens, (n,), and for which rows the number lies so near to a boundary that rounding could
-        decide, (n,): `invert_exactly` must compute these.
-    """
-    spare = -logits.shape[1] % BLOCK
+def invert(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Find the first token of each row at which the cumulative softmax exceeds the uniform number, (n,)."""
     weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()  # (n, V)
-    blocks = pad(weights, (0, spare)).unflatten(1, (-1, BLOCK))  # (n, V / BLOCK, BLOCK)
-    sums = blocks.sum(dim=-1).double().cumsum(dim=-1)
-    targets = uniforms[:, None] * sums[:, -1:]  # (n, 1)
-    chosen = torch.searchsorted(sums, targets, right=True).clamp(max=sums.shape[1] - 1)  # (n, 1)
-    before = pad(sums, (1, 0)).gather(1, chosen)
-    words = blocks[torch.arange(len(logits), device=logits.device), chosen[:, 0]]
-    edges = torch.cat([before, before + words.double().cumsum(dim=-1)], dim=1)  # (n, BLOCK + 1)
-    places = torch.searchsorted(edges, targets, right=True).squeeze(1) - 1
-    # A doubtful one may lie behind the last word.
-    tokens = (chosen[:, 0] * BLOCK + places).clamp(max=logits.shape[1] - 1)
-    clear = (edges - targets).abs().amin(dim=-1) > DOUBT * sums[:, -1]
-    return tokens, ~clear
-
-
-def invert_exactly(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Do what `invert` does in float64, slowly and plainly."""
-    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (n, V)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)  # (n,)
-    return tokens.clamp(max=logits.shape[-1] - 1)
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
 
 
 def truncate(logits: Tensor, history: Tensor, sampling: Sampling) -> Tensor:

@@ -17,7 +17,7 @@ from sampling import sample_groups
 from samplings import SAMPLINGS, assert_same, started
 
 from rlt_lightning.engines import HFEngine, Sampling
-from rlt_lightning.engines.hf import draw, invert_exactly
+from rlt_lightning.engines.hf import draw
 from rlt_lightning.engines.slots import Prompts, attend, choose_decoder, decode_attention
 from rlt_lightning.models.attention import register_segment_attention
 from rlt_lightning.models.kernels import build_packed_forward, packed_weights
@@ -233,21 +233,6 @@ def test_a_finished_rank_calls_as_often_as_the_others(miniature: str) -> None:
     others = iter([False])
     sample_groups(engine, random_prompts([3, 4], 300), Sampling(max_completion_length=5), 2, "", [1, 2])
     assert asked == [True] * len(calls.inputs) + [False]  # the ranks meet before every call
-
-
-def test_drawing_in_blocks_equals_float64() -> None:
-    generator = torch.Generator().manual_seed(0)
-    plain, none = Sampling(temperature=1), torch.empty(400, 0, dtype=torch.long)
-    for scale, words in ((4.0, 5000), (0.1, 5000), (12.0, 129), (3.0, 128), (2.0, 7)):
-        logits = torch.randn(400, words, generator=generator) * scale
-        uniforms = torch.rand(400, generator=generator, dtype=torch.float64)
-        assert torch.equal(draw(logits, none, uniforms, plain).tokens, invert_exactly(logits, uniforms))
-        # The hardest numbers lie on the boundaries themselves, and next to them in float64.
-        edges = logits.double().softmax(-1).cumsum(-1)
-        places = torch.randint(words, (400, 1), generator=generator)
-        for nudge in (0.0, 1e-16, -1e-16, 1e-9, -1e-9, 1e-6, -1e-6):
-            on_edge = (edges.gather(1, places)[:, 0] + nudge).clamp(0, 1 - 1e-16)
-            assert torch.equal(draw(logits, none, on_edge, plain).tokens, invert_exactly(logits, on_edge))
 
 
 @pytest.mark.parametrize("name", list(SAMPLINGS))
