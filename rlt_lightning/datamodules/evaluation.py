@@ -29,10 +29,10 @@ from rlt_lightning.datamodules.format_choice import (
 )
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader, find_shard
-from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.datamodules.stratos import find_models, require_sizes
 from rlt_lightning.judging.answers import JUDGE_VERSION
-from rlt_lightning.models.load import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer, require_model_name
 from rlt_lightning.run.jsonl import Row, read_whole_rows
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import BadRowError, FinishReason, InputError
@@ -156,6 +156,7 @@ class EvaluationDataModule(LightningDataModule):
         wanted = (self.tokenizer_name, self.output_dir, self.num_samples)
         if self._prepared_for == wanted:
             return
+        self.require_files()
         sets = {
             name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
@@ -172,6 +173,20 @@ class EvaluationDataModule(LightningDataModule):
         done = {record["id"] for record in self.finished}
         self.left = [problem for problem in self.problems if problem.id not in done]
         self._prepared_for = wanted
+
+    def require_files(self) -> None:
+        """Check that rows, prompts and the model whose name is a path are there; nothing is loaded.
+
+        Raises:
+            InputError: If one is not.
+        """
+        for spec in self.specs.values():
+            spec.require_source()
+        if self.responses is not None:
+            SourceReader().open(self.responses)
+        self.format_options.require_files()
+        if self.tokenizer_name is not None:
+            require_model_name(self.tokenizer_name)
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
         """Return the sets one after another, in their order; a batch holds problems of one set only.

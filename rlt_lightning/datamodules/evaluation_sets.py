@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
 from rlt_lightning.datamodules.rows import find_question, has_text
-from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.judging.answers import AnswerKind, Reference, read_reference
 from rlt_lightning.metrics.answers import OVERALL
 from rlt_lightning.metrics.catalogue import SET_TITLES
@@ -75,6 +75,10 @@ class EvaluationSet:
     where: Mapping[str, str] = field(default_factory=dict)
     strip: bool = True
     private: bool = False
+
+    def require_source(self) -> None:
+        """Raise InputError if the source is a path that does not exist; nothing is read."""
+        SourceReader(self.split).open(self.source)
 
 
 SETS = {

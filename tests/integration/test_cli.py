@@ -339,7 +339,12 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
         ],
         "vLLM worker http://127.0.0.1:9 must answer within 1 s, but did not",
     ),
-    "no such accelerator": (["--trainer.accelerator=gpu"], "gpu"),
+    "no such accelerator": (["--trainer.accelerator=gpu"], "trainer.accelerator"),
+    "GPUs that are not there": (["--trainer.accelerator=auto", "--trainer.devices=2"], "trainer.devices 2"),
+    "no rows, before ranks start": (
+        ["--data.source=none.jsonl", "--trainer.devices=2"],
+        "file or folder 'none.jsonl' must exist",
+    ),
     "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import python
 from filelock import FileLock
 
 from rlt_lightning.console import waiting_for
@@ -143,6 +146,38 @@ def test_waits_for_the_hub_are_named(
         pretrained.model_config("nobody/nothing")
     first = capsys.readouterr().err.splitlines()[0]
     assert first == "waiting for the model nobody/nothing from the Hugging Face hub or its cache: 0 s"
+
+
+def test_a_hub_that_does_not_answer_is_tried_once() -> None:
+    code = """
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.models.load import load_format, load_tokenizer
+from rlt_lightning.types import InputError
+assert load_format("nobody/nothing") is None
+for load, name in ((load_tokenizer, "nobody/nothing"), (read_rows, "nobody/rows")):
+    try:
+        load(name)
+    except InputError as error:
+        print(error)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tries: list[int] = []
+
+        def hang_up() -> None:
+            with suppress(OSError):  # the test has closed it
+                while connection := server.accept()[0]:
+                    tries.append(1)
+                    connection.close()
+
+        Thread(target=hang_up, daemon=True).start()
+        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
+        done = python(code, Path(), fresh=True, HF_HUB_OFFLINE="", HF_ENDPOINT=hub)
+    assert done.returncode == 0, done.stderr
+    assert len(tries) == 1
+    assert f"{hub} cannot be reached" in done.stderr
+    tokenizer, rows = done.stdout.splitlines()
+    assert "hf download nobody/nothing" in tokenizer
+    assert "hf download nobody/rows --repo-type dataset" in rows
 
 
 def test_another_process_that_fetches_is_named(
