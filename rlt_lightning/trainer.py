@@ -261,9 +261,9 @@ def require_gpus(accelerator: Any, devices: Any) -> None:
     asks = accelerator in ("gpu", "cuda") or (accelerator == "auto" and devices not in ("auto", 1, "1"))
     if asks and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         raise InputError(
-            f"trainer.accelerator {accelerator} with trainer.devices {devices} needs a GPU, but PyTorch finds "
-            f"none here (torch {torch.__version__}, CUDA {torch.version.cuda}). Set trainer.accelerator to "
-            "cpu, or look at nvidia-smi and at the installed PyTorch."
+            f"trainer.accelerator {accelerator} with trainer.devices {devices} needs a GPU, but PyTorch "
+            f"{torch.__version__} (CUDA {torch.version.cuda}) finds none. Set trainer.accelerator to cpu, or "
+            "look at nvidia-smi and at the installed PyTorch."
         )
 
 

@@ -162,7 +162,7 @@ class Shards:
         self.group_size = group_size
         self.shares_prefix = shares_prefix
         self.loads = [0] * world_size  # tokens that each rank has
-        self.longest = 0  # tokens of the longest completion, of all ranks
+        self.lengths: list[int] = []  # tokens of each completion, of all ranks
 
     def divide(self, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
         """Divide completions over the ranks, after those of earlier calls; return this rank's, ascending.
@@ -178,7 +178,7 @@ class Shards:
         parts = balance_shards(list(families.values()), tokens, self.world_size, self.loads)
         for rank, part in enumerate(parts):
             self.loads[rank] += sum(tokens[i] for i in part)
-        self.longest = max([self.longest, *(num_completion for _, num_completion in lengths.values())])
+        self.lengths += [num_completion for _, num_completion in lengths.values()]
         return [numbers[i] for i in parts[self.rank]]
 
     def _count(self, num_prompt: int, num_completion: int) -> int:
@@ -327,12 +327,13 @@ class StepBatch:
             This rank's rows of each mini-batch.
         """
         num_groups, parts = len(self) // self.group_size, []
-        longest, self.shard = 0, []
+        lengths: list[int] = []
+        self.shard = []
         for i in range(number):
             first, end = (place * num_groups // number * self.group_size for place in (i, i + 1))
             self.shards = build_shards()
             parts.append(self.divide(range(first, end)))
-            longest = self.shards.longest = max(longest, self.shards.longest)
+            lengths = self.shards.lengths = lengths + self.shards.lengths
         return parts
 
     # Failures

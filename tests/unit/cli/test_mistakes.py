@@ -218,13 +218,10 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     # Each names the file, and not the model that the hub would be asked for.
     "a file, before the hub": (lambda: hub(source="rows.jsonl"), "'rows.jsonl' must exist"),
     "held-out rows, before the hub": (lambda: hub(val_source="rows.jsonl"), "'rows.jsonl' must exist"),
-    "rows of a format, before the hub": (lambda: hub(format_from="rows.jsonl"), "'rows.jsonl' must exist"),
-    "a prompt, before the hub": (lambda: hub(student_system_prompt="@prompt.txt"), "'prompt.txt'"),
     "a filter, before the hub": (
         lambda: hub(filters=Filters(overlap_with={"mine": "rows.jsonl"})),
         "'rows.jsonl' must exist",
     ),
-    "a student, before the hub": (lambda: hub(student_tokenizer="./none"), "model folder './none'"),
     "a set, before the hub": (lambda: evaluate({"math500": None, "mine": "rows.jsonl"}), "'rows.jsonl'"),
     "responses, before the hub": (
         lambda: evaluate({"math500": None}, responses="rows.jsonl"),

@@ -494,7 +494,7 @@ def test_groups_with_equal_rewards_have_no_gradient_and_are_counted(tiny_model: 
     rlt = module(tiny_model, reward=reward, policy_loss=GRPOLoss(kl_coef=0.0))
     fitted = bare_trainer(tmp_path, rollout_callback(), witness)
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
-    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert fitted.callback_metrics["reward/zero_std_frac"] == 1
     assert all(not gradient.any() for gradient in witness.gradients.values())
 
 
@@ -606,5 +606,5 @@ def test_group_of_equal_completions_has_no_spread(tiny_model: str, tmp_path: Pat
     rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0), micro_batch_tokens=700)
     fitted = bare_trainer(tmp_path, rollout_callback(engine=EqualEngine()), witness)
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
-    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert fitted.callback_metrics["reward/zero_std_frac"] == 1
     assert not any(gradient.any() for gradient in witness.gradients.values())
