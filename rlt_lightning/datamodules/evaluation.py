@@ -250,11 +250,13 @@ class EvaluationDataModule(LightningDataModule):
         """Return the records of problems for which an interrupted run has all responses.
 
         Raises:
-            InputError: If another judge wrote one: its verdicts cannot be averaged with this one's.
+            InputError: If another judge wrote one, whose verdicts cannot be averaged with this one's, or it
+                belongs to another problem.
         """
         if self.output_dir is None:
             return []
-        records: dict[str, list[Row]] = {problem.id: [] for problem in self.problems}
+        problems = {problem.id: problem for problem in self.problems}
+        records: dict[str, list[Row]] = {name: [] for name in problems}
         path = Path(self.output_dir) / "responses.jsonl"
         for _, record in read_whole_rows(path):
             if (judge := record.get("judge")) != JUDGE_VERSION:
@@ -263,8 +265,14 @@ class EvaluationDataModule(LightningDataModule):
                     f"this is {JUDGE_VERSION}. Restore that version, or choose another --output_dir, where "
                     f"--data.responses {path} judges the responses again once all are there."
                 )
-            if record["id"] in records:
-                records[record["id"]].append(record)
+            if (problem := problems.get(record["id"])) is None:
+                continue
+            if record.get("problem") != problem.fingerprint:
+                raise InputError(
+                    f"A resumed run must have the problems that it began with, but {path} has a response to "
+                    f"another {problem.id}. Restore the set in data.sets, or choose another --output_dir."
+                )
+            records[problem.id].append(record)
         return [record for part in records.values() if len(part) == self.num_samples for record in part]
 
     def _read_responses(self, source: str) -> None:

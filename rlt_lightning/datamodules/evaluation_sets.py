@@ -18,6 +18,7 @@ from typing import Any, get_args
 from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
 from rlt_lightning.datamodules.rows import find_question, has_text
 from rlt_lightning.datamodules.sources import SourceReader, read_rows
+from rlt_lightning.datamodules.token_cache import hash_value
 from rlt_lightning.judging.answers import AnswerKind, Reference, read_reference
 from rlt_lightning.metrics.answers import OVERALL
 from rlt_lightning.metrics.catalogue import SET_TITLES
@@ -144,6 +145,11 @@ class EvaluationProblem:
     reference: Reference
     private: bool
     prompt: list[int] = field(default_factory=list)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of the question and its right answer."""
+        return hash_value([self.question, self.reference])
 
 
 def build_set(name: str, settings: SetSettings) -> EvaluationSet:

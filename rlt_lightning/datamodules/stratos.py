@@ -462,6 +462,14 @@ class StratosDataModule(LightningDataModule, ABC):
             return ModelFormat.from_rows("teacher", self.format.tags, prompts)
         return ModelFormat.from_rows("student", self.format.student_tags, self.system_prompts)
 
+    def fingerprint_rows(self) -> dict[str, Any]:
+        """Return hashes of the rows that train, one for each source, and of those held out, if there are."""
+        items, sources = self.items, range(len(self.sources))
+        return {
+            "training": [items.select(items.sources == source).fingerprint() for source in sources],
+            "held_out": self.val_items.fingerprint() if self.val_items else None,
+        }
+
     @property
     def all_items(self) -> StoredItems:
         """Return the items of all rows, the held-out ones last."""

@@ -207,6 +207,7 @@ def judge_responses(
                 {
                     "id": problem.id,
                     "set": problem.set_name,
+                    "problem": problem.fingerprint,
                     "sample": number,
                     **({} if problem.private else {"response": response.text}),
                     **vars(verdict),

@@ -30,7 +30,7 @@ from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
-from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
+from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError, choose_remedy
 from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
 from rlt_lightning.rollouts.request import RolloutRequest
@@ -397,6 +397,11 @@ class StepBatch:
         for name, column in zip(names, table, strict=True):
             self.numbers[name] = column.to(self.numbers[name].dtype)
 
+    def check_made(self, values: Tensor, what: str, maker: object, rows: Sequence[int]) -> None:
+        """Let all ranks check together what an object has computed of n rows, (n,)."""
+        numbers, what = [self.row_number(row) for row in rows], f"{what} of {type(maker).__name__}"
+        self.checks.add(values, [1] * len(rows), what, numbers, choose_remedy(maker))
+
     def bring_to_host(self, rows: Sequence[int]) -> None:
         """Move the token columns of these rows to main memory; the host waits for the device once."""
         places = [(column, row) for column in self.tokens.values() for row in rows if row in column]
@@ -430,6 +435,7 @@ class StepBatch:
         """
         counts = [read.num_scored for read in micro.reads]
         self.checks.add(values, counts, micro.reads[0].what, [self.row_number(row) for row in micro.rows])
+        self.check_made(output.loss.expand(len(micro.rows)), "loss", micro.term.maker, micro.rows)
         for name, value in output.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value
         if micro.scale and output.mismatch is not None:

@@ -269,6 +269,24 @@ def test_a_runs_own_responses_can_be_judged_again(finished: Path, tmp_path: Path
     assert again["sets"]["arithmetic"] == {**first, "prompt": None}
 
 
+def test_a_resumed_run_refuses_other_problems(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(4)]
+    given = [{"id": str(i + 1), "response": f"\\boxed{{{i + 1}}}"} for i in range(4)]
+    source, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    options = [f"--data.sets={{own: {source}}}"]
+    options += [f"--data.responses={write(tmp_path / 'given.jsonl', given)}"]
+    write(source, rows)
+    first = evaluated("/not/there", run, *options)
+    (run / "evaluation.json").unlink()
+    assert evaluated("/not/there", run, *options, "--resume=true") == first
+    for other in (rows[::-1], [*rows[:3], rows[3] | {"answer": "5"}]):
+        write(source, other)
+        (run / "evaluation.json").unlink(missing_ok=True)
+        refused = evaluate("/not/there", run, *options, "--resume=true")
+        assert refused.returncode == 2
+        assert "has a response to another own/" in refused.stderr
+
+
 def test_a_killed_run_goes_on_and_samples_nothing_twice(
     finished: Path, tiny_model: str, tmp_path: Path
 ) -> None:
