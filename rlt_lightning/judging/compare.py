@@ -27,6 +27,7 @@ from rlt_lightning.judging.quantities import (
     read_unit,
     same_quantity,
     same_unit,
+    write_unit,
 )
 
 # Formulas are evaluated to so many digits, and equal up to so many; a larger value is not computed.
@@ -213,7 +214,7 @@ def read_interval(members: list[str], relations: list[str]) -> Parsed | None:
 
 
 def read_absolute(members: list[str], relations: list[str]) -> Parsed | None:
-    r"""Return the interval or the two that `|x|<3`, `3\le|2x-1|` or `1<|x-2|<3` describes; None for others."""
+    r"""Return the interval or the two that `|x|<3`, `3\le|2x-1|` or `1<|x|<3` describes; None for others."""
     place = 0 if "|" in members[0] else 1
     match = ABSOLUTE.fullmatch(members[place])
     bounds = [member for i, member in enumerate(members) if i != place]
@@ -342,6 +343,9 @@ def same_leaf(a: str, b: str) -> bool:
         return True
     if CODE.fullmatch(a) or CODE.fullmatch(b):
         return False
+    if has_unit(a) != has_unit(b):
+        # 5 \frac{m}{s} is a formula, unless it is compared with 5 m/s.
+        a, b = write_unit(a), write_unit(b)
     first, second = read_quantity(a), read_quantity(b)
     if first and second:
         return same_quantity(first, second)
@@ -352,6 +356,12 @@ def same_leaf(a: str, b: str) -> bool:
         ratios = a.split(":"), b.split(":")
         return len(ratios[0]) == len(ratios[1]) and all(map(same_leaf, *ratios))
     return same_formula(a, b)
+
+
+def has_unit(text: str) -> bool:
+    """Return whether a part ends in a unit."""
+    quantity = read_quantity(text)
+    return bool(quantity.unit if quantity else split_unit(text)[1])
 
 
 def squeeze(text: str) -> str:
