@@ -338,9 +338,7 @@ def read_response(source: str, number: int, row: Row | BadRowError) -> Response:
             f"finish_reason eos, stop or length, each where it is given, but row {number} of '{source}' has "
             "others. Correct or remove them."
         )
-    # Half a surrogate pair cannot be written.
-    text = row["response"].encode("utf-8", "replace").decode()
-    return Response(text, num_tokens, reason, num_thinking)
+    return Response(row["response"], num_tokens, reason, num_thinking)
 
 
 def get_evaluation_data(trainer: Trainer) -> EvaluationDataModule:

@@ -213,6 +213,8 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
                 raise row
             parts, reference = READERS[spec.judge](row, spec, stream or f"{seed} {name}/{row_id}")
             text = fill_template(spec.template, parts)
+            if holds_half_pair(text):
+                raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
             problem_id, plain_question = f"{name}/{row_id}", parts["question"]
             problems.append(
                 EvaluationProblem(problem_id, name, text, plain_question, reference, spec.private)
@@ -326,8 +328,6 @@ def read_question(row: dict[str, Any], strip: bool = True) -> str:
     question = find_question(row, QUESTIONS)
     if not has_text(question):
         raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")
-    if holds_half_pair(question):
-        raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
     return question.strip() if strip else question
 
 

@@ -50,6 +50,7 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import read_number
 from rlt_lightning.digests import compute_digest
 from rlt_lightning.models.embedded import cache_folder
+from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import (
     BadRowError,
     BadRowReason,
@@ -161,7 +162,7 @@ def encode_columns(columns: dict[str, Any]) -> bytes:
     sink = pa.BufferOutputStream()
     try:
         batch = pa.RecordBatch.from_pylist([columns])
-    except (pa.ArrowException, OverflowError) as error:
+    except (pa.ArrowException, OverflowError, TypeError, UnicodeEncodeError) as error:
         raise InputError(
             f"Columns must hold values that Arrow can store, but a row has others ({error}). Remove the "
             f"column from the source; the row has {', '.join(map(str, columns))}."
@@ -334,7 +335,7 @@ class StoredSource:
         """Return a batch of the rows that are not used, and its metadata: counts and system prompts."""
         bad = [(row, error.reason, error.detail) for row, error in self.report.bad]
         rows = [
-            {"row": row, "rejected": str(reason), "detail": detail}
+            {"row": row, "rejected": str(reason), "detail": escape_half_pairs(detail)}
             for row, reason, detail in (*bad, *self.report.filtered)
         ]
         totals = [self.report.num_rows, self.report.last_row, list(self.prompts)]

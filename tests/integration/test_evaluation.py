@@ -481,6 +481,24 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
     assert question.reference == {"kind": "math", "answer": "3"}
 
 
+def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_path: Path) -> None:
+    row = {"id": "a\ud83e", "question": "start 2, add 1?", "answer": "3\ud83e"}
+    rows = write(tmp_path / "rows.jsonl", [row, row | {"id": "b"}])
+    found = evaluated(tiny_model, tmp_path / "run", f"--data.sets={{mine: {rows}}}")["sets"]["mine"]
+    assert found["num_problems"] == 2
+    records = read(tmp_path / "run" / "responses.jsonl")
+    assert [record["id"] for record in records] == ["mine/a\ud83e", "mine/a\ud83e", "mine/b", "mine/b"]
+    given = [{"id": record["id"], "response": "\\boxed{3} \ud83e"} for record in records]
+    responses = write(tmp_path / "given.jsonl", given)
+    options = (f"--data.sets={{mine: {rows}}}", f"--data.responses={responses}")
+    assert evaluated(tiny_model, tmp_path / "judged", *options)["sets"]["mine"]["pass_at_1"] == 1
+    options = read(gpqa_like(tmp_path / "options.jsonl", num_rows=2))
+    options[1]["Incorrect Answer 2"] = "\ud83e"
+    source = str(write(tmp_path / "options.jsonl", options))
+    with pytest.raises(InputError, match="row 2: its question holds half a surrogate pair"):
+        read_set("mine", {"source": source, "judge": "choice"}, None, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
