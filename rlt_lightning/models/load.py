@@ -58,7 +58,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: An
         # Every other class makes its own normalizer and pre-tokenizer, whatever tokenizer.json says.
         if type(tokenizer) is not PreTrainedTokenizerFast and find_file("tokenizer", name, "tokenizer.json"):
             as_in_file = PreTrainedTokenizerFast.from_pretrained(resolve(name))
-            if not reads_alike(tokenizer, as_in_file):
+            if not (tokenizer.is_fast and reads_alike(tokenizer, as_in_file)):
                 tokenizer = as_in_file
     if chat_template is not None:
         tokenizer.chat_template = chat_template
