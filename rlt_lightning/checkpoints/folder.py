@@ -151,7 +151,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         # torch.load would read another file by its old format.
         if zipfile.is_zipfile(folder / STATE):
-            require_digests(folder, DAMAGED, only=STATE)
+            require_digests(folder, DAMAGED, [STATE])
             state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
             if isinstance(state, dict) and "model" in state:
                 return state
