@@ -9,18 +9,13 @@ from typing import Any
 
 import torch
 from common import DEVICE, HALF, ON_CPU, TINY, Finding, attempt, distance
-from gpu import SHAPES
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
-from rlt_lightning.models.packed import compute_log_probs, layout_fault
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
 from rlt_lightning.numerics.divergence import linear_divergence
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.log_probs import linear_log_probs
-from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 
 WORDS = 3000 if TINY else 49152
 LAYOUTS = {
@@ -104,36 +99,6 @@ def exact_kl(dtype: torch.dtype) -> Finding:
     return compare(inputs, call, call, dtype, 5e-5 if dtype == torch.float32 else 0.03)
 
 
-def whole_model(dtype: torch.dtype, autocast: bool) -> Finding:
-    """Compare rows with and without shared prefixes to the model's own log-probs."""
-    register_segment_attention()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "attn_implementation": SEGMENT_ATTENTION}
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**SHAPES["tiny"] | sizes))
-    model = model.to(DEVICE, dtype).eval()
-    prompt, rests = torch.randint(1000, (150,)).tolist(), torch.randint(1000, (6, 90)).tolist()
-    sequences = [ScoredSequence(prompt, rest, [False] * 150 + [True] * 90) for rest in rests]
-    scores, gradients = {}, {}
-    for layout, families in {"shared": (tuple(range(6)),), "packed": tuple((i,) for i in range(6))}.items():
-        model.zero_grad()
-        packed = PackedSequences.from_sequences(sequences, families, DEVICE)
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
-            flat, _ = compute_log_probs(model, packed, 0.7)
-        flat.mean().backward()
-        scores[layout] = flat.detach()
-        gradients[layout] = torch.cat([p.grad.flatten().float() for p in model.parameters()])
-    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
-        ids = torch.tensor([prompt + rest for rest in rests], device=DEVICE)
-        logits = model(input_ids=ids, use_cache=False).logits[:, 149:-1].float() / 0.7
-        own = logits.log_softmax(-1).gather(2, ids[:, 150:, None]).flatten()
-        fault = layout_fault(model, "auto")
-    bound = 1e-4 if dtype == torch.float32 and not autocast else 0.03
-    errors = {f"{name}_mean_nats": (found - own).abs().mean().item() for name, found in scores.items()}
-    cosine = torch.cosine_similarity(gradients["shared"], gradients["packed"], dim=0).item()
-    passed = max(errors.values()) < bound and cosine > 0.999 and fault is None
-    return passed, errors | {"gradient_cosine": cosine, "layout_fault": fault, "bound": bound}
-
-
 def main() -> None:
     checks: dict[str, Callable[[], Finding]] = {}
     for dtype in dict.fromkeys((HALF, torch.float32)):
@@ -144,14 +109,12 @@ def main() -> None:
                 checks[label] = partial(attention, segments, *heads, dtype)
         checks[f"log-probs, {name}"] = partial(log_probs, dtype)
         checks[f"exact KL, {name}"] = partial(exact_kl, dtype)
-        checks[f"model, {name}"] = partial(whole_model, dtype, False)
     soft = LogitScale(0.7, 1.3, 30.0)
     checks["log-probs, bias, soft cap"] = partial(log_probs, HALF, scale=soft, bias=True)
     if not ON_CPU:
         checks["log-probs, several tiles"] = partial(log_probs, HALF, 8192)
         checks["log-probs, compiled"] = partial(log_probs, HALF, compiled=True)
         checks["log-probs under autocast"] = partial(log_probs, torch.float32, autocast=True)
-        checks["model under autocast"] = partial(whole_model, torch.float32, True)
     sys.exit(not all([attempt(name, function) for name, function in checks.items()]))
 
 

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from common import DEVICE, ON_CPU, OUT, TINY, Finding, attempt, make_model, note
+from common import DEVICE, OUT, TINY, Finding, attempt, make_model, note
 
 FOLDER = Path(__file__).parents[1]
 # Script, shape and options, the most valuable of a second first. Completions have 300 to 1,500 tokens in an
@@ -41,30 +41,26 @@ REHEARSED = [("optimise", "miniature", "--tiny --rows 2 --shortest 4"), ("reward
 def compare(name: str, script: str, shape: str, options: str, seconds: float) -> Finding:
     """Run a benchmark in which the sides take turns, and note each side's figures."""
     model = shape if shape == "miniature" else str(make_model(shape))
-    if not ON_CPU:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     output = OUT / "logs" / f"{name.replace(', ', '_').replace(' ', '_')}.json"
     words = ["--model", model, "--device", DEVICE.type, "--output", str(output)]
-    if not TINY:
-        words += ["--rounds", "3", "--completions", "16"]
-    if script == "optimise":
-        words += ["--against", "trl", "unpadded", "--shortest", "300", "--length", "1500"]
-    else:
-        words += ["--drawn", *(["--length", "1000"] if not TINY else [])]
+    words += ["--against", "trl", "unpadded"] if script == "optimise" else ["--drawn"]
     command = [sys.executable, str(FOLDER / f"{script}.py"), *words, *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    output.with_suffix(".log").write_text(done.stdout + done.stderr)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+    )
+    print(done.stdout)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "Error" in line or "ended" in line]
-        return False, {"why": (lines or ["no reason"])[0][:300]}
+        return False, {"why": next((line for line in done.stdout.splitlines() if "Error" in line), "killed")}
     results = json.loads(output.read_text())
-    sides = {side: figures for side, figures in results.items() if "seconds" in (figures or [])}
-    for side, figures in sides.items():
-        shown = {key: figures[key] for key in ("seconds", "tokens", "loss") if key in figures}
-        shown["times_ours"] = figures["seconds"] / sides["ours"]["seconds"]
-        shown["peak_gib"] = figures["peak_bytes"] / 2**30
-        note(f"{name}, {side}", None, **shown, **results.get("agreement", {}).get(side, {}))
-    return True, {key: results[key] for key in ("largest_difference",) if key in results}
+    for side, figures in results.items():
+        if isinstance(figures, dict) and "seconds" in figures:
+            agreement = results.get("agreement", {}).get(side, {})
+            ratio, gib = figures["seconds"] / results["ours"]["seconds"], figures["peak_bytes"] / 2**30
+            tokens = {"tokens": figures["tokens"]} if "tokens" in figures else {}
+            times = {"seconds": figures["seconds"], "times_ours": ratio, "peak_gib": gib}
+            note(f"{name}, {side}", None, **times, **tokens, **agreement)
+    return True, {"largest_difference": results["largest_difference"]} if script == "reward" else {}
 
 
 def main() -> None:
@@ -72,15 +68,15 @@ def main() -> None:
         note("peers", why="skipped: TRL is not installed; `make setup` does it")
         return
     end = time.monotonic() + float(sys.argv[1])
-    (OUT / "logs").mkdir(parents=True, exist_ok=True)
     results = []
     for script, shape, options in REHEARSED if TINY else CASES:
-        plain = options.replace("--", "").replace("gradient_checkpointing true", "checkpointing")
-        name, left = f"{script}, {shape}, {plain}", end - time.monotonic()
+        name, left = f"{script}, {shape}, {options.replace('--', '')}", end - time.monotonic()
         if left < 10:
             note(name, why="skipped: no time left")
             continue
-        results.append(attempt(name, partial(compare, name, script, shape, options, left)))
+        length = {"optimise": "--shortest 300 --length 1500 ", "reward": "--length 1000 "}[script]
+        words = options if TINY else f"--rounds 3 {length}{options}"
+        results.append(attempt(name, partial(compare, name, script, shape, words, left)))
     sys.exit(not all(results))
 
 

@@ -1,20 +1,17 @@
-"""Print results as tables, one for each kind of finding, and then what failed or was skipped.
+"""Print results as tables, one for each kind of finding (its name up to a comma), and what failed.
 
     python report.py results.jsonl [results.jsonl ...]
 
-The kind is what a check's name has before its first comma. If a check was noted more than once, its last line
-counts.
+If a check was noted more than once, its last line counts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-Finding = dict[str, Any]
 
 
 def cell(value: Any) -> str:
@@ -24,37 +21,25 @@ def cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def report(findings: list[Finding]) -> str:
-    """Return all tables."""
-    last = {finding["check"]: finding for finding in findings}
-    kinds: dict[str, dict[str, Finding]] = defaultdict(dict)
-    for name, finding in last.items():
-        kind, _, label = name.partition(", ")
-        kinds[kind][label] = finding
-    parts = []
-    for kind, rows in kinds.items():
-        figures = dict.fromkeys(
-            key
-            for finding in rows.values()
-            for key, value in finding.items()
-            if isinstance(value, int | float) and key != "passed"
-        )
-        lines = [[kind, *figures], ["---"] * (1 + len(figures))]
-        lines += [[label, *(cell(finding.get(key)) for key in figures)] for label, finding in rows.items()]
-        parts.append("".join(f"| {' | '.join(line)} |\n" for line in lines))
-    wrong = [
-        f"* {name}: {finding.get('why', 'failed')}\n" for name, finding in last.items() if is_short(finding)
-    ]
-    return "\n".join(parts) + "\nFailed or skipped:\n" + ("".join(wrong) or "nothing\n")
-
-
-def is_short(finding: Finding) -> bool:
-    return finding["passed"] is False or "why" in finding
+def table(kind: str, rows: list[dict[str, Any]]) -> str:
+    """Return the figures of findings of one kind."""
+    numbers = [{k: v for k, v in row.items() if isinstance(v, int | float) and k != "passed"} for row in rows]
+    names = list(dict.fromkeys(name for row in numbers for name in row))
+    lines = [[kind, *names], ["---"] * (1 + len(names))]
+    for row, figures in zip(rows, numbers, strict=True):
+        lines.append([row["check"].partition(", ")[2], *(cell(figures.get(name)) for name in names)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> None:
-    lines = [line for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
-    print(report([json.loads(line) for line in lines]))
+    findings = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
+    last = sorted(
+        {row["check"]: row for row in findings}.values(), key=lambda row: row["check"].partition(",")[0]
+    )
+    for kind, rows in groupby(last, key=lambda row: row["check"].partition(",")[0]):
+        print(table(kind, list(rows)))
+    short = [row for row in last if row["passed"] is False or "why" in row]
+    print("Failed or skipped:", *(f"* {row['check']}: {row.get('why', 'failed')}" for row in short), sep="\n")
 
 
 if __name__ == "__main__":

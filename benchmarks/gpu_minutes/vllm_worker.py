@@ -6,6 +6,7 @@ python vllm_worker.py SECONDS       which bounds the whole; VLLM names vLLM's co
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import os
 import shutil
@@ -19,7 +20,6 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-import yaml
 from common import DEVICE, HALF, ON_CPU, OUT, TINY, Finding, attempt, make_model, note
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,7 +34,7 @@ ROWS, LENGTH = ((2, 4), 8) if TINY else ((64, 256), 512)
 ARGUMENTS = ["--kv-cache-memory-bytes", str(2**28 if ON_CPU else 2**33), "--max-num-seqs", "256"]
 ARGUMENTS += [] if ON_CPU else ["--enable-sleep-mode", "--gpu-memory-utilization", "0.4"]
 # CUDA graphs of the decode step without torch.compile start in seconds.
-GRAPHS = ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})]
+GRAPHS = ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
 
 
 def launch(eager: bool) -> dict[str, Any]:
@@ -116,11 +116,9 @@ class Meeting:
 
     def seeds(self) -> Finding:
         """Ask for the same twice: how many tokens are the same?"""
-        twice = (
-            [token for c in self.sample(self.text, 4, LENGTH // 4) for token in c.token_ids] for _ in range(2)
-        )
-        equal = [a == b for a, b in zip(*twice, strict=True)]
-        return None, {"equal_frac": fmean(equal)}
+        first, second = (self.sample(self.text, 4, LENGTH // 4) for _ in range(2))
+        pairs = [zip(a.token_ids, b.token_ids, strict=True) for a, b in zip(first, second, strict=True)]
+        return None, {"equal_frac": fmean(a == b for pair in pairs for a, b in pair)}
 
     @torch.no_grad()
     def other_weights(self) -> Finding:
@@ -133,22 +131,17 @@ class Meeting:
         self.engine.put_to_sleep()
         asleep = used_gib()
         self.engine.health()
-        return asleep < before, {
-            "given_back_gib": before - asleep,
-            "asleep_gib": asleep,
-            "awake_gib": used_gib(),
-        }
+        return asleep < before, {"awake_gib": before, "asleep_gib": asleep, "woken_gib": used_gib()}
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Do all of it, each step with a line; return whether nothing failed."""
         steps: dict[str, Callable[[], Finding]] = {"start": self.start, "push": self.push}
         steps |= {f"{rows} rows": partial(self.throughput, rows) for rows in ROWS}
         steps |= {"mismatch": self.mismatch, "seeds": self.seeds, "push of other weights": self.other_weights}
         steps |= {} if ON_CPU else {"sleep": self.sleep, "push after sleep": self.push}
         steps["mismatch at the end"] = self.mismatch
         try:
-            for name, step in steps.items():
-                if not attempt(f"vllm, {name}", step) and name in ("start", "push"):
-                    break
+            return all([attempt(f"vllm, {name}", step) for name, step in steps.items()])
         finally:
             self.engine.close()
 
@@ -158,39 +151,34 @@ def turns(model: Path, seconds: float) -> Finding:
     run, events = OUT / "runs" / "turns", OUT / "runs" / "turns.events"
     shutil.rmtree(run, ignore_errors=True)
     events.unlink(missing_ok=True)
-    kills = {"path": str(events), "kills": {KILLED: "asleep engine"}}
-    engine = {"launch": launch(True), "call_timeout_s": 60.0, "push": {
-        "class_path": "rlt_lightning.engines.GlooPush", "init_args": {"dtype": str(HALF)[6:]}
-    }}  # fmt: skip
-    settings: dict[str, Any] = {
-        "trainer": {
-            "max_steps": STEPS,
-            "callbacks+": [{"class_path": "turns.WorkerWatch", "init_args": kills}],
-        },
-        "rollouts": {"sampling": {"max_completion_length": LENGTH}, "engine": {"init_args": engine}},
-        "model": {
-            "init_args": {"teacher": str(model), "student": str(model), "group_size": 4 if TINY else 16}
-        },
-        "data": {
-            "init_args": {"source": "chains", "num_embedded_rows": 64, "prompts_per_step": 2 if TINY else 8}
-        },
-        "checkpoint": {"save_top_k": 0},
-        "export": {"enabled": False},
+    watch = {"path": str(events), "kills": {KILLED: "asleep engine"}}
+    options: dict[str, Any] = {
+        "model.teacher": model,
+        "model.student": model,
+        "model.group_size": 4 if TINY else 16,
+        "data.source": "chains",
+        "data.num_embedded_rows": 64,
+        "data.prompts_per_step": 2 if TINY else 8,
+        "rollouts.sampling.max_completion_length": LENGTH,
+        "rollouts.engine.init_args.launch": json.dumps(launch(eager=True)),
+        "rollouts.engine.init_args.push.init_args.dtype": str(HALF)[6:],
+        "rollouts.engine.init_args.sleep": "false" if ON_CPU else "true",
+        "trainer.accelerator": DEVICE.type,
+        "trainer.precision": "32-true" if ON_CPU else "bf16-mixed",
+        "trainer.max_steps": STEPS,
+        "trainer.callbacks+": json.dumps({"class_path": "turns.WorkerWatch", "init_args": watch}),
+        "checkpoint.save_top_k": 0,
+        "export.enabled": "false",
+        "output_dir": run,
     }
-    if ON_CPU:  # whose vLLM cannot sleep
-        settings["trainer"] |= {"accelerator": "cpu", "precision": "32-true"}
-        engine["sleep"] = False
-    overlay = OUT / "runs" / "turns.yaml"
-    overlay.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "rlt_lightning", "fit", "--config", "own_rows/rlt", "--config"]
-    command += ["hardware/1gpu_80gb", "--config", str(overlay), "--output_dir", str(run)]
-    with (OUT / "logs" / "turns.log").open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=log, timeout=seconds)
+    command = [sys.executable, "-m", "rlt_lightning", "fit", "--config", "own_rows/rlt"]
+    command += ["--config", "hardware/1gpu_80gb", *(f"--{key}={value}" for key, value in options.items())]
+    done = subprocess.run(command, timeout=seconds)
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     names = [f"perf/{phase}_s" for phase in ("generate", "push", "score", "train")]
-    fields = {name: median(float(row[name]) for row in rows if row.get(name)) for name in names}
+    fields = {name: median(float(row[name]) for row in rows) for name in names}
     happened = [json.loads(line)["event"] for line in events.open()]
-    came_back = "verify" in happened[happened.index("kill") :] if "kill" in happened else False
+    came_back = "verify" in happened[happened.index("kill") :]
     return done.returncode == 0 and came_back, fields | {"steps": len(rows), "events": " ".join(happened)}
 
 
@@ -199,13 +187,11 @@ def main() -> None:
     if not Path(os.environ["VLLM"]).exists():
         note("vllm", why=f"skipped: {os.environ['VLLM']} is not there; scripts/setup_vllm_gpu.sh makes it")
         return
-    for folder in ("logs", "runs"):
-        (OUT / folder).mkdir(parents=True, exist_ok=True)
     model = make_model("tiny" if TINY else "qwen2.5-0.5b")
-    Meeting(model).run()
-    if not ON_CPU:
-        torch.cuda.empty_cache()
-    passed = attempt("vllm, turns with a killed worker", partial(turns, model, end - time.monotonic()))
+    passed = Meeting(model).run()
+    gc.collect()
+    torch.cuda.empty_cache()
+    passed &= attempt("vllm, turns with a killed worker", partial(turns, model, end - time.monotonic()))
     sys.exit(not passed)
 
 
