@@ -34,25 +34,15 @@ BASE = os.environ.get("BASE", "smollm2-135m")
 CONFIG = "laptop/smollm2_"
 Options = dict[str, Any]
 CARD: Options = {"trainer__accelerator": "cpu" if ON_CPU else "gpu"}
+SAMPLE = CARD | {"rollouts__engine": "rlt_lightning.engines.HFEngine"}
+SAMPLE |= {"rollouts__engine__init_args__max_sequences": 1024}
 # Compiling a head takes longer than these runs save by it.
-TRAIN: Options = CARD | {
-    "trainer__precision": "32-true" if ON_CPU else "bf16-mixed",
-    "model__head__compiled": "false",
-}
-TRAIN["checkpoint__save_top_k"] = 0
-SAMPLE: Options = {
-    **CARD,
-    "rollouts__engine": "rlt_lightning.engines.HFEngine",
-    "rollouts__engine__init_args__max_sequences": 1024,
-}
-RLT: Options = {
-    "trainer__max_steps": 40,
-    "data__prompts_per_step": 8,
-    "model__group_size": 16,
-    "model__optimizer__lr": 1e-5,
-}
-TINY_RLT = {"trainer__max_steps": 1, "data__prompts_per_step": 2, "model__group_size": 2}
-PER_STEP = {"data__prompts_per_step": 8 if TINY else 1024}  # of what is only sampled
+TRAIN = CARD | {"model__head__compiled": "false", "checkpoint__save_top_k": 0}
+TRAIN |= {"trainer__precision": "32-true" if ON_CPU else "bf16-mixed"}
+STEPS, PROMPTS, GROUP = (1, 2, 2) if TINY else (40, 8, 16)
+RLT: Options = {"trainer__max_steps": STEPS, "data__prompts_per_step": PROMPTS, "model__group_size": GROUP}
+RLT |= {"model__optimizer__lr": 1e-5}
+PER_STEP: Options = {"data__prompts_per_step": 8 if TINY else 1024}  # of what is only sampled
 
 
 class Comparison:
@@ -75,7 +65,7 @@ class Comparison:
     def train_teacher(self, seed: int) -> Path:
         seeds = {"model__seed": seed, "rollouts__seed": seed, "data__seed": 10 + seed}
         models = {"model__teacher": self.warm_up(), "model__student": BASE}
-        options = TRAIN | SAMPLE | RLT | (TINY_RLT if TINY else {}) | models | seeds
+        options = TRAIN | SAMPLE | RLT | models | seeds
         options["data__num_embedded_rows"] = ROWS
         return self.stages(f"rlt-{seed}", "fit", f"{CONFIG}rlt", **options) / "model"
 
@@ -87,18 +77,11 @@ class Comparison:
 
     def answer(self) -> Path:
         """Let the student of raw traces answer the bare problems greedily; return the folder."""
-        options = (
-            SAMPLE
-            | PER_STEP
-            | {
-                "model__teacher": self.train_student("raw", 0, self.files["raw"]),
-                "data__source": self.files["bare"],
-                "data__student_system_prompt": "Think, then write the solution.",
-                "rollouts__num_traces": 1,
-                "rollouts__sampling__temperature": 0,
-                "rollouts__sampling__max_completion_length": 80,
-            }
-        )
+        student = self.train_student("raw", 0, self.files["raw"])
+        options = SAMPLE | PER_STEP | {"model__teacher": student, "data__source": self.files["bare"]}
+        options |= {"data__student_system_prompt": "Think, then write the solution."}
+        options |= {"rollouts__num_traces": 1, "rollouts__sampling__temperature": 0}
+        options |= {"rollouts__sampling__max_completion_length": 80}
         return self.stages("own", "predict", "laptop/rejection", **options)
 
     def write_source(self, arm: str, seed: int) -> Path:

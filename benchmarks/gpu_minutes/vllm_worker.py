@@ -46,7 +46,7 @@ def launch(eager: bool) -> dict[str, Any]:
         "gpus": None if ON_CPU else [[0]],
         "arguments": [*ARGUMENTS, *(["--enforce-eager"] if eager or ON_CPU else GRAPHS)],
         "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"} if ON_CPU else {"VLLM_USE_FLASHINFER_SAMPLER": "0"},
-        "start_deadline_s": 600.0 if ON_CPU else 100.0,
+        "start_deadline_s": 600.0 if ON_CPU else 120.0,
     }
 
 
@@ -163,7 +163,7 @@ def turns(model: Path, seconds: float) -> Finding:
         "rollouts.engine.init_args.launch": json.dumps(launch(eager=True)),
         "rollouts.engine.init_args.push.init_args.dtype": str(HALF)[6:],
         "rollouts.engine.init_args.sleep": "false" if ON_CPU else "true",
-        "trainer.accelerator": DEVICE.type,
+        "trainer.accelerator": "cpu" if ON_CPU else "gpu",
         "trainer.precision": "32-true" if ON_CPU else "bf16-mixed",
         "trainer.max_steps": STEPS,
         "trainer.callbacks+": json.dumps({"class_path": "turns.WorkerWatch", "init_args": watch}),
