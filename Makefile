@@ -98,8 +98,8 @@ test-oldest:
 benchmarks: setup
 	scripts/benchmarks.sh
 
-# On a machine with one GPU, 15 minutes: research/gpu.md. Options: CALL=0|1|2, OUT=DIR, LIMIT=SECONDS, PYTHON=FILE, REHEARSE=1
-# (at tiny size on a CPU).
+# On a machine with one GPU, 20 minutes: research/gpu.md. Options: CALL=check|peers|vllm|smollm2, OUT=DIR, LIMIT=SECONDS,
+# PYTHON=FILE, VLLM=FILE, REHEARSE=1 (at tiny size on a CPU).
 gpu-minutes:
 	scripts/gpu_minutes.sh $(or $(CALL),all)
 

@@ -40,7 +40,7 @@ class Curve(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         sampled = module.step_metrics.get("rollout/sampled_problems", PROMPTS)
         self.completions += int(sampled) * GROUP_SIZE
-        self.equal.append(float(module.step_metrics["reward/zero_std_groups"]) / PROMPTS)
+        self.equal.append(float(module.step_metrics["reward/zero_std_frac"]))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         right = float(trainer.callback_metrics["reward/val_correct"])

@@ -85,6 +85,19 @@ def measure(function: Callable[[], Any], device: torch.device = CPU) -> dict[str
     return {"seconds": seconds, "cpu_s": cpu_s, "peak_bytes": peak_memory(device) - before}
 
 
+def measure_training(
+    model: torch.nn.Module, phase: Callable[[], None], device: torch.device = CPU
+) -> dict[str, float]:
+    """Measure a phase that leaves gradients, in a process that takes turns on the device with others."""
+    if device.type == "cuda":
+        phase()  # memory is taken from the driver now, and given back below
+    model.zero_grad()
+    measured = measure(phase, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return measured
+
+
 def cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

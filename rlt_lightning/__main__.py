@@ -16,6 +16,7 @@ from rlt_lightning.cli.help import (
     print_main_help,
     print_verb_help,
     print_verbs,
+    require_config,
     suggest_verb,
 )
 from rlt_lightning.commands.demo import run_demo
@@ -49,20 +50,22 @@ def main() -> None:
     asks_help = HELPS & set(words)
     if verb in LIGHT and not asks_help:
         sys.exit(LIGHT[verb](words))
-    if verb == "configs" or asks_help:
-        try:
-            if asks_help:
-                print_verb_help(verb)
-            else:
-                run_configs(words)
-            sys.stdout.flush()
-        except InputError as error:
-            print(f"rlt: error: {error}", file=sys.stderr)
-            sys.exit(2)
-        except BrokenPipeError:
-            # Its reader, such as `head`, has closed the pipe; Python must not try to write the rest.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(128 + signal.SIGPIPE)
+    try:
+        if asks_help:
+            print_verb_help(verb)
+        elif verb == "configs":
+            run_configs(words)
+        else:
+            require_config(verb, words)
+        sys.stdout.flush()
+    except InputError as error:
+        print(f"rlt: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # Its reader, such as `head`, has closed the pipe; Python must not try to write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    if asks_help or verb == "configs":
         return
     # A class_path may name a module in this folder, as with `python -m`. Last, so that it hides no other one.
     sys.path.append(os.getcwd())

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
@@ -124,6 +125,32 @@ def without_hub_retries() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+@cache
+def try_hub() -> None:
+    """Ask the Hugging Face hub once per process whether it can be reached; if not, only its cache is used.
+
+    Its client would try each file six times, which takes 23 s.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except HTTPError as error:
+        constants.HF_HUB_OFFLINE = True
+        announce(f"{constants.ENDPOINT} cannot be reached ({error}), so only the hub's cache is used")
+
+
+def is_offline() -> bool:
+    """Return whether the Hugging Face hub is not asked, by HF_HUB_OFFLINE or since it cannot be reached."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
 
 
 def make_printable(text: str) -> str:

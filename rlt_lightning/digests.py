@@ -1,4 +1,4 @@
-"""Digests of a folder's files: written with the files, and checked before the files are used.
+"""Digests of the files of a checkpoint or model folder: written with them, and checked before they are used.
 
     step=000006.ckpt/
       rank0.xxh128      of the files that rank 0 wrote, in the format of `xxh128sum`: digest, two spaces, path
@@ -34,33 +34,41 @@ def write_digests(folder: Path, files: Iterable[Path], rank: int = 0) -> None:
         os.fsync(file.fileno())
 
 
-def require_digests(folder: Path, remedy: str, only: str = "") -> None:
-    """Check that the files of a folder are as they were written.
-
-    Args:
-        folder: The folder, with its digests.
-        remedy: The end of the message.
-        only: The one file to check; '': all, and that there are no others.
-
-    Raises:
-        InputError: Naming the first file that is not.
-    """
+def read_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of a folder's files by their names; empty if the folder has none."""
     lines = [
         line
         for path in sorted(folder.glob(f"*{SUFFIX}"))
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
     ]
-    digests = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    own = {name: path for name, path in paths.items() if path.suffix != SUFFIX and path.name[0] != "."}
-    names = [only] if only else sorted(digests.keys() | own.keys())
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def require_digests(folder: Path, remedy: str, names: list[str] | None = None) -> None:
+    """Check that the files of a folder are as they were written.
+
+    Args:
+        folder: The folder, with its digests.
+        remedy: The end of the message.
+        names: The files to check; None: all, and that there are no others.
+
+    Raises:
+        InputError: Naming the first file that is not.
+    """
+    digests = read_digests(folder)
+    if names is None:
+        own = [path for path in folder.rglob("*") if path.suffix != SUFFIX and path.name[0] != "."]
+        paths = [path.relative_to(folder).as_posix() for path in own if path.is_file()]
+        names = sorted({*digests, *paths})
 
     def find_fault(name: str) -> str | None:
-        if name not in own:
+        if not (folder / name).is_file():
             return f"{folder / name} is missing"
         if name not in digests:
-            return f"{own[name]} has no digest in {folder}/*{SUFFIX}"
-        return None if compute_digest(own[name]) == digests[name] else f"{own[name]} has another digest"
+            return f"{folder / name} has no digest in {folder}/*{SUFFIX}"
+        return (
+            None if compute_digest(folder / name) == digests[name] else f"{folder / name} has another digest"
+        )
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         faults = [fault for fault in threads.map(find_fault, names) if fault]

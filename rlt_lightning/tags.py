@@ -23,6 +23,11 @@ def holds_half_pair(text: str) -> bool:
     return False
 
 
+def escape_half_pairs(text: str) -> str:
+    r"""Return a text that a file holds: half a surrogate pair becomes its escape, `\ud83e`, as in JSON."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
     """Return the exact text of token ids: special tokens written out, all white space kept."""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -35,6 +35,7 @@ from rlt_lightning.callbacks import (
     Checkpoint,
     CompletionsTable,
     DistillationWriter,
+    EvaluateEvery,
     EvaluationWriter,
     ModelExporter,
     ResponseCallback,
@@ -46,7 +47,8 @@ from rlt_lightning.callbacks.checkpoint import MetricsResume
 from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.callbacks.progress import IterationBar, IterationLines, has_terminal
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.datamodules import EvaluationDataModule
+from rlt_lightning.console import announce
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.modules.base import require_strategy
 from rlt_lightning.run.folder import (
@@ -158,7 +160,7 @@ class Trainer(lightning.pytorch.Trainer):
             own. Where there is no terminal, a line per iteration is printed in place of a bar.
 
     Raises:
-        InputError: If two callbacks bring completions, or a strategy does not work.
+        InputError: If two callbacks bring completions, a strategy does not work, or GPUs are missing.
     """
 
     fit, validate, test, predict = map(in_run_folder, ("fit", "validate", "test", "predict"))
@@ -190,6 +192,7 @@ class Trainer(lightning.pytorch.Trainer):
         self._metrics = MetricsCSV(str(self.output_dir))
         options["logger"] = [self._metrics, *as_list(options.get("logger"))]
         options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]
+        require_gpus(options.get("accelerator", "auto"), options.get("devices", "auto"))
         # Lightning moves Checkpoint behind all others.
         options["callbacks"] = [*named, *missing, MetricsResume(), *bars]
         super().__init__(default_root_dir=self.output_dir, **options)
@@ -198,6 +201,12 @@ class Trainer(lightning.pytorch.Trainer):
     @contextmanager
     def enter_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
         """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load."""
+        questions = (part.questions for part in self.callbacks if isinstance(part, EvaluateEvery))  # type: ignore[attr-defined]
+        for part in (data, *questions):
+            if isinstance(part, (StratosDataModule, EvaluationDataModule)):
+                part.require_files()
+        if (last := self.world_size - 1) and not self._is_open:
+            announce(f"waiting for {'rank 1' if last == 1 else f'ranks 1 to {last}'} to start")
         path = None if ckpt_path is None else str(ckpt_path)
         if self._opened is None:
             path = self._open(verb, path)
@@ -239,6 +248,23 @@ class Trainer(lightning.pytorch.Trainer):
         metrics = self._metrics if choice.folder == self.output_dir else MetricsCSV(str(choice.folder))
         self.loggers = [metrics if isinstance(log, MetricsCSV) else log for log in self.loggers]
         return choice.ckpt_path
+
+
+def require_gpus(accelerator: Any, devices: Any) -> None:
+    """Check that there is a GPU where the settings ask for one, or for several devices of the automatic kind.
+
+    Lightning would start as many processes on the CPU.
+
+    Raises:
+        InputError: If there is none.
+    """
+    asks = accelerator in ("gpu", "cuda") or (accelerator == "auto" and devices not in ("auto", 1, "1"))
+    if asks and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise InputError(
+            f"trainer.accelerator {accelerator} with trainer.devices {devices} needs a GPU, but PyTorch "
+            f"{torch.__version__} (CUDA {torch.version.cuda}) finds none. Set trainer.accelerator to cpu, or "
+            "look at nvidia-smi and at the installed PyTorch."
+        )
 
 
 def build_missing(named: list[Callback], with_checkpoints: bool) -> list[Callback]:

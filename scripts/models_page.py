@@ -41,7 +41,8 @@ rlt fit --config laptop/rlt --trainer.max_steps 1    # every run begins with the
 Read this page to see whether a model family runs. A small random model of each went through the checks that a
 run makes at its start (`scripts/models_page.py`): *layout* is [how it is scored](hardware.md#layouts),
 *sampling* [how `HFEngine` samples it](rollouts.md#sampling-in-process), *LoRA* whether the default
-adapter fits. A model that is not here is checked likewise, and refused if its log-probs are wrong.
+adapter fits. A model that is not here is checked likewise, and refused if its log-probs are wrong. Texts
+are read as `tokenizer.json` says, even where transformers 5 would rebuild the tokenizer from its class.
 
 | family | layout | sampling | LoRA | remark |
 |---|---|---|---|---|

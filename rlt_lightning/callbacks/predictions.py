@@ -8,7 +8,10 @@ StudentRLData  a model's answers, each with a verdict  traces.jsonl  the same fi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +23,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.bad_rows import list_rows
-from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, keep_columns
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.rlt import RLTModule
@@ -33,6 +36,7 @@ from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, TABLE, write_data
 from rlt_lightning.run.jsonl import Row, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranking import split_into_groups, write_comparison, write_groups
 from rlt_lightning.run.ranks import append_from_ranks
+from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
@@ -74,9 +78,8 @@ class ScoreWriter(Callback):
         if self.rank_groups is not None and len(data.trace_columns) == 1:
             split_into_groups([0.0] * len(data.items), self.rank_groups)
         problems, writes = data.problems[: len(data.items)], trainer.is_global_zero
-        data.num_finished = resume_rows(
-            self._path(trainer), problems, is_scored_row_of, 1, data.val_batch_size, writes
-        )
+        is_of = partial(is_scored_row_of, trace_columns=data.trace_columns)
+        data.num_finished = resume_rows(self._path(trainer), problems, is_of, 1, data.val_batch_size, writes)
         warn_of_foreign_traces(data.items, pl_module)
 
     @override
@@ -96,7 +99,8 @@ class ScoreWriter(Callback):
             batch.step.bring_to_host(batch.step.shard)
             for i, row in enumerate(outputs):
                 tokens = module.reward.list_tokens(batch.step, i, module.students)
-                row |= build_token_columns(tokens, module.students)
+                columns = build_token_columns(tokens, module.students)
+                outputs[i] = {**keep_columns(row, columns), **columns}
         append_from_ranks(trainer, self._path(trainer), outputs)
 
     @override
@@ -126,10 +130,15 @@ def list_columns(module: Any) -> tuple[str, ...]:
     return (*module.reward.columns(), *(f"reward/{label}" for label in labels if len(labels) > 1))
 
 
-def is_scored_row_of(row: Row, problem: Problem) -> bool:
-    """Return whether a scored row has the texts of a problem's row."""
-    texts = {n: v for n, v in problem.columns.items() if isinstance(v, str) or n == "conversations"}
-    return texts == {name: row.get(name) for name in texts}
+def is_scored_row_of(row: Row, problem: Problem, trace_columns: Sequence[str]) -> bool:
+    """Return whether a scored row has the texts of a problem's row; other columns may have been corrected."""
+    names = (*QUESTION_COLUMNS, "solution", "conversations", "system", "completion", "trace_column")
+    return has_columns(row, {name: problem.columns.get(name) for name in (*names, *trace_columns)})
+
+
+def has_columns(row: Row, columns: Row) -> bool:
+    """Return whether a row that was read from a file has these columns, as the file holds them."""
+    return format_line({name: row.get(name) for name in columns}) == format_line(columns)
 
 
 def is_sampled_by(teacher: str, problem: Problem) -> bool:
@@ -333,29 +342,40 @@ def is_trace_of(row: Row, problem: Problem) -> bool:
 
 
 def write_parquet(rows: list[Row], path: Path) -> None:
-    """Write rows as a complete Parquet file or not at all; a column of several types holds JSON."""
+    """Write rows as a complete Parquet file or not at all; see `build_column`."""
     import datasets
-    import pyarrow  # type: ignore[import-untyped]
 
     datasets.disable_progress_bars()
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    try:
-        table = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
-    except (OverflowError, pyarrow.ArrowException) as error:
-        raise InputError(
-            f"A Parquet table must be able to hold the source's columns, but cannot ({error}). {SELECTED} is "
-            f"complete; for {path}, correct the source's columns and start again."
-        ) from error
+    columns = [build_column(name, [row.get(name) for row in rows]) for name in names]
     scratch = path.with_suffix(".tmp")
-    table.to_parquet(str(scratch))
+    datasets.concatenate_datasets(columns, axis=1).to_parquet(str(scratch))
     scratch.replace(path)
+
+
+def build_column(name: str, values: list[Any]) -> Any:
+    """Return a data set of one column; of several types, or of values that Parquet cannot hold, as JSON.
+
+    It cannot hold integers beyond 64 bits, half a surrogate pair, or lists in lists in lists and so on.
+    """
+    import datasets
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow.parquet import read_schema  # type: ignore[import-untyped]
+
+    name = escape_half_pairs(name).replace("\0", r"\u0000")
+    try:
+        column = datasets.Dataset.from_dict({name: values}, on_mixed_types="use_json")
+        column.select([]).to_parquet(written := BytesIO())
+        read_schema(written)
+    except (pyarrow.ArrowException, OSError, OverflowError, RecursionError, ValueError):
+        texts = [None if value is None else json.dumps(value) for value in values]
+        return datasets.Dataset.from_dict({name: texts})
+    return column
 
 
 def is_answer_to(row: Row, problem: Problem) -> bool:
     """Return whether an answer was written for a problem with the same question and reference."""
-    expected = {"row": problem.row, "question": problem.question, **read_reference(problem)}
-    return all(row.get(name) == value for name, value in expected.items())
+    return has_columns(row, {"row": problem.row, "question": problem.question, **read_reference(problem)})
 
 
 def is_split(row: Row) -> bool:

@@ -19,6 +19,7 @@ from rlt_lightning.checkpoints.folder import (
     replace_folder,
 )
 from rlt_lightning.console import announce_writing
+from rlt_lightning.digests import write_digests
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.format import (
@@ -62,6 +63,8 @@ def export_model(
 ) -> None:
     """Write weights, configuration, tokenizer with chat template and model card, with all ranks.
 
+    The model card has no digest, since it is there to be edited.
+
     Args:
         model: The model that gives the configuration; its weights may be empty.
         tensors: Its stored weights by name, or placeholders for them.
@@ -104,7 +107,12 @@ def export_model(
         named_tensors, file_name = to_file_names(model, merge_weights(model, tensors)), SAFETENSORS
     else:
         named_tensors, file_name = list_adapter_weights(tensors), ADAPTER_FILE
-    write_weights(named_tensors, folder, strategy.global_rank, strategy.world_size, file_name)
+    written = write_weights(named_tensors, folder, strategy.global_rank, strategy.world_size, file_name)
+    if strategy.global_rank == 0:
+        settings = [path for path in folder.rglob("*") if path.suffix in (".json", ".jinja")]
+        written = sorted({*written, *settings})
+    if written:
+        write_digests(folder, written, strategy.global_rank)
 
 
 def write_trained_format(metadata: dict[str, Any], tokenizer: Any, folder: Path) -> None:

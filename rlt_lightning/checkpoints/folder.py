@@ -19,7 +19,8 @@ These parts of a run, called by Lightning, put their state into state.pt and rea
 
     loops, schedules          Lightning
     position in the data      StepLoader.state_dict                      datamodules/loader.py
-    model, settings, format   PolicyModule.on_save_checkpoint            modules/base.py
+    model, settings, format,  PolicyModule.on_save_checkpoint            modules/base.py
+    hashes of the rows
     completions in flight,    RolloutCallback.state_dict                 callbacks/rollout.py
     spread of the rewards
     moves of the reference    ReferenceSync.state_dict                   callbacks/reference.py
@@ -150,7 +151,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         # torch.load would read another file by its old format.
         if zipfile.is_zipfile(folder / STATE):
-            require_digests(folder, DAMAGED, only=STATE)
+            require_digests(folder, DAMAGED, [STATE])
             state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
             if isinstance(state, dict) and "model" in state:
                 return state

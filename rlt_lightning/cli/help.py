@@ -6,8 +6,10 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
+
+from rlt_lightning.types import InputError
 
 HELPS = {"-h", "--help"}
 
@@ -168,6 +170,13 @@ and all options of rlt predict.
     ),
 }
 
+# Verb -> the config that the message about a missing one proposes.
+FIRST_CONFIGS = dict.fromkeys(("fit", "validate", "plan", "check"), "laptop/rlt") | {
+    "predict": "laptop/generate",
+    "test": "laptop/evaluate",
+    "explain": "recipe_7b/rank",
+}
+
 STAGES = """The stages, in their order (`rlt configs` lists all experiments and overlays):
 
   rlt fit --config recipe_7b/warmup        stage 1: warm-up of the teacher
@@ -233,6 +242,19 @@ def suggest_verb(name: str) -> str:
     near = ["fit"] if name in ("train", "run") else get_close_matches(name, VERBS, n=1)
     hint = f" Did you mean rlt {near[0]}?" if near else " For help type rlt --help."
     return f"A verb must be one of {', '.join(VERBS)}, but got '{name}'.{hint}"
+
+
+def require_config(verb: str, words: Sequence[str]) -> None:
+    """Check that a config, or the class of a module, is among the words after a verb that needs one.
+
+    Raises:
+        InputError: If there is neither; a teacher, in `rlt explain`, and what only shows settings need none.
+    """
+    shows = any(word.startswith(("--help", "--print_config")) or ".help" in word for word in words)
+    named = any(word.startswith(("--config", "-c", "--model")) for word in words)
+    named |= verb == "explain" and bool(words) and not words[0].startswith("-")
+    if verb in FIRST_CONFIGS and not (named or shows):
+        raise InputError(f"--config is missing; try --config {FIRST_CONFIGS[verb]}. `rlt configs` lists all.")
 
 
 def suggest_option(name: str, known: Iterable[str]) -> str:

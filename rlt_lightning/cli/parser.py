@@ -30,6 +30,9 @@ UNKNOWN = re.compile(r"(?:unrecognized arguments: --|[Oo]ption ')([\w.]+)")
 SAYS_NOTHING = "Expected a <class 'NoneType'>|Does not validate|Not a valid subclass|a class path|a dict with"
 
 
+# What is meant by "Expected a <class 'int'>".
+PLAIN_TYPES = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
+
 # Of jsonargparse 4: it keeps what fits of the arguments of a class that another one replaces.
 keep_arguments = typehints.discard_init_args_on_class_path_change
 
@@ -64,6 +67,7 @@ def condense_message(message: str) -> str:
         value = re.search(r"Given value: (.+)$", message)
         got = f". Got value: {value.group(1)}" if value and reasons[-1].startswith("Expected a") else ""
         message = (f"{place.group()} " if place else "") + reasons[-1] + got
+    message = re.sub(r"<class '(\w+)'>", lambda match: PLAIN_TYPES.get(match[1], match[1]), message)
     return re.sub(r"\s+", " ", message).strip()
 
 

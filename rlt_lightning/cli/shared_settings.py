@@ -30,7 +30,7 @@ from rlt_lightning.commands.plan import PlanOptions, print_plan
 from rlt_lightning.console import announce, wrap_line
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.sources import MemoryRows
+from rlt_lightning.datamodules.sources import MemoryRows, SourceReader, parse_sources
 from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.types import InputError, as_list
@@ -180,6 +180,8 @@ class ExplainCommandLine(SharedSettingsCommandLine):
         self.options = options = ExplainOptions(**{f.name: config[f.name] for f in fields(ExplainOptions)})
         sample = self.names_teacher and not options.explanation
         students = as_list(frozen_student(config.model))
+        for source in () if options.question else parse_sources(data.source):
+            SourceReader(data.split).open(source)  # before a hub is asked for a format
         chosen = choose_formats(FormatOptions.from_settings(data.as_dict()), model.get("teacher"), students)
         self.row = find_row(options, data.as_dict(), chosen[0].tags, sample)
         settings = {"class_path": config.data.class_path, "init_args": vars(data)}

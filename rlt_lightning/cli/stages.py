@@ -46,7 +46,7 @@ from rlt_lightning.cli.parser import (
     split_words,
 )
 from rlt_lightning.commands.explain import load_class
-from rlt_lightning.console import announce, wrap_line
+from rlt_lightning.console import wrap_line
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.metrics.result import read_fit_result
@@ -344,8 +344,6 @@ class RLTCommandLine(LightningCLI):
         # Until here it was Lightning's, its base class, whose settings the parser shows.
         self.trainer_class = Trainer
         trainer = super().instantiate_trainer(output_dir=self.choice, **kwargs)
-        if last := trainer.world_size - 1:
-            announce(f"waiting for {'rank 1' if last == 1 else f'ranks 1 to {last}'} to start")
         announce_restart()
         return trainer
 
@@ -403,17 +401,7 @@ def propose_data(words: Sequence[str]) -> list[str]:
     """Return the words of a command line, and before them the data class that the named module proposes.
 
     What a config or a later option says of the data overrides it.
-
-    Raises:
-        InputError: If there are settings of data, but no module and no config.
     """
-    options = {option[0].partition("=")[0] for option in split_words(words)[1]}
-    is_named = any(name in ("-c", "--config") or name.startswith("--model") for name in options)
-    if not is_named and any(name.startswith("--data.") for name in options - {"--data.help"}):
-        raise InputError(
-            "A run needs a module, but neither --model nor a --config names one. Add one, such as "
-            "--model RLTModule, or take a config: `rlt configs` lists them."
-        )
     name = str(find_class(words, "model"))
     modules = {kind.__name__: kind for kind in list_leaves(PolicyModule)}
     kind: Any = modules.get(name)

@@ -20,6 +20,7 @@ from rlt_lightning.datamodules.rows import find_question, require_judgeable, spl
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.run.jsonl import format_line, read_json_rows, rewrite
 from rlt_lightning.run.metrics_csv import read_metrics
+from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import BadRowError, InputError
 
 Part = Literal["train", "held_out", "test"]
@@ -42,7 +43,7 @@ def choose_part(question: str) -> Part:
 
     Questions that differ only by case or white space belong together. Rows that are added later move none.
     """
-    text = " ".join(question.casefold().split())
+    text = escape_half_pairs(" ".join(question.casefold().split()))
     place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64  # in [0, 1)
     for part, share in PARTS.items():
         if place < share:

@@ -29,10 +29,10 @@ from rlt_lightning.datamodules.format_choice import (
 )
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader, find_shard
-from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.datamodules.stratos import find_models, require_sizes
 from rlt_lightning.judging.answers import JUDGE_VERSION
-from rlt_lightning.models.load import load_tokenizer
+from rlt_lightning.models.load import load_tokenizer, require_model_name
 from rlt_lightning.run.jsonl import Row, read_whole_rows
 from rlt_lightning.tags import STRATOS, TagStyle, tag_style
 from rlt_lightning.types import BadRowError, FinishReason, InputError
@@ -156,6 +156,7 @@ class EvaluationDataModule(LightningDataModule):
         wanted = (self.tokenizer_name, self.output_dir, self.num_samples)
         if self._prepared_for == wanted:
             return
+        self.require_files()
         sets = {
             name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
@@ -172,6 +173,20 @@ class EvaluationDataModule(LightningDataModule):
         done = {record["id"] for record in self.finished}
         self.left = [problem for problem in self.problems if problem.id not in done]
         self._prepared_for = wanted
+
+    def require_files(self) -> None:
+        """Check that rows, prompts and the model whose name is a path are there; nothing is loaded.
+
+        Raises:
+            InputError: If one is not.
+        """
+        for spec in self.specs.values():
+            spec.require_source()
+        if self.responses is not None:
+            SourceReader().open(self.responses)
+        self.format_options.require_files()
+        if self.tokenizer_name is not None:
+            require_model_name(self.tokenizer_name)
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
         """Return the sets one after another, in their order; a batch holds problems of one set only.
@@ -235,11 +250,13 @@ class EvaluationDataModule(LightningDataModule):
         """Return the records of problems for which an interrupted run has all responses.
 
         Raises:
-            InputError: If another judge wrote one: its verdicts cannot be averaged with this one's.
+            InputError: If another judge wrote one, whose verdicts cannot be averaged with this one's, or it
+                belongs to another problem.
         """
         if self.output_dir is None:
             return []
-        records: dict[str, list[Row]] = {problem.id: [] for problem in self.problems}
+        problems = {problem.id: problem for problem in self.problems}
+        records: dict[str, list[Row]] = {name: [] for name in problems}
         path = Path(self.output_dir) / "responses.jsonl"
         for _, record in read_whole_rows(path):
             if (judge := record.get("judge")) != JUDGE_VERSION:
@@ -248,8 +265,14 @@ class EvaluationDataModule(LightningDataModule):
                     f"this is {JUDGE_VERSION}. Restore that version, or choose another --output_dir, where "
                     f"--data.responses {path} judges the responses again once all are there."
                 )
-            if record["id"] in records:
-                records[record["id"]].append(record)
+            if (problem := problems.get(record["id"])) is None:
+                continue
+            if record.get("problem") != problem.fingerprint:
+                raise InputError(
+                    f"A resumed run must have the problems that it began with, but {path} has a response to "
+                    f"another {problem.id}. Restore the set in data.sets, or choose another --output_dir."
+                )
+            records[problem.id].append(record)
         return [record for part in records.values() if len(part) == self.num_samples for record in part]
 
     def _read_responses(self, source: str) -> None:
@@ -315,9 +338,7 @@ def read_response(source: str, number: int, row: Row | BadRowError) -> Response:
             f"finish_reason eos, stop or length, each where it is given, but row {number} of '{source}' has "
             "others. Correct or remove them."
         )
-    # Half a surrogate pair cannot be written.
-    text = row["response"].encode("utf-8", "replace").decode()
-    return Response(text, num_tokens, reason, num_thinking)
+    return Response(row["response"], num_tokens, reason, num_thinking)
 
 
 def get_evaluation_data(trainer: Trainer) -> EvaluationDataModule:

@@ -17,7 +17,8 @@ from typing import Any, get_args
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
 from rlt_lightning.datamodules.rows import find_question, has_text
-from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.sources import SourceReader, read_rows
+from rlt_lightning.datamodules.token_cache import hash_value
 from rlt_lightning.judging.answers import AnswerKind, Reference, read_reference
 from rlt_lightning.metrics.answers import OVERALL
 from rlt_lightning.metrics.catalogue import SET_TITLES
@@ -75,6 +76,10 @@ class EvaluationSet:
     where: Mapping[str, str] = field(default_factory=dict)
     strip: bool = True
     private: bool = False
+
+    def require_source(self) -> None:
+        """Raise InputError if the source is a path that does not exist; nothing is read."""
+        SourceReader(self.split).open(self.source)
 
 
 SETS = {
@@ -141,6 +146,11 @@ class EvaluationProblem:
     private: bool
     prompt: list[int] = field(default_factory=list)
 
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of the question and its right answer."""
+        return hash_value([self.question, self.reference])
+
 
 def build_set(name: str, settings: SetSettings) -> EvaluationSet:
     """Look up a set and change it as the settings say. Any other name with a source is a user's set.
@@ -203,6 +213,8 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
                 raise row
             parts, reference = READERS[spec.judge](row, spec, stream or f"{seed} {name}/{row_id}")
             text = fill_template(spec.template, parts)
+            if holds_half_pair(text):
+                raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
             problem_id, plain_question = f"{name}/{row_id}", parts["question"]
             problems.append(
                 EvaluationProblem(problem_id, name, text, plain_question, reference, spec.private)
@@ -316,8 +328,6 @@ def read_question(row: dict[str, Any], strip: bool = True) -> str:
     question = find_question(row, QUESTIONS)
     if not has_text(question):
         raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")
-    if holds_half_pair(question):
-        raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
     return question.strip() if strip else question
 
 

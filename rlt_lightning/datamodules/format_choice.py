@@ -28,7 +28,7 @@ from rlt_lightning.datamodules.formats import (
     fill_prompt,
 )
 from rlt_lightning.datamodules.rows import parse_row
-from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.models.format import ModelFormat, Role
 from rlt_lightning.models.load import load_format
 from rlt_lightning.tags import STRATOS, TAG_STYLES, TagStyle, style_name, tag_style
@@ -73,6 +73,12 @@ class FormatOptions:
     def name(self, setting: str) -> str:
         """Return what a setting is called on the command line."""
         return self.group + setting
+
+    def require_files(self) -> None:
+        """Raise InputError if a prompt's @FILE cannot be read, or `format_from` is a path without rows."""
+        self.read_files()
+        if self.format_from is not None:
+            SourceReader().open(self.format_from)
 
     def read_files(self) -> FormatOptions:
         """Return the options with each @FILE replaced by the text of the file.

@@ -7,7 +7,7 @@ a model's whole response ─▶ RawResponses ─▶ columns with a trace and a s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,17 @@ def read_number(columns: dict[str, Any], name: str) -> float | None:
     """Return a row's number; None for what is no number, such as a text or a truth value."""
     value = columns.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def keep_columns(columns: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
+    """Return a source's columns; one with a name that we write becomes `source_NAME`."""
+    kept: dict[str, Any] = {}
+    for name, value in columns.items():
+        key = name
+        while key in taken or (key != name and key in columns):
+            key = f"source_{key}"
+        kept[key] = value
+    return kept
 
 
 def fill_solution(columns: dict[str, Any]) -> dict[str, Any]:

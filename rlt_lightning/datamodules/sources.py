@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.console import announce, announce_reading, without_hub_retries
+from rlt_lightning.console import announce, announce_reading, is_offline, try_hub, without_hub_retries
 from rlt_lightning.datamodules.bad_rows import TO_UTF8, NumberedRow
 from rlt_lightning.datamodules.rows import has_texts
 from rlt_lightning.tasks import EMBEDDED
@@ -255,7 +255,9 @@ class SourceReader:
             return TextRows(files)
         if name and folder.is_dir():
             return DatasetRows(source, str(folder), configuration, self.split, self.streaming)
-        if path.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source):
+        is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source)
+        starts_here = folder.parent != Path() and folder.parent.is_dir()
+        if path.suffix in SUFFIXES or starts_here or not is_hub_id:
             raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
         return DatasetRows(source, name, configuration, self.split, self.streaming)
 
@@ -610,12 +612,13 @@ class DatasetRows:
         import datasets
 
         if not self.local_files:
+            try_hub()
             announce(f"loading the data set {self.source} from the Hugging Face hub or its cache")
         for path in self.local_files:
             if path.suffix in SUFFIXES:
                 announce_reading(path)
                 require_content(path)
-        with name_unloadable(self.source, self.split):
+        with name_unloadable(self.source, self.split, is_hub=not self.local_files):
             if is_saved(Path(self.name)):
                 return choose_split(load_saved(self.name), self.split)
             files = {read_split_name(self.split): [str(path) for path in self.files]} if self.files else None
@@ -641,7 +644,8 @@ class DatasetRows:
 
         files = self.local_files
         if not files and self.streaming:
-            with name_unloadable(self.source, self.split):
+            try_hub()
+            with name_unloadable(self.source, self.split, is_hub=True):
                 builder = datasets.load_dataset_builder(self.name, self.configuration or None)
             return [f"{builder.hash} {builder.config.data_files}"]
         return [
@@ -705,8 +709,8 @@ def choose_split(rows: Any, split: str) -> Any:
 
 
 @contextlib.contextmanager
-def name_unloadable(name: str, split: str) -> Iterator[None]:
-    """Turn a failure to load or read a data set into one line."""
+def name_unloadable(name: str, split: str, is_hub: bool = False) -> Iterator[None]:
+    """Turn a failure to load or read a data set into one line; `is_hub` says whether the hub is asked."""
     import datasets
     import pyarrow  # type: ignore[import-untyped]
 
@@ -723,9 +727,12 @@ def name_unloadable(name: str, split: str) -> Iterator[None]:
     ) as error:
         if isinstance(error, InputError):
             raise
+        remedy = f"Check data.split, its files and the network, or use {SOURCE_CHOICES}."
+        if is_hub and is_offline():
+            download = f"hf download {name.partition(':')[0]} --repo-type dataset --local-dir FOLDER"
+            remedy = f"Run `{download}` where the hub can be reached, or use {SOURCE_CHOICES}."
         raise InputError(
-            f"The data set '{name}', split '{split}', could not be loaded ({shorten_error(error)}). Check "
-            f"data.split, its files and the network, or use {SOURCE_CHOICES}."
+            f"The data set '{name}', split '{split}', could not be loaded ({shorten_error(error)}). {remedy}"
         ) from error
 
 

@@ -34,6 +34,7 @@ from rlt_lightning.datamodules.rows import (
     ParsedRow,
     Row,
     fill_solution,
+    keep_columns,
     require_judgeable,
     split_response,
 )
@@ -248,7 +249,7 @@ class ScoringData(ReadData):
 
     def _build_scored(self, number: int, row: ParsedRow, columns: dict[str, Any], name: str) -> Problem:
         if self.trace_columns != [TRACE_COLUMN]:
-            columns = {**columns, "trace_column": name}
+            columns = {**keep_columns(columns, ["trace_column"]), "trace_column": name}
         problem = self.build_problem(number, row, columns)
         if row.completion and name == TRACE_COLUMN:
             completion = self.format.completion_from_text(problem, row.completion)

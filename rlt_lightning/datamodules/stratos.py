@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rlt_lightning.console import show_count
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow, write_reports
+from rlt_lightning.datamodules.evaluation_sets import build_set
 from rlt_lightning.datamodules.filters import Filters, RowFilter
 from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
@@ -73,6 +74,7 @@ from rlt_lightning.datamodules.token_cache import (
     join_items,
 )
 from rlt_lightning.models.format import ModelFormat, Role
+from rlt_lightning.models.load import require_model_name
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import (
     BadRowError,
@@ -218,6 +220,7 @@ class StratosDataModule(LightningDataModule, ABC):
         wanted = (stage, self.tokenizer_name, self.student_names)
         if self._prepared_for == wanted:
             return
+        self.require_files()
         self.load_formats()
         row_filter = RowFilter(self.filters, self.trace_columns, self.format.tags)
         sources = self._tokenize(self.sources, self.reader, row_filter)
@@ -243,6 +246,22 @@ class StratosDataModule(LightningDataModule, ABC):
             self.step_loader()
             self.val_dataloader()
         self._prepared_for = wanted
+
+    def require_files(self) -> None:
+        """Check that rows, prompts and models whose name is a path are there; nothing is loaded.
+
+        Raises:
+            InputError: If one is not.
+        """
+        for source in self.sources:
+            self.reader.open(source)
+        for source in self.val_sources:
+            replace(self.reader, split=self.val_split).open(source)
+        self.format_options.require_files()
+        for name, settings in (self.filters.overlap_with or {}).items():
+            build_set(name, settings).require_source()
+        for name in filter(None, (self.tokenizer_name, *self.student_names)):
+            require_model_name(name)
 
     def copy_settings(self, kind: type[Data], rows: list[dict[str, Any]], **options: Any) -> Data:
         """Return the data of another stage: other rows in the same format, none held out or filtered.
@@ -442,6 +461,14 @@ class StratosDataModule(LightningDataModule, ABC):
             prompts = Counter([self.format.teacher_system_prompt])
             return ModelFormat.from_rows("teacher", self.format.tags, prompts)
         return ModelFormat.from_rows("student", self.format.student_tags, self.system_prompts)
+
+    def fingerprint_rows(self) -> dict[str, Any]:
+        """Return hashes of the rows that train, one for each source, and of those held out, if there are."""
+        items, sources = self.items, range(len(self.sources))
+        return {
+            "training": [items.select(items.sources == source).fingerprint() for source in sources],
+            "held_out": self.val_items.fingerprint() if self.val_items else None,
+        }
 
     @property
     def all_items(self) -> StoredItems:

@@ -39,6 +39,7 @@ from typing import Any, cast, overload
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
+import xxhash
 from filelock import FileLock
 from numpy.typing import NDArray
 
@@ -49,6 +50,7 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import read_number
 from rlt_lightning.digests import compute_digest
 from rlt_lightning.models.embedded import cache_folder
+from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import (
     BadRowError,
     BadRowReason,
@@ -68,6 +70,7 @@ OF_ROW = [
     ("row", pa.int64()),
     ("prompt", pa.int32()),
     *((name, pa.float64()) for name in DIFFICULTIES),
+    ("content", pa.uint64()),  # a hash of the row's columns
     ("rejected", pa.string()),  # why the row is not used; None for an item
     ("detail", pa.string()),
 ]
@@ -122,7 +125,8 @@ def build_batches(items: Iterable[MadeItem], prompts: dict[str, int]) -> Iterato
         schema = EXAMPLES if isinstance(made.item, SFTExample) else PROBLEMS
         prompt = prompts.setdefault(made.system_prompt, len(prompts))
         values = {name: read_number(made.columns, name) for name in DIFFICULTIES}
-        rows.append({"row": made.item.row, "prompt": prompt, **values, **flatten_item(made.item)})
+        of_row = {"row": made.item.row, "prompt": prompt, "content": hash_columns(made.columns)}
+        rows.append({**of_row, **values, **flatten_item(made.item)})
         num_tokens += sum(len(rows[-1][name]) for name in ("token_ids", *PIECES) if name in rows[-1])
         if num_tokens >= BATCH_TOKENS:
             yield pa.RecordBatch.from_pylist(rows, schema)
@@ -158,7 +162,7 @@ def encode_columns(columns: dict[str, Any]) -> bytes:
     sink = pa.BufferOutputStream()
     try:
         batch = pa.RecordBatch.from_pylist([columns])
-    except (pa.ArrowException, OverflowError) as error:
+    except (pa.ArrowException, OverflowError, TypeError, UnicodeEncodeError) as error:
         raise InputError(
             f"Columns must hold values that Arrow can store, but a row has others ({error}). Remove the "
             f"column from the source; the row has {', '.join(map(str, columns))}."
@@ -166,6 +170,12 @@ def encode_columns(columns: dict[str, Any]) -> bytes:
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return cast(bytes, sink.getvalue().to_pybytes())
+
+
+def hash_columns(columns: dict[str, Any]) -> int:
+    """Return a hash of a row's columns, 64 bits, alike for every kind of file; of values that JSON knows."""
+    known = {name: v for name, v in columns.items() if type(name) is str and v is not None and is_json(v)}
+    return xxhash.xxh3_64_intdigest(json.dumps(known, sort_keys=True).encode())
 
 
 def decode_columns(encoded: bytes) -> dict[str, Any]:
@@ -279,6 +289,11 @@ class StoredItems(Sequence[Item]):
         """Return the number of each item's row in the run."""
         return self.all_rows[self.indices]
 
+    def fingerprint(self) -> str:
+        """Return a hash of the rows' contents and numbers, in their order."""
+        contents = read_column(self.table, "content")[self.indices]
+        return xxhash.xxh3_128_hexdigest(np.stack([contents, self.rows.astype(contents.dtype)]).tobytes())
+
     def sum_columns(self, *names: str) -> NDArray[Any]:
         """Return the sum of columns of numbers, or of the lengths of token ids, by item."""
         return np.sum([read_column(self.table, name) for name in names], axis=0)[self.indices]
@@ -320,7 +335,7 @@ class StoredSource:
         """Return a batch of the rows that are not used, and its metadata: counts and system prompts."""
         bad = [(row, error.reason, error.detail) for row, error in self.report.bad]
         rows = [
-            {"row": row, "rejected": str(reason), "detail": detail}
+            {"row": row, "rejected": str(reason), "detail": escape_half_pairs(detail)}
             for row, reason, detail in (*bad, *self.report.filtered)
         ]
         totals = [self.report.num_rows, self.report.last_row, list(self.prompts)]

@@ -27,6 +27,7 @@ from rlt_lightning.judging.quantities import (
     read_unit,
     same_quantity,
     same_unit,
+    write_unit,
 )
 
 # Formulas are evaluated to so many digits, and equal up to so many; a larger value is not computed.
@@ -58,6 +59,12 @@ NAME = re.compile(
 TUPLE_NAME = re.compile(r"\(\s*\w+(?:\s*,\s*\w+)+\s*\)")
 SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\(-\\infty,\\infty\))?\s*[|:]\s*(.*[<>=\\].*)\\\}")
 VARIABLE = re.compile(r"\\?[a-zA-Z]+(?:_\{[^{}]*\})?(?:\([a-z]\))?")
+# The absolute value of a term with one real variable: |x|, |2x-1|, |3-x|.
+ABSOLUTE = re.compile(
+    r"\|\s*(?P<before>(?:\\[a-zA-Z]+|[^a-zA-Z|\\])*?)\s*(?P<sign>[-+]?)\s*"
+    r"(?P<factor>\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}|)\s*(?![eiwz])[a-zA-Z]\s*"
+    r"(?P<after>[-+](?:\\[a-zA-Z]+|[^a-zA-Z|\\])*|)\|"
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def read_answer(text: str) -> Parsed:
         value = members[0] if name == members[-1] else members[-1]
         return replace(read_answer(value), name=name)
     if interval := read_interval(members, relations):
-        return interval
+        return replace(interval, text=text)
     if text.count(r"\pm") == 1 and not relations:
         both = (text.replace(r"\pm", sign).strip().removeprefix("+").strip() for sign in "+-")
         return Parsed(text, brackets=",", parts=tuple(map(read_answer, both)))
@@ -192,6 +199,8 @@ def read_interval(members: list[str], relations: list[str]) -> Parsed | None:
         members, relations = members[::-1], [r"\le" if sign == r"\ge" else "<" for sign in relations[::-1]]
     if not relations or not {"<", r"\le"} >= set(relations):
         return None
+    if any("|" in member for member in members):
+        return read_absolute(members, relations)
     if len(members) == 2:
         if VARIABLE.fullmatch(members[0]):
             members, relations = [r"-\infty", *members], ["<", *relations]
@@ -199,10 +208,52 @@ def read_interval(members: list[str], relations: list[str]) -> Parsed | None:
             members, relations = [*members, r"\infty"], [*relations, "<"]
     if len(members) != 3 or not VARIABLE.fullmatch(members[1]):
         return None
-    if any(re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", side)) for side in (members[0], members[2])):
+    if not (is_constant(members[0]) and is_constant(members[2])):
         return None
-    brackets = ("(" if relations[0] == "<" else "[") + (")" if relations[1] == "<" else "]")
-    return Parsed("", "", brackets, (read_answer(members[0]), read_answer(members[2])))
+    return build_interval(members[0], relations[0], members[2], relations[1])
+
+
+def read_absolute(members: list[str], relations: list[str]) -> Parsed | None:
+    r"""Return the interval or the two that `|x|<3`, `3\le|2x-1|` or `1<|x|<3` describes; None for others."""
+    place = 0 if "|" in members[0] else 1
+    match = ABSOLUTE.fullmatch(members[place])
+    bounds = [member for i, member in enumerate(members) if i != place]
+    if match is None or (match["before"] and match["after"]) or not all(map(is_positive, bounds)):
+        return None
+    lower = members[0] if place == 1 else None
+    upper = members[place + 1] if len(members) > place + 1 else None
+    constant = match["before"] or match["after"] or "0"
+    centre = f"({constant})" if match["sign"] == "-" else f"-({constant})"
+
+    def solve(sign: str, bound: str) -> str:
+        value = f"{centre}{sign}({bound})"
+        return rf"\frac{{{value}}}{{{match['factor']}}}" if match["factor"] else value
+
+    if lower is None:
+        assert upper is not None
+        return build_interval(solve("-", upper), relations[0], solve("+", upper), relations[0])
+    ends = (r"-\infty", r"\infty") if upper is None else (solve("-", upper), solve("+", upper))
+    outer = "<" if upper is None else relations[1]
+    left = build_interval(ends[0], outer, solve("-", lower), relations[0])
+    right = build_interval(solve("+", lower), relations[0], ends[1], outer)
+    return Parsed("", brackets=",", parts=(left, right), connectives=frozenset({"or"}))
+
+
+def is_constant(text: str) -> bool:
+    """Return whether a side of a relation has no variable."""
+    return re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text)) is None
+
+
+def is_positive(text: str) -> bool:
+    """Return whether a side of a relation is a number above 0, or written without a sign."""
+    number = read_quantity(text)
+    return is_constant(text) and (number.value > 0 if number else bool(text) and text[0] not in "-|")
+
+
+def build_interval(low: str, left: str, high: str, right: str) -> Parsed:
+    """Return the interval between two ends, of which each has its sign, `<` or `\\le`."""
+    brackets = ("(" if left == "<" else "[") + (")" if right == "<" else "]")
+    return Parsed("", "", brackets, (read_answer(low), read_answer(high)))
 
 
 # Comparison
@@ -229,6 +280,8 @@ def same_answer(reference: str, answer: str) -> bool:
 
 def same_parsed(a: Parsed, b: Parsed) -> bool:
     """Return whether two answers have equal parts: a list's in any order, others in theirs."""
+    if "|" in a.text and "|" in b.text and same_formula(a.text, b.text):
+        return True
     if (a.name and b.name and squeeze(a.name) != squeeze(b.name)) or is_equation(a) != is_equation(b):
         return same_equation(a, b)
     if a.name and not b.name and re.search(r"[-+*/]|\\times|\\cdot", a.name):
@@ -290,6 +343,9 @@ def same_leaf(a: str, b: str) -> bool:
         return True
     if CODE.fullmatch(a) or CODE.fullmatch(b):
         return False
+    if has_unit(a) != has_unit(b):
+        # 5 \frac{m}{s} is a formula, unless it is compared with 5 m/s.
+        a, b = write_unit(a), write_unit(b)
     first, second = read_quantity(a), read_quantity(b)
     if first and second:
         return same_quantity(first, second)
@@ -300,6 +356,12 @@ def same_leaf(a: str, b: str) -> bool:
         ratios = a.split(":"), b.split(":")
         return len(ratios[0]) == len(ratios[1]) and all(map(same_leaf, *ratios))
     return same_formula(a, b)
+
+
+def has_unit(text: str) -> bool:
+    """Return whether a part ends in a unit."""
+    quantity = read_quantity(text)
+    return bool(quantity.unit if quantity else split_unit(text)[1])
 
 
 def squeeze(text: str) -> str:

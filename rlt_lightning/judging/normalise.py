@@ -54,7 +54,9 @@ EMPHASIS = re.compile(r"^(\*+|_{2,}|`+)(.*[^\s*_`].*)\1$", re.S)
 
 # Commands whose argument is the answer, and what is only looks.
 WORDS = "text|textbf|textrm|textit|textsf|texttt|textnormal|emph|mbox|hbox|mathrm|operatorname|rm|underline"
-UNWRAPPED = re.compile(rf"\\(?:{WORDS}|mathbf|mathsf|mathit|boldsymbol|bm|bf|boxed|fbox)\s*\{{([^{{}}]*)\}}")
+UNWRAPPED = re.compile(
+    rf"\\(?:{WORDS}|mathbf|mathsf|mathit|boldsymbol|bm|bf|boxed|fbox)\s*\{{((?:[^{{}}]|\^\s*\{{[^{{}}]*\}})*)\}}"
+)
 COLOUR = re.compile(r"\\(?:text|f)?color(?:box)?\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}")
 LOOKS = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|boldmath|bf|it|rm|[bB]igg?[lr]?|[lL]arge|LARGE|huge)"
@@ -62,7 +64,7 @@ LOOKS = re.compile(
 )
 LINES = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align|gathered|gather|equation|split)\*?\}|(?<!\\)&")
 DELIMITERS = re.compile(r"(?<!\\)\\[\[\]()]")
-SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|quad|qquad|thinspace|hspace\*?\{[^{}]*\})(?![a-zA-Z])|~")
+SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|(?:quad|qquad|thinspace|hspace\*?\{[^{}]*\})(?![a-zA-Z]))|~")
 # Other spellings of a command.
 COMMANDS = {
     r"\\(?:[dtcs]|nice)frac(?![a-zA-Z])": r"\\frac",
@@ -80,7 +82,8 @@ COMMANDS = {
     r"\\(?:mathbb\s*\{R\}|mathbb R|R(?![a-zA-Z])|Reals)": r"(-\\infty,\\infty)",
     r"\b[bpBV]?matrix\}": "pmatrix}",
     r"\\dot\s*(?=\{\d)": r"\\overline",
-    r"\\frac\s*\{\\(?:text|mathrm)\{([^{}]*)\}\}\s*\{\\(?:text|mathrm)\{([^{}]*)\}\}": r" \1/\2",
+    r"\\frac\s*\{\\(?:text|mathrm)\{([^{}]*)\}\}\s*\{\\(?:text|mathrm)\{([^{}]*)\}\s*"
+    r"(\^\s*\d|\^\s*\{\d\})?\}": r" \1/\2\3",
     r"\((\d+)\)\s*_": r"\1_",
     r"(?i:\bper\s?cent(?:age)?\b|\bpct\b)|\\%|\\text\s*\{\\%\}": "%",
     r"\\(?:lvert|rvert|vert)(?![a-zA-Z])": "|",

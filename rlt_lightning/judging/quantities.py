@@ -9,6 +9,7 @@ if it gives at least six of them. Units are compared as words and not converted.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -112,7 +113,13 @@ UNIT_OF = {word: line.split()[0] for line in UNITS.strip().splitlines() for word
 SHORT = re.compile(r"[a-zA-Z]|in|am|pm|pa|ha|ev|rs|us")
 UNIT_TOKEN = re.compile(r"[^\W\d_]+|[$€£¥₹₽₩¢]|/|\^\s*\{-?\d\}")
 UNIT = re.compile(rf"(?:\s|\\cdot|{UNIT_TOKEN.pattern}|[().'-])*")
-POWERS = {"square": "2", "sq": "2", "平方": "2", "cubic": "3", "cu": "3"}
+# A fraction of letters behind a number: of units, if what it is compared with has a unit.
+UNIT_FRACTION = re.compile(
+    r"(.*\S)\s*\\frac\s*\{((?:[^{}]|\^\{\d\})+)\}\s*\{((?:[^{}]|\^\{\d\})+)\}", re.DOTALL
+)
+POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3}
+# The symbols of which units are made that have no name of their own.
+SYMBOL = re.compile("[mgslNJWVCKA]|[kcm]m|k[gJNW]|mol|Pa|Hz|rad")
 # Words after a number that change its value in other ways, some of them only at the end.
 CHANGING = re.compile(
     rf"""(?ix)\b(?:squared|cubed|factorial|over|times|plus|minus|divided|mod|modulo|modulus|base|choose|recurring
@@ -228,6 +235,7 @@ def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
     """
     if not UNIT.fullmatch(text) or CHANGING.search(text):
         return None
+    text = write_quotients(text)
     tokens = UNIT_TOKEN.findall(text)
     if not tokens:
         return frozenset() if not text.strip(" .'-()") else None
@@ -244,25 +252,56 @@ def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
 
 
 def read_unit_word(word: str, before: str) -> str:
-    """Return the unit that a word stands for, empty without one. A short one stands first, or after `per`."""
-    is_other = SHORT.fullmatch(word) and before and before.lower() not in (*POWERS, "/", "per")
+    """Return the unit that a word stands for, empty without one.
+
+    A short one stands first, after `per`, or as a symbol behind another symbol: m of `N m`.
+    """
+    is_first = not before or before.lower() in (*POWERS, "/", "per")
+    is_symbol = SYMBOL.fullmatch(word) and (before[:1] == "^" or SYMBOL.fullmatch(before))
+    is_other = SHORT.fullmatch(word) and not is_first and not is_symbol
     return "" if is_other else UNIT_OF.get(singular(word), "")
+
+
+def write_quotients(text: str) -> str:
+    r"""Return a unit with a slash before each divisor: `J/kg/K` of `J/(kg K)` and `J kg^{-1} K^{-1}`."""
+    text = re.sub(r"/\s*\(([^()/]*)\)", lambda m: "/" + "/".join(m[1].replace(r"\cdot", " ").split()), text)
+    text = re.sub(r"([^\W\d_]+)\s*\^\s*\{-(\d)\}", r" /\1^{\2}", text)
+    return text.replace(r"\cdot", " ")
+
+
+def write_unit(text: str) -> str:
+    r"""Return a number with a fraction of units as `5 m/s`; any other text as it is."""
+    if (match := UNIT_FRACTION.fullmatch(text)) is None:
+        return text
+    number, top, bottom = match.groups()
+    unit = write_quotients(f" {top}/({bottom})")
+    return number + unit if read_unit(unit, spaced=True) else text
 
 
 def merge_unit(names: list[str], tokens: list[str]) -> Iterator[str]:
     """Yield a unit's parts: `cm2` of `square cm`, `m` and `/s` of `m per second`; ` apple`, a word."""
-    power = over = ""
+    power, over = 1, ""
+    below: Counter[str] = Counter()
     for name, token, following in zip(names, tokens, [*tokens[1:], ""], strict=True):
         if token.lower() in POWERS and following:
             power = POWERS[token.lower()]
         elif token in ("/", "per"):
             over = "/"
         elif not token.startswith("^"):
-            raised = re.sub(r"[^\d-]", "", following) if following.startswith("^") else power
+            raised = int(re.sub(r"[^\d-]", "", following)) if following.startswith("^") else power
             top, *bottom = name.split("/") if name else [f" {singular(token)}"]
-            yield over + top + raised
-            yield from (f"/{part}" for part in bottom)
-            power = over = ""
+            below.update(dict.fromkeys(bottom, 1))
+            if over:
+                below[top] += raised
+            else:
+                yield write_power(top, raised)
+            power, over = 1, ""
+    yield from (f"/{write_power(name, power)}" for name, power in below.items())
+
+
+def write_power(name: str, power: int) -> str:
+    """Return `m2` of m and 2, and `m` of m and 1."""
+    return name if power == 1 else f"{name}{power}"
 
 
 def singular(word: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,15 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from rlt_lightning.console import announce, size_text, waiting_for, without_hub_retries
+from rlt_lightning.console import (
+    announce,
+    is_offline,
+    size_text,
+    try_hub,
+    waiting_for,
+    without_hub_retries,
+)
+from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (
     DEFAULT_MODEL,
@@ -29,8 +36,12 @@ from rlt_lightning.models.template import find_turn_end, fix_date
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError, first_line
 
-# Tokenizer classes that are described completely by tokenizer.json.
-PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# Tokenizers differ in digits, apostrophes, line breaks, tags, scripts, and composed and decomposed letters.
+PROBE = (
+    "<think>\nOkay, 12345 + 678 = 13,023.\n\n</think>\n\n<|begin_of_solution|>  x=2024;\tdef f():\n"
+    "    return y\r\ndon't DON'T we'll “so” Straße İstanbul ılık ﬁx café cafe\u0301 \u2126 \u00a0\u3000"
+    "数学，한국어 ภาษา 👩🏽\u200d🏫🧮 \n \n"
+)
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
@@ -50,13 +61,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: An
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     with naming_choices("tokenizer", name):
-        # AutoTokenizer gives every Qwen2 model Qwen2's own pre-tokenizer, whatever its tokenizer.json says.
-        declared = Path(resolve(name)) / "tokenizer_config.json"
-        is_plain = (
-            declared.is_file() and json.loads(declared.read_text()).get("tokenizer_class") in PLAIN_TOKENIZERS
-        )
-        loader = PreTrainedTokenizerFast if is_plain else AutoTokenizer
-        tokenizer = loader.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
+        # Every other class makes its own normalizer and pre-tokenizer, whatever tokenizer.json says.
+        if type(tokenizer) is not PreTrainedTokenizerFast and find_file("tokenizer", name, "tokenizer.json"):
+            as_in_file = PreTrainedTokenizerFast.from_pretrained(resolve(name))
+            if not (tokenizer.is_fast and reads_alike(tokenizer, as_in_file)):
+                tokenizer = as_in_file
     if chat_template is not None:
         tokenizer.chat_template = chat_template
         return tokenizer
@@ -70,25 +80,41 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: An
     return tokenizer
 
 
+def reads_alike(tokenizer: Any, other: Any) -> bool:
+    """Return whether two tokenizers read `PROBE`, words of the vocabulary and the added tokens alike."""
+    words = other.batch_decode([[token_id] for token_id in range(0, len(other), len(other) // 500 + 1)])
+    texts = [PROBE, "\n".join(words), "x".join(other.get_added_vocab())]
+    ids, others = (
+        [one(texts, add_special_tokens=adds, verbose=False)["input_ids"] for adds in (False, True)]
+        for one in (tokenizer, other)
+    )
+    return bool(ids == others and tokenizer.decode(ids[0][0]) == other.decode(ids[0][0]))
+
+
 def load_format(name: str) -> ModelFormat | None:
     """Return the format that a model folder or a hub repository records; None for a model from outside.
 
     Raises:
         InputError: If the record is not as it was written.
     """
+    require_model_name(name)
+    path = find_file("format of", name, FORMAT_FILE)
+    return None if path is None else read_format(path)
+
+
+def find_file(kind: str, name: str, file_name: str) -> Path | None:
+    """Return the path of a model's file, in its folder or in the hub's cache; None if there is none.
+
+    A hub out of reach is no error here: loading the model reports it.
+    """
     from transformers.utils import cached_file
 
-    require_model_name(name)
-    folder = Path(resolve(name)).expanduser()
-    path: str | None = str(folder / FORMAT_FILE)
-    if not folder.is_dir():
-        # Neither its absence nor a hub out of reach is an error here: loading the model reports the latter.
-        quiet = ("missing_entries", "connection_errors", "gated_repo")
-        options: dict[str, Any] = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
-        with quiet_hub("format of", name), contextlib.suppress(OSError):
-            path = None
-            path = cached_file(name, FORMAT_FILE, **options)
-    return read_format(Path(path)) if path is not None and Path(path).is_file() else None
+    quiet = ("missing_entries", "connection_errors", "gated_repo")
+    options: dict[str, Any] = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
+    path = None
+    with quiet_hub(kind, name), contextlib.suppress(OSError):
+        path = cached_file(Path(resolve(name)).expanduser(), file_name, **options)
+    return None if path is None else Path(path)
 
 
 def load_model(
@@ -117,6 +143,7 @@ def load_model(
 
     options = attention_options(name, attn_implementation, trust_remote_code)
     announce_model(name, dtype, role)
+    require_intact(Path(resolve(name)), with_weights=True)
     with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(
             resolve(name),
@@ -140,6 +167,7 @@ def empty_model(
     """
     from transformers import GenerationConfig
 
+    require_intact(Path(resolve(name)), with_weights=True)
     model = meta_model(name, dtype, attn_implementation, trust_remote_code)
     if model.can_generate():
         with quiet_transformers(), contextlib.suppress(OSError):  # there is none
@@ -231,7 +259,8 @@ def require_model_name(name: str) -> None:
     A name is a path if it begins as one, or if the folder before its last `/` is here.
 
     Raises:
-        InputError: If it is none of an embedded model, a folder that can hold a model, and a possible hub id.
+        InputError: If it is none of an embedded model, a folder that can hold a model, and a possible hub id;
+            or if a file of the folder, other than weights, was changed since we wrote it.
     """
     folder = Path(name).expanduser()
     embedded = (DEFAULT_MODEL, *MINIATURES)
@@ -243,6 +272,7 @@ def require_model_name(name: str) -> None:
                 f"'{name}' must be a model folder, but is a run, whose model lies in it. Did you mean "
                 f"{folder / 'model'}?"
             )
+        require_intact(folder)
         return
     if near := get_close_matches(name, embedded, n=1, cutoff=0.85):  # no hub id looks like one
         raise InputError(f"There is no model '{name}'. Did you mean {near[0]}? Use {MODEL_CHOICES}.")
@@ -256,6 +286,18 @@ def require_model_name(name: str) -> None:
         )
 
 
+def require_intact(folder: Path, with_weights: bool = False) -> None:
+    """Check files of a model folder against its digests, if it has any; weights take 0.2 s for a GiB.
+
+    Raises:
+        InputError: Naming the first file that was changed.
+    """
+    names = [name for name in read_digests(folder) if with_weights or not name.endswith(".safetensors")]
+    if names:
+        own_change = f"If you changed the file yourself, delete its line in {folder}/*{SUFFIX}."
+        require_digests(folder, f"Export the model again. {own_change}", names)
+
+
 @contextlib.contextmanager
 def naming_choices(kind: str, name: str) -> Iterator[None]:
     """Turn a failure to find a model into one line that names the choices; name a wait for the hub."""
@@ -263,6 +305,11 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
 
     require_model_name(name)
     folder = Path(name).expanduser()
+    if kind == "model" and (folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"The {kind} folder '{name}' must hold a whole model, but holds an adapter. Merge it: rlt export "
+            "does with a checkpoint of its run, peft's merge_and_unload with any."
+        )
     if kind == "model" and folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(
             f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
@@ -273,8 +320,11 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
+        remedy = f"Use {MODEL_CHOICES}."
+        if is_offline() and not is_local(name):
+            remedy = f"Run `hf download {name}` where the hub can be reached, or use {MODEL_CHOICES}."
         raise InputError(
-            f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). Use {MODEL_CHOICES}."
+            f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). {remedy}"
         ) from error
 
 
@@ -285,10 +335,17 @@ def quiet_hub(kind: str, name: str) -> Iterator[None]:
         yield
 
 
+def is_local(name: str) -> bool:
+    """Return whether a model is in the package or in a folder, so that the hub is not asked for it."""
+    return name in (DEFAULT_MODEL, *MINIATURES) or Path(name).expanduser().is_dir()
+
+
 def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[None]:
     """Say on rank 0 that the block waits for the hub; say nothing for a model that lies in a folder."""
-    is_local = name in (DEFAULT_MODEL, *MINIATURES) or Path(name).expanduser().is_dir()
-    if is_local or getattr(rank_zero_only, "rank", None):
+    if is_local(name):
+        return contextlib.nullcontext()
+    try_hub()
+    if getattr(rank_zero_only, "rank", None):
         return contextlib.nullcontext()
     return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")
 

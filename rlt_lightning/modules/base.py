@@ -42,6 +42,7 @@ from rlt_lightning.modules.optimizer import (
     build_optimizer,
     build_schedule,
     require_usable,
+    resume_schedule,
 )
 from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
 from rlt_lightning.modules.reader import PassKey, Reader
@@ -157,6 +158,8 @@ class PolicyModule(LightningModule):
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
+        # Of all steps and ranks of the run so far.
+        self.num_tokens = 0.0
         self.held_out = HeldOutFigures()
         # configure_model sets both: the way into the trained model, and how its weights are stored.
         self.entry: ModelEntry | None = None
@@ -327,6 +330,7 @@ class PolicyModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the metadata from which, with the checkpoint's weights, a model folder can be made."""
         checkpoint["model"] = self.build_metadata()
+        checkpoint["num_tokens"] = self.num_tokens
         if "hyper_parameters" in checkpoint:
             # It makes objects of the class paths again.
             checkpoint["hyper_parameters"]["_instantiator"] = "lightning.pytorch.cli.instantiate_module"
@@ -343,6 +347,7 @@ class PolicyModule(LightningModule):
             "lora": self.lora and asdict(self.lora),
             "states": self.optimizer_config.states,
             "weights": self.fingerprints,
+            "rows": data.fingerprint_rows(),
             "format": data.trained_format().to_plain(),
             "training": {
                 "method": type(self).__name__,
@@ -366,9 +371,11 @@ class PolicyModule(LightningModule):
         return {name: fingerprint_weights(Path(resolve(name)).expanduser()) for name in names}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another adapter, and warn if a model's files have changed since."""
+        """Refuse a checkpoint of another adapter or other rows, and warn of other models' files."""
         is_training = self._trainer is not None and self.trainer.training
         if is_training:
+            require_same_rows(get_stratos_data(self.trainer), checkpoint["model"]["rows"])
+            self.num_tokens = checkpoint["num_tokens"]
             before = checkpoint["model"]["weights"]
             for name, digest in self.fingerprints.items():
                 if name in before and before[name] != digest:
@@ -473,10 +480,20 @@ class PolicyModule(LightningModule):
         self.peak_flops = matmul_rate(self.device, dtype or next(self.policy.parameters()).dtype)
 
     def on_train_start(self) -> None:
-        """Check that a resumed run continues with the rows of its next step."""
+        """Check that a resumed run continues with the rows of its next step, and set its learning rate."""
+        if not self.global_step:
+            self.num_tokens = 0.0
         loader = self.trainer.train_dataloader
         if isinstance(loader, StepLoader):
             loader.begin_at(self.global_step)
+        for schedule in as_list(self.lr_schedulers()) if self.global_step else []:
+            before, after = resume_schedule(schedule)
+            if before != after:
+                moves = "rises" if after > before else "falls"
+                announce(
+                    f"the learning rate {moves} from {before:g} to {after:g} in step {self.global_step + 1}: "
+                    f"its schedule is now that of {self.total_steps()} steps"
+                )
 
     def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
@@ -564,8 +581,9 @@ class PolicyModule(LightningModule):
         grad_norm = self.sharding.step(optimizer, list(self.policy.parameters()), max_norm, counts)
         if not grad_norm.isfinite():
             raise NonFiniteError(
-                f"Every gradient must be finite, but after step {self.global_step} one is not. Resume from "
-                "an earlier checkpoint in fp32, or start a new run from its weights (rlt export) with a "
+                f"Every gradient must be finite, but after step {self.global_step} one is not, although the "
+                "loss is. Correct a loss of your own, whose derivative may divide by 0; otherwise resume "
+                "from an earlier checkpoint in fp32, or start a new run from its weights (rlt export) with a "
                 "lower learning rate."
             )
         for schedule in as_list(self.lr_schedulers()) if counts else []:
@@ -577,7 +595,7 @@ class PolicyModule(LightningModule):
         metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_flops)
         # They are logged as means over ranks.
         for name, value in metrics.items():
-            if name.endswith("tokens_per_s"):
+            if name.endswith(("tokens_per_s", "num_tokens")):
                 metrics[name] = value * self.trainer.world_size
         peaks = {name: value for name, value in metrics.items() if name.endswith("_peak_gib")}
         return metrics | dict(zip(peaks, self.max_over_ranks(*peaks.values()), strict=True))
@@ -587,6 +605,8 @@ class PolicyModule(LightningModule):
         self.step_means.update(metrics)
         self.step_metrics = self.step_means.compute()
         self.step_means.reset()
+        self.num_tokens += float(self.step_metrics["perf/num_tokens"])
+        self.step_metrics["perf/num_tokens"] = torch.tensor(self.num_tokens, dtype=torch.float64)
         for name, value in self.step_metrics.items():
             self.log(name, value, name in SHOWN, batch_size=batch_size, on_step=True, on_epoch=False)
         # Without it, Lightning's x axis would count from 0.
@@ -668,6 +688,32 @@ def count_steps(
             f"{max_epochs} and limit_train_batches {limit}. Raise the one that is 0."
         )
     return steps
+
+
+def require_same_rows(data: StratosDataModule, before: dict[str, Any]) -> None:
+    """Check that a resumed run trains on the rows of its checkpoint; warn of other held-out ones.
+
+    Args:
+        data: The data.
+        before: What `fingerprint_rows` returned for the checkpoint.
+
+    Raises:
+        InputError: If a source has other rows, or has them in another order.
+    """
+    now = data.fingerprint_rows()
+    sources = zip(data.sources, before["training"], now["training"], strict=False)
+    if changed := [str(source) for source, old, new in sources if old != new]:
+        raise InputError(
+            "A resumed run must have the rows of its checkpoint, in their order, but the training rows of "
+            f"{', '.join(changed)} are not those: some would come twice, others never. Restore data.source, "
+            "or start a new run from the model that rlt export makes of the checkpoint."
+        )
+    old, new = before["held_out"], now["held_out"]
+    if None not in (old, new) and old != new:
+        rank_zero_warn(
+            "The held-out rows are not those with which the run began: the figures of validations before and "
+            "after cannot be compared, nor tell which checkpoint is the best."
+        )
 
 
 def require_strategy(strategy: Any) -> None:

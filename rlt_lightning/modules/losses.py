@@ -113,6 +113,11 @@ class LossTerm(ABC):
     # Whether it reads the entropies of the policy.
     with_entropy = False
 
+    @property
+    def maker(self) -> object:
+        """Return whose class is named if the loss is not finite."""
+        return self
+
     def reads(self, rollout: Rollout) -> dict[str, Read]:
         """Return what models are to compute of a completion before the update, without gradient."""
         return {}
@@ -160,6 +165,11 @@ class PolicyGradient(LossTerm):
         self.policy_loss = policy_loss
         self.importance = importance
         self.is_repeated = is_repeated
+
+    @property
+    def maker(self) -> object:
+        """See `LossTerm.maker`."""
+        return self.policy_loss
 
     def reads(self, rollout: Rollout) -> dict[str, Read]:
         """Return the reference's log-probs, if there is a KL penalty, and those of the policy as it is."""

@@ -137,7 +137,8 @@ class OnPolicyModule(PolicyModule):
     def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
         """Return what each step on completions logs after its update, of this rank's completions."""
         metrics: dict[str, Any] = rollout_metrics(rollouts)
-        metrics["rollout/length_max"] = float(shards.longest)
+        metrics["rollout/length_min"] = float(min(shards.lengths))
+        metrics["rollout/length_max"] = float(max(shards.lengths))
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         return metrics | {"perf/rank_imbalance": shards.imbalance}

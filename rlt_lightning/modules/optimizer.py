@@ -86,6 +86,26 @@ def build_schedule(
     return get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
 
 
+def resume_schedule(schedule: Any) -> tuple[float, float]:
+    """Set the learning rates of the next step to those of a schedule, whose length may have changed.
+
+    A checkpoint holds those of the schedule that it was trained with. Only a LambdaLR, such as
+    `build_schedule` makes, computes a rate from the step alone: other schedules stay as they are.
+
+    Returns:
+        The learning rate of the first group before and after.
+    """
+    groups = schedule.optimizer.param_groups
+    before = groups[0]["lr"]
+    if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+        factors = [function(schedule.last_epoch) for function in schedule.lr_lambdas]
+        rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
+    return before, groups[0]["lr"]
+
+
 def require_usable(optimizers: list[Any], schedulers: list[Any]) -> None:
     """Check that `configure_optimizers` returned one usable optimizer, and schedules that wait for no figure.
 

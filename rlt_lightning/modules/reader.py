@@ -36,7 +36,7 @@ from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.phases import PhaseStats, forward_flops
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
-from rlt_lightning.numerics.rewards import require_finite
+from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
@@ -580,9 +580,20 @@ def score_rollouts(
 
 
 def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
-    """Reward whole groups from the numbers of their completions."""
-    step.set_score(reward.score(step, students))
-    require_finite(step.rewards, "reward", [step.row_number(row) for row in range(len(step))])
+    """Reward whole groups from the numbers of their completions.
+
+    Raises:
+        NonFiniteError: If a reward is NaN or infinite; it names a term that is, and the class.
+    """
+    score, maker = reward.score(step, students), type(reward).__name__
+    step.set_score(score)
+    rows = [step.row_number(row) for row in range(len(step))]
+    try:
+        require_finite(score.rewards, f"reward of {maker}", rows, choose_remedy(reward))
+    except NonFiniteError:
+        for name, values in score.terms.items():
+            require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
+        raise
 
 
 def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool = False) -> Values:

@@ -23,7 +23,7 @@ from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.run.jsonl import Row
-from rlt_lightning.tags import decode
+from rlt_lightning.tags import decode, escape_half_pairs
 from rlt_lightning.types import Completion, FinishReason, InputError
 
 # Returns the responses to each problem, equally many for each.
@@ -147,7 +147,7 @@ def build_response_requests(
 
 def response_seed(seed: int, problem: EvaluationProblem) -> int:
     """Return what decides the responses to a problem, whatever else is asked."""
-    return mix_seed(seed, zlib.crc32(problem.id.encode()))
+    return mix_seed(seed, zlib.crc32(escape_half_pairs(problem.id).encode()))
 
 
 def build_response(tokenizer: Any, token_ids: list[int], finish_reason: FinishReason) -> Response:
@@ -207,6 +207,7 @@ def judge_responses(
                 {
                     "id": problem.id,
                     "set": problem.set_name,
+                    "problem": problem.fingerprint,
                     "sample": number,
                     **({} if problem.private else {"response": response.text}),
                     **vars(verdict),

@@ -264,6 +264,7 @@ class RLTModule(OnPolicyModule):
                 self.reader.read(step, step.shard, self.list_loss_reads, stats)
         with self.phase("train") as stats:
             step.advantages = self.advantages(step.rewards, self.group_size)  # (N,), alike on every rank
+            step.check_made(step.advantages, "advantage", self.advantages, range(len(step)))
             metrics = []
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
                 self.optimizers().zero_grad()  # type: ignore[union-attr]

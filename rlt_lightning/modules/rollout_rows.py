@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, keep_columns
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.metrics.catalogue import OF_STUDENT, OURS
@@ -23,6 +24,9 @@ T = TypeVar("T")
 STUDENT_COLUMNS = tuple(metric.column for metric in OURS if metric.name in OF_STUDENT)
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
+# Columns of a source that a sampled row has anew; others with our names become `source_NAME`.
+RENEWED = {"question", "solution", TRACE_COLUMN, "system", "conversations", *REFERENCE}
+MARKS = ("completion", "trace_column")  # by which scoring would take another text for a row's trace
 
 
 def spread_evenly(items: list[T], number: int) -> list[T]:
@@ -77,7 +81,7 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
         yield from build_answer_rows(batch, data, model)
     else:
         yield from (
-            {**rollout.problem.columns, **terms}
+            {**keep_columns(rollout.problem.columns, terms), **terms}
             for _, rollout, terms in pair_with_scores(batch.step, batch.step.shard)
         )
 
@@ -86,8 +90,7 @@ def build_trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Ro
     """Yield a row per trace: the source's columns, the trace, its Bespoke-Stratos form, and its scores."""
     for number, rollout, terms in pair_with_scores(batch.step, batch.step.shard):
         problem = rollout.problem
-        yield {
-            **drop_completion(problem),
+        columns = {
             "row": problem.row,
             "trace": number,
             "question": problem.question,
@@ -98,6 +101,7 @@ def build_trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Ro
             **completion_columns(rollout, data),
             "teacher": teacher,
         }
+        yield add_to_source(problem, columns)
 
 
 def build_answer_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
@@ -114,8 +118,7 @@ def build_answer_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row
         conversation = dict.fromkeys(("system", "conversations"))
         if turn:
             conversation = data.format.build_conversation(replace(problem, solution=solution), thought)
-        yield {
-            **drop_completion(problem),
+        columns = {
             **read_reference(problem),
             "row": problem.row,
             "trace": number,
@@ -129,11 +132,12 @@ def build_answer_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row
             **completion_columns(rollout, data),
             "model": model,
         }
+        yield add_to_source(problem, columns)
 
 
-def drop_completion(problem: Problem) -> Row:
-    """Return the source's columns without a completion, which the new trace replaces."""
-    return {name: value for name, value in problem.columns.items() if name != "completion"}
+def add_to_source(problem: Problem, columns: Row) -> Row:
+    """Return the source's columns with those of a sampled row."""
+    return {**keep_columns(problem.columns, {*columns, *MARKS} - RENEWED), **columns}
 
 
 def read_reference(problem: Problem) -> Row:

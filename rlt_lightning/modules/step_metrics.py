@@ -29,7 +29,7 @@ def reward_metrics(step: StepBatch) -> dict[str, Any]:
         "reward/mean": score.rewards.mean(),
         "reward/std": rewards.std(),
         "reward/group_std": split_groups(rewards, step.group_size).std(dim=1).mean(),
-        "reward/zero_std_groups": zero_std_groups(rewards, step.group_size).float().sum(),
+        "reward/zero_std_frac": zero_std_groups(rewards, step.group_size).float().mean(),
         **{f"reward/{name}": values.mean() for name, values in (score.terms | score.levels).items()},
         **{name: values.mean() for name, values in score.figures.items()},
         **student_metrics(score),
@@ -139,10 +139,15 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: fl
 
     Args:
         phases: The costs of the step's phases.
-        num_tokens: The step's tokens, which `perf/tokens_per_s` counts.
+        num_tokens: The step's tokens, which `perf/tokens_per_s` and `perf/num_tokens` count.
         peak_flops: The device's measured FLOP/s, of which `perf/mfu` is a fraction.
     """
-    metrics = {"perf/tokens_per_s": num_tokens / sum(stats.seconds for stats in phases.values())}
+    seconds = sum(stats.seconds for stats in phases.values())
+    metrics = {
+        "perf/step_s": seconds,
+        "perf/num_tokens": float(num_tokens),
+        "perf/tokens_per_s": num_tokens / seconds,
+    }
     for phase, stats in phases.items():
         metrics[f"perf/{phase}_s"] = stats.seconds
         metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / 2**30

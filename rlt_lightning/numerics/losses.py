@@ -77,7 +77,8 @@ class PolicyLoss(ABC):
             The loss, scalar; and scalars without gradient, means over a sequence's tokens and then over
             sequences, or over all tokens where the loss is a mean over tokens: `policy/kl_ref` in nats, if
             there is a reference, as it enters the loss, `policy/clip_frac` between 0 and 1, the tokens that
-            clipping holds back, and `policy/ratio_mean`.
+            clipping holds back, the part of them whose ratio is low, below 1, and high, and
+            `policy/ratio_mean`.
 
         Raises:
             ValueError: If `kl_coef` is not 0 and there is no reference.
@@ -95,8 +96,11 @@ class PolicyLoss(ABC):
         mean_weights = self.mean_weights(mask, num_tokens, num_sequences)  # (N, T)
         weights = torch.ones_like(mask) if importance_weights is None else importance_weights
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)
+        clipped = self.is_clipped(ratio, advantages)  # (N, T)
         metrics = {
-            "policy/clip_frac": (mean_weights * self.is_clipped(ratio, advantages)).sum(),
+            "policy/clip_frac": (mean_weights * clipped).sum(),
+            "policy/clip_frac_low": (mean_weights * (clipped & (ratio < 1))).sum(),
+            "policy/clip_frac_high": (mean_weights * (clipped & (ratio > 1))).sum(),
             "policy/ratio_mean": (mean_weights * ratio).sum().detach(),
         }
         if ref_log_probs is not None:

@@ -14,6 +14,12 @@ from rlt_lightning.numerics.packing import to_padded
 Reduction = Literal["mean", "sum", "min", "max", "median", "first_quartile", "last_quartile"]
 
 
+DIVERGED = (
+    "Look at these rows in the data; if they are sound, the model has diverged: resume from an earlier "
+    "checkpoint in fp32, or start a new run from its weights (rlt export) with a lower learning rate."
+)
+
+
 class NonFiniteError(ValueError):
     """A number that would reach the weights is NaN or infinite."""
 
@@ -74,13 +80,22 @@ def require_reduction(name: str, value: str) -> None:
     require_option(name, value, value in known, f"one of {', '.join(known)}")
 
 
-def require_finite(values: Tensor, term: str, rows: Sequence[int]) -> None:
+def choose_remedy(maker: object) -> str:
+    """Return what to do if an object computes NaN or an infinity from finite log-probs."""
+    kind = type(maker)
+    if kind.__module__.startswith("rlt_lightning."):
+        return DIVERGED
+    return f"The log-probs are finite: correct {kind.__name__}, which may take the log of 0, or divide by 0."
+
+
+def require_finite(values: Tensor, term: str, rows: Sequence[int], remedy: str = DIVERGED) -> None:
     """Stop before NaN or an infinity reaches the weights.
 
     Args:
         values: One row per example, (N,) or (N, T), padding already masked.
         term: What the values are, for the message, e.g. "student log-prob".
         rows: The examples' row numbers in the data, N of them.
+        remedy: The end of the message.
 
     Raises:
         NonFiniteError: If a value is NaN or infinite; it names the term and the rows.
@@ -92,9 +107,7 @@ def require_finite(values: Tensor, term: str, rows: Sequence[int]) -> None:
     bad_rows = sorted({row for row, is_bad in zip(rows, bad.any(dim=1).tolist(), strict=True) if is_bad})
     found = " and ".join(sorted({str(value) for value in values[bad].tolist()}))
     raise NonFiniteError(
-        f"Every {term} must be finite, but row(s) {', '.join(map(str, bad_rows))} have {found}. "
-        "Look at these rows in the data; if they are sound, the model has diverged: resume from an earlier "
-        "checkpoint in fp32, or start a new run from its weights (rlt export) with a lower learning rate."
+        f"Every {term} must be finite, but row(s) {', '.join(map(str, bad_rows))} have {found}. {remedy}"
     )
 
 
@@ -105,11 +118,18 @@ class FiniteChecks:
     """
 
     def __init__(self) -> None:
-        self.kept: list[tuple[Tensor, list[int], str, list[int]]] = []
+        self.kept: list[tuple[Tensor, list[int], tuple[str, str], list[int]]] = []
 
-    def add(self, values: Tensor, num_tokens_per_row: list[int], term: str, rows: list[int]) -> None:
+    def add(
+        self,
+        values: Tensor,
+        num_tokens_per_row: list[int],
+        term: str,
+        rows: list[int],
+        remedy: str = DIVERGED,
+    ) -> None:
         """Keep values to be checked, (M,), one row after another; see `require_finite`."""
-        self.kept.append((values.detach(), num_tokens_per_row, term, rows))
+        self.kept.append((values.detach(), num_tokens_per_row, (term, remedy), rows))
 
     def find_bad(self) -> Tensor:
         """Return whether a value is NaN or infinite, a bool on the device; the host does not wait."""
@@ -131,7 +151,7 @@ class FiniteChecks:
             values = torch.cat([values for values, *_ in parts])
             counts = [count for _, counts, *_ in parts for count in counts]
             rows = [row for *_, numbers in parts for row in numbers]
-            require_finite(to_padded(values, counts)[0], term, rows)
+            require_finite(to_padded(values, counts)[0], term[0], rows, term[1])
 
 
 def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:

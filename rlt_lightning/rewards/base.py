@@ -26,7 +26,7 @@ from rlt_lightning.types import Problem, RewardTerms, Rollout
 # off. A test compares them with the catalogue of metrics, which this folder cannot import.
 TAKEN_NAMES = frozenset(
     {
-        *("mean", "std", "group_std", "zero_std_groups", "solution", "kl", "format", "solution_log_prob"),
+        *("mean", "std", "group_std", "zero_std_frac", "solution", "kl", "format", "solution_log_prob"),
         *("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max", "baseline"),
         *("correct", "formatted", "timed_out"),  # of traditional RL
         "efficiency",  # of NOVER

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics.catalogue import COLUMNS
-from rlt_lightning.numerics.rewards import require_finite
 from rlt_lightning.rewards.base import TAKEN_NAMES, Reward
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import Score, StepBatch
@@ -131,7 +130,6 @@ def judge_texts(reward: TextReward, rollouts: list[Rollout], tags: TagStyle) -> 
 
     Raises:
         InputError: If a term has the name of another metric or column.
-        NonFiniteError: If a reward is NaN or infinite.
     """
     terms = reward(rollouts, tags)
     names = terms.recorded().keys() - {"reward"}
@@ -141,5 +139,4 @@ def judge_texts(reward: TextReward, rollouts: list[Rollout], tags: TagStyle) -> 
             f"The terms of {type(reward).__name__} must have names that no metric and no column of "
             f"rollouts.jsonl has, but have {', '.join(clashes)}. Choose others."
         )
-    require_finite(terms.reward, "reward", [rollout.problem.row for rollout in rollouts])
     return terms

@@ -30,7 +30,6 @@ from rlt_lightning.numerics.rewards import (
     masked_max,
     masked_min,
     mean_of_tokens,
-    require_finite,
     require_option,
     require_reduction,
     student_kl_penalty,
@@ -278,7 +277,6 @@ class RLTReward(StudentReward):
 
         Raises:
             InputError: If the terms have wrong names or shapes.
-            NonFiniteError: If a term is NaN or infinite, naming the rows.
         """
         name, names = type(self).__name__, self.extra_names
         terms = self.extra_terms(rollouts)
@@ -296,7 +294,6 @@ class RLTReward(StudentReward):
                     f"{name} must return terms as tensors with one number per rollout, "
                     f"({len(rollouts)},), but '{term}' is {shape}. Correct it."
                 )
-            require_finite(values, f"reward term '{term}'", [r.problem.row for r in rollouts])
         return {term: terms[term].to(device, torch.float32) for term in names}
 
     def require(self, name: str, holds: bool, expected: str) -> None:

@@ -30,7 +30,7 @@ from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
-from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
+from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError, choose_remedy
 from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
 from rlt_lightning.rollouts.request import RolloutRequest
@@ -162,7 +162,7 @@ class Shards:
         self.group_size = group_size
         self.shares_prefix = shares_prefix
         self.loads = [0] * world_size  # tokens that each rank has
-        self.longest = 0  # tokens of the longest completion, of all ranks
+        self.lengths: list[int] = []  # tokens of each completion, of all ranks
 
     def divide(self, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
         """Divide completions over the ranks, after those of earlier calls; return this rank's, ascending.
@@ -178,7 +178,7 @@ class Shards:
         parts = balance_shards(list(families.values()), tokens, self.world_size, self.loads)
         for rank, part in enumerate(parts):
             self.loads[rank] += sum(tokens[i] for i in part)
-        self.longest = max([self.longest, *(num_completion for _, num_completion in lengths.values())])
+        self.lengths += [num_completion for _, num_completion in lengths.values()]
         return [numbers[i] for i in parts[self.rank]]
 
     def _count(self, num_prompt: int, num_completion: int) -> int:
@@ -327,12 +327,13 @@ class StepBatch:
             This rank's rows of each mini-batch.
         """
         num_groups, parts = len(self) // self.group_size, []
-        longest, self.shard = 0, []
+        lengths: list[int] = []
+        self.shard = []
         for i in range(number):
             first, end = (place * num_groups // number * self.group_size for place in (i, i + 1))
             self.shards = build_shards()
             parts.append(self.divide(range(first, end)))
-            longest = self.shards.longest = max(longest, self.shards.longest)
+            lengths = self.shards.lengths = lengths + self.shards.lengths
         return parts
 
     # Failures
@@ -396,6 +397,11 @@ class StepBatch:
         for name, column in zip(names, table, strict=True):
             self.numbers[name] = column.to(self.numbers[name].dtype)
 
+    def check_made(self, values: Tensor, what: str, maker: object, rows: Sequence[int]) -> None:
+        """Let all ranks check together what an object has computed of n rows, (n,)."""
+        numbers, what = [self.row_number(row) for row in rows], f"{what} of {type(maker).__name__}"
+        self.checks.add(values, [1] * len(rows), what, numbers, choose_remedy(maker))
+
     def bring_to_host(self, rows: Sequence[int]) -> None:
         """Move the token columns of these rows to main memory; the host waits for the device once."""
         places = [(column, row) for column in self.tokens.values() for row in rows if row in column]
@@ -429,6 +435,7 @@ class StepBatch:
         """
         counts = [read.num_scored for read in micro.reads]
         self.checks.add(values, counts, micro.reads[0].what, [self.row_number(row) for row in micro.rows])
+        self.check_made(output.loss.expand(len(micro.rows)), "loss", micro.term.maker, micro.rows)
         for name, value in output.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value
         if micro.scale and output.mismatch is not None:

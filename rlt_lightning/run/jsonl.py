@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import InputError, naming_full_disk
 
 Row = dict[str, Any]
@@ -20,7 +21,7 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def format_line(row: Row) -> str:
     """Return a row as a line; values that JSON does not know become text."""
-    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+    return escape_half_pairs(json.dumps(row, ensure_ascii=False, default=str)) + "\n"
 
 
 def read_whole_rows(path: Path) -> Iterator[tuple[str, Row]]:

@@ -81,7 +81,7 @@ def write_comparison(
         pairs.append(pair)
     pairs.sort(key=lambda pair: -pair["difference"])
     rewrite(folder / "comparison.jsonl", map(format_line, pairs))
-    (folder / "comparison.md").write_text(write_comparison_page(pairs, columns, terms))
+    rewrite(folder / "comparison.md", [write_comparison_page(pairs, columns, terms)])
 
 
 def write_comparison_page(pairs: list[Row], columns: list[str], terms: Sequence[str]) -> str:

@@ -27,7 +27,8 @@ FOLDER = ROOT / "benchmarks"
 HELPERS = {
     "side_by_side": "what the benchmarks share",
     "small_models": "models for tiny sizes",
-    "trl_step": "the other side of optimise.py, which imports nothing of ours",
+    "trl_step": "the other side of optimise.py",
+    "unpadded": "an attention of that side, on a GPU",
 }
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 NEEDS = {"quantised": "bitsandbytes", "optimise": "trl"}

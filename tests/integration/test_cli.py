@@ -339,7 +339,8 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
         ],
         "vLLM worker http://127.0.0.1:9 must answer within 1 s, but did not",
     ),
-    "no such accelerator": (["--trainer.accelerator=gpu"], "gpu"),
+    "no such accelerator": (["--trainer.accelerator=gpu"], "trainer.accelerator"),
+    "GPUs that are not there": (["--trainer.accelerator=auto", "--trainer.devices=2"], "trainer.devices 2"),
     "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
 }
 
@@ -348,6 +349,15 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
 def test_bad_input_is_one_clear_line(case: str, tiny_model: str, short_config: str, tmp_path: Path) -> None:
     options, expected = BAD_INPUT[case]
     assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
+
+
+def test_missing_rows_are_named_before_ranks_start(
+    tiny_model: str, short_config: str, tmp_path: Path
+) -> None:
+    options = [short_config, "--data.source=none.jsonl", "--trainer.devices=2"]
+    result = rlt(*small_fit(tiny_model, tmp_path / "run", *options))
+    assert_one_clear_line(result, "file or folder 'none.jsonl' must exist")
+    assert "rank 1" not in result.stderr
 
 
 @pytest.mark.parametrize(

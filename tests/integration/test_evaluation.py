@@ -269,6 +269,24 @@ def test_a_runs_own_responses_can_be_judged_again(finished: Path, tmp_path: Path
     assert again["sets"]["arithmetic"] == {**first, "prompt": None}
 
 
+def test_a_resumed_run_refuses_other_problems(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(4)]
+    given = [{"id": str(i + 1), "response": f"\\boxed{{{i + 1}}}"} for i in range(4)]
+    source, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    options = [f"--data.sets={{own: {source}}}"]
+    options += [f"--data.responses={write(tmp_path / 'given.jsonl', given)}"]
+    write(source, rows)
+    first = evaluated("/not/there", run, *options)
+    (run / "evaluation.json").unlink()
+    assert evaluated("/not/there", run, *options, "--resume=true") == first
+    for other in (rows[::-1], [*rows[:3], rows[3] | {"answer": "5"}]):
+        write(source, other)
+        (run / "evaluation.json").unlink(missing_ok=True)
+        refused = evaluate("/not/there", run, *options, "--resume=true")
+        assert refused.returncode == 2
+        assert "has a response to another own/" in refused.stderr
+
+
 def test_a_killed_run_goes_on_and_samples_nothing_twice(
     finished: Path, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -461,6 +479,24 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
     assert "user\nstart 2, add 1?<|im_end|>" in found["prompt"]  # no instruction before it
     [question] = read_set("my-task", str(rows), None, 0)
     assert question.reference == {"kind": "math", "answer": "3"}
+
+
+def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_path: Path) -> None:
+    row = {"id": "a\ud83e", "question": "start 2, add 1?", "answer": "3\ud83e"}
+    rows = write(tmp_path / "rows.jsonl", [row, row | {"id": "b"}])
+    found = evaluated(tiny_model, tmp_path / "run", f"--data.sets={{mine: {rows}}}")["sets"]["mine"]
+    assert found["num_problems"] == 2
+    records = read(tmp_path / "run" / "responses.jsonl")
+    assert [record["id"] for record in records] == ["mine/a\ud83e", "mine/a\ud83e", "mine/b", "mine/b"]
+    given = [{"id": record["id"], "response": "\\boxed{3} \ud83e"} for record in records]
+    responses = write(tmp_path / "given.jsonl", given)
+    options = (f"--data.sets={{mine: {rows}}}", f"--data.responses={responses}")
+    assert evaluated(tiny_model, tmp_path / "judged", *options)["sets"]["mine"]["pass_at_1"] == 1
+    options = read(gpqa_like(tmp_path / "options.jsonl", num_rows=2))
+    options[1]["Incorrect Answer 2"] = "\ud83e"
+    source = str(write(tmp_path / "options.jsonl", options))
+    with pytest.raises(InputError, match="row 2: its question holds half a surrogate pair"):
+        read_set("mine", {"source": source, "judge": "choice"}, None, 0)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ from rlt_lightning.metrics import catalogue
 from rlt_lightning.metrics.catalogue import find_metric
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
 
@@ -296,18 +295,17 @@ def test_terms_come_in_the_order_of_their_names_as_numbers_of_the_reward() -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "message"),
+    ("kind", "message"),
     [
-        ("missing", InputError, r"Terms.extra_names, \['one', 'two'\], but returned \['one'\]"),
-        ("none", InputError, "but returned NoneType"),
-        ("column", InputError, r"one number per rollout, \(2,\), but 'one' is \(2, 1\)"),
-        ("mean", InputError, r"but 'two' is \(\)"),
-        ("list", InputError, "but 'two' is list"),
-        ("nan", NonFiniteError, r"Every reward term 'two' must be finite, but row\(s\) 8 have nan"),
+        ("missing", r"Terms.extra_names, \['one', 'two'\], but returned \['one'\]"),
+        ("none", "but returned NoneType"),
+        ("column", r"one number per rollout, \(2,\), but 'one' is \(2, 1\)"),
+        ("mean", r"but 'two' is \(\)"),
+        ("list", "but 'two' is list"),
     ],
 )
-def test_a_term_that_is_none_is_named(kind: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_a_term_that_is_none_is_named(kind: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         Terms(kind=kind).check_extra_terms(rollouts(7, 8), torch.device("cpu"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -251,9 +252,31 @@ def test_a_table_holds_whatever_columns_the_source_has(tmp_path: Path) -> None:
     loaded = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path))
     assert loaded.to_list() == [{"new": None, **row} for row in rows]
     assert [file.name for file in tmp_path.glob("*.tmp")] == []
-    with pytest.raises(InputError, match="must be able to hold the source's columns"):
-        write_parquet([{"a": 2**70}], path)
-    assert datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path)).num_rows == 601
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 2**63],
+        [-(2**63) - 1, None],
+        [{"a": [2**70]}, {}],
+        [2**60, 0.5],
+        ["x", 2**70],
+        ["whole", "cut \ud83e"],
+        [{"k\ud83e": ["\udd14"]}, None],
+        [[float("inf"), "x"], []],
+        [json.loads("[" * 60 + "1" + "]" * 60), None],
+        [json.loads('{"a":' * 60 + "1" + "}" * 60), None],
+    ],
+    ids=range(10),
+)
+def test_a_table_has_json_for_what_it_cannot_hold(values: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    write_parquet([{"question": "q", "c\ud83e\0": value, "": {}} for value in values], path)
+    loaded = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path))
+    assert loaded[0]["question"] == "q"
+    texts = loaded[r"c\ud83e\u0000"]
+    assert [value and json.loads(value) for value in texts] == values
 
 
 class Scripted(HFEngine):
@@ -339,3 +362,122 @@ def test_a_plain_trainer_returns_the_rows_it_predicts(kind: Any, tiny_model: str
     assert len(rows) == 4
     assert predict(writer) == rows
     assert read(tmp_path / name) == rows
+
+
+# Columns of a source that no stage reads
+
+ODD = [
+    {},
+    {
+        "answer": 3**45,
+        "reward": 0.5,
+        "seed": "s",
+        "completion": "c",
+        "row": [1],
+        "teacher": None,
+        "fits": "no",
+    },
+    {"note": "cut \ud83e", "k\ud83e": {"\ud83e": ["\udd14"]}, "reward": "high", "source_reward": 1},
+    {"answer": "4", "empty": {}, "nan": float("inf"), "note": 7, "trace_column": "other", "kl_mean": 0},
+    {"answer": 4, "nested": {"a": [2**70, "x", None]}},
+]
+# What the columns of a row become that have the name of one of ours.
+RENAMED = ("reward", "seed", "completion", "row", "teacher", "fits", "trace_column", "kl_mean")
+
+
+def write_odd_rows(path: Path, odd: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    texts = [{"question": f"{i} + {i}?", "solution": rf"\boxed{{{2 * i}}}"} for i in range(len(odd))]
+    rows = [text | columns for text, columns in zip(texts, odd, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def expect_kept(row: dict[str, Any], renamed: Sequence[str]) -> dict[str, Any]:
+    kept = {f"source_{name}" if name in renamed else name: value for name, value in row.items()}
+    if "source_reward" in row:
+        kept |= {"source_reward": row["source_reward"], "source_source_reward": row["reward"]}
+    return kept
+
+
+@pytest.fixture(scope="module")
+def odd_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("odd")
+    write_odd_rows(folder / "odd.jsonl", ODD)
+    result = rlt(*odd_command(folder))
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def odd_command(folder: Path, *options: str) -> list[str]:
+    return [
+        *("predict", "--config=configs/laptop/generate.yaml", f"--data.source={folder / 'odd.jsonl'}"),
+        *("--data.prompts_per_step=2", f"--output_dir={folder / 'run'}", *options),
+    ]
+
+
+@pytest.mark.parametrize("file", ["traces.jsonl", "distillation.jsonl"])
+def test_every_column_of_the_source_is_kept(file: str, odd_run: Path) -> None:
+    written = read(odd_run / "run" / file)
+    for number, (row, source) in enumerate(zip(written, read(odd_run / "odd.jsonl"), strict=True), start=1):
+        expected = expect_kept(source, RENAMED)
+        assert {name: row.get(name) for name in expected} == expected
+        assert (row["row"], row["teacher"], row["trace"]) == (number, "miniature-teacher", 0)
+        assert isinstance(row["reward"], float)
+        assert "completion" not in row
+
+
+def test_the_table_beside_the_card_is_complete(odd_run: Path, tmp_path: Path) -> None:
+    rows = read(odd_run / "run" / "distillation.jsonl")
+    loaded = datasets.load_dataset(str(odd_run / "run"), split="train", cache_dir=str(tmp_path))
+    assert loaded["reasoning_trace"] == [row["reasoning_trace"] for row in rows]
+    assert [json.loads(answer) for answer in loaded["answer"][1:2]] == [3**45]
+
+
+def test_a_resume_takes_corrected_columns(odd_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(odd_run, tmp_path / "odd")
+    folder = tmp_path / "odd"
+    lines = (folder / "run" / "traces.jsonl").read_text().splitlines(keepends=True)
+    (folder / "run" / "traces.jsonl").write_text("".join(lines[:4]))
+    for name in ("README.md", "distillation.jsonl", "distillation.parquet"):
+        (folder / "run" / name).unlink()
+    settings = folder / "run" / "config.yaml"
+    settings.write_text(settings.read_text().replace(str(odd_run), str(folder)))
+    write_odd_rows(folder / "odd.jsonl", [{"answer": "corrected"}] * len(ODD))
+    result = rlt(*odd_command(folder, "--resume=true"))
+    assert result.returncode == 0, result.stderr
+    rows = read(folder / "run" / "distillation.jsonl")
+    assert [row.get("answer") for row in rows[3:]] == ["4", "corrected"]
+    assert [row["reasoning_trace"] for row in rows] == [
+        row["reasoning_trace"] for row in read(odd_run / "run" / "distillation.jsonl")
+    ]
+
+
+def test_scores_stand_beside_those_of_the_source(odd_run: Path, tmp_path: Path) -> None:
+    traces, folder = odd_run / "run" / "traces.jsonl", tmp_path / "run"
+    source = tmp_path / "traces.jsonl"
+    source.write_text(traces.read_text())
+    command = [
+        *("predict", "--config=configs/recipe_7b/score.yaml", f"--data.source={source}", "--data.tags=r1"),
+        *("--model.teacher=miniature-teacher", "--model.student=miniature", "--trainer.accelerator=cpu"),
+        *("--data.teacher_system_prompt=", "--data.student_system_prompt=", "--data.prompts_per_step=2"),
+        *("--model.dtype=float32", "--model.student_dtype=float32", f"--output_dir={folder}"),
+    ]
+    result = rlt(*command)
+    assert result.returncode == 0, result.stderr
+    assert "not sampled by the teacher" not in result.stderr
+    before, scored = read(traces), read(folder / "scores.jsonl")
+    for row, own in zip(scored, before, strict=True):
+        assert row["reward"] == pytest.approx(own["reward"], abs=1e-3)
+        name = "source_source_reward" if "source_reward" in own else "source_reward"
+        assert own["reward"] in (row[name], row.get(f"source_{name}"))
+        assert (row["row"], row["seed"], row["teacher"]) == (own["row"], own["seed"], own["teacher"])
+    # A column that scoring does not read may be corrected; a trace may not.
+    source.write_text(traces.read_text().replace("cut \\ud83e", "whole"))
+    lines = (folder / "scores.jsonl").read_text().splitlines(keepends=True)
+    (folder / "scores.jsonl").write_text("".join(lines[:4]))
+    resumed = rlt(*command, "--resume=true")
+    assert resumed.returncode == 0, resumed.stderr
+    assert (folder / "scores.jsonl").read_text() == "".join(lines)
+    source.write_text(traces.read_text().replace('"reasoning_trace": "', '"reasoning_trace": "So '))
+    (folder / "scores.jsonl").write_text("".join(lines[:4]))
+    assert "rows of other problems" in rlt(*command, "--resume=true").stderr

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from pathlib import Path
 
 from commands import rlt
 from fits import small_fit
 from safetensors.torch import load_file, save_file
+
+from rlt_lightning.tasks.stepwise import chain_rows
 
 
 def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> None:
@@ -32,6 +35,29 @@ def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> Non
     rates = [row["policy/lr"] for row in csv.DictReader((run / "metrics.csv").open()) if row["policy/lr"]]
     assert len(set(rates)) == 1
     assert float(rates[0]) > 1e-7
+
+
+def test_other_rows_at_the_same_path_are_refused(tiny_model: str, tmp_path: Path) -> None:
+    rows, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
+
+    def fit(steps: int) -> tuple[int, str]:
+        options = [f"--data.source={rows}", f"--data.val_source={held_out}", f"--trainer.max_steps={steps}"]
+        ended = rlt(*small_fit(tiny_model, tmp_path / "run", *options, "--resume=true"))
+        return ended.returncode, ended.stderr
+
+    for path, seed in ((rows, 1), (held_out, 2)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in chain_rows(10, seed=seed)))
+    assert fit(1)[0] == 0
+    first = rows.read_text()
+    rows.write_text("".join(sorted(first.splitlines(keepends=True))))
+    status, said = fit(2)
+    assert (status, said.count(f"the training rows of {rows}")) == (2, 1), said
+    rows.write_text(first)
+    status, said = fit(2)
+    assert (status, said.count("held-out rows")) == (0, 0), said
+    held_out.write_text(first)
+    status, said = fit(3)
+    assert (status, said.count("The held-out rows are not those")) == (0, 1), said
 
 
 def test_other_weights_at_the_same_path_are_told(tiny_model: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Damage checkpoints in many ways, and count how much of the damage is noticed."""
+"""Damage checkpoints and models in many ways, and count how much of the damage is noticed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from typing import Any
 
 import torch
 
+from rlt_lightning.checkpoints.export import export_model
 from rlt_lightning.checkpoints.folder import write_checkpoint
 from rlt_lightning.models import weights
+from rlt_lightning.models.format import ModelFormat
+from rlt_lightning.models.load import load_model, load_tokenizer
+from rlt_lightning.models.weights import stored_once
+from rlt_lightning.tags import R1
 from rlt_lightning.types import InputError
 
 NUM_FLIPS = 64
@@ -28,6 +33,21 @@ class Rank:
         self.barrier = barrier.wait
 
 
+def build_model(name: str, folder: Path, monkeypatch: Any = None) -> Path:
+    """An exported model; by two ranks and in several files if there is a monkeypatch."""
+    model = load_model(name)
+    form = ModelFormat("teacher", R1, "Explain.").to_plain()
+    metadata = {"pretrained": name, "format": form, "training": {}, "lora": None}
+    folder.mkdir()
+    options: Any = (model, stored_once(model), load_tokenizer(name), metadata, folder)
+    if monkeypatch is None:
+        export_model(*options)
+        return folder
+    monkeypatch.setattr(weights, "FILE_BYTES", 2**17)
+    run_ranks(lambda rank: export_model(*options, strategy=rank))
+    return folder
+
+
 def build_checkpoint(folder: Path, scale: float = 1.0, monkeypatch: Any = None) -> Path:
     """A checkpoint with moments; by two ranks and in several files each if there is a monkeypatch."""
     names = [f"entry.model.{name}" for name in "abc"]
@@ -41,13 +61,18 @@ def build_checkpoint(folder: Path, scale: float = 1.0, monkeypatch: Any = None) 
         write_checkpoint(folder, state, files)
         return folder
     monkeypatch.setattr(weights, "FILE_BYTES", 200)
-    barrier = Barrier(2)
-    ranks = [Thread(target=write_checkpoint, args=(folder, state, files, Rank(i, barrier))) for i in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    run_ranks(lambda rank: write_checkpoint(folder, state, files, rank))
     return folder
+
+
+def run_ranks(write: Callable[[Rank], None]) -> None:
+    """Let two ranks write together."""
+    barrier = Barrier(2)
+    threads = [Thread(target=write, args=(Rank(number, barrier),)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def count_unnoticed(folder: Path, load: Callable[[], Any]) -> list[str]:

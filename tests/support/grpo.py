@@ -37,8 +37,8 @@ def rollout_callback(length: int = 12, **options: Any) -> RolloutCallback:
 
 
 def module(model: str, **options: Any) -> RLTModule:
-    options = {"group_size": 4, "optimizer": OptimizerConfig(lr=1e-3, max_grad_norm=0)} | options
-    return RLTModule(teacher=model, student=model, **options)
+    optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=0)
+    return RLTModule(model, **{"student": model, "group_size": 4, "optimizer": optimizer} | options)
 
 
 class Witness(Callback):

@@ -58,6 +58,5 @@ class Terms(RLTReward):
             "mean": {"one": one, "two": two.mean()},
             "list": {"one": one, "two": two.tolist()},
             "none": None,
-            "nan": {"one": one, "two": two.index_fill(0, torch.tensor([1]), torch.nan)},
         }
         return made[self.kind]

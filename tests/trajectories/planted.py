@@ -1,10 +1,11 @@
-"""Ten faults, each planted into one place of the package, that the trajectories must notice.
+"""Eleven faults, each planted into one place of the package, that the trajectories must notice.
 
 A fault is a function that patches the package, listed with the kinds of run that must notice it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.modules import losses as loss_terms
 from rlt_lightning.modules.reader import Reader
-from rlt_lightning.numerics import advantages, losses, students
+from rlt_lightning.numerics import TruncatedImportanceSampling, advantages, losses, students
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards import rlt as rlt_reward
 
@@ -115,6 +116,17 @@ def weigh_students_alike(patch: Patch) -> None:
     patch.setattr(students, "build_mean", lambda weights: right([1.0] * len(weights)))
 
 
+def remove_cap(patch: Patch) -> None:
+    """Let importance weights be as large as they are."""
+    right = TruncatedImportanceSampling.__init__
+
+    def init(self: TruncatedImportanceSampling, *arguments: Any, **options: Any) -> None:
+        right(self, *arguments, **options)
+        self.cap = math.inf
+
+    patch.setattr(TruncatedImportanceSampling, "__init__", init)
+
+
 FAULTS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     scale_by_micro_batches: ("rlt_k1", "sft_student"),
     turn_kl: ("rlt_k1", "rlt_k3"),
@@ -126,4 +138,5 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     average_micro_batches: ("loss_dapo", "loss_dapo_symmetric"),
     drop_format_penalty: ("rlt_k1",),
     weigh_students_alike: ("rlt_two_students",),
+    remove_cap: ("rlt_importance_sampling",),
 }

@@ -243,11 +243,9 @@ KINDS: dict[str, Callable[[], Setup]] = {
         recording="dynamic", reward=Parity, rollouts={"dynamic_sampling": DynamicSampling(max_rounds=2)}
     ),
     "rlt_asynchronous": stale,
-    # As an engine outside the process samples; its log-probs are those of older weights from step 2 on.
-    "rlt_importance_sampling": lambda: rlt(
-        in_process=False,
-        rollouts={"score_early": False},
-        importance_sampling=TruncatedImportanceSampling("token", cap=1.01),
+    # From step 2 on some weights reach the cap.
+    "rlt_importance_sampling": lambda: stale(
+        importance_sampling=TruncatedImportanceSampling("token", cap=1.01)
     ),
     "loss_dapo_symmetric": lambda: stale(policy_loss=DAPOLoss()),
     "loss_dr_grpo": lambda: stale(policy_loss=DrGRPOLoss(max_completion_length=30)),

@@ -558,10 +558,11 @@ def test_two_processes_train_as_one(
     assert largest_difference(weights_of_ranks(folder), weights_of_ranks(single)) < 1e-5
     for ours, reference in zip(steps_of(folder), steps_of(single), strict=True):
         assert [ours[f"rollout/{n}"] for n in COUNTS] == [reference[f"rollout/{n}"] for n in COUNTS]
-        for name in ("reward/mean", "reward/std", "rollout/length_max"):
+        lengths = ("rollout/length_min", "rollout/length_max", "perf/num_tokens")
+        for name in ("reward/mean", "reward/std", *lengths):
             assert ours[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-6), name
-        assert ours["reward/zero_std_groups"] == reference["reward/zero_std_groups"]
-    assert any(step["reward/zero_std_groups"] for step in steps_of(single))
+        assert ours["reward/zero_std_frac"] == reference["reward/zero_std_frac"]
+    assert any(step["reward/zero_std_frac"] for step in steps_of(single))
     refilled = [step["rollout/dropped_groups"] for step in steps_of(single)]
     assert any(number % 2 for number in refilled)  # so that ranks had parts of unlike size
 

@@ -213,10 +213,22 @@ def test_columns_that_json_does_not_know_come_back(make_data: MakeData, tmp_path
         assert found == rows
 
 
-def test_a_number_that_nothing_can_hold_is_named(make_data: MakeData) -> None:
-    rows = [row_of(number) | {"day": datetime.date(2025, 1, 2), "number": 10**30} for number in range(20)]
+@pytest.mark.parametrize("value", [10**30, "cut \ud83e", {1: "a"}, {1}, object()], ids=range(5))
+def test_a_value_that_nothing_can_hold_is_named(value: Any, make_data: MakeData) -> None:
+    rows = [row_of(number) | {"day": datetime.date(2025, 1, 2), "odd": value} for number in range(20)]
+    if value == {1}:
+        rows = [row | {1: "a column without a name"} for row in rows]
     with pytest.raises(InputError, match="Columns"):
         make_data(rows)
+
+
+def test_a_reason_that_quotes_half_a_pair_is_stored(make_data: MakeData, tmp_path: Path) -> None:
+    rows: list[Any] = [{"question": f"{n}?", "solution": r"\boxed{1}"} for n in range(2000)]
+    rows[3]["kind"] = "odd \ud83e"
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    [report] = make_data(source, kind=StudentRLData).reports
+    assert len(entries(tmp_path)) == 1
+    assert report.rows_by_reason() == {"wrong_type": [4]}
 
 
 # What makes another entry

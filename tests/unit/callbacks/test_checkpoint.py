@@ -10,6 +10,7 @@ import pytest
 
 from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
 from rlt_lightning.callbacks import Checkpoint
+from rlt_lightning.run.metrics_csv import read_rows
 from rlt_lightning.types import InputError
 
 ROWS = [{"question": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}."} for n in range(4)]
@@ -17,10 +18,10 @@ VALIDATED = {"val_check_interval": 2}
 
 
 def list_checkpoints(folder: Path, checkpoint: Checkpoint, num_val: int = 0, **options: Any) -> list[int]:
-    """Train for five iterations; return those whose checkpoints are there."""
+    """Train, by default for five iterations; return those whose checkpoints are there."""
     sampling = Sampling(temperature=0.7, max_completion_length=4)
-    callbacks = [RolloutCallback(sampling=sampling), checkpoint]
-    trainer = Trainer(folder, max_steps=5, accelerator="cpu", callbacks=callbacks, **options)
+    options = {"callbacks": [RolloutCallback(sampling=sampling), checkpoint], "max_steps": 5} | options
+    trainer = Trainer(folder, accelerator="cpu", **options)
     data = TeacherRLData(ROWS, prompts_per_step=1, val_rows=num_val, tags="r1")
     trainer.fit(RLTModule("miniature", "miniature", group_size=2), data)
     return sorted(int(path.stem.partition("=")[2]) for path in (folder / "checkpoints").glob("step=*.ckpt"))
@@ -57,3 +58,20 @@ def test_default_bounds_the_loss_by_ten_minutes() -> None:
 def test_a_score_without_checkpoints_is_refused() -> None:
     with pytest.raises(InputError, match="save_top_k is 0"):
         Checkpoint(save_top_k=0, monitor="reward/val_mean")
+
+
+def test_a_resumed_run_goes_on_counting_tokens(tmp_path: Path) -> None:
+    list_checkpoints(tmp_path, Checkpoint(), max_steps=2)
+    list_checkpoints(tmp_path, Checkpoint(), max_steps=4, resume=True)
+    rows = [
+        {name: float(value) for name, value in row.items()} for _, row in read_rows(tmp_path / "metrics.csv")
+    ]
+    assert len(rows) == 4
+    num_tokens = 0.0
+    for row in rows:
+        shortest, longest = row["rollout/length_min"], row["rollout/length_max"]
+        num_tokens += shortest + longest  # a step has two completions
+        assert shortest <= row["rollout/length_mean"] == (shortest + longest) / 2
+        assert row["perf/num_tokens"] == num_tokens
+        phases = [row[f"perf/{phase}_s"] for phase in ("generate", "push", "score", "train")]
+        assert row["perf/step_s"] == pytest.approx(sum(phases), rel=1e-6)

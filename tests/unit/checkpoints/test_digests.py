@@ -1,4 +1,4 @@
-"""Digests of checkpoints and of the token cache: a changed bit, or another run's file, is always noticed."""
+"""Digests of checkpoints and exported models: a changed bit, or another run's file, is always noticed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from damage import build_checkpoint, count_unnoticed
+from damage import build_checkpoint, build_model, count_unnoticed
 
 from rlt_lightning.checkpoints.folder import read_state, read_whole_state, write_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.digests import SUFFIX
+from rlt_lightning.models.format import FORMAT_FILE
+from rlt_lightning.models.load import empty_model, load_format, load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
 
@@ -62,3 +64,38 @@ def test_added_and_missing_files_are_noticed(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(InputError, match="has no digest"):
         read_state(folder)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_flipped_bit_of_a_model_is_noticed(
+    num_ranks: int, miniature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_model(miniature, tmp_path / "model", monkeypatch if num_ranks == 2 else None)
+    assert len(list(folder.glob(f"*{SUFFIX}"))) == num_ranks
+    (folder / "README.md").unlink()  # there to be edited
+    assert count_unnoticed(folder, lambda: load_model(str(folder))) == []
+    assert count_unnoticed(folder, lambda: empty_model(str(folder))) == []
+
+
+@pytest.mark.parametrize("name", [FORMAT_FILE, "tokenizer.json", "chat_template.jinja"])
+def test_a_damaged_setting_is_named_before_weights(name: str, miniature: str, tmp_path: Path) -> None:
+    folder = build_model(miniature, tmp_path / "model")
+    text = (folder / name).read_text()
+    (folder / name).write_text(text.replace("e", "f", 1))
+    for load in (load_tokenizer, load_format):
+        with pytest.raises(InputError, match=rf"{name} has another digest.*delete its line in .*\{SUFFIX}"):
+            load(str(folder))
+
+
+def test_own_changes_of_a_model_can_be_accepted(miniature: str, tmp_path: Path) -> None:
+    folder = build_model(miniature, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# mine #}")
+    digests = folder / f"rank0{SUFFIX}"
+    digests.write_text("".join(line for line in digests.open() if template.name not in line))
+    (folder / "notes.txt").touch()
+    assert "mine" in load_tokenizer(str(folder)).chat_template
+    load_model(str(folder))
+    digests.unlink()  # as anybody else's model
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    load_model(str(folder))

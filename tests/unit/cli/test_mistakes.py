@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
 from rlt_lightning import (
+    EvaluationDataModule,
     OptimizerConfig,
     RLTModule,
     RolloutCallback,
@@ -25,8 +28,10 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning import __main__ as program
+from rlt_lightning.callbacks import EvaluateEvery
 from rlt_lightning.callbacks.rollout_checks import require_trainable
 from rlt_lightning.cli.stages import propose_data
+from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
 from rlt_lightning.models.load import require_model_name
 from rlt_lightning.models.lora import LoRA
@@ -35,6 +40,7 @@ from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.base import count_steps
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.run.folder import choose_run_folder
+from rlt_lightning.run.shipped import list_shipped_configs
 from rlt_lightning.types import InputError
 
 CONFIGS = {
@@ -53,8 +59,10 @@ MISTAKES = {
     "fitt --config laptop/rlt": ("fitt", "Did you mean rlt fit?"),
     "train": ("train", "Did you mean rlt fit?"),
     "help": ("help", "rlt --help"),
-    "fit": ("required", "data"),
-    "fit --data.source rows.jsonl": ("--model RLTModule", "rlt configs"),
+    "fit": ("--config is missing", "laptop/rlt"),
+    "fit --data.source rows.jsonl": ("--config is missing", "rlt configs"),
+    "test --trainer.accelerator cpu": ("--config is missing", "laptop/evaluate"),
+    "explain --row 2": ("--config is missing", "recipe_7b/rank"),
     "fit --config laptop/rtl": ("laptop/rtl", "Did you mean laptop/rlt?"),
     f"{FIT} --model.group_sise 4": ("group_sise", "Did you mean group_size?"),
     f"{FIT} --modle.group_size 4": ("modle.group_size", "Did you mean model.group_size?"),
@@ -67,7 +75,8 @@ MISTAKES = {
     f"{FIT} --model.reward.kl_wieght 1": ("kl_wieght", "Did you mean kl_weight?"),
     f"{FIT} --config key.yaml": ("group_sise", "Did you mean group_size?"),
     f"{FIT} --config nested.yaml": ("lrr", "optimizer"),
-    f"{FIT} --config type.yaml": ("group_size", "int"),
+    f"{FIT} --config type.yaml": ("group_size", "whole number"),
+    f"{FIT} --trainer.max_steps abc": ("trainer.max_steps", "Expected a whole number. Got value: abc"),
     f"{FIT} --config class.yaml": ("RTLModule", "no attribute"),
     f"{FIT} --config callback.yaml": ("EvaluateEvery: Option 'every_n_step'", "Did you mean every_n_steps?"),
     f"{FIT} --config no_callback.yaml": ("trainer.callbacks", "no attribute 'EvaluateEvry'"),
@@ -127,6 +136,14 @@ def make_module(**options: Any) -> RLTModule:
 
 def make_data(source: Any = ROWS, **options: Any) -> StratosDataModule:
     return TeacherRLData(source, prompts_per_step=2, tags="r1", **options)
+
+
+def hub(source: Any = ROWS, **options: Any) -> None:
+    TeacherRLData(source, tokenizer="nobody/nothing", **options).setup("fit")
+
+
+def evaluate(sets: Any, **options: Any) -> None:
+    EvaluationDataModule(sets, tokenizer="nobody/nothing", **options).setup("test")
 
 
 def launch(**options: Any) -> Any:
@@ -194,6 +211,28 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
         "rlt test",
     ),
     "a file": (lambda: train(data=make_data("rows.jsonl")), "file or folder 'rows.jsonl' must exist"),
+    "a folder that looks like a hub id": (
+        lambda: hub(source="full/rows"),
+        "file or folder 'full/rows' must exist",
+    ),
+    # Each names the file, and not the model that the hub would be asked for.
+    "a file, before the hub": (lambda: hub(source="rows.jsonl"), "'rows.jsonl' must exist"),
+    "held-out rows, before the hub": (lambda: hub(val_source="rows.jsonl"), "'rows.jsonl' must exist"),
+    "a filter, before the hub": (
+        lambda: hub(filters=Filters(overlap_with={"mine": "rows.jsonl"})),
+        "'rows.jsonl' must exist",
+    ),
+    "a set, before the hub": (lambda: evaluate({"math500": None, "mine": "rows.jsonl"}), "'rows.jsonl'"),
+    "responses, before the hub": (
+        lambda: evaluate({"math500": None}, responses="rows.jsonl"),
+        "'rows.jsonl' must exist",
+    ),
+    "a set of a callback, before the hub": (
+        lambda: Trainer("run", accelerator="cpu", callbacks=[EvaluateEvery(1, {"mine": "rows.jsonl"})]).fit(
+            SFTModule("nobody/nothing"), StudentSFTData(ROWS)
+        ),
+        "'rows.jsonl' must exist",
+    ),
     "a column": (lambda: train(data=make_data([{"question": "1?", "answer": "2"}])), "lacks solution"),
     "few rows": (lambda: train(data=make_data(ROWS[:1])), "prompts_per_step=2"),
     "tags": (lambda: train(data=TeacherRLData(ROWS, tags="qwen")), "stratos or r1"),
@@ -224,6 +263,23 @@ def test_what_cannot_work_is_refused_in_one_line_by_its_name(
         assert word in line
     assert "\n" not in line
     assert not list(Path("run").glob("model*"))
+
+
+def needs_gpus(name: str) -> bool:
+    text, folder = list_shipped_configs()[name].read_text(), name.partition("/")[0]
+    return (folder == "recipe_7b" and "# Needs: 8 GPUs" in text) or (
+        folder == "hardware" and "devices:" in text
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("name", [*filter(needs_gpus, list_shipped_configs())])
+def test_a_config_for_gpus_is_refused_without_one(name: str, tmp_path: Path) -> None:
+    settings = yaml.safe_load(list_shipped_configs()[name].read_text())["trainer"]
+    options = {key: settings[key] for key in ("accelerator", "devices", "num_nodes") if key in settings}
+    with pytest.raises(InputError, match=r"trainer\.accelerator .* needs a GPU"):
+        Trainer(tmp_path / "run", **options)
+    Trainer(tmp_path / "run", **options | {"accelerator": "cpu", "devices": 1})
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,16 @@ def test_parts_share_no_question_and_later_rows_move_none(tmp_path: Path) -> Non
         split_rows(str(tmp_path / "more.jsonl"), tmp_path / "first")
 
 
+def test_half_a_surrogate_pair_is_split_and_kept(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}\ud83e?", "answer": str(n), "note\udd14": "\ud83e"} for n in range(60)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = split_rows(str(source), tmp_path / "split")
+    assert split_rows(str(source), tmp_path / "split") == counts
+    written = [row for part in counts for row in read(tmp_path / "split" / f"{part}.jsonl")]
+    assert sorted(map(str, written)) == sorted(map(str, rows))
+
+
 def test_test_rows_need_an_answer_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,51 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path: Path):
         assert read_rows(str(tmp_path / name)) == list(enumerate(rows, start=1)), name
 
 
+def change(rows: list[dict[str, Any]], **columns: Any) -> list[dict[str, Any]]:
+    """Return rows of which the second has other columns."""
+    return [rows[0], rows[1] | columns, *rows[2:]]
+
+
+@pytest.mark.parametrize("kind", [TeacherRLData, StudentSFTData])
+def test_a_fingerprint_is_of_the_rows_not_of_their_file(make_data: MakeData, tmp_path: Path, kind: Any):
+    rows = [custom_row(f"q{i}", f"s{i}") | {"answer": str(i), "note": None} for i in range(4)]
+
+    def fingerprint(source: Any, **options: Any) -> Any:
+        return make_data(sources=source, kind=kind, **options).fingerprint_rows()
+
+    files = [write_jsonl(tmp_path / "a.jsonl", [{n: v for n, v in row.items() if v} for row in rows])]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "b.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    (tmp_path / "folder").mkdir()
+    for number in (0, 1):
+        write_jsonl(tmp_path / "folder" / f"{number}.jsonl", rows[2 * number : 2 * number + 2])
+    files += [str(tmp_path / name) for name in ("b.parquet", "saved", "folder")]
+    expected = fingerprint(files[0], token_cache=False)
+    for source in (*files, rows, datasets.Dataset.from_list(rows)):
+        assert fingerprint(source) == expected
+    assert fingerprint(rows, tags="r1") == expected
+    others = (
+        *(rows[::-1], rows[:3], [*rows, rows[0]]),
+        *(change(rows, **{name: "other"}) for name in ("question", "solution", "reasoning_trace", "answer")),
+    )
+    assert len({json.dumps(fingerprint(other)) for other in (rows, *others)}) == 1 + len(others)
+
+
+def test_a_fingerprint_names_the_source_that_changed(make_data: MakeData):
+    rows = [custom_row(f"q{i}", f"s{i}") for i in range(4)]
+
+    def fingerprint(*sources: Any, **options: Any) -> Any:
+        weighted = [{"source": source, "weight": 1.0} for source in sources]
+        return make_data(sources=weighted, **options).fingerprint_rows()
+
+    before, now = fingerprint(rows, rows), fingerprint(rows, rows[::-1])
+    assert [a == b for a, b in zip(before["training"], now["training"], strict=True)] == [True, False]
+    assert before["held_out"] is None
+    before, now = (fingerprint(rows, val_source=held_out) for held_out in (rows[:2], rows[:1]))
+    assert before["training"] == now["training"]
+    assert before["held_out"] != now["held_out"]
+
+
 def test_a_csv_cell_longer_than_the_csv_modules_default(tmp_path: Path):
     trace = "step " * 40000
     (tmp_path / "a.csv").write_text(f"question,solution,reasoning_trace\nq,s,{trace}\n")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -14,7 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import python
 from filelock import FileLock
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from rlt_lightning.console import waiting_for
 from rlt_lightning.models import embedded
@@ -145,6 +152,38 @@ def test_waits_for_the_hub_are_named(
     assert first == "waiting for the model nobody/nothing from the Hugging Face hub or its cache: 0 s"
 
 
+def test_a_hub_that_does_not_answer_is_tried_once() -> None:
+    code = """
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.models.load import load_format, load_tokenizer
+from rlt_lightning.types import InputError
+assert load_format("nobody/nothing") is None
+for load, name in ((load_tokenizer, "nobody/nothing"), (read_rows, "nobody/rows")):
+    try:
+        load(name)
+    except InputError as error:
+        print(error)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tries: list[int] = []
+
+        def hang_up() -> None:
+            with suppress(OSError):  # the test has closed it
+                while connection := server.accept()[0]:
+                    tries.append(1)
+                    connection.close()
+
+        Thread(target=hang_up, daemon=True).start()
+        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
+        done = python(code, Path(), fresh=True, HF_HUB_OFFLINE="", HF_ENDPOINT=hub)
+    assert done.returncode == 0, done.stderr
+    assert len(tries) == 1
+    assert f"{hub} cannot be reached" in done.stderr
+    tokenizer, rows = done.stdout.splitlines()
+    assert "hf download nobody/nothing" in tokenizer
+    assert "hf download nobody/rows --repo-type dataset" in rows
+
+
 def test_another_process_that_fetches_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,3 +217,109 @@ def test_a_pickled_checkpoint_is_not_opened(tiny_model: str, tmp_path: Path) -> 
     torch.save(weights, folder / "pytorch_model.bin")
     with pytest.raises(InputError, match="could not be loaded"):
         load_model(str(folder))
+
+
+# What other programs write: a class of transformers 4, and a pipeline of the file's own
+
+SPLIT = {
+    "type": "Split",
+    "pattern": {"Regex": r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TEXTS = [
+    "<think>\nOkay, 12345 + 678 = 13023\n\n</think>",
+    "x=2024;\tdef f():\n    return  y\r\n",
+    "e\u0301te\u0301 \u2126 数学 don't DON'T İstanbul 🧮",
+    "a<|im_start|>b <|im_end|> c",
+]
+
+
+def write_tokenizer(source: str, folder: Path, class_name: str | None, model_type: str) -> Path:
+    """A model's folder without weights, whose tokenizer.json says more than the class in its config does."""
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"):
+        shutil.copy(Path(source, name), folder)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    vocab = {token: number for token, number in model["vocab"].items() if number < 3000}
+    merges = [pair for pair in model["merges"] if "".join(pair) in vocab]
+    edit(
+        folder / "tokenizer.json",
+        model=model | {"vocab": vocab, "merges": merges},
+        normalizer={"type": "NFC"},
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT, BYTES]},
+    )
+    edit(folder / "tokenizer_config.json", tokenizer_class=class_name)
+    edit(folder / "config.json", model_type=model_type, architectures=None)
+    return folder / "tokenizer.json"
+
+
+def edit(path: Path, **values: Any) -> None:
+    plain = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({name: value for name, value in plain.items() if value is not None}))
+
+
+def read_ids(tokenizer: Any) -> list[list[int]]:
+    return [tokenizer.encode(text, add_special_tokens=adds) for text in TEXTS for adds in (False, True)]
+
+
+def ids_in_file(path: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(path))
+    return [tokenizer.encode(text, add_special_tokens=adds).ids for text in TEXTS for adds in (False, True)]
+
+
+CLASSES = ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "TokenizersBackend", None]
+
+
+@pytest.mark.parametrize("place", ["folder", "hub"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_tokens_are_those_of_tokenizer_json(
+    class_name: str | None,
+    model_type: str,
+    place: str,
+    smollm2: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commit, name = "a" * 40, str(tmp_path / "folder")
+    if place == "hub":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        name, cached = "me/model", tmp_path / "models--me--model"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text(commit)
+    folder = Path(name) if place == "folder" else cached / "snapshots" / commit
+    path = write_tokenizer(smollm2, folder, class_name, model_type)
+    tokenizer = load_tokenizer(name)
+    assert read_ids(tokenizer) == ids_in_file(path)
+    assert tokenizer.chat_template == load_tokenizer(smollm2).chat_template
+    assert tokenizer.special_tokens_map == load_tokenizer(smollm2).special_tokens_map
+    # What we write is read alike by us; and by others, except that transformers ignores the class of a qwen2.
+    tokenizer.save_pretrained(tmp_path / "written")
+    shutil.copy(folder / "config.json", tmp_path / "written")
+    assert read_ids(load_tokenizer(str(tmp_path / "written"))) == ids_in_file(path)
+    if model_type != "qwen2":
+        assert read_ids(AutoTokenizer.from_pretrained(tmp_path / "written")) == ids_in_file(path)
+
+
+def test_a_tokenizer_without_tokenizer_json_is_loaded(smollm2: str, tmp_path: Path) -> None:
+    path = write_tokenizer(smollm2, tmp_path / "old", "GPT2Tokenizer", "gpt2")
+    model = json.loads(path.read_text())["model"]
+    path.unlink()
+    (tmp_path / "old" / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(pair) for pair in model["merges"]]
+    (tmp_path / "old" / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    ids = load_tokenizer(str(tmp_path / "old")).encode("12345", add_special_tokens=False)
+    assert ids == AutoTokenizer.from_pretrained(tmp_path / "old").encode("12345", add_special_tokens=False)
+
+
+def test_an_adapter_is_no_model(miniature: str, tmp_path: Path) -> None:
+    model = get_peft_model(load_model(miniature), LoraConfig(r=1, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    for load in (load_model, pretrained.empty_model, pretrained.model_config):
+        with pytest.raises(InputError, match="holds an adapter"):
+            load(str(tmp_path))
+    shutil.copy(Path(miniature, "config.json"), tmp_path)
+    with pytest.raises(InputError, match="holds an adapter"):
+        load_model(str(tmp_path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import DAPOLoss, GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.strategies.sharding import Unsharded
-from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import Completion, InputError, RewardTerms, Rollout, Rollouts
 
 
 def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
@@ -487,6 +488,70 @@ def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str
         )
 
 
+@dataclass(frozen=True)
+class LogTerm(RLTReward):
+    """A further term that is the log of 0 for the first completion."""
+
+    extra_names = ("fine", "luck")
+
+    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
+        ones = torch.ones(len(rollouts))
+        return {"fine": ones, "luck": ones.index_fill(0, torch.tensor([0]), 0.0).log()}
+
+
+@dataclass(frozen=True)
+class RatioTerms(RewardTerms):
+    """A term that is 0 / 0."""
+
+    fine: torch.Tensor
+    ratio: torch.Tensor
+
+
+class Ratio(TextReward):
+    """The same as a reward of texts."""
+
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
+        zeros = torch.zeros(len(rollouts))
+        return RatioTerms(zeros / zeros, zeros, zeros / zeros)
+
+
+class LogAdvantages(GroupNormalisedAdvantages):
+    """The log of negative rewards."""
+
+    def __call__(self, rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+        return (-rewards.abs()).log()
+
+
+class InfiniteLoss(GRPOLoss):
+    """A loss that is divided by 0."""
+
+    def __call__(self, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, metrics = super().__call__(**inputs)
+        return loss.abs() / 0 + 1, metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "maker", "found"),
+    [
+        ({"reward": LogTerm()}, "term 'luck'", "LogTerm", "-inf"),
+        ({"reward": Ratio(), "student": None}, "term 'ratio'", "Ratio", "nan"),
+        ({"advantages": LogAdvantages()}, "advantage", "LogAdvantages", "nan"),
+        ({"policy_loss": InfiniteLoss()}, "loss", "InfiniteLoss", "inf"),
+    ],
+    ids=["term", "text", "advantage", "loss"],
+)
+def test_a_class_that_makes_nan_or_inf_is_named(
+    options: dict[str, Any], value: str, maker: str, found: str, tiny_model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        NonFiniteError,
+        match=rf"Every {value} of {maker} must be finite, but row\(s\) \d.* have {found}\. .*correct {maker}",
+    ):
+        bare_trainer(tmp_path, rollout_callback()).fit(
+            module(tiny_model, **options), datamodule=data(tiny_model, tmp_path)
+        )
+
+
 def test_groups_with_equal_rewards_have_no_gradient_and_are_counted(tiny_model: str, tmp_path: Path) -> None:
     # All weights zero but the format penalty, which no random model escapes: every reward is -1.
     reward = RLTReward(solution_weight=0.0, kl_weight=0.0)
@@ -494,7 +559,7 @@ def test_groups_with_equal_rewards_have_no_gradient_and_are_counted(tiny_model: 
     rlt = module(tiny_model, reward=reward, policy_loss=GRPOLoss(kl_coef=0.0))
     fitted = bare_trainer(tmp_path, rollout_callback(), witness)
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
-    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert fitted.callback_metrics["reward/zero_std_frac"] == 1
     assert all(not gradient.any() for gradient in witness.gradients.values())
 
 
@@ -606,5 +671,5 @@ def test_group_of_equal_completions_has_no_spread(tiny_model: str, tmp_path: Pat
     rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0), micro_batch_tokens=700)
     fitted = bare_trainer(tmp_path, rollout_callback(engine=EqualEngine()), witness)
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
-    assert fitted.callback_metrics["reward/zero_std_groups"] == 2
+    assert fitted.callback_metrics["reward/zero_std_frac"] == 1
     assert not any(gradient.any() for gradient in witness.gradients.values())

@@ -43,13 +43,13 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a
     }
     optimizer = OptimizerConfig(lr=2e-3, scheduler=scheduler, warmup_frac=0.25)  # type: ignore[arg-type]
 
-    def fit(resume: Path | None) -> list[float]:
+    def fit(resume: Path | None, max_epochs: int = 2) -> list[float]:
         rates = LearningRates()
         data = TeacherSFTData(tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2)
         trainer = Trainer(
             default_root_dir=tmp_path,
             accelerator="cpu",
-            max_epochs=2,
+            max_epochs=max_epochs,
             callbacks=[rates],
             plugins=[FolderCheckpointIO()],
             logger=False,
@@ -62,6 +62,7 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a
     expected = [2e-3 * value for value in (0.0, 0.5, *after[scheduler])]
     assert fit(None) == pytest.approx(expected, rel=1e-6)
     assert fit(tmp_path / "five.ckpt") == pytest.approx(expected[5:], rel=1e-6)
+    assert fit(tmp_path / "five.ckpt", max_epochs=4) == fit(None, max_epochs=4)[5:]
 
 
 def test_a_run_without_length_is_refused(tiny_model: str, tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ def test_grpo_loss_by_hand():
     assert loss.item() == pytest.approx(-0.7 + 0.1 * kl, abs=1e-6)
     assert metrics["policy/kl_ref"].item() == pytest.approx(kl, abs=1e-6)
     assert metrics["policy/clip_frac"].item() == pytest.approx((0.5 + 1.0) / 2)
+    assert metrics["policy/clip_frac_high"].item() == pytest.approx(0.5 / 2)  # row 1's second token
+    assert metrics["policy/clip_frac_low"].item() == pytest.approx(1.0 / 2)
     assert metrics["policy/ratio_mean"].item() == pytest.approx((1.25 + 0.5) / 2)
 
 
@@ -251,7 +253,8 @@ def test_kl_without_reference_is_an_error():
     with pytest.raises(ValueError, match=r"kl_coef is 0\.04"):
         GRPOLoss()(**batch)
     _, metrics = GRPOLoss(kl_coef=0)(**batch)
-    assert set(metrics) == {"policy/clip_frac", "policy/ratio_mean"}
+    clips = {f"policy/clip_frac{end}" for end in ("", "_low", "_high")}
+    assert set(metrics) == {"policy/ratio_mean", *clips}
 
 
 def test_loss_options_are_checked():

@@ -29,6 +29,18 @@ def test_columns_that_json_lacks_are_written_as_text(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"when": "2025-06-22", "reward": -1.0}
 
 
+def test_half_a_surrogate_pair_is_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    rows = [
+        {"k\ud83e": 1, "note": "cut \\\ud83e", "list": [{"\udd14": None}, "whole \U0001f914 é"]},
+        {"b": 2**70},
+    ]
+    append_rows(path, rows)
+    assert [row for _, row in read_whole_rows(path)] == rows
+    rewrite(path, [line for line, _ in read_whole_rows(path)])
+    assert [row for _, row in read_whole_rows(path)] == rows
+
+
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "scores.jsonl"
     path.write_bytes(b'{"a": 1}\n\x00\x00\x00\n{"a": 2}\n')
