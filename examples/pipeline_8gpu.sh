@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The released recipe on 8 GPUs of 80 GB: Qwen2.5-7B teacher, Bespoke-Stratos-7B student, 17K problems. Needs vLLM
-# in ../vllm (docs/hardware.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
+# The released recipe on 8 GPUs of 80 GB: Qwen2.5-7B teacher, Bespoke-Stratos-7B student, 17K problems. Needs the
+# extra vllm (docs/hardware.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
 # skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a training stage fits.
 # It trains with FSDP2; STRATEGY=zero3 trains with DeepSpeed's ZeRO-3, as the paper's code did. TRAIN has options of
 # stages 1, 2 and 4, ALL those of all stages, as in examples/own_rows.sh. We have not run it yet.

@@ -8,7 +8,7 @@
 #
 #   check     240 s   CUDA against float64; phases of 0.5B, 1.5B and 7B, with their kernels
 #   peers     240 s   in turns with TRL's GRPOTrainer and with a loop over samples
-#   vllm      300 s   a real vLLM worker, by VLLM (../vllm/bin/vllm: scripts/setup_vllm_gpu.sh); skipped without it
+#   vllm      300 s   a real vLLM worker, by VLLM (.venv/bin/vllm: the extra vllm); skipped without it
 #   smollm2   420 s   SmolLM2 and 2,048 problems: RLT and every cheaper way, three seeds; run again, it goes on
 #
 # OUT (runs/gpu_minutes) gets results.jsonl, a line for each finding as it comes, logs and profiles.txt.
@@ -58,9 +58,9 @@ esac
 
 declare -A limits=([check]=240 [peers]=240 [vllm]=300 [smollm2]=420)
 LIMIT=${LIMIT:-${limits[$call]}}
-if [[ -n ${REHEARSE:-} ]]; then LIMIT=1800 BASE=${BASE:-miniature} VLLM=${VLLM:-.venv-vllm/bin/vllm}; fi
+if [[ -n ${REHEARSE:-} ]]; then LIMIT=1800 BASE=${BASE:-miniature}; fi
 PYTHONPATH=$PWD:$PWD/benchmarks:$PWD/$minutes:$PWD/research:$PWD/tests/support${PYTHONPATH:+:$PYTHONPATH}
-export OUT PYTHONPATH BASE=${BASE:-smollm2-135m} VLLM=${VLLM:-../vllm/bin/vllm}
+export OUT PYTHONPATH BASE=${BASE:-smollm2-135m} VLLM=${VLLM:-.venv/bin/vllm}
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false
 export PYTORCH_NVML_BASED_CUDA_CHECK=1 # else asking for a GPU makes a context, which no fork of a stage can use
 

@@ -185,7 +185,7 @@ def turns(model: Path, seconds: float) -> Finding:
 def main() -> None:
     end = time.monotonic() + float(sys.argv[1])
     if not Path(os.environ["VLLM"]).exists():
-        note("vllm", why=f"skipped: {os.environ['VLLM']} is not there; scripts/setup_vllm_gpu.sh makes it")
+        note("vllm", why=f"skipped: {os.environ['VLLM']} is not there; the extra vllm brings it")
         return
     model = make_model("tiny" if TINY else "qwen2.5-0.5b")
     passed = Meeting(model).run()

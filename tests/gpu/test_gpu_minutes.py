@@ -47,7 +47,7 @@ def test_all_calls_pass_at_tiny_size(tmp_path: Path) -> None:
     assert {name for name in found if name.startswith("script, ")} == {
         f"script, {name}" for name in ("numerics", "phases", "peers", "vllm_worker", "smollm2")
     }
-    assert "setup_vllm_gpu.sh" in found["vllm"]["why"]
+    assert "extra vllm" in found["vllm"]["why"]
     for side in SIDES:
         assert found[f"optimise, miniature, tiny rows 2 shortest 4, {side}"]["seconds"] > 0
     assert found["optimise, miniature, tiny rows 2 shortest 4, TRL"]["gradient_cosine"] > 0.999
