@@ -20,7 +20,6 @@ from jsonargparse import auto_cli
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli.help import VERBS
@@ -37,6 +36,7 @@ from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
+from rlt_lightning.run.interrupt import TERMINATED, Interrupted
 from rlt_lightning.trainer import quiet_third_parties
 from rlt_lightning.types import InputError
 
@@ -84,20 +84,22 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print_exception(error)
         return end_with_mistake(f"{type(error).__name__}: {error}", status=1)
     except Interrupted as stop:
-        if ranks.find_global_rank():
-            return 0  # rank 0 says how the run has ended
-        print(f"rlt: interrupted. {stop} {explain_resume(verb, words)}", file=sys.stderr)
-        return 128 + signal.SIGINT
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # a launcher may send it because another rank was faster
+        if not ranks.find_global_rank():
+            cause = "terminated" if stop.status == TERMINATED else "interrupted"
+            print(f"rlt: {cause}. {stop} {explain_resume(verb, words)}", file=sys.stderr)
+        return ranks.choose_status(stop.status)
     except SystemExit as ending:
         terminated = isinstance(ending, SIGTERMException)
         if not terminated and ending.code != 1:
             raise
         remove_empty_folders()
-        if ranks.find_global_rank():
-            return 0
-        cause = "terminated" if terminated else "interrupted"
-        print(f"rlt: {cause}. {explain_resume(verb, words)}", file=sys.stderr)
-        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
+        if not ranks.find_global_rank():
+            cause = "terminated" if terminated else "interrupted"
+            print(f"rlt: {cause}. {explain_resume(verb, words)}", file=sys.stderr)
+        return TERMINATED if terminated else ranks.choose_status(128 + signal.SIGINT)
     return command_line.status
 
 

@@ -126,7 +126,7 @@ class CheckCommandLine(SharedSettingsCommandLine):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Make the checks, and print each as soon as it is made."""
-        # Nothing is to be saved: Lightning's own handler would wait for the end of a batch.
+        # Between its trainers too: otherwise the system ends it, without a word.
         signal.signal(signal.SIGTERM, terminate)
         made = self.made
         lengths = {name: made.trainer[name] for name in ("max_steps", "max_epochs", "limit_train_batches")}

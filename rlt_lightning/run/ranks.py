@@ -47,6 +47,7 @@ from typing_extensions import override
 from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
 from rlt_lightning.run.folder import remove_empty_folders
+from rlt_lightning.run.interrupt import TERMINATED, Interrupt
 from rlt_lightning.run.jsonl import Row, append_rows
 from rlt_lightning.types import InputError
 
@@ -96,6 +97,10 @@ class EndTogether(Callback):
         """
         status = child.wait()
         if status and not self.ends.is_set():
+            if status in (TERMINATED, -signal.SIGTERM):  # this process says how to resume, unless it hangs
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(GRACE_S)
+                status = TERMINATED
             if status < 0:
                 killed_by = signal.Signals(-status).name
                 print(f"rlt: error: rank {rank}: It was ended by {killed_by}.", file=sys.stderr)
@@ -147,6 +152,48 @@ class EndTogether(Callback):
         self.ends.set()
         if parent:
             set_death_signal(0)
+
+
+def make_ranks_end_together(trainer: Trainer, together: type[Exception]) -> list[Callback]:
+    """Return the callbacks that every module needs; `together` is as in EndTogether.
+
+    Raises:
+        InputError: If the launcher has not started all ranks.
+    """
+    require_processes(trainer)
+    is_alone = trainer.world_size == 1
+    return [Interrupt(trainer), *([] if is_alone else [EndTogether(trainer, together)])]
+
+
+def require_processes(trainer: Trainer) -> None:
+    """Check that a launcher has started a process for each device of each node.
+
+    Raises:
+        InputError: If it has not: DDP and ZeRO-3 would train with fewer, or wait for the others.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    if not environment.creates_processes_externally:
+        return
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    started, launcher = environment.world_size(), "the launcher"
+    remedy = f"Start {devices} on each node (torchrun --nproc-per-node {devices})"
+    if isinstance(environment, SLURMEnvironment):
+        launcher = "SLURM"
+        remedy = (
+            f"Start the command by `srun --ntasks-per-node={devices}`, or set SLURM_JOB_NAME=interactive, by "
+            "which Lightning starts all processes of one node"
+        )
+        if "SLURM_JOB_ID" in os.environ:  # without srun the script of the job is one process
+            started = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if started != devices * nodes:
+        raise InputError(
+            f"trainer.devices {devices} and trainer.num_nodes {nodes} need {devices * nodes} processes, but "
+            f"{launcher} has started {started}. {remedy}, or change trainer.devices."
+        )
+    try:
+        environment.validate_settings(devices, nodes)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def end_with_parent() -> None:
@@ -227,7 +274,7 @@ def let_first_speak() -> None:
 
 def wait_to_be_ended() -> None:
     """Wait until this process is ended because another one has failed; return after GRACE_S."""
-    # Lightning's handler would wait for the other ranks.
+    # What has been set for a fit would only note it.
     signal.signal(signal.SIGTERM, lambda *_: end_process(1))
     time.sleep(GRACE_S)
 
@@ -258,6 +305,11 @@ def end_if_cleaning_up(trainer: Trainer) -> None:
     """End a failed process in which Lightning still cleans up: that may wait for ranks that have ended."""
     if trainer.state.stage is not None:
         end_process(1)
+
+
+def choose_status(status: int) -> int:
+    """Return the exit status of a rank that stops with all others; Lightning kills rank 0 for a child's."""
+    return 0 if parent else status
 
 
 def end_process(status: int) -> NoReturn:

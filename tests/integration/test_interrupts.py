@@ -1,4 +1,4 @@
-"""Ctrl-C stops a fit with a checkpoint; a resume makes up for what an earlier kill prevented."""
+"""Ctrl-C and SIGTERM stop a fit with a checkpoint; a resume makes up for what an earlier kill prevented."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import pytest
-from cases import full
-from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
+from cases import full, slow
+from commands import RANK_1, ROOT, Running, path_of_tests, rlt, start, wait_until
 from fits import explanation, metrics, small_fit, weights
-from launchers import TORCHRUN
+from kills import processes, wait_for
+from launchers import STRATEGIES, TORCHRUN
 
 SHORT = ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=4"]
 TWO = ["--trainer.devices=2"]
@@ -69,10 +73,7 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     interrupt(process, lambda: "--- made at" in log.read_text(), everyone=ranks == "FSDP2")
     assert process.wait(120) == 130, log.read_text()[-3000:]
     lines = log.read_text().splitlines()
-    assert (
-        "rlt: interrupted: the run stops after this iteration, with a checkpoint. Again: it ends at once."
-        in lines
-    )
+    assert "rlt: interrupted: the run stops after this iteration. Again: it ends at once." in lines
     [told] = [line for line in lines if line.startswith("rlt: interrupted. ")]
     assert told.startswith("rlt: interrupted. The run stopped after iteration 2. The newest checkpoint is ")
     assert (stopped / "checkpoints" / "step=000002.ckpt").is_dir()
@@ -156,3 +157,78 @@ def test_a_validation_that_a_kill_prevented_is_made_up_for(
     assert_equal(whole, killed)
     best = [(folder / "checkpoints" / "best.json").read_text() for folder in (whole, killed)]
     assert best[0] == best[1]
+
+
+def ranks_of(run: Running) -> list[int]:
+    """The process ids of rank 0 and rank 1."""
+    return [run.pid, *(process.pid for process in processes(run) if process.name() == RANK_1)]
+
+
+def send_sigterm(run: Running, to: str, random: Random) -> None:
+    """Send SIGTERM to the group, as `timeout` does, to one rank, or to both one after the other."""
+    if to in ("rank 0", "rank 1"):
+        os.kill(ranks_of(run)[int(to[-1])], signal.SIGTERM)
+    elif to == "both":
+        for pid in random.sample(ranks_of(run), k=2):
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(random.uniform(0, 0.1))
+    else:
+        os.killpg(run.pid, signal.SIGTERM)
+    if to == "the group twice":
+        time.sleep(random.uniform(0, 0.1))
+        os.killpg(run.pid, signal.SIGTERM)
+
+
+def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[tuple[str, str]]) -> None:
+    """Run to the end by one command, terminated once at each (moment, receiver); compare with a whole run."""
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    random, whole, stopped = Random(f"{strategy} {signals}"), folder / "whole", folder / "stopped"
+    options = [*VALIDATED, *TWO, *STRATEGIES[strategy], "--checkpoint.every_n_train_steps=3"]
+    # While rank 0 samples, rank 1 waits in a collective.
+    options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.init_args.delay_s=0.5"]
+    steps, log = 4 * len(signals) + 2, folder / "log"
+    run(*command(model, whole, *options, steps=steps))
+    words = command(model, stopped, *options, "--resume=true", steps=steps)
+    for moment, to in signals:
+        log.write_text("")
+        begun = max(metrics(stopped), default=0) if (stopped / "metrics.csv").exists() else 0
+        process = start(*words, log=log)
+        shown = {"sampling": "iteration ", "validating": "validation batch"}.get(moment)
+        if shown:
+            wait_for(lambda shown=shown: shown in log.read_text(), process, log)
+            time.sleep(random.uniform(0, 0.4))
+        elif moment == "writing":
+            wait_for(lambda: any((stopped / "checkpoints").glob("step=*.tmp")), process, log)
+        else:  # somewhere in an iteration, a validation or a checkpoint
+            wait_for(lambda: "iteration " in log.read_text(), process, log)
+            time.sleep(random.uniform(0, 2.5))
+        sent_at = time.monotonic()
+        send_sigterm(process, to, random)
+        assert process.wait(120) == 143, log.read_text()[-3000:]
+        print(f"{strategy}: {moment}, {to}: ended {time.monotonic() - sent_at:.1f} s later")
+        assert processes(process) == []
+        told = re.findall(
+            r"^rlt: terminated\. The run stopped after iteration (\d+)\.", log.read_text(), re.M
+        )
+        assert len(told) == 1, log.read_text()[-3000:]
+        assert (stopped / "checkpoints" / f"step={int(told[0]):06d}.ckpt").is_dir()
+        assert int(told[0]) > begun
+    run(*words)
+    assert_equal(whole, stopped)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp2"), slow("zero3")])
+def test_sigterm_stops_all_ranks_with_a_checkpoint_that_resumes(
+    strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    terminate_and_resume(tiny_model, tmp_path, strategy, [("sampling", "the group")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_moment_and_no_receiver_of_sigterm_hangs(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    receivers = ["the group", "rank 0", "rank 1", "both", "the group twice"]
+    signals = list(zip(["sampling", "writing", "validating", "sampling", "writing"], receivers, strict=True))
+    signals += [("any", to) for to in (*receivers, "both", "the group")]
+    terminate_and_resume(tiny_model, tmp_path, strategy, signals)
