@@ -58,7 +58,7 @@ from rlt_lightning.run.folder import (
 )
 from rlt_lightning.run.interrupt import TERMINATED, Interrupted
 from rlt_lightning.run.metrics_csv import MetricsCSV
-from rlt_lightning.run.ranks import choose_status, find_global_rank, require_processes
+from rlt_lightning.run.ranks import choose_status, find_global_rank, require_processes, require_tasks
 from rlt_lightning.types import InputError, as_list
 
 # The callbacks of every run, by the names of their settings: of `rlt test`, and of other verbs.
@@ -98,6 +98,8 @@ STRAY = (
     ".*defined a `validation_step` but have no `val_dataloader`.*",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ".*gradient_checkpointing_enable` is deprecated.*",
+    # It tells to use `srun`; `require_processes` does where too few processes were started.
+    ".*`srun` command is available on your system but is not used.*",
     # DeepSpeed calls these two.
     ".*all_gather_into_tensor.*deprecated.*",
     ".*reduce_scatter_tensor.*deprecated.*",
@@ -194,6 +196,7 @@ class Trainer(lightning.pytorch.Trainer):
         options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]
         # Lightning moves Checkpoint behind all others.
         options["callbacks"] = [*named, *missing, MetricsResume(), *bars]
+        require_tasks()
         super().__init__(default_root_dir=self.output_dir, **options)
         require_strategy(self.strategy)
         require_processes(self)
@@ -219,7 +222,7 @@ class Trainer(lightning.pytorch.Trainer):
                 raise KeyboardInterrupt(told) from None
             if self.is_global_zero:
                 print(f"rlt: terminated. {told}", file=sys.stderr)
-            raise SystemExit(choose_status(stop.status)) from None
+            raise SystemExit(choose_status(TERMINATED)) from None
         except BaseException:
             remove_empty_folders()
             raise

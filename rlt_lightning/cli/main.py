@@ -36,7 +36,7 @@ from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
-from rlt_lightning.run.interrupt import TERMINATED, Interrupted
+from rlt_lightning.run.interrupt import TERMINATED, Interrupted, is_terminated
 from rlt_lightning.trainer import quiet_third_parties
 from rlt_lightning.types import InputError
 
@@ -77,7 +77,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
         ranks.let_first_speak()
         if refused or isinstance(error, MISTAKES):
-            return end_with_mistake(str(error))
+            was_ended = isinstance(error, EngineError) and is_terminated()  # with its workers
+            return end_with_mistake(str(error), TERMINATED if was_ended else 2)
         remove_empty_folders()
         if not ranks.is_one_of_several():
             raise

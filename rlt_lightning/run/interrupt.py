@@ -11,7 +11,8 @@ In a fit they end nothing by themselves: they may come in the middle of a collec
 
 A second Ctrl-C ends the process at once. A second SIGTERM does nothing: a process gets several within
 moments, since `timeout` and SLURM send it to a whole group, whose members, such as torchrun, pass it on; and
-all of them send SIGKILL in the end. In other verbs SIGTERM ends the process at once: their rows are on disk.
+all of them send SIGKILL in the end. Workers that got it too are not waited for. In other verbs SIGTERM ends
+the process at once: their rows are on disk.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -32,32 +33,31 @@ TERMINATED = 128 + signal.SIGTERM  # exit status
 REQUEUE = signal.SIGUSR1  # whatever SLURMEnvironment.requeue_signal is
 
 
-class Interrupted(BaseException):
+class Interrupted(SIGTERMException):
     """Raised on all ranks after the same iteration. A KeyboardInterrupt would let Lightning kill them.
 
     Args:
         message: After which iteration.
-        status: The exit status that a signal leads to.
+        status: The exit status of a script that does not catch it.
     """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = self.code = status
 
 
 class Signals(_SignalConnector):
     """Lightning's handlers, except that they only note a signal; its own wait for the other ranks.
 
     Attributes:
-        noted: The signals that have come.
+        noted: The signals that have come to this process since the last verb began.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self.noted: set[int] = set()
+    noted: ClassVar[set[int]] = set()
 
     @override
     def register_signal_handlers(self) -> None:
+        self.noted.clear()
         super().register_signal_handlers()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self._register_signal(signal.SIGINT, self._note_ctrl_c)
@@ -94,6 +94,11 @@ class Signals(_SignalConnector):
         if REQUEUE in self.noted and self.trainer.is_global_zero:
             subprocess.run('scontrol requeue "$SLURM_JOB_ID"', shell=True)
         super().teardown()
+
+
+def is_terminated() -> bool:
+    """Return whether this process was told to end, so that nothing that takes long should begin."""
+    return bool(Signals.noted - {signal.SIGINT})
 
 
 class Interrupt(Callback):

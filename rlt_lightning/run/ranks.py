@@ -60,6 +60,8 @@ PRINT_S = 0.5  # for a process to print its stack
 HEARD = "This rank raises what was raised on rank"
 # How long a rank waits to be ended because another one has failed, or may clean up after its own failure.
 GRACE_S = 4.0
+# The remedy for a job of one node, whose stages may need different numbers of processes.
+INTERACTIVE = "SLURM_JOB_NAME=interactive, so that Lightning starts the processes of one node itself"
 # Rank 0's process, if Lightning's launcher has started this one.
 parent: int | None = None
 
@@ -165,6 +167,19 @@ def make_ranks_end_together(trainer: Trainer, together: type[Exception]) -> list
     return [Interrupt(trainer), *([] if is_alone else [EndTogether(trainer, together)])]
 
 
+def require_tasks() -> None:
+    """Check that SLURM says how many tasks a node has, which Lightning must know.
+
+    Raises:
+        InputError: If it does not.
+    """
+    try:
+        if SLURMEnvironment.detect():
+            SLURMEnvironment()
+    except RuntimeError as error:
+        raise InputError(f"{error} Or set {INTERACTIVE}.") from error
+
+
 def require_processes(trainer: Trainer) -> None:
     """Check that a launcher has started a process for each device of each node.
 
@@ -172,26 +187,22 @@ def require_processes(trainer: Trainer) -> None:
         InputError: If it has not: DDP and ZeRO-3 would train with fewer, or wait for the others.
     """
     environment = trainer._accelerator_connector.cluster_environment
+    devices, nodes = trainer.num_devices, trainer.num_nodes
     if not environment.creates_processes_externally:
         return
-    devices, nodes = trainer.num_devices, trainer.num_nodes
-    started, launcher = environment.world_size(), "the launcher"
-    remedy = f"Start {devices} on each node (torchrun --nproc-per-node {devices})"
+    started, remedy = environment.world_size(), f"Start {devices} on each node, such as by torchrun"
     if isinstance(environment, SLURMEnvironment):
-        launcher = "SLURM"
-        remedy = (
-            f"Start the command by `srun --ntasks-per-node={devices}`, or set SLURM_JOB_NAME=interactive, by "
-            "which Lightning starts all processes of one node"
-        )
+        remedy = f"Start them by `srun --ntasks-per-node={devices}`, or set {INTERACTIVE}"
         if "SLURM_JOB_ID" in os.environ:  # without srun the script of the job is one process
             started = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if started != devices * nodes:
         raise InputError(
-            f"trainer.devices {devices} and trainer.num_nodes {nodes} need {devices * nodes} processes, but "
-            f"{launcher} has started {started}. {remedy}, or change trainer.devices."
+            f"trainer.devices {devices} on trainer.num_nodes {nodes} need {devices * nodes} processes, but "
+            f"the launcher has started {started}. {remedy}."
         )
     try:
-        environment.validate_settings(devices, nodes)
+        if started > 1:
+            environment.validate_settings(devices, nodes)
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -308,8 +319,12 @@ def end_if_cleaning_up(trainer: Trainer) -> None:
 
 
 def choose_status(status: int) -> int:
-    """Return the exit status of a rank that stops with all others; Lightning kills rank 0 for a child's."""
-    return 0 if parent else status
+    """Return the exit status of a rank that stops with all others: 0 if rank 0 would be killed for it.
+
+    Lightning does so for a child's, and `srun --kill-on-bad-exit`.
+    """
+    is_other_task = SLURMEnvironment.detect() and find_global_rank() > 0
+    return 0 if parent or is_other_task else status
 
 
 def end_process(status: int) -> NoReturn:

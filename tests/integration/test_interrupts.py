@@ -17,9 +17,9 @@ from random import Random
 
 import pytest
 from cases import full, slow
-from commands import RANK_1, ROOT, Running, path_of_tests, rlt, start, wait_until
+from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
 from fits import explanation, metrics, small_fit, weights
-from kills import processes, wait_for
+from kills import processes, send_sigterm, wait_for
 from launchers import STRATEGIES, TORCHRUN
 
 SHORT = ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=4"]
@@ -86,8 +86,10 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     assert_equal(whole, stopped)
 
 
-@pytest.mark.full
-def test_ctrl_c_under_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [full(signal.SIGINT), full(signal.SIGTERM)])
+def test_a_signal_to_torchrun_writes_a_checkpoint_that_resumes(
+    number: int, tiny_model: str, tmp_path: Path
+) -> None:
     whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
     run(*command(tiny_model, whole, *RANKS["two ranks"]))
     pause = fault("on_after_backward", "pause", 1)
@@ -102,7 +104,7 @@ def test_ctrl_c_under_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str,
         )
     try:
         wait_until(lambda: "--- made at" in log.read_text(), 120)
-        agent.send_signal(signal.SIGINT)
+        agent.send_signal(number)
         assert agent.wait(60) != 0
     finally:
         agent.kill()
@@ -159,26 +161,6 @@ def test_a_validation_that_a_kill_prevented_is_made_up_for(
     assert best[0] == best[1]
 
 
-def ranks_of(run: Running) -> list[int]:
-    """The process ids of rank 0 and rank 1."""
-    return [run.pid, *(process.pid for process in processes(run) if process.name() == RANK_1)]
-
-
-def send_sigterm(run: Running, to: str, random: Random) -> None:
-    """Send SIGTERM to the group, as `timeout` does, to one rank, or to both one after the other."""
-    if to in ("rank 0", "rank 1"):
-        os.kill(ranks_of(run)[int(to[-1])], signal.SIGTERM)
-    elif to == "both":
-        for pid in random.sample(ranks_of(run), k=2):
-            os.kill(pid, signal.SIGTERM)
-            time.sleep(random.uniform(0, 0.1))
-    else:
-        os.killpg(run.pid, signal.SIGTERM)
-    if to == "the group twice":
-        time.sleep(random.uniform(0, 0.1))
-        os.killpg(run.pid, signal.SIGTERM)
-
-
 def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[tuple[str, str]]) -> None:
     """Run to the end by one command, terminated once at each (moment, receiver); compare with a whole run."""
     if strategy == "zero3" and find_spec("deepspeed") is None:
@@ -193,8 +175,9 @@ def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[
     for moment, to in signals:
         log.write_text("")
         begun = max(metrics(stopped), default=0) if (stopped / "metrics.csv").exists() else 0
-        process = start(*words, log=log)
-        shown = {"sampling": "iteration ", "validating": "validation batch"}.get(moment)
+        pause = [fault("on_validation_start", "pause", 1)] if moment == "validating" else []
+        process = start(*words, *pause, log=log)
+        shown = {"sampling": "iteration ", "validating": "--- made at"}.get(moment)
         if shown:
             wait_for(lambda shown=shown: shown in log.read_text(), process, log)
             time.sleep(random.uniform(0, 0.4))
