@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from random import Random
 import pytest
 from cases import full, slow
 from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
+from fake_worker import worker_of
 from fits import explanation, metrics, small_fit, weights
 from kills import processes, send_sigterm, wait_for
 from launchers import STRATEGIES, TORCHRUN
@@ -215,3 +217,94 @@ def test_no_moment_and_no_receiver_of_sigterm_hangs(strategy: str, tiny_model: s
     signals = list(zip(["sampling", "writing", "validating", "sampling", "writing"], receivers, strict=True))
     signals += [("any", to) for to in (*receivers, "both", "the group")]
     terminate_and_resume(tiny_model, tmp_path, strategy, signals)
+
+
+SCRIPT = """
+import sys
+from faults import Fault
+from lightning.pytorch import Trainer as PlainTrainer
+from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
+
+model, folder, kind = sys.argv[1:]
+data = TeacherRLData(tokenizer=model, student_tokenizer=model, num_embedded_rows=8, prompts_per_step=2)
+pause = Fault(0, "on_after_backward", "pause", step=1)
+options = dict(accelerator="cpu", devices=2, max_steps=9, use_distributed_sampler=False)
+options["callbacks"] = [RolloutCallback(sampling=Sampling(max_completion_length=6)), pause]
+if kind == "ours":
+    trainer = Trainer(folder, **options)
+else:
+    trainer = PlainTrainer(**options, logger=False, enable_checkpointing=False)
+trainer.fit(RLTModule(teacher=model, student=model, group_size=2), data)
+"""
+
+
+@pytest.mark.parametrize("kind", [full("ours"), full("Lightning's")])
+def test_sigterm_ends_all_ranks_of_a_script(kind: str, tiny_model: str, tmp_path: Path) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(SCRIPT)
+    words = [sys.executable, str(script), tiny_model, str(tmp_path / "run"), kind]
+    environment = os.environ | {"PYTHONPATH": path_of_tests()}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words, env=environment, stdout=file, stderr=file, start_new_session=True, cwd=tmp_path
+        )
+    try:
+        wait_until(lambda: process.poll() is not None or "--- made at" in log.read_text(), 200)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 143, log.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "Traceback" not in log.read_text()
+    if kind == "ours":
+        assert (
+            log.read_text().count("rlt: terminated. The run stopped after iteration 2. To resume it: ") == 1
+        )
+        assert (tmp_path / "run" / "checkpoints" / "step=000002.ckpt").is_dir()
+
+
+def test_the_signal_of_slurm_queues_the_job_again(tiny_model: str, tmp_path: Path) -> None:
+    whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
+    program = tmp_path / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\nls {stopped}/checkpoints > {tmp_path}/requeued\necho "$@" >> {tmp_path}/requeued\n'
+    )
+    program.chmod(0o755)
+    job = {"JOB_ID": "7", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    run(*command(tiny_model, whole, steps=3))
+    pause = fault("on_after_backward", "pause", 1)
+    process = start(*command(tiny_model, stopped, pause, steps=3), log=log, **environment)
+    wait_for(lambda: "--- made at" in log.read_text(), process, log)
+    os.kill(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, signal.SIGTERM)  # the time is over before the iteration
+    assert process.wait(60) == 143, log.read_text()
+    assert (tmp_path / "requeued").read_text() == "step=000002.ckpt\nrequeue 7\n"
+    run(*command(tiny_model, stopped, "--resume=true", steps=3))
+    assert_equal(whole, stopped)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first"), [("one process", "signal"), full("one process", "loss"), full("two ranks", "signal")]
+)
+def test_sigterm_does_not_wait_for_workers_that_ended(
+    ranks: str, first: str, tiny_model: str, tmp_path: Path
+) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    with worker_of(tiny_model) as worker:
+        options = [*RANKS[ranks], "--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+        options += [f"--rollouts.engine.urls=[{worker.url}]", "--model.mismatch_alarm=null"]
+        options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+        pause = fault("on_train_batch_start", "pause", 2)
+        process = start(*command(tiny_model, folder, *options, pause), log=log)
+        wait_for(lambda: "--- made at" in log.read_text(), process, log)
+        if first == "signal":
+            os.killpg(process.pid, signal.SIGTERM)
+    if first == "loss":
+        wait_for(lambda: "Lost vLLM worker" in log.read_text(), process, log)
+        os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 143, log.read_text()  # it would wait 10 minutes for the worker to come back
+    assert "this run was terminated" in log.read_text()
+    assert max(metrics(folder)) == 2
+    assert (folder / "checkpoints" / "step=000002.ckpt").is_dir()
