@@ -18,7 +18,6 @@ from traceback import print_exception
 
 from jsonargparse import auto_cli
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
@@ -84,23 +83,22 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         print_exception(error)
         return end_with_mistake(f"{type(error).__name__}: {error}", status=1)
-    except Interrupted as stop:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # a launcher may send it because another rank was faster
-        if not ranks.find_global_rank():
-            cause = "terminated" if stop.status == TERMINATED else "interrupted"
-            print(f"rlt: {cause}. {stop} {explain_resume(verb, words)}", file=sys.stderr)
-        return ranks.choose_status(stop.status)
     except SystemExit as ending:
-        terminated = isinstance(ending, SIGTERMException)
-        if not terminated and ending.code != 1:
+        if ending.code not in (1, 128 + signal.SIGINT, TERMINATED):  # 1: Lightning's, after Ctrl-C
             raise
+        # It may come twice, or be sent by a launcher because another rank was faster.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         remove_empty_folders()
+        status, together = int(ending.code), isinstance(ending, Interrupted)
+        if status == 1:
+            status = 128 + signal.SIGINT
         if not ranks.find_global_rank():
-            cause = "terminated" if terminated else "interrupted"
-            print(f"rlt: {cause}. {explain_resume(verb, words)}", file=sys.stderr)
-        return TERMINATED if terminated else ranks.choose_status(128 + signal.SIGINT)
+            said = [
+                "terminated." if status == TERMINATED else "interrupted.",
+                *([str(ending)] if together else []),
+            ]
+            print("rlt:", *said, explain_resume(verb, words), file=sys.stderr)
+        return ranks.choose_status(status) if together or status != TERMINATED else status
     return command_line.status
 
 

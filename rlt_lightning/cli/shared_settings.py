@@ -33,6 +33,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows
 from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.run.interrupt import TERMINATED
 from rlt_lightning.types import InputError, as_list
 
 
@@ -104,7 +105,7 @@ class PlanCommandLine(SharedSettingsCommandLine):
 
 def terminate(number: int, frame: Any) -> None:
     """End at once, as `rlt` ends when it is terminated."""
-    raise SIGTERMException
+    raise SIGTERMException(TERMINATED)
 
 
 class CheckCommandLine(SharedSettingsCommandLine):
