@@ -89,16 +89,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # It may come twice, or be sent by a launcher because another rank was faster.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         remove_empty_folders()
-        status, together = int(ending.code), isinstance(ending, Interrupted)
-        if status == 1:
-            status = 128 + signal.SIGINT
+        terminated, together = ending.code == TERMINATED, isinstance(ending, Interrupted)
         if not ranks.find_global_rank():
-            said = [
-                "terminated." if status == TERMINATED else "interrupted.",
-                *([str(ending)] if together else []),
-            ]
-            print("rlt:", *said, explain_resume(verb, words), file=sys.stderr)
-        return ranks.choose_status(status) if together or status != TERMINATED else status
+            cause = "terminated" if terminated else "interrupted"
+            where = f"{ending} " if together else ""
+            print(f"rlt: {cause}. {where}{explain_resume(verb, words)}", file=sys.stderr)
+        if terminated and not together:
+            return TERMINATED  # the other ranks must notice
+        return ranks.choose_status(TERMINATED if terminated else 128 + signal.SIGINT)
     return command_line.status
 
 

@@ -47,7 +47,7 @@ from typing_extensions import override
 from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
 from rlt_lightning.run.folder import remove_empty_folders
-from rlt_lightning.run.interrupt import TERMINATED, Interrupt
+from rlt_lightning.run.interrupt import TERMINATED, Interrupt, is_terminated
 from rlt_lightning.run.jsonl import Row, append_rows
 from rlt_lightning.types import InputError
 
@@ -285,6 +285,8 @@ def let_first_speak() -> None:
 
 def wait_to_be_ended() -> None:
     """Wait until this process is ended because another one has failed; return after GRACE_S."""
+    if is_terminated():
+        end_process(1)
     # What has been set for a fit would only note it.
     signal.signal(signal.SIGTERM, lambda *_: end_process(1))
     time.sleep(GRACE_S)
