@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A fit on several nodes of a SLURM cluster, one process per GPU. It resumes after a requeue. Stages on one node need no
-# srun: sbatch --nodes=1 --gpus-per-node=8 --exclusive examples/pipeline_8gpu.sh
+# A fit on several nodes of a SLURM cluster, one process per GPU. It resumes after a requeue. On one node use the
+# scripts of examples/ instead (docs/hardware.md).
 # Run: RUN=runs/student_32b sbatch scripts/slurm.sh --config recipe_7b/sft \
 #        --config add/student_32b --config hardware/multinode
 # RUN is the run folder, on a disk that all nodes share. Submit from the checkout; its .venv has rlt.
