@@ -50,16 +50,16 @@ class Signals(_SignalConnector):
     """Lightning's handlers, except that they only note a signal; its own wait for the other ranks.
 
     Attributes:
-        noted: The signals that have come to this process since the last verb began.
+        noted: The signals that have come to this process since the last fit began.
     """
 
     noted: ClassVar[set[int]] = set()
 
     @override
     def register_signal_handlers(self) -> None:
-        self.noted.clear()
         super().register_signal_handlers()
         if self.trainer.state.fn == TrainerFn.FITTING:
+            self.noted.clear()
             self._register_signal(signal.SIGINT, self._note_ctrl_c)
 
     @override
@@ -80,11 +80,12 @@ class Signals(_SignalConnector):
     def _note(self, number: int, line: str) -> None:
         is_first = number not in self.noted
         self.noted.add(number)
-        if not is_first:
-            return
         if self.trainer.state.fn != TrainerFn.FITTING:
-            raise SIGTERMException(TERMINATED)
-        if self.trainer.is_global_zero:
+            # Whoever scores within a training of their own may have a handler, which Lightning calls next.
+            if self._original_handlers[signal.SIGTERM] in (None, signal.SIG_DFL):
+                self._register_signal(signal.SIGTERM, signal.SIG_IGN)
+                raise SIGTERMException(TERMINATED)
+        elif is_first and self.trainer.is_global_zero:
             # Not print(), which this may have interrupted.
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\nrlt: {line}\n".encode())
 

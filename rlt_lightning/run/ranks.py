@@ -162,7 +162,8 @@ def make_ranks_end_together(trainer: Trainer, together: type[Exception]) -> list
     Raises:
         InputError: If the launcher has not started all ranks.
     """
-    require_processes(trainer)
+    if trainer.num_devices * trainer.num_nodes > 1:  # else each process may score rows of its own
+        require_processes(trainer)
     is_alone = trainer.world_size == 1
     return [Interrupt(trainer), *([] if is_alone else [EndTogether(trainer, together)])]
 

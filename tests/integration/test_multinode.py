@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import commands
 import lightning.pytorch
@@ -21,8 +22,9 @@ from fits import assert_one_clear_line
 from nodes import options, two_nodes
 from safetensors.torch import load_file
 
-from rlt_lightning import RLTModule, TeacherRLData, Trainer
+from rlt_lightning import RLTModule, TeacherRLData, Trainer, score
 from rlt_lightning.engines.launch import find_free_port
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import InputError
 
 
@@ -252,6 +254,26 @@ def test_a_script_without_our_trainer_is_refused_too(
     data = TeacherRLData(tokenizer=tiny_model, student_tokenizer=tiny_model)
     with pytest.raises(InputError, match="need 2 processes, but the launcher has started 1"):
         trainer.fit(RLTModule(teacher=tiny_model, student=tiny_model), data)
+
+
+def test_each_process_of_a_launcher_may_score_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (TORCHRUN_ALONE | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    row = {"question": "start 3, add 4?", "solution": "7", "reasoning_trace": "3 and 4 is 7."}
+
+    class Reward(RLTReward):
+        def score(self, *arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)  # the training around it decides
+            return super().score(*arguments)
+
+    try:
+        [scored] = score([row], "miniature", "miniature", reward=Reward(), tags="r1")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert scored.reward < 0
+    assert came == [signal.SIGTERM]
 
 
 STAGES = """
