@@ -1,5 +1,7 @@
 # Functions that the pipelines source. $run is the folder of all stages; $run/seconds.tsv gets the seconds of each attempt.
 # ALL has options of every stage: ALL="--config add/wandb --seed 1". UNTIL=STAGE ends the script after that stage.
+# In a SLURM job too, Lightning starts as many processes as a stage has devices.
+export SLURM_JOB_NAME=interactive
 
 stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exists
     [ "${last_stage:-}" != "${UNTIL:-none}" ] || { echo "== stopped after $UNTIL, before $1"; exit 0; }

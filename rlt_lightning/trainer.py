@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,6 @@ from rlt_lightning.callbacks import (
     ScoreWriter,
 )
 from rlt_lightning.callbacks.checkpoint import MetricsResume
-from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.callbacks.progress import IterationBar, IterationLines, has_terminal
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.console import announce
@@ -58,8 +58,9 @@ from rlt_lightning.run.folder import (
     open_run_folder,
     remove_empty_folders,
 )
+from rlt_lightning.run.interrupt import TERMINATED, Interrupted
 from rlt_lightning.run.metrics_csv import MetricsCSV
-from rlt_lightning.run.ranks import find_global_rank
+from rlt_lightning.run.ranks import choose_status, find_global_rank, require_processes, require_tasks
 from rlt_lightning.types import InputError, as_list
 
 # The callbacks of every run, by the names of their settings: of `rlt test`, and of other verbs.
@@ -99,6 +100,8 @@ STRAY = (
     ".*defined a `validation_step` but have no `val_dataloader`.*",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ".*gradient_checkpointing_enable` is deprecated.*",
+    # It tells to use `srun`; `require_processes` does where too few processes were started.
+    ".*`srun` command is available on your system but is not used.*",
     # DeepSpeed calls these two.
     ".*all_gather_into_tensor.*deprecated.*",
     ".*reduce_scatter_tensor.*deprecated.*",
@@ -148,7 +151,8 @@ class Trainer(lightning.pytorch.Trainer):
 
     The first verb writes into `output_dir`, and each further one, such as `validate` after `fit`, into a
     folder of its name inside it. `fit` leaves the trained model in `output_dir/model`. The first Ctrl-C stops
-    a fit with a KeyboardInterrupt once its iteration is finished and its checkpoint written.
+    a fit with a KeyboardInterrupt once its iteration is finished and its checkpoint written; SIGTERM does so
+    with SystemExit(143).
 
     Args:
         output_dir: The run folder. If it contains a run, resume or overwrite must be set. A RunFolder is
@@ -195,8 +199,10 @@ class Trainer(lightning.pytorch.Trainer):
         require_gpus(options.get("accelerator", "auto"), options.get("devices", "auto"))
         # Lightning moves Checkpoint behind all others.
         options["callbacks"] = [*named, *missing, MetricsResume(), *bars]
+        require_tasks()
         super().__init__(default_root_dir=self.output_dir, **options)
         require_strategy(self.strategy)
+        require_processes(self)
 
     @contextmanager
     def enter_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
@@ -220,8 +226,12 @@ class Trainer(lightning.pytorch.Trainer):
         except Interrupted as stop:
             if self._opened is not None:
                 raise  # `rlt` says how to resume
-            resumed = f"Trainer({str(self.output_dir)!r}, resume=True)"
-            raise KeyboardInterrupt(f"{stop} To resume it: {resumed}") from None
+            told = f"{stop} To resume it: Trainer({str(self.output_dir)!r}, resume=True)"
+            if stop.status != TERMINATED:
+                raise KeyboardInterrupt(told) from None
+            if self.is_global_zero:
+                print(f"rlt: terminated. {told}", file=sys.stderr)
+            raise SystemExit(choose_status(TERMINATED)) from None
         except BaseException:
             remove_empty_folders()
             raise

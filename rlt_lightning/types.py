@@ -16,8 +16,8 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     └── EngineError *         engines/base.py          an engine failed, or a worker of it
         ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest
         └── WorkerError       engines/client.py        one call to one worker failed
-    BaseException
-    └── Interrupted           callbacks/interrupt.py   Ctrl-C: all ranks stop after the same iteration
+    SIGTERMException, Lightning's SystemExit
+    └── Interrupted           run/interrupt.py      a signal: all ranks stop after the same iteration
     Exception
     ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
     ├── Refused               models/kernels.py        a kernel is missing, or computes something else

@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
-from rlt_lightning.callbacks.interrupt import Interrupt, Interrupted
 from rlt_lightning.checkpoints.folder import (
     discard,
     discard_unfinished,
@@ -27,6 +26,7 @@ from rlt_lightning.console import announce, announce_writing
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.models.weights import trained_parameters, weights_size
+from rlt_lightning.run.interrupt import Interrupted
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.types import InputError
 
@@ -35,8 +35,8 @@ class Checkpoint(ModelCheckpoint):
     """Keep the newest checkpoints and the best: weights, optimizer, schedule and data position.
 
     One is also written after the last iteration, and after each that brings a score to choose the best by;
-    `best.json` beside them names the best. The first Ctrl-C of a fit writes one after the iteration and
-    stops; a validation that a kill has prevented after a checkpoint is made up for on resume.
+    `best.json` beside them names the best. Ctrl-C or SIGTERM writes one after the iteration and ends the fit;
+    a validation that a kill has prevented after a checkpoint is made up for on resume.
 
     Args:
         every_n_train_steps: Iterations between checkpoints; a crash costs at most so many.
@@ -78,11 +78,8 @@ class Checkpoint(ModelCheckpoint):
         self.best_metric = monitor
         self.best_mode = mode
         self.best: dict[str, Any] = {}  # what best.json holds
-        self.interrupt = Interrupt()
         # Whether a validation was due after the checkpoint that training resumes from, and is still to come.
         self.owes_validation = False
-        # Whether a validation has come since the last iteration ended.
-        self.has_validated = False
         self.num_steps = 0  # of the whole run
 
     @override
@@ -104,10 +101,6 @@ class Checkpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             discard_unfinished(self.folder)
-        said = (
-            "rlt: interrupted: the run stops after this iteration, with a checkpoint. Again: it ends at once."
-        )
-        self.interrupt.listen(said if trainer.is_global_zero else "")
         self.num_steps = pl_module.total_steps()  # type: ignore[operator]
         self._resume_best(trainer)
         keeps_all = self.save_top_k == -1
@@ -126,12 +119,9 @@ class Checkpoint(ModelCheckpoint):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Run a validation that a killed run has missed, and stop after a Ctrl-C during a validation."""
+        """Run a validation that a killed run has missed."""
         if self.owes_validation:
             self._make_up_validation(trainer)
-        if self.has_validated:
-            self.has_validated = False
-            self._stop_if_asked(trainer, pl_module)
 
     @override
     def on_train_batch_end(
@@ -150,8 +140,6 @@ class Checkpoint(ModelCheckpoint):
             self.older_checkpoints = []
         if self.is_evaluated and self.best_metric in pl_module.step_metrics:  # type: ignore[operator]
             self._consider(trainer, float(trainer.callback_metrics[str(self.best_metric)]))
-        if trainer.global_step < self.num_steps:
-            self._stop_if_asked(trainer, pl_module)
 
     def _is_due(self, trainer: Trainer, module: Any) -> bool:
         """Return whether a checkpoint of the iteration that has just been trained is to be written."""
@@ -183,11 +171,6 @@ class Checkpoint(ModelCheckpoint):
         self.owes_validation = checkpoint.get("validation_follows", False)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        self.interrupt.end()
-
-    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the validation missed by a run that was killed after its last checkpoint: no step is left."""
         if self.owes_validation:
@@ -206,21 +189,10 @@ class Checkpoint(ModelCheckpoint):
         announce(f"validating iteration {trainer.global_step}, after which the run was stopped")
         run_validation(trainer)
 
-    def _stop_if_asked(self, trainer: Trainer, pl_module: Any) -> None:
-        """After a Ctrl-C on any rank, write the last finished iteration and stop on all ranks.
-
-        Raises:
-            Interrupted: If it has come.
-        """
-        if pl_module.on_any_rank(self.interrupt.asked):
-            self._save_finished_iteration(trainer)
-            raise Interrupted(f"The run stopped after iteration {trainer.global_step}.")
-
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Name this step's checkpoint as the best if its score is, then delete the former best."""
         super().on_validation_end(trainer, pl_module)
-        self.has_validated = True
         if self.best_metric is None or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
         if self.is_evaluated:
@@ -298,12 +270,14 @@ class Checkpoint(ModelCheckpoint):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """When sampling fails, save the last finished iteration, whatever `every_n_train_steps` is."""
-        self.interrupt.end()
         if isinstance(exception, EngineError) and trainer.state.fn == TrainerFn.FITTING:
-            self._save_finished_iteration(trainer)
+            self.save_finished_iteration(trainer)
 
-    def _save_finished_iteration(self, trainer: Trainer) -> None:
-        """Write a checkpoint of the last finished iteration, unless there is one or none was finished."""
+    def save_finished_iteration(self, trainer: Trainer) -> None:
+        """Write a checkpoint of the last finished iteration, unless there is one or none was finished.
+
+        All ranks call this together; `Interrupt` does so before it stops them.
+        """
         loader: Any = trainer.train_dataloader
         step = trainer.global_step
         if loader is None or not loader.in_use or self._last_global_step_saved == step:
@@ -379,7 +353,7 @@ class MetricsResume(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the row of the iteration after which Ctrl-C stopped the run: Lightning logs too late."""
+        """Write the row of the iteration after which a signal stopped the run: Lightning logs too late."""
         if isinstance(exception, Interrupted):
             for logger in trainer.loggers:
                 if isinstance(logger, MetricsCSV):

@@ -18,9 +18,7 @@ from traceback import print_exception
 
 from jsonargparse import auto_cli
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlt_lightning.callbacks.interrupt import Interrupted
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli.help import VERBS
@@ -37,6 +35,7 @@ from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
+from rlt_lightning.run.interrupt import TERMINATED, Interrupted, is_terminated
 from rlt_lightning.trainer import quiet_third_parties
 from rlt_lightning.types import InputError
 
@@ -77,27 +76,27 @@ def run(arguments: Sequence[str] | None = None) -> int:
         refused = isinstance(error, ValueError) and "Does not validate against any of the Union" in str(error)
         ranks.let_first_speak()
         if refused or isinstance(error, MISTAKES):
-            return end_with_mistake(str(error))
+            was_ended = isinstance(error, EngineError) and is_terminated()  # with its workers
+            return end_with_mistake(str(error), TERMINATED if was_ended else 2)
         remove_empty_folders()
         if not ranks.is_one_of_several():
             raise
         print_exception(error)
         return end_with_mistake(f"{type(error).__name__}: {error}", status=1)
-    except Interrupted as stop:
-        if ranks.find_global_rank():
-            return 0  # rank 0 says how the run has ended
-        print(f"rlt: interrupted. {stop} {explain_resume(verb, words)}", file=sys.stderr)
-        return 128 + signal.SIGINT
     except SystemExit as ending:
-        terminated = isinstance(ending, SIGTERMException)
-        if not terminated and ending.code != 1:
+        if ending.code not in (1, 128 + signal.SIGINT, TERMINATED):  # 1: Lightning's, after Ctrl-C
             raise
+        # It may come twice, or be sent by a launcher because another rank was faster.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         remove_empty_folders()
-        if ranks.find_global_rank():
-            return 0
-        cause = "terminated" if terminated else "interrupted"
-        print(f"rlt: {cause}. {explain_resume(verb, words)}", file=sys.stderr)
-        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
+        terminated, together = ending.code == TERMINATED, isinstance(ending, Interrupted)
+        if not ranks.find_global_rank():
+            cause = "terminated" if terminated else "interrupted"
+            where = f"{ending} " if together else ""
+            print(f"rlt: {cause}. {where}{explain_resume(verb, words)}", file=sys.stderr)
+        if terminated and not together:
+            return TERMINATED  # the other ranks must notice
+        return ranks.choose_status(TERMINATED if terminated else 128 + signal.SIGINT)
     return command_line.status
 
 

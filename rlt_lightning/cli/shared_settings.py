@@ -33,6 +33,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows, SourceReader, parse_sources
 from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.run.interrupt import TERMINATED
 from rlt_lightning.types import InputError, as_list
 
 
@@ -104,7 +105,7 @@ class PlanCommandLine(SharedSettingsCommandLine):
 
 def terminate(number: int, frame: Any) -> None:
     """End at once, as `rlt` ends when it is terminated."""
-    raise SIGTERMException
+    raise SIGTERMException(TERMINATED)
 
 
 class CheckCommandLine(SharedSettingsCommandLine):
@@ -126,7 +127,7 @@ class CheckCommandLine(SharedSettingsCommandLine):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Make the checks, and print each as soon as it is made."""
-        # Nothing is to be saved: Lightning's own handler would wait for the end of a batch.
+        # Between its trainers too: otherwise the system ends it, without a word.
         signal.signal(signal.SIGTERM, terminate)
         made = self.made
         lengths = {name: made.trainer[name] for name in ("max_steps", "max_epochs", "limit_train_batches")}

@@ -40,6 +40,7 @@ from rlt_lightning.engines.push import Failures, WeightPush
 from rlt_lightning.engines.threads import run_coroutine
 from rlt_lightning.models.load import model_size
 from rlt_lightning.models.weights import weights_size
+from rlt_lightning.run.interrupt import is_terminated
 
 log = logging.getLogger(__name__)
 # Deadline of the first call to a worker that may not be there.
@@ -210,7 +211,7 @@ class Fleet:
         """Take a worker out of service; start a launched one again.
 
         Raises:
-            EngineError: If it was lost too often.
+            EngineError: If it was lost too often, or because the whole run was told to end.
         """
         worker.go_down(reason)
         worker.losses += 1
@@ -221,6 +222,8 @@ class Fleet:
                 f"vLLM worker {worker.url} was lost {worker.losses} times in a row: {reason} Repair it, then "
                 "resume with --resume true."
             )
+        if is_terminated():
+            raise EngineError(f"vLLM worker {worker.url} was lost when this run was terminated: {reason}")
         if restart and worker.server is not None:
             worker.server.start()
 
@@ -316,6 +319,10 @@ class Fleet:
                 absent = self.absent
                 for worker in absent:
                     self._restart_if_ended(worker)
+                if is_terminated():
+                    raise EngineError(
+                        f"vLLM worker {join_urls(absent)} was down when this run was terminated."
+                    )
                 if time.monotonic() > end:
                     reasons = " ".join(f"{worker.reason} {worker.silence}" for worker in absent)
                     raise EngineError(

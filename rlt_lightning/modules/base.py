@@ -53,7 +53,7 @@ from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.step import POLICY, StepBatch
-from rlt_lightning.run.ranks import EndTogether, gather_from_ranks, raise_from_ranks
+from rlt_lightning.run.ranks import gather_from_ranks, make_ranks_end_together, raise_from_ranks
 from rlt_lightning.run.redaction import HIDDEN, redact
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
@@ -182,9 +182,9 @@ class PolicyModule(LightningModule):
         return 3 if self.lora is None else 2
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse strategies that do not work, and let all ranks end with the first that fails."""
+        """Refuse strategies that do not work; let ranks end with the first that fails, or after a signal."""
         require_strategy(self.trainer.strategy)
-        return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
+        return make_ranks_end_together(self.trainer, EngineError)
 
     def setup(self, stage: str) -> None:
         """Refuse data of another stage, and number types in which training does not work."""

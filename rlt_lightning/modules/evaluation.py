@@ -21,7 +21,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import announce_slow_bfloat16
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.modules.responses import Sample, evaluate
-from rlt_lightning.run.ranks import EndTogether
+from rlt_lightning.run.ranks import make_ranks_end_together
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
@@ -65,8 +65,8 @@ class EvaluationModule(LightningModule):
         self.pass_at: dict[str, dict[int, float]] = {}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Let all ranks end with the first that fails."""
-        return [EndTogether(self.trainer, EngineError)] if self.trainer.world_size > 1 else []
+        """Let all ranks end with the first that fails, or with a signal."""
+        return make_ranks_end_together(self.trainer, EngineError)
 
     @property
     def policy(self) -> Any:

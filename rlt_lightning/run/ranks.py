@@ -47,6 +47,7 @@ from typing_extensions import override
 from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
 from rlt_lightning.run.folder import remove_empty_folders
+from rlt_lightning.run.interrupt import TERMINATED, Interrupt, is_terminated
 from rlt_lightning.run.jsonl import Row, append_rows
 from rlt_lightning.types import InputError
 
@@ -59,6 +60,8 @@ PRINT_S = 0.5  # for a process to print its stack
 HEARD = "This rank raises what was raised on rank"
 # How long a rank waits to be ended because another one has failed, or may clean up after its own failure.
 GRACE_S = 4.0
+# The remedy for a job of one node, whose stages may need different numbers of processes.
+INTERACTIVE = "SLURM_JOB_NAME=interactive, so that Lightning starts the processes of one node itself"
 # Rank 0's process, if Lightning's launcher has started this one.
 parent: int | None = None
 
@@ -96,6 +99,10 @@ class EndTogether(Callback):
         """
         status = child.wait()
         if status and not self.ends.is_set():
+            if status in (TERMINATED, -signal.SIGTERM):  # this process says how to resume, unless it hangs
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(GRACE_S)
+                status = TERMINATED
             if status < 0:
                 killed_by = signal.Signals(-status).name
                 print(f"rlt: error: rank {rank}: It was ended by {killed_by}.", file=sys.stderr)
@@ -147,6 +154,58 @@ class EndTogether(Callback):
         self.ends.set()
         if parent:
             set_death_signal(0)
+
+
+def make_ranks_end_together(trainer: Trainer, together: type[Exception]) -> list[Callback]:
+    """Return the callbacks that every module needs; `together` is as in EndTogether.
+
+    Raises:
+        InputError: If the launcher has not started all ranks.
+    """
+    if trainer.num_devices * trainer.num_nodes > 1:  # else each process may score rows of its own
+        require_processes(trainer)
+    is_alone = trainer.world_size == 1
+    return [Interrupt(trainer), *([] if is_alone else [EndTogether(trainer, together)])]
+
+
+def require_tasks() -> None:
+    """Check that SLURM says how many tasks a node has, which Lightning must know.
+
+    Raises:
+        InputError: If it does not.
+    """
+    try:
+        if SLURMEnvironment.detect():
+            SLURMEnvironment()
+    except RuntimeError as error:
+        raise InputError(f"{error} Or set {INTERACTIVE}.") from error
+
+
+def require_processes(trainer: Trainer) -> None:
+    """Check that a launcher has started a process for each device of each node.
+
+    Raises:
+        InputError: If it has not: DDP and ZeRO-3 would train with fewer, or wait for the others.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    if not environment.creates_processes_externally:
+        return
+    started, remedy = environment.world_size(), f"Start {devices} on each node, such as by torchrun"
+    if isinstance(environment, SLURMEnvironment):
+        remedy = f"Start them by `srun --ntasks-per-node={devices}`, or set {INTERACTIVE}"
+        if "SLURM_JOB_ID" in os.environ:  # without srun the script of the job is one process
+            started = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if started != devices * nodes:
+        raise InputError(
+            f"trainer.devices {devices} on trainer.num_nodes {nodes} need {devices * nodes} processes, but "
+            f"the launcher has started {started}. {remedy}."
+        )
+    try:
+        if started > 1:
+            environment.validate_settings(devices, nodes)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def end_with_parent() -> None:
@@ -227,7 +286,9 @@ def let_first_speak() -> None:
 
 def wait_to_be_ended() -> None:
     """Wait until this process is ended because another one has failed; return after GRACE_S."""
-    # Lightning's handler would wait for the other ranks.
+    if is_terminated():
+        end_process(1)
+    # What has been set for a fit would only note it.
     signal.signal(signal.SIGTERM, lambda *_: end_process(1))
     time.sleep(GRACE_S)
 
@@ -258,6 +319,15 @@ def end_if_cleaning_up(trainer: Trainer) -> None:
     """End a failed process in which Lightning still cleans up: that may wait for ranks that have ended."""
     if trainer.state.stage is not None:
         end_process(1)
+
+
+def choose_status(status: int) -> int:
+    """Return the exit status of a rank that stops with all others: 0 if rank 0 would be killed for it.
+
+    Lightning does so for a child's, and `srun --kill-on-bad-exit`.
+    """
+    is_other_task = SLURMEnvironment.detect() and find_global_rank() > 0
+    return 0 if parent or is_other_task else status
 
 
 def end_process(status: int) -> NoReturn:

@@ -158,8 +158,10 @@ def check_torchrun(arguments: list[str], files: Path) -> None:
 
 
 def check_sbatch(arguments: list[str], files: Path) -> None:
-    check_script(arguments[:1], files)
-    check_rlt(["fit", *arguments[1:]], files)
+    wrapped = [word.removeprefix("--wrap=") for word in arguments if word.startswith("--wrap=")]
+    check_script(wrapped or arguments[:1], files)
+    if not wrapped:
+        check_rlt(["fit", *arguments[1:]], files)
 
 
 def check_docker(arguments: list[str], files: Path) -> None:

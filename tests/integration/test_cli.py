@@ -716,7 +716,8 @@ def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: 
     wait_for(lambda: list(folder.glob("checkpoints/step=*.ckpt")), run)
     run.terminate()
     assert run.wait(60) == 143
-    told = rf"rlt: terminated\. The newest checkpoint is .*ckpt\. To resume: \S*rlt fit .*_dir {folder} "
+    told = r"rlt: terminated\. The run stopped after iteration \d+\. "
+    told += rf"The newest checkpoint is .*ckpt\. To resume: \S*rlt fit .*_dir {folder} "
     assert re.search(told, run.stderr)
     result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")
     assert_one_clear_line(result, "--ckpt_path last needs --output_dir")

@@ -1,4 +1,4 @@
-"""Ctrl-C stops a fit with a checkpoint; a resume makes up for what an earlier kill prevented."""
+"""Ctrl-C and SIGTERM stop a fit with a checkpoint; a resume makes up for what an earlier kill prevented."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import pytest
-from cases import full
+from cases import full, slow
 from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
+from fake_worker import worker_of
 from fits import explanation, metrics, small_fit, weights
-from launchers import TORCHRUN
+from kills import processes, send_sigterm, wait_for
+from launchers import STRATEGIES, TORCHRUN
 
 SHORT = ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=4"]
 TWO = ["--trainer.devices=2"]
@@ -69,10 +75,7 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     interrupt(process, lambda: "--- made at" in log.read_text(), everyone=ranks == "FSDP2")
     assert process.wait(120) == 130, log.read_text()[-3000:]
     lines = log.read_text().splitlines()
-    assert (
-        "rlt: interrupted: the run stops after this iteration, with a checkpoint. Again: it ends at once."
-        in lines
-    )
+    assert "rlt: interrupted: the run stops after this iteration. Again: it ends at once." in lines
     [told] = [line for line in lines if line.startswith("rlt: interrupted. ")]
     assert told.startswith("rlt: interrupted. The run stopped after iteration 2. The newest checkpoint is ")
     assert (stopped / "checkpoints" / "step=000002.ckpt").is_dir()
@@ -85,8 +88,10 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     assert_equal(whole, stopped)
 
 
-@pytest.mark.full
-def test_ctrl_c_under_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [full(signal.SIGINT), full(signal.SIGTERM)])
+def test_a_signal_to_torchrun_writes_a_checkpoint_that_resumes(
+    number: int, tiny_model: str, tmp_path: Path
+) -> None:
     whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
     run(*command(tiny_model, whole, *RANKS["two ranks"]))
     pause = fault("on_after_backward", "pause", 1)
@@ -101,7 +106,7 @@ def test_ctrl_c_under_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str,
         )
     try:
         wait_until(lambda: "--- made at" in log.read_text(), 120)
-        agent.send_signal(signal.SIGINT)
+        agent.send_signal(number)
         assert agent.wait(60) != 0
     finally:
         agent.kill()
@@ -156,3 +161,150 @@ def test_a_validation_that_a_kill_prevented_is_made_up_for(
     assert_equal(whole, killed)
     best = [(folder / "checkpoints" / "best.json").read_text() for folder in (whole, killed)]
     assert best[0] == best[1]
+
+
+def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[tuple[str, str]]) -> None:
+    """Run to the end by one command, terminated once at each (moment, receiver); compare with a whole run."""
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    random, whole, stopped = Random(f"{strategy} {signals}"), folder / "whole", folder / "stopped"
+    options = [*VALIDATED, *TWO, *STRATEGIES[strategy], "--checkpoint.every_n_train_steps=3"]
+    if strategy == "ddp":  # while rank 0 samples, rank 1 waits in a collective
+        options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.init_args.delay_s=0.5"]
+    steps, log = 4 * len(signals) + 2, folder / "log"
+    run(*command(model, whole, *options, steps=steps))
+    words = command(model, stopped, *options, "--resume=true", steps=steps)
+    for moment, to in signals:
+        log.write_text("")
+        begun = max(metrics(stopped), default=0) if (stopped / "metrics.csv").exists() else 0
+        pause = [fault("on_validation_start", "pause", 1)] if moment == "validating" else []
+        process = start(*words, *pause, log=log)
+        shown = {"sampling": "iteration ", "validating": "--- made at"}.get(moment)
+        if shown:
+            wait_for(lambda shown=shown: shown in log.read_text(), process, log)
+            time.sleep(random.uniform(0, 0.4))
+        elif moment == "writing":
+            wait_for(lambda: any((stopped / "checkpoints").glob("step=*.tmp")), process, log)
+        else:  # somewhere in an iteration, a validation or a checkpoint
+            wait_for(lambda: "iteration " in log.read_text(), process, log)
+            time.sleep(random.uniform(0, 2.5))
+        sent_at = time.monotonic()
+        send_sigterm(process, to, random)
+        assert process.wait(120) == 143, log.read_text()[-3000:]
+        print(f"{strategy}: {moment}, {to}: ended {time.monotonic() - sent_at:.1f} s later")
+        wait_until(lambda process=process: not processes(process))
+        told = re.findall(
+            r"^rlt: terminated\. The run stopped after iteration (\d+)\.", log.read_text(), re.M
+        )
+        assert len(told) == 1, log.read_text()[-3000:]
+        assert (stopped / "checkpoints" / f"step={int(told[0]):06d}.ckpt").is_dir()
+        assert int(told[0]) > begun
+    run(*words)
+    assert_equal(whole, stopped)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp2"), slow("zero3")])
+def test_sigterm_stops_all_ranks_with_a_checkpoint_that_resumes(
+    strategy: str, tiny_model: str, tmp_path: Path
+) -> None:
+    terminate_and_resume(tiny_model, tmp_path, strategy, [("sampling", "the group")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_moment_and_no_receiver_of_sigterm_hangs(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    receivers = ["the group", "rank 0", "rank 1", "both", "the group twice"]
+    signals = list(zip(["sampling", "writing", "validating", "sampling", "writing"], receivers, strict=True))
+    signals += [("any", to) for to in (*receivers, "both", "the group")]
+    terminate_and_resume(tiny_model, tmp_path, strategy, signals)
+
+
+SCRIPT = """
+import sys
+from faults import Fault
+from lightning.pytorch import Trainer as PlainTrainer
+from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
+
+model, folder, kind = sys.argv[1:]
+data = TeacherRLData(tokenizer=model, student_tokenizer=model, num_embedded_rows=8, prompts_per_step=2)
+pause = Fault(0, "on_after_backward", "pause", step=1)
+options = dict(accelerator="cpu", devices=2, max_steps=9, use_distributed_sampler=False)
+options["callbacks"] = [RolloutCallback(sampling=Sampling(max_completion_length=6)), pause]
+if kind == "ours":
+    trainer = Trainer(folder, **options)
+else:
+    trainer = PlainTrainer(**options, logger=False, enable_checkpointing=False)
+trainer.fit(RLTModule(teacher=model, student=model, group_size=2), data)
+"""
+
+
+@pytest.mark.parametrize("kind", [full("ours"), full("Lightning's")])
+def test_sigterm_ends_all_ranks_of_a_script(kind: str, tiny_model: str, tmp_path: Path) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(SCRIPT)
+    words = [sys.executable, str(script), tiny_model, str(tmp_path / "run"), kind]
+    environment = os.environ | {"PYTHONPATH": path_of_tests()}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words, env=environment, stdout=file, stderr=file, start_new_session=True, cwd=tmp_path
+        )
+    try:
+        wait_until(lambda: process.poll() is not None or "--- made at" in log.read_text(), 200)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 143, log.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "Traceback" not in log.read_text()
+    if kind == "ours":
+        assert (
+            log.read_text().count("rlt: terminated. The run stopped after iteration 2. To resume it: ") == 1
+        )
+        assert (tmp_path / "run" / "checkpoints" / "step=000002.ckpt").is_dir()
+
+
+def test_the_signal_of_slurm_queues_the_job_again(tiny_model: str, tmp_path: Path) -> None:
+    whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
+    program = tmp_path / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\nls {stopped}/checkpoints > {tmp_path}/requeued\necho "$@" >> {tmp_path}/requeued\n'
+    )
+    program.chmod(0o755)
+    job = {"JOB_ID": "7", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    run(*command(tiny_model, whole, steps=3))
+    pause = fault("on_after_backward", "pause", 1)
+    process = start(*command(tiny_model, stopped, pause, steps=3), log=log, **environment)
+    wait_for(lambda: "--- made at" in log.read_text(), process, log)
+    os.kill(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, signal.SIGTERM)  # the time is over before the iteration
+    assert process.wait(60) == 143, log.read_text()
+    assert (tmp_path / "requeued").read_text() == "step=000002.ckpt\nrequeue 7\n"
+    run(*command(tiny_model, stopped, "--resume=true", steps=3))
+    assert_equal(whole, stopped)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first"), [("one process", "signal"), full("one process", "loss"), full("two ranks", "signal")]
+)
+def test_sigterm_does_not_wait_for_workers_that_ended(
+    ranks: str, first: str, tiny_model: str, tmp_path: Path
+) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    with worker_of(tiny_model) as worker:
+        options = [*RANKS[ranks], "--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+        options += [f"--rollouts.engine.urls=[{worker.url}]", "--model.mismatch_alarm=null"]
+        options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+        pause = fault("on_train_batch_start", "pause", 2)
+        process = start(*command(tiny_model, folder, *options, pause), log=log)
+        wait_for(lambda: "--- made at" in log.read_text(), process, log)
+        if first == "signal":
+            os.killpg(process.pid, signal.SIGTERM)
+    if first == "loss":
+        wait_for(lambda: "Lost vLLM worker" in log.read_text(), process, log)
+        os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 143, log.read_text()  # it would wait 10 minutes for the worker to come back
+    assert "this run was terminated" in log.read_text()
+    assert max(metrics(folder)) == 2
+    assert (folder / "checkpoints" / "step=000002.ckpt").is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -9,15 +10,22 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import commands
+import lightning.pytorch
+import psutil
 import pytest
-from commands import ROOT, rlt
+from commands import ROOT, make_forked_python, path_of_tests, rlt, wait_until
 from compared import largest_difference
+from fits import assert_one_clear_line
 from nodes import options, two_nodes
 from safetensors.torch import load_file
 
+from rlt_lightning import RLTModule, TeacherRLData, Trainer, score
 from rlt_lightning.engines.launch import find_free_port
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.types import InputError
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -85,8 +93,10 @@ SRUN = """#!/bin/sh
 shift
 for rank in 0 1; do
   SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NODEID=$rank SLURM_STEP_NUM_TASKS=2 "$@" &
+  pids="$pids $!"
 done
-wait
+for pid in $pids; do wait $pid || status=$?; done
+exit $status
 """
 
 
@@ -96,12 +106,19 @@ def submit(folder: Path, *words: str, restarts: int = 0) -> subprocess.Popen[str
     rlt.write_text(f'#!/bin/sh\nexec {sys.executable} -m rlt_lightning "$@"\n')
     srun = folder / "srun"
     srun.write_text(SRUN)
-    for program in (rlt, srun):
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.log\n')
+    for program in (rlt, srun, scontrol):
         program.chmod(0o755)
     job = {"JOB_ID": "424242", "JOB_NAME": "rlt", "JOB_NUM_NODES": "2", "NTASKS": "2", "NTASKS_PER_NODE": "1"}
     job |= {"NODELIST": "127.0.0.1", "RESTART_COUNT": str(restarts)}
     environment = {f"SLURM_{name}": value for name, value in job.items()}
-    environment |= {"RUN": str(folder / "run"), "RLT": str(rlt), "MASTER_PORT": str(find_free_port())}
+    environment |= {
+        "PYTHONPATH": path_of_tests(),
+        "RUN": str(folder / "run"),
+        "RLT": str(rlt),
+        "MASTER_PORT": str(find_free_port()),
+    }
     path = f"{folder}:{os.environ['PATH']}"
     return begin(["bash", "scripts/slurm.sh", *words], PATH=path, **environment)
 
@@ -110,39 +127,34 @@ def submit(folder: Path, *words: str, restarts: int = 0) -> subprocess.Popen[str
 def test_a_slurm_job_trains_as_one_process_does_also_after_a_requeue(
     alone: Path, tiny_model: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").touch()  # the job was requeued before its first checkpoint
-    words = options(tiny_model, "fsdp2", "multinode")
-    for steps, restarts in ((2, 1), (3, 2)):
-        job = submit(tmp_path, *words, f"--trainer.max_steps={steps}", restarts=restarts)
-        [output] = finish([job])
-        assert job.returncode == 0, output[-3000:]
-        assert "Done" in output, output[-3000:]
-    metrics = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
-    assert len(metrics) == 1 + 3
-    assert_as_alone(tmp_path / "run", alone)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()  # the job was requeued before its first checkpoint
+    words = [*options(tiny_model, "fsdp2", "multinode"), "--trainer.max_steps=3"]
+    pause = {"rank": 0, "hook": "on_after_backward", "kind": "pause", "step": 1}
+    callback = json.dumps({"class_path": "faults.Fault", "init_args": pause})
+    job = submit(tmp_path, *words, f"--trainer.callbacks+={callback}", restarts=1)
+    wait_until(lambda: job.poll() is not None or "1" in steps(run), 300)
+    # As SLURM does before the time limit: to all tasks, and to nothing else.
+    for process in psutil.Process(job.pid).children(recursive=True):
+        if "rlt_lightning" in process.cmdline():
+            process.send_signal(signal.SIGUSR1)
+    [output] = finish([job])
+    assert job.returncode == 143, output[-3000:]
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 424242\n"
+    assert (run / "checkpoints" / "step=000002.ckpt").is_dir(), output[-3000:]
+    job = submit(tmp_path, *words, restarts=2)
+    [output] = finish([job])
+    assert job.returncode == 0, output[-3000:]
+    assert "Done" in output, output[-3000:]
+    assert steps(run) == ["1", "2", "3"]
+    assert_as_alone(run, alone)
 
 
-def test_a_job_before_its_time_limit_queues_again(tmp_path: Path) -> None:
-    log = tmp_path / "scontrol.log"
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {log}\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    (tmp_path / "srun").write_text("#!/bin/sh\necho started\nsleep 300\n")
-    (tmp_path / "srun").chmod(0o755)
-    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1"}
-    job = begin(
-        ["bash", "scripts/slurm.sh"],
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
-        RUN=str(tmp_path / "run"),
-        **environment,
-    )
-    assert job.stdout is not None
-    assert job.stdout.readline() == "started\n"
-    job.send_signal(signal.SIGUSR1)
-    job.wait(10)
-    os.killpg(job.pid, signal.SIGKILL)  # what the stand-in still does
-    finish([job])
-    assert log.read_text() == "requeue 7\n"
+def steps(run: Path) -> list[str]:
+    """The iterations that metrics.csv has."""
+    path = run / "metrics.csv"
+    return [row["step"] for row in csv.DictReader(path.open())] if path.exists() else []
 
 
 def test_processes_get_the_cores_that_the_job_asked_for(tmp_path: Path) -> None:
@@ -164,3 +176,130 @@ def test_every_process_of_a_launcher_is_told_to_name_the_folder(rank: str, tiny_
     result = rlt("fit", *options(tiny_model), **job)
     assert result.returncode == 2
     assert "needs --output_dir" in result.stderr.splitlines()[-1]
+
+
+BATCH = {"NTASKS": "1", "JOB_ID": "7", "JOB_NAME": "rlt", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+
+
+def job_variables(**variables: str) -> dict[str, str]:
+    """What SLURM sets in the script of a job; STEP_NUM_TASKS it sets only by srun."""
+    return {f"SLURM_{name}": value for name, value in (BATCH | variables).items()}
+
+
+TORCHRUN_ALONE = {"RUN_ID": "7", "MAX_RESTARTS": "0"}
+TORCHRUN_ALONE = {f"TORCHELASTIC_{name}": value for name, value in TORCHRUN_ALONE.items()}
+TORCHRUN_ALONE |= dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+TORCHRUN_ALONE |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+TWO_PER_NODE = {"NTASKS": "2", "NTASKS_PER_NODE": "2"}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp2", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    ("variables", "started", "remedies"),
+    [
+        (job_variables(), 1, ["srun --ntasks-per-node=2", "SLURM_JOB_NAME=interactive"]),
+        (job_variables(**TWO_PER_NODE), 1, ["srun --ntasks-per-node=2", "SLURM_JOB_NAME=interactive"]),
+        (job_variables(STEP_NUM_TASKS="3", NTASKS="3", NTASKS_PER_NODE="3"), 3, ["srun --ntasks-per-node=2"]),
+        (TORCHRUN_ALONE, 1, ["torchrun"]),
+    ],
+)
+def test_a_launcher_must_start_a_process_per_device(
+    variables: dict[str, str],
+    started: int,
+    remedies: list[str],
+    strategy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError) as raised:
+        Trainer(tmp_path / "run", accelerator="cpu", devices=2, strategy=strategy)
+    for words in ("trainer.devices 2", "need 2 processes", f"started {started}", *remedies):
+        assert words in str(raised.value)
+
+
+def test_a_launcher_that_starts_all_processes_is_welcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"accelerator": "cpu", "strategy": "ddp", "devices": 2}
+    for variables in (
+        job_variables(**TWO_PER_NODE, STEP_NUM_TASKS="2"),
+        job_variables(JOB_NAME="interactive"),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert Trainer(tmp_path / "run", **options).world_size == 2
+    for name, value in job_variables(NTASKS="8", NTASKS_PER_NODE="8").items():
+        monkeypatch.setenv(name, value)
+    assert Trainer(tmp_path / "run", accelerator="cpu", devices=1).world_size == 1  # no srun
+
+
+def test_tasks_without_their_number_per_node_are_refused(tiny_model: str, tmp_path: Path) -> None:
+    run = f"--output_dir={tmp_path / 'run'}"
+    for variables in (job_variables(NTASKS="2", STEP_NUM_TASKS="2"), job_variables()):
+        result = rlt("fit", *options(tiny_model), "--trainer.devices=2", run, **variables)
+        assert result.returncode == 2
+        assert_one_clear_line(result, "SLURM_JOB_NAME=interactive")
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_script_without_our_trainer_is_refused_too(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in job_variables().items():
+        monkeypatch.setenv(name, value)
+    trainer = lightning.pytorch.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    data = TeacherRLData(tokenizer=tiny_model, student_tokenizer=tiny_model)
+    with pytest.raises(InputError, match="need 2 processes, but the launcher has started 1"):
+        trainer.fit(RLTModule(teacher=tiny_model, student=tiny_model), data)
+
+
+def test_each_process_of_a_launcher_may_score_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (TORCHRUN_ALONE | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    row = {"question": "start 3, add 4?", "solution": "7", "reasoning_trace": "3 and 4 is 7."}
+
+    class Reward(RLTReward):
+        def score(self, *arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)  # the training around it decides
+            return super().score(*arguments)
+
+    try:
+        [scored] = score([row], "miniature", "miniature", reward=Reward(), tags="r1")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert scored.reward < 0
+    assert came == [signal.SIGTERM]
+
+
+STAGES = """
+set -euo pipefail
+run=$1
+source examples/stage.sh
+two="--config hardware/fsdp2 --trainer.devices=2 --trainer.max_steps 1 --data.prompts_per_step 2"
+stage teacher_sft model/config.json rlt fit --config laptop/warmup $two
+stage teacher_rlt model/config.json rlt fit --config laptop/rlt $two --model.group_size 4 \
+    --model.teacher "$run/teacher_sft/model"
+stage generate README.md rlt predict --config laptop/generate --model.teacher "$run/teacher_rlt/model" \
+    --data.num_embedded_rows 4 --distillation.select all
+stage student_sft model/config.json rlt fit --config laptop/sft $two \
+    --data.source "$run/generate/distillation.jsonl"
+stage evaluate evaluation.json rlt test --config laptop/evaluate --model.pretrained "$run/student_sft/model"
+"""
+
+
+@pytest.mark.full
+def test_all_stages_run_in_one_slurm_job(tmp_path: Path) -> None:
+    python = make_forked_python(tmp_path)
+    (tmp_path / "rlt").write_text(f'#!/bin/sh\nexec {python} -m rlt_lightning "$@"\n')
+    (tmp_path / "rlt").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = begin(["bash", "-c", STAGES, "job", str(tmp_path / "run")], **path, **job_variables())
+    [output] = finish([job])
+    assert job.returncode == 0, output[-3000:]
+    assert output.count("waiting for rank 1 to start") == 3
+    assert (tmp_path / "run" / "evaluate" / "evaluation.json").exists()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from random import Random
 
 import pytest
 from cases import full
 from commands import rlt, start, wait_until
 from fake_worker import worker_of
+from kills import processes, send_sigterm, wait_for
 
 # Explanations of the pretrained teacher, of which some are too long for the student and sampled again. Of
 # batches of 2, 2, 2 and 1 problems two processes have two each, and the third of three has one and a spare.
@@ -82,6 +84,24 @@ def test_a_killed_run_goes_on_with_its_first_unfinished_batch(
     # As if the kill had come within a write: of the second batch one problem is there, and half of another.
     lines = (generated / "traces.jsonl").read_text().splitlines(keepends=True)
     traces.write_text("".join(lines[:7]) + lines[7][:30])
+    predict(folder, *GENERATE, *RANKS[ranks], "--resume=true")
+    assert read_files(folder) == read_files(generated)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "to"),
+    [("ddp", "the group"), full("ddp", "rank 1"), full("fsdp2", "rank 0"), full("zero3", "the group twice")],
+)
+def test_sigterm_ends_all_ranks_at_once_and_keeps_rows(
+    ranks: str, to: str, generated: Path, tmp_path: Path
+) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    run = start(*GENERATE, *RANKS[ranks], f"--output_dir={folder}", log=log)
+    wait_for(lambda: (folder / "traces.jsonl").exists(), run, log)
+    send_sigterm(run, to, Random(0))
+    assert run.wait(30) == 143, log.read_text()
+    wait_until(lambda: not processes(run))
+    assert log.read_text().count("rlt: terminated. What is finished is kept. To resume: ") == 1
     predict(folder, *GENERATE, *RANKS[ranks], "--resume=true")
     assert read_files(folder) == read_files(generated)
 

@@ -1,4 +1,4 @@
-"""Find the processes of a run, kill them, and wait until they have ended."""
+"""Find the processes of a run, kill or terminate them, and wait until they have ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -33,11 +34,7 @@ def kill(run: Running, victim: str) -> float:
     if victim == "all":
         os.killpg(run.pid, signal.SIGKILL)
     else:
-        ranks = {"rank 0": run.pid}
-        for process in processes(run):
-            if process.name() == RANK_1:
-                ranks[RANK_1] = process.pid
-        os.kill(ranks.get(victim, run.pid), signal.SIGKILL)  # before rank 1 is there: rank 0
+        os.kill(ranks_of(run)[-1] if victim == RANK_1 else run.pid, signal.SIGKILL)  # perhaps none but rank 0
     while left := processes(run):
         run.poll()
         if time.monotonic() > killed_at + ENDS_WITHIN_S:
@@ -46,6 +43,26 @@ def kill(run: Running, victim: str) -> float:
         time.sleep(0.05)
     run.wait()
     return time.monotonic() - killed_at
+
+
+def ranks_of(run: Running) -> list[int]:
+    """The process ids of rank 0 and rank 1."""
+    return [run.pid, *(process.pid for process in processes(run) if process.name() == RANK_1)]
+
+
+def send_sigterm(run: Running, to: str, random: Random) -> None:
+    """Send SIGTERM to the group, as `timeout` does, to one rank, or to both one after the other."""
+    if to in ("rank 0", "rank 1"):
+        os.kill(ranks_of(run)[int(to[-1])], signal.SIGTERM)
+    elif to == "both":
+        for pid in random.sample(ranks_of(run), k=2):
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(random.uniform(0, 0.1))
+    else:
+        os.killpg(run.pid, signal.SIGTERM)
+    if to == "the group twice":
+        time.sleep(random.uniform(0, 0.1))
+        os.killpg(run.pid, signal.SIGTERM)
 
 
 def wait_for(condition: Callable[[], bool], run: Running, log: Path) -> None:
