@@ -249,15 +249,18 @@ class Fleet:
         """Take a worker into service if it answers.
 
         Raises:
-            WorkerError: If it answers, but is not set up as it must be.
+            WorkerError: If it answers, but is not set up as it must be; at the run's start also if it is well
+                and refuses a call, as it would again.
         """
+        is_well = False
         try:
             await worker.call("GET", "/health", None, min(GREETING_S, self.call_timeout_s))
+            is_well = True
             max_model_len = await worker.fetch_context(self.call_timeout_s)
             await worker.describe(self.call_timeout_s, self.sleeps)
             await self._wake(worker)  # another run may have left it asleep
         except WorkerError as error:
-            if not error.retryable:
+            if not error.retryable or (is_well and error.refused and not self.started):
                 raise
             worker.silence = str(error)
             return

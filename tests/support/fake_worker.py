@@ -25,7 +25,6 @@ DEV_ROUTES = {
     "/weight_info",
     "/collective_rpc",
     "/get_world_size",
-    "/server_info",
     "/pause",
     "/resume",
     "/is_paused",
@@ -255,9 +254,8 @@ class FakeWorker:
                 return {"version": self.vllm_version}
             case "/get_world_size":
                 return {"world_size": 1}
-            case "/server_info":
-                config = {"dtype": f"torch.{self.dtype}", "enable_sleep_mode": self.frees}
-                return {"vllm_config": {"model_config": config, "device_config": {"device": "cuda"}}}
+            case "/collective_rpc" if body["method"] == "describe_worker":
+                return {"results": [{"dtype": f"torch.{self.dtype}", "can_sleep": self.frees}]}
             case "/collective_rpc":
                 self.updating = self.updating and body["method"] != "abandon_weight_update"
             case "/pause":

@@ -94,7 +94,8 @@ def test_the_trainers_allocator_grows_and_is_not_the_workers(
         own = {name: "max_split_size_mb:512"}
         grow_segments(own)
         assert own == {name: "max_split_size_mb:512"}
-    monkeypatch.setenv(ALLOCATOR, "expandable_segments:True")
+    for name in (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
     program = 'import os; print([v for n, v in os.environ.items() if "ALLOC_CONF" in n])'
     told = []
     for environment in ({}, {ALLOCATOR: "max_split_size_mb:512"}):

@@ -272,7 +272,7 @@ STARTS: dict[str, tuple[str, Any]] = {
     "no_model_workers": ("/get_world_size", {"world_size": 0}),
     "deep_version": ("/version", b"[" * 10**5),
     "version_with_controls": ("/version", {"version": "\x1b[2J"}),
-    "no_dtype": ("/server_info", {"vllm_config": {"model_config": {"dtype": 1}}}),
+    "no_dtype": ("/collective_rpc", {"results": [{"dtype": 1, "can_sleep": True}]}),
 }
 
 

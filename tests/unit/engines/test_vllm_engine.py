@@ -198,10 +198,31 @@ def test_a_worker_without_dev_routes_is_refused_with_the_variable_to_set(start: 
         start(FakeWorker(dev_mode=False))
 
 
-@pytest.mark.parametrize("path", ["/v1/models", full("/get_world_size"), full("/server_info")])
+@pytest.mark.parametrize("path", ["/v1/models", full("/get_world_size"), full("/collective_rpc")])
 def test_a_server_that_answers_something_else_is_an_engine_error(start: Any, path: str) -> None:
     with pytest.raises(EngineError, match=re.escape("http://127.0.0.1:")):
         start(FakeWorker(broken={path: {"data": [{}]}}), recovery_timeout_s=0.6)
+
+
+@pytest.mark.parametrize("path", ["/version", "/get_world_size", "/collective_rpc", "/v1/models"])
+def test_a_greeting_that_fails_inside_the_server_ends_at_once(start: Any, path: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=f"{path} was refused with status 500"):
+        start(FakeWorker(broken={path: 500}), recovery_timeout_s=600)
+    assert time.monotonic() - began < 300  # not after the deadline
+
+
+def test_a_server_that_is_not_well_yet_is_waited_for(start: Any) -> None:
+    worker = FakeWorker(broken={"/health": 503})
+    recovers = run_in_thread(lambda: (wait_until(lambda: len(worker.calls) > 1), worker.broken.clear()))
+    assert token_ids(generate(start(worker))) == undisturbed()
+    recovers.result()
+
+
+def test_a_greeting_asks_nothing_about_the_servers_machine(start: Any) -> None:
+    worker = FakeWorker(broken={"/server_info": 500})  # as without pip, nvidia-smi or a free GPU
+    start(worker)
+    assert "GET /server_info" not in worker.calls
 
 
 def test_two_minors_of_vllm_are_taken_and_others_refused_by_name(start: Any) -> None:
