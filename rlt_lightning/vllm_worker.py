@@ -266,7 +266,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker class; naming it on the command line is what loads this module there."""
 
     def describe_worker(self) -> dict[str, Any]:
-        """Return the data type of the weights, and whether sleep works: on a CPU it does, and frees nothing."""
+        """Return the data type of the weights, and whether sleep works, which on a CPU frees nothing."""
         from vllm.platforms import current_platform
 
         config = self.model_config  # type: ignore[attr-defined]

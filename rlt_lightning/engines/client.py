@@ -9,6 +9,7 @@ import os
 import reprlib
 import ssl
 import sys
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ JSON = dict[str, Any]
 TOKEN_BYTES, ANSWER_BYTES = 2**10, 2**20
 # A token of less probability than exp of this is never sampled; float32 rounds 0 up to 1e-6.
 SMALLEST_LOG_PROB, LARGEST_LOG_PROB = -1e3, 1e-4
+# Log-probability, nats, of equal completions below which they are no chance: 4e-18.
+SMALLEST_CHANCE = -40.0
 
 
 class WorkerError(EngineError):
@@ -48,7 +51,10 @@ class WorkerError(EngineError):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One completion of a prompt."""
+    """One completion of a prompt.
+
+    `drawn` has the tokens of the prompt's completions with the seeds that drew them; its requests share it.
+    """
 
     prompt: list[int]
     sampling: Sampling
@@ -56,6 +62,29 @@ class CompletionRequest:
     end_token_ids: Container[int]  # all tokens with which the server may end it
     vocab_size: int
     seed: int
+    group_size: int
+    drawn: defaultdict[tuple[int, ...], set[int]]
+
+    def require_own_draw(self, completion: Completion) -> None:
+        """Raise WorkerError if more seeds draw the same tokens than chance explains.
+
+        That k certain ones of G completions are alike has probability exp((k - 1) sum_t l_t), with the
+        log-probs l_t of their tokens; that any k are, C(G, k) times that at most. A certain text has 1.
+
+        Args:
+            completion: With the log-probs of sampling.
+        """
+        seeds = self.drawn[tuple(completion.token_ids)]
+        seeds.add(self.seed)
+        chance = math.log(math.comb(self.group_size, len(seeds)))
+        chance += (len(seeds) - 1) * sum(completion.log_probs or [])
+        if len(seeds) > 1 and chance < SMALLEST_CHANCE:
+            raise WorkerError(
+                f"vLLM worker {completion.worker} must sample by the seed, but drew the same "
+                f"{len(completion.token_ids)} tokens for {len(seeds)} seeds, which chance does once in "
+                f"1e{-chance / math.log(10):.0f} times. Is a cache between trainer and worker?",
+                retryable=False,
+            )
 
 
 class WorkerClient:
@@ -351,7 +380,10 @@ def parse_completion(answer: JSON, request: CompletionRequest, url: str) -> Comp
     in_vocabulary = all(type(token) is int and 0 <= token < request.vocab_size for token in token_ids)
     require(in_vocabulary, "token ids that are not in the vocabulary")
     are_log_probs = all(type(value) in (int, float) and math.isfinite(value) for value in log_probs)
-    require(are_log_probs and SMALLEST_LOG_PROB <= min(log_probs) <= max(log_probs) <= LARGEST_LOG_PROB, "no log-probs")
+    require(
+        are_log_probs and SMALLEST_LOG_PROB <= min(log_probs) <= max(log_probs) <= LARGEST_LOG_PROB,
+        "no log-probs",
+    )
     reason = parse_finish_reason(choice, request)
     return Completion(token_ids, log_probs, reason, seed=request.seed, worker=url)
 

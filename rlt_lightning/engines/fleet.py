@@ -121,6 +121,9 @@ class Fleet:
         self.recovery_timeout_s = recovery_timeout_s
         self.max_restarts = max_restarts
         self.pushed = -1  # policy version of the last push
+        self.trainer_dtypes: set[str] = (
+            set()
+        )  # that weights have in the trainer and on the way to the workers
         self.started = False
         self.without_trainer = False  # whether there are no weights but the workers' own
 
@@ -371,8 +374,10 @@ class Fleet:
         """
 
         async def verify(worker: Worker) -> None:
+            dtypes = {worker.dtype, *self.trainer_dtypes}
+            bound = max(AGREEMENT.get(dtype, AGREEMENT["bfloat16"]) for dtype in dtypes)
             try:
-                await verify_worker(worker, token_ids, log_probs, needs_log_probs, self.call_timeout_s)
+                await verify_worker(worker, token_ids, log_probs, bound, needs_log_probs, self.call_timeout_s)
                 worker.state = State.VERIFIED
             except WorkerError as error:
                 self._lose_or_raise(worker, error)
@@ -418,6 +423,7 @@ async def verify_worker(
     worker: WorkerClient,
     token_ids: list[int],
     log_probs: dict[int, list[float]],
+    bound: float,
     needs_log_probs: bool,
     deadline_s: float,
 ) -> None:
@@ -427,6 +433,7 @@ async def verify_worker(
         worker: The worker that is asked.
         token_ids: The text.
         log_probs: The trainer's log-probs of it, nats, by policy version; see `Engine.verify`.
+        bound: The largest mean difference that rounding explains, nats.
         needs_log_probs: Whether the worker must report log-probs at the sampling temperature.
         deadline_s: Deadline of each call.
 
@@ -436,7 +443,7 @@ async def verify_worker(
     """
     scores = await worker.score(token_ids, deadline_s)
     exact = await worker.reports_sampled_log_probs(token_ids[0], deadline_s)
-    if fault := find_disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
+    if fault := find_disagreement(scores, log_probs, bound):
         advice = (
             "It serves another model: let it serve the one that is loaded here."
             if worker.own_weights
