@@ -376,7 +376,10 @@ def fit_with_a_liar(
         return rlt(*small_fit(model, folder, *words))
 
 
-@pytest.mark.parametrize("lie", ["shifted", "a_token_changed", *map(full, ("all_zero", "all_equal", "all_slightly_positive", "too_low"))])
+FIRST = ("shifted", "a_token_changed")
+
+
+@pytest.mark.parametrize("lie", [*FIRST, *(full(lie) for lie in STOPPED if lie not in FIRST)])
 def test_a_lie_about_log_probs_reaches_no_update(lie: str, miniature: str, tmp_path: Path) -> None:
     result = fit_with_a_liar(STOPPED[lie], miniature, tmp_path)
     assert result.returncode == 2, result.stderr
