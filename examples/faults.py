@@ -219,8 +219,8 @@ class Worker:
                 return {"version": VLLM_MINORS[0]}
             case "/get_world_size":
                 return {"world_size": 1}
-            case "/server_info":
-                return {"vllm_config": {"model_config": {"dtype": "float32"}}}
+            case "/collective_rpc":
+                return {"results": [{"dtype": "float32", "can_sleep": False}]}
         return {}
 
     @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-# The variable of PyTorch's allocator. It is set in the trainer's processes, not in workers (`LocalServer`).
+# The variable of PyTorch's allocator, and its older name: of the trainer's processes, not of workers
+# (`LocalServer`).
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATOR_NAMES = {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def grow_segments(environment: MutableMapping[str, str]) -> None:
@@ -15,5 +17,5 @@ def grow_segments(environment: MutableMapping[str, str]) -> None:
     PyTorch reads the variable once per process, under its older name too, so call this before torch is
     imported. Processes that are started later inherit it.
     """
-    if not {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+    if not ALLOCATOR_NAMES & environment.keys():
         environment[ALLOCATOR] = "expandable_segments:True"

@@ -265,6 +265,16 @@ class AdapterEngine(WeightTransferEngine):
 class WorkerExtension:
     """Mixed into vLLM's worker class; naming it on the command line is what loads this module there."""
 
+    def describe_worker(self) -> dict[str, Any]:
+        """Return the data type of the weights, and whether sleep works, which on a CPU frees nothing."""
+        from vllm.platforms import current_platform
+
+        config = self.model_config  # type: ignore[attr-defined]
+        return {
+            "dtype": str(config.dtype),
+            "can_sleep": config.enable_sleep_mode or current_platform.is_cpu(),
+        }
+
     def abandon_weight_update(self) -> None:
         """Forget an update that its trainer did not finish, so that another may start, of any backend.
 

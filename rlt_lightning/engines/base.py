@@ -49,7 +49,8 @@ from rlt_lightning.types import Completion, InputError, require_limits
 
 # Workers are verified by the first tokens of a prompt: this many.
 PROBE_TOKENS = 64
-# The largest difference that rounding explains, by the worker's data type: nats, mean over a text.
+# The largest difference that rounding explains, nats, mean over a text; by the coarsest data type that
+# weights have in the trainer, in the worker or on the way.
 AGREEMENT = {"float32": 5e-4, "float16": 0.02, "bfloat16": 0.1}
 # Servers take signed 64-bit seeds, and the number of the completion is added.
 SEED_MASK = 2**62 - 1

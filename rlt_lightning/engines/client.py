@@ -9,6 +9,7 @@ import os
 import reprlib
 import ssl
 import sys
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,21 +28,33 @@ ADDRESS = r"https?://[^@/]+/?"  # of a server, without user and path: messages s
 JSON = dict[str, Any]
 # The largest answer: of each token id, log-prob and text, mostly 100 bytes; and the rest.
 TOKEN_BYTES, ANSWER_BYTES = 2**10, 2**20
-# A token of less probability than exp of this is never sampled.
-SMALLEST_LOG_PROB = -1e3
+# A token of less probability than exp of this is never sampled; float32 rounds 0 up to 1e-6.
+SMALLEST_LOG_PROB, LARGEST_LOG_PROB = -1e3, 1e-4
+# Log-probability, nats, of equal completions below which they are no chance: 4e-18.
+SMALLEST_CHANCE = -40.0
 
 
 class WorkerError(EngineError):
-    """A call to a worker failed. `retryable`: the same request may succeed later, or elsewhere."""
+    """A call to a worker failed.
 
-    def __init__(self, message: str, retryable: bool) -> None:
+    Args:
+        message: What failed.
+        retryable: Whether the same request may succeed later, or elsewhere.
+        refused: Whether the worker answered with an error status.
+    """
+
+    def __init__(self, message: str, retryable: bool, refused: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.refused = refused
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One completion of a prompt."""
+    """One completion of a prompt.
+
+    `drawn` has the tokens of the prompt's completions with the seeds that drew them; its requests share it.
+    """
 
     prompt: list[int]
     sampling: Sampling
@@ -49,6 +62,29 @@ class CompletionRequest:
     end_token_ids: Container[int]  # all tokens with which the server may end it
     vocab_size: int
     seed: int
+    group_size: int
+    drawn: defaultdict[tuple[int, ...], set[int]]
+
+    def require_own_draw(self, completion: Completion) -> None:
+        """Raise WorkerError if more seeds draw the same tokens than chance explains.
+
+        That k certain ones of G completions are alike has probability exp((k - 1) sum_t l_t), with the
+        log-probs l_t of their tokens; that any k are, C(G, k) times that at most. A certain text has 1.
+
+        Args:
+            completion: With the log-probs of sampling.
+        """
+        seeds = self.drawn[tuple(completion.token_ids)]
+        seeds.add(self.seed)
+        chance = math.log(math.comb(self.group_size, len(seeds)))
+        chance += (len(seeds) - 1) * sum(completion.log_probs or [])
+        if len(seeds) > 1 and chance < SMALLEST_CHANCE:
+            raise WorkerError(
+                f"vLLM worker {completion.worker} must sample by the seed, but drew the same "
+                f"{len(completion.token_ids)} tokens for {len(seeds)} seeds, which chance does once in "
+                f"1e{-chance / math.log(10):.0f} times. Is a cache between trainer and worker?",
+                retryable=False,
+            )
 
 
 class WorkerClient:
@@ -243,12 +279,13 @@ class WorkerClient:
         with self.require_form(answer, "its world_size"):
             self.num_ranks = int(answer["world_size"])
             require(self.num_ranks > 0, "no model worker")
-        answer = await self.call("GET", "/server_info?config_format=json", None, deadline_s)
-        with self.require_form(answer, "its vllm_config"):
-            config = answer["vllm_config"]
-            self.dtype = config["model_config"]["dtype"].removeprefix("torch.")
-            frees = not sleeps or config["model_config"]["enable_sleep_mode"] or runs_on_cpu(config)
-        if not frees:
+        # Not /server_info: it runs nvidia-smi and `pip list`, and fails without pip.
+        answer = await self.call("POST", "/collective_rpc", {"method": "describe_worker"}, deadline_s)
+        with self.require_form(answer, "its data type and whether it can sleep"):
+            described = answer["results"][0]
+            self.dtype = described["dtype"].removeprefix("torch.")
+            can_sleep = bool(described["can_sleep"])
+        if sleeps and not can_sleep:
             raise WorkerError(
                 f"vLLM worker {self.url} must free its memory when it sleeps, but would not. Start it with "
                 "--enable-sleep-mode (launch.arguments), or set the engine's sleep to false.",
@@ -328,11 +365,6 @@ class WorkerClient:
             ) from error
 
 
-def runs_on_cpu(config: JSON) -> bool:
-    """Return whether a vLLM runs on a CPU, where it has no --enable-sleep-mode and sleep frees nothing."""
-    return "cpu" in str(config["device_config"])
-
-
 def parse_completion(answer: JSON, request: CompletionRequest, url: str) -> Completion:
     """Read the only choice of an answer.
 
@@ -348,7 +380,10 @@ def parse_completion(answer: JSON, request: CompletionRequest, url: str) -> Comp
     in_vocabulary = all(type(token) is int and 0 <= token < request.vocab_size for token in token_ids)
     require(in_vocabulary, "token ids that are not in the vocabulary")
     are_log_probs = all(type(value) in (int, float) and math.isfinite(value) for value in log_probs)
-    require(are_log_probs and SMALLEST_LOG_PROB <= min(log_probs) <= max(log_probs) <= 1e-3, "no log-probs")
+    require(
+        are_log_probs and SMALLEST_LOG_PROB <= min(log_probs) <= max(log_probs) <= LARGEST_LOG_PROB,
+        "no log-probs",
+    )
     reason = parse_finish_reason(choice, request)
     return Completion(token_ids, log_probs, reason, seed=request.seed, worker=url)
 
@@ -397,6 +432,7 @@ def build_refusal(place: str, status: int, content: bytes | bytearray) -> Worker
     return WorkerError(
         f"{place} was refused with status {status} ({reason}). {advice}",
         retryable=status >= 500 or status in (408, 429),
+        refused=True,
     )
 
 

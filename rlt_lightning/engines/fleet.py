@@ -122,6 +122,9 @@ class Fleet:
         self.recovery_timeout_s = recovery_timeout_s
         self.max_restarts = max_restarts
         self.pushed = -1  # policy version of the last push
+        self.trainer_dtypes: set[str] = (
+            set()
+        )  # that weights have in the trainer and on the way to the workers
         self.started = False
         self.without_trainer = False  # whether there are no weights but the workers' own
 
@@ -252,15 +255,18 @@ class Fleet:
         """Take a worker into service if it answers.
 
         Raises:
-            WorkerError: If it answers, but is not set up as it must be.
+            WorkerError: If it answers, but is not set up as it must be; at the run's start also if it is well
+                and refuses a call, as it would again.
         """
+        is_well = False
         try:
             await worker.call("GET", "/health", None, min(GREETING_S, self.call_timeout_s))
+            is_well = True
             max_model_len = await worker.fetch_context(self.call_timeout_s)
             await worker.describe(self.call_timeout_s, self.sleeps)
             await self._wake(worker)  # another run may have left it asleep
         except WorkerError as error:
-            if not error.retryable:
+            if not error.retryable or (is_well and error.refused and not self.started):
                 raise
             worker.silence = str(error)
             return
@@ -375,8 +381,10 @@ class Fleet:
         """
 
         async def verify(worker: Worker) -> None:
+            dtypes = {worker.dtype, *self.trainer_dtypes}
+            bound = max(AGREEMENT.get(dtype, AGREEMENT["bfloat16"]) for dtype in dtypes)
             try:
-                await verify_worker(worker, token_ids, log_probs, needs_log_probs, self.call_timeout_s)
+                await verify_worker(worker, token_ids, log_probs, bound, needs_log_probs, self.call_timeout_s)
                 worker.state = State.VERIFIED
             except WorkerError as error:
                 self._lose_or_raise(worker, error)
@@ -422,6 +430,7 @@ async def verify_worker(
     worker: WorkerClient,
     token_ids: list[int],
     log_probs: dict[int, list[float]],
+    bound: float,
     needs_log_probs: bool,
     deadline_s: float,
 ) -> None:
@@ -431,6 +440,7 @@ async def verify_worker(
         worker: The worker that is asked.
         token_ids: The text.
         log_probs: The trainer's log-probs of it, nats, by policy version; see `Engine.verify`.
+        bound: The largest mean difference that rounding explains, nats.
         needs_log_probs: Whether the worker must report log-probs at the sampling temperature.
         deadline_s: Deadline of each call.
 
@@ -440,7 +450,7 @@ async def verify_worker(
     """
     scores = await worker.score(token_ids, deadline_s)
     exact = await worker.reports_sampled_log_probs(token_ids[0], deadline_s)
-    if fault := find_disagreement(scores, log_probs, AGREEMENT.get(worker.dtype, AGREEMENT["bfloat16"])):
+    if fault := find_disagreement(scores, log_probs, bound):
         advice = (
             "It serves another model: let it serve the one that is loaded here."
             if worker.own_weights

@@ -27,7 +27,7 @@ from shutil import which
 
 import torch
 
-from rlt_lightning.allocator import ALLOCATOR
+from rlt_lightning.allocator import ALLOCATOR_NAMES
 from rlt_lightning.console import make_printable, waiting_for
 from rlt_lightning.engines import guard
 from rlt_lightning.gloo import LOOPBACK
@@ -153,12 +153,15 @@ class LocalServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         defaults["VLLM_SERVER_DEV_MODE"] = "1" if self.dev_mode else "0"
+        # vLLM imports FlashInfer if its sampler is on, and ends where it is missing; with a seed for each
+        # request it never samples by it.
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         # vLLM's own groups listen on the machine's address otherwise, whatever --host says.
         defaults |= {
             "VLLM_HOST_IP": LOOPBACK,
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
-        inherited = {name: value for name, value in os.environ.items() if name != ALLOCATOR}
+        inherited = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_NAMES}
         environment = {**inherited, **defaults, **self.environment}
         with open(self.log, "ab") as log:
             self.log_begin = log.tell()

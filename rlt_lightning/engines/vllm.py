@@ -4,7 +4,7 @@
                                 ▲         │
                                 │         ├── the completion came ──▶ yielded
                                 │         ├── failed, worker alive: sent again, max_retries times
-                                └─────────┴── worker lost (dead, hung, garbage): back to the head of the queue
+                                └─────────┴── worker lost (dead, hung, late, garbage): back to the queue
                  no worker left: WorkersLost; the caller then asks for what was not yielded
 
 A request to a worker is for one completion: when it is finished it is scored, and its slot reused, while the
@@ -19,7 +19,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +192,8 @@ class VLLMEngine(Engine):
         else:
             self.end_token_ids = self.eos_token_ids = find_eos_token_ids(model, tokenizer)
             self.vocab_size = int(model.config.get_text_config().vocab_size)
+            dtypes = {self.push.dtype, *(parameter.dtype for parameter in model.parameters())} - {None}
+            self.fleet.trainer_dtypes = {str(dtype).removeprefix("torch.") for dtype in dtypes}
         self.push.open(model, folder / "weights")
         name = "" if model is None else model.name_or_path
         try:
@@ -272,9 +274,19 @@ class VLLMEngine(Engine):
             # Greedy completions are all alike, and vLLM refuses several.
             parts = [range(i, i + 1) for i in group] if sampling.temperature > 0 else [group]
             missing = set(group)
+            drawn: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
             for part, seed in zip(parts, request.seeds, strict=False):
                 calls.append(
-                    CompletionRequest(request.prompt, one, watcher, self.end_token_ids, self.vocab_size, seed)
+                    CompletionRequest(
+                        prompt=request.prompt,
+                        sampling=one,
+                        watcher=watcher,
+                        end_token_ids=self.end_token_ids,
+                        vocab_size=self.vocab_size,
+                        seed=seed,
+                        group_size=request.num_completions,
+                        drawn=drawn,
+                    )
                 )
                 brings.append(part)
                 rest.append(missing)
@@ -347,7 +359,7 @@ class VLLMEngine(Engine):
         """Sample one request; send it again if it fails at a worker that is well.
 
         Raises:
-            WorkerError: If the worker is lost, or the request is refused for what it is, or takes too long.
+            WorkerError: If the worker is lost, late or ignores the seed, or refuses the request.
         """
         deadline = time.monotonic() + self.request_timeout_s
         for attempt in itertools.count():
@@ -364,10 +376,12 @@ class VLLMEngine(Engine):
                     f"vLLM worker {worker.url} must complete a request within {self.request_timeout_s:g} s, "
                     "but did not, though it is alive. Raise the engine's request_timeout_s, or lower "
                     "rollouts.sampling.max_completion_length.",
-                    retryable=False,
+                    retryable=True,
                 )
             await asyncio.sleep(self.backoff_s * 2**attempt)
         known = self.reports_log_probs and (worker.exact or not self.fleet.without_trainer)
+        if known:
+            request.require_own_draw(completion)
         if request.sampling.truncates or not known:
             return replace(completion, log_probs=None)
         return completion

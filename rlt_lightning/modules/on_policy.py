@@ -57,9 +57,10 @@ class OnPolicyModule(PolicyModule):
     Args:
         group_size: Completions per problem.
         importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
-        mismatch_alarm: Mean |trainer - engine| in nats per token above which a step warns; None: never.
+        mismatch_alarm: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
+            which a step warns; None: never.
         mismatch_limit: The same above which the run stops before the step, since these log-probs enter the
-            reward; None: never.
+            reward; None: never. At 1 the engine's log-probs tell no more than a constant.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         offload_frozen: Keep frozen models in pinned host memory while they are not used.
         options: Those of `PolicyModule`.
@@ -72,8 +73,8 @@ class OnPolicyModule(PolicyModule):
         *,
         group_size: int,
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
-        mismatch_alarm: float | None = 0.1,
-        mismatch_limit: float | None = 1.0,
+        mismatch_alarm: float | None = 0.05,
+        mismatch_limit: float | None = 0.5,
         max_staleness: int = 0,
         offload_frozen: bool = False,
         **options: Any,

@@ -17,6 +17,9 @@ from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.rollouts.step import Score, StepBatch
 from rlt_lightning.types import Rollouts
 
+# Above rounding. Log-probs of temperature 1 for tokens drawn at 0.7 have 0.13 (SmolLM2-135M), of 0.84 0.03.
+EXCESS_RATIO = 0.01
+
 
 def reward_metrics(step: StepBatch) -> dict[str, Any]:
     """Return means over this rank's completions of the reward and its terms, raw and processed.
@@ -87,17 +90,24 @@ def mismatch_metrics(
 
     Args:
         mismatch: The difference, of all ranks.
-        alarm: The mean difference above which it warns, nats per token; None: never.
+        alarm: The part of the log-probs' variance above which it warns; None: never.
         step: The step, for the warning.
         masks: Whether importance weights mask tokens.
     """
     if not mismatch.num_tokens:
         return {}
-    if alarm is not None and mismatch.mean > alarm:
+    if alarm is not None and mismatch.unexplained_frac > alarm:
         rank_zero_warn(
-            f"Step {step}: engine and trainer differ by {mismatch.mean:.3g} nats per token, more than "
-            f"model.mismatch_alarm {alarm:g}. Look at the engine's data type and settings, and set "
-            "model.importance_sampling if it is off."
+            f"Step {step}: engine and trainer differ by {mismatch.unexplained_frac:.2g} of the variance of "
+            f"the log-probs ({mismatch.mean:.2g} nats per token), more than model.mismatch_alarm {alarm:g}. "
+            "Look at the engine's data type and settings, and set model.importance_sampling if it is off."
+        )
+    if alarm is not None and mismatch.excess_ratio > EXCESS_RATIO:
+        rank_zero_warn(
+            f"Step {step}: the ratio of trainer to engine must be 1 on average over the sampled tokens, but "
+            f"is {1 + mismatch.excess_ratio:.3g}: they were drawn from another distribution than the engine "
+            "reports, such as that of another temperature. Start the worker with --logprobs-mode "
+            "processed_logprobs, or set the engine's log_probs to trainer."
         )
     if mismatch.num_masked == mismatch.num_tokens:
         rank_zero_warn(
@@ -119,18 +129,18 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> Non
 
     Args:
         mismatch: The difference, of all ranks.
-        limit: The largest mean difference, nats per token; None: any.
+        limit: The largest part of the log-probs' variance; None: any.
         step: The step, for the message.
 
     Raises:
         EngineError: If it is larger.
     """
-    if limit is not None and mismatch.num_tokens and not mismatch.mean <= limit:
+    if limit is not None and mismatch.num_tokens and not mismatch.unexplained_frac <= limit:
         raise EngineError(
-            f"Step {step}: engine and trainer may differ by model.mismatch_limit {limit:g} nats per token, "
-            f"but differ by {mismatch.mean:.3g}: the engine samples from other weights, or reports wrong "
-            "log-probs, which enter the reward. Look at the engine's data type and settings, then resume "
-            "with --resume true."
+            f"Step {step}: engine and trainer may differ by model.mismatch_limit {limit:g} of the variance "
+            f"of the log-probs, but differ by {mismatch.unexplained_frac:.2g} ({mismatch.mean:.2g} nats per "
+            "token): the engine samples from other weights, or reports wrong log-probs, which enter the "
+            "reward. Look at the engine's data type and settings, then resume with --resume true."
         )
 
 

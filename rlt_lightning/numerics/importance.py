@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -84,6 +85,14 @@ class TruncatedImportanceSampling:
         return ratio.expand_as(log_ratio)
 
 
+# Of fewer tokens, the missing ones count as equal: a few tell little of a variance or a mean.
+FEW_TOKENS = 32
+# One ratio, however large, raises their mean by about one standard error.
+STANDARD_ERRORS = 6
+# nats^2. Log-probs that vary by less hardly matter to a weight or a reward, whatever the engine reports.
+SMALL_VARIANCE = 0.01
+
+
 @dataclass
 class Mismatch:
     """Sums over tokens of how the trainer's log-probs differ from the engine's, d = trainer - engine.
@@ -98,6 +107,9 @@ class Mismatch:
         ratio: sum of w = exp(d).
         squared_ratio: sum of w^2.
         num_masked: The tokens whose importance weight is 0.
+        squared: sum d^2, nats^2.
+        log_prob: sum of the trainer's log-probs, nats.
+        squared_log_prob: sum of their squares, nats^2.
     """
 
     largest: float = 0.0
@@ -107,6 +119,9 @@ class Mismatch:
     ratio: float = 0.0
     squared_ratio: float = 0.0
     num_masked: float = 0.0
+    squared: float = 0.0
+    log_prob: float = 0.0
+    squared_log_prob: float = 0.0
 
     @classmethod
     def between(cls, log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor) -> Mismatch:
@@ -121,7 +136,7 @@ class Mismatch:
 
     def sums(self) -> tuple[float, ...]:
         """Return all figures that add up, in the order of the fields."""
-        return (self.num_tokens, self.distance, self.kl, self.ratio, self.squared_ratio, self.num_masked)
+        return tuple(vars(self).values())[1:]
 
     def __add__(self, other: Mismatch) -> Mismatch:
         sums = (a + b for a, b in zip(self.sums(), other.sums(), strict=True))
@@ -131,6 +146,30 @@ class Mismatch:
     def mean(self) -> float:
         """Return the mean |trainer - engine|, nats per token."""
         return self.distance / self.num_tokens
+
+    @property
+    def unexplained_frac(self) -> float:
+        """Return the part of the variance of the trainer's log-probs that the engine's do not explain.
+
+        Mean d^2 / variance, which is 1 - R^2: 0 if they agree, 1 or more if the engine's tell no more about
+        the trainer's than one constant would. It does not depend on how peaked the policy is, as nats do.
+        """
+        mean = self.log_prob / self.num_tokens
+        variance = self.squared_log_prob / self.num_tokens - mean**2
+        return self.squared / max(self.num_tokens, FEW_TOKENS) / max(variance, SMALL_VARIANCE)
+
+    @property
+    def excess_ratio(self) -> float:
+        """Return by how much the mean ratio is above 1 beyond chance; 0 if it is not, or if tokens are few.
+
+        Drawn from the distribution q that the engine reports, tokens have E[p / q] = 1, whatever the
+        trainer's p is, so also with old weights or in 4 bits. Drawn from p, they have
+        E[p / q] = 1 + chi^2(p || q): the engine then reports another temperature, say, than it draws at.
+        """
+        n, ratio = self.num_tokens, self.ratio / self.num_tokens
+        error = math.sqrt(max(0.0, self.squared_ratio / n - ratio**2) / n)
+        excess = ratio - 1
+        return excess if n >= FEW_TOKENS and excess > STANDARD_ERRORS * error else 0.0
 
     @property
     def mean_kl(self) -> float:
@@ -146,7 +185,7 @@ class Mismatch:
 def measure_mismatch(
     log_probs: Tensor, engine_log_probs: Tensor, token_mask: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the fields of `Mismatch`, (7,), float64, of (N, T) log-probs, nats, where the mask is True.
+    """Return the fields of `Mismatch`, (10,), float64, of (N, T) log-probs, nats, where the mask is True.
 
     Of importance `weights`, (N, T), those that are 0 are counted.
     """
@@ -157,5 +196,7 @@ def measure_mismatch(
     ratio = ratio * token_mask.flatten()
     largest = distance.amax() if len(distance) else distance.sum()
     masked = torch.zeros_like(largest) if weights is None else ((weights == 0) & token_mask).sum().double()
+    values = log_probs.detach().masked_fill(~token_mask, 0.0).double()
     sums = [token_mask.sum().double(), distance.sum(), kl, ratio.sum(), ratio.square().sum(), masked]
+    sums += [difference.square().sum(), values.sum(), values.square().sum()]
     return torch.stack([largest, *sums])

@@ -39,6 +39,7 @@ from rlt_lightning.engines import (
     build_requests,
     sample_all,
 )
+from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.launch import LocalServer, find_free_port
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
@@ -121,6 +122,25 @@ def engine(server: str, trainer: Trainer) -> Iterator[VLLMEngine]:
 def leave_tied_heads_stale(engine: VLLMEngine, stale: bool) -> None:
     body = {"method": "leave_tied_heads_stale", "args": [stale]}
     asyncio.run(engine.fleet.workers[0].call("POST", "/collective_rpc", body, 10))
+
+
+def test_a_greeting_tells_the_data_type_and_asks_no_machine(
+    server: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    call = WorkerClient.call
+
+    def note(self: WorkerClient, method: str, path: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(path)
+        return call(self, method, path, *arguments, **options)
+
+    monkeypatch.setattr(WorkerClient, "call", note)
+    engine = VLLMEngine(urls=[server], push=GlooPush(timeout_s=30), sleep=True)
+    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
+    assert [worker.dtype for worker in engine.fleet.workers] == ["float32"]
+    assert "/collective_rpc" in asked
+    assert not [path for path in asked if "server_info" in path]
+    engine.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])

@@ -15,7 +15,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, ClassVar
 
 JSON = dict[str, Any]
@@ -25,7 +25,6 @@ DEV_ROUTES = {
     "/weight_info",
     "/collective_rpc",
     "/get_world_size",
-    "/server_info",
     "/pause",
     "/resume",
     "/is_paused",
@@ -113,6 +112,7 @@ class FakeWorker:
         endings: That its completions may have.
         score: Log-probs of all tokens of a text but the first.
         sampled: The same at the temperature of sampling, for its completions; None: made up.
+        draw: Token ids and ending of a sampling call's completion; None: made up.
         on_init: Called with the body of /init_weight_transfer_engine.
         on_update: Called with the body of /update_weights; None: it must name a folder of safetensors.
     """
@@ -135,6 +135,7 @@ class FakeWorker:
         endings: tuple[str, ...] = ("stop", "eos", "length"),
         score: Callable[[list[int]], list[float]] | None = None,
         sampled: Callable[[list[int], float], list[float]] | None = None,
+        draw: Callable[[JSON], tuple[list[int], str]] | None = None,
         on_init: Callable[[JSON], None] | None = None,
         on_update: Callable[[JSON], None] | None = None,
         port: int = 0,
@@ -147,7 +148,7 @@ class FakeWorker:
         self.slow, self.held = slow or {}, held or {}
         self.sleep_level = 0  # of the last time
         self.delay_s, self.gate = delay_s, gate
-        self.endings, self.score, self.sampled = endings, score, sampled
+        self.endings, self.score, self.sampled, self.draw = endings, score, sampled, draw
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
         self.folder: Path | None = None  # of the last update
@@ -255,9 +256,8 @@ class FakeWorker:
                 return {"version": self.vllm_version}
             case "/get_world_size":
                 return {"world_size": 1}
-            case "/server_info":
-                config = {"dtype": f"torch.{self.dtype}", "enable_sleep_mode": self.frees}
-                return {"vllm_config": {"model_config": config, "device_config": {"device": "cuda"}}}
+            case "/collective_rpc" if body["method"] == "describe_worker":
+                return {"results": [{"dtype": f"torch.{self.dtype}", "can_sleep": self.frees}]}
             case "/collective_rpc":
                 self.updating = self.updating and body["method"] != "abandon_weight_update"
             case "/pause":
@@ -353,39 +353,59 @@ class FakeWorker:
     def choice(self, body: JSON) -> JSON:
         choice = made_up(body["prompt"], body["seed"], body["max_tokens"], self.endings)
         ending = choice.pop("ending")
+        if self.draw is not None:
+            choice["token_ids"], ending = self.draw(body)
         if self.sampled is not None:
             scores = self.sampled(body["prompt"] + choice["token_ids"], body["temperature"] or 1.0)
             choice["logprobs"] = {"token_logprobs": scores[len(body["prompt"]) - 1 :]}
         choice["index"] = 0
         choice["finish_reason"] = "length" if ending == "length" else "stop"
-        choice["stop_reason"] = {"stop": "".join(body["stop"]), "eos": EOS, "length": None}[ending]
+        choice["stop_reason"] = {"stop": "".join(body["stop"]), "eos": None, "length": None}[ending]
         return choice
 
 
 GROUPS: dict[str, Any] = {}  # worker's name -> gloo group of this process
 
 
-def worker_of(model: str, gloo: bool = False, dtype: str = "float32", **options: Any) -> FakeWorker:
+def worker_of(
+    model: str, gloo: bool = False, dtype: str = "float32", samples: bool = False, **options: Any
+) -> FakeWorker:
     """A fake worker that scores texts with the weights pushed to it; a plain one with those of the model.
 
     Args:
         model: Folder of the weights of its start.
         gloo: Whether weights come over gloo instead of in files.
         dtype: Of its weights.
+        samples: Whether it samples its completions from the model instead of making them up.
         options: Further options of the worker.
     """
     import torch
     from safetensors.torch import load_file
 
-    from rlt_lightning.models.load import load_model
+    from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+    from rlt_lightning.models.load import load_model, load_tokenizer
 
-    copy = load_model(model, dtype)
+    copy, lock = load_model(model, dtype), Lock()
+    engine = HFEngine()
+    if samples:
+        engine.start(copy, load_tokenizer(model), Path())
 
-    def score(token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    def load() -> None:
         if worker.dev_mode and not gloo:
             assert worker.folder is not None
             for file in worker.folder.glob("*.safetensors"):
                 copy.load_state_dict(load_file(file), strict=False)
+
+    def draw(body: JSON) -> tuple[list[int], str]:
+        sampling = Sampling(body["temperature"], max_completion_length=body["max_tokens"])
+        with lock:
+            load()
+            request = SampleRequest(body["prompt"], body["seed"])
+            [(_, completion)] = engine.sample([request], sampling, "".join(body["stop"]))
+        return completion.token_ids, completion.finish_reason
+
+    def score(token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        load()
         with torch.no_grad():
             logits = copy(torch.tensor([token_ids])).logits[0, :-1].float()
         log_probs = (logits / temperature).log_softmax(-1)
@@ -396,7 +416,9 @@ def worker_of(model: str, gloo: bool = False, dtype: str = "float32", **options:
         options["on_init"] = lambda info: join_gloo(name, info)
         options["on_update"] = lambda info: copy.load_state_dict(receive_gloo(name, info), strict=False)
     worker = FakeWorker(
-        **{"endings": ("length",), "score": score, "sampled": score, "dtype": dtype} | options
+        **{"endings": ("length",), "score": score, "sampled": score, "dtype": dtype}
+        | ({"draw": draw} if samples else {})
+        | options
     )
     return worker
 

@@ -66,10 +66,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., VLLMEngine]]:
         yield make
 
 
-def start_engine(engine: VLLMEngine, folder: Path) -> None:
+def start_engine(engine: VLLMEngine, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     config = LlamaConfig(vocab_size=49152)
     eos = SimpleNamespace(eos_token_id=[EOS, 5])
     model = SimpleNamespace(generation_config=eos, name_or_path="model", config=config)
+    model.parameters = lambda: iter([torch.zeros(1, dtype=dtype)])
     engine.start(model, FakeTokenizer(), folder)
 
 

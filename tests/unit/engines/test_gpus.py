@@ -94,7 +94,8 @@ def test_the_trainers_allocator_grows_and_is_not_the_workers(
         own = {name: "max_split_size_mb:512"}
         grow_segments(own)
         assert own == {name: "max_split_size_mb:512"}
-    monkeypatch.setenv(ALLOCATOR, "expandable_segments:True")
+    for name in (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
     program = 'import os; print([v for n, v in os.environ.items() if "ALLOC_CONF" in n])'
     told = []
     for environment in ({}, {ALLOCATOR: "max_split_size_mb:512"}):
@@ -105,3 +106,17 @@ def test_the_trainers_allocator_grows_and_is_not_the_workers(
         told.append(server.log.read_text().splitlines()[-2])  # the guard's line follows
         server.stop()
     assert told == ["[]", "['max_split_size_mb:512']"]
+
+
+def test_a_launched_worker_needs_no_flashinfer_unless_asked(tmp_path: Path) -> None:
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    program = f"import os; print(os.environ[{name!r}])"
+    told = []
+    for environment in ({}, {name: "1"}):
+        server = LocalServer([sys.executable, "-c", program], environment, tmp_path / "log")
+        server.start()
+        assert server.process is not None
+        server.process.wait(20)
+        told.append(server.log.read_text().splitlines()[-2])  # the guard's line follows
+        server.stop()
+    assert told == ["0", "1"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from cases import full
 from commands import rlt
 from fake_worker import END, EOS, TAG, FakeTokenizer, FakeWorker, worker_of
 from fits import small_fit
-from fleets import WEIGHTS
+from fleets import WEIGHTS, start_engine
+from tiny import CHAINS
 
 from rlt_lightning.engines import DiskPush, EngineError, NoPush, Sampling, VLLMEngine, build_requests
 from rlt_lightning.modules.step_metrics import require_agreement
@@ -146,6 +148,7 @@ HOSTILE: dict[str, Any] = {
     "minus_infinity": answer(log_probs=(-1.0, -INFINITY, -1.0, -1.0)),
     "infinity": answer(log_probs=(-1.0, INFINITY, -1.0, -1.0)),
     "positive_log_prob": answer(log_probs=(-1.0, 0.5, -1.0, -1.0)),
+    "slightly_positive_log_prob": answer(log_probs=(-1.0, 5e-4, -1.0, -1.0)),
     "impossible_log_prob": answer(log_probs=(-1.0, -1e300, -1.0, -1.0)),
     "huge_whole_log_prob": answer(log_probs=(-1.0, -(10**400), -1.0, -1.0)),
     "text_as_log_prob": answer(log_probs=(-1.0, "-1.0", -1.0, -1.0)),
@@ -191,10 +194,7 @@ def engine(tmp_path: Path) -> Any:
         push = DiskPush(folder=str(tmp_path / "pushed"), timeout_s=60.0)
         options = {"max_retries": 0, "max_restarts": 0, "backoff_s": 0.01, "request_timeout_s": 3.0}
         engine = VLLMEngine([worker.url], push=push, **options)
-        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=49152))
-        eos = SimpleNamespace(eos_token_id=[EOS, 5])
-        model = SimpleNamespace(generation_config=eos, name_or_path="model", config=config)
-        engine.start(model, FakeTokenizer(), tmp_path)
+        start_engine(engine, tmp_path)
         engine.update_weights(WEIGHTS, 0)
         yield engine, worker
         engine.close()
@@ -235,6 +235,7 @@ def test_a_hostile_answer_is_an_engine_error(name: str, engine: Any) -> None:
 
 
 RIGHT = {
+    "log_probs_of_certain_tokens": (answer(log_probs=(0.0, -0.0, 1e-6, 0.0)), "length"),
     "length": (ended(11, 12, 13, 14, reason="length"), "length"),
     "tag": (ended(11, TAG, detail=END), "stop"),
     "tag_at_the_limit": (ended(11, 12, 13, TAG, detail=END), "stop"),
@@ -272,7 +273,7 @@ STARTS: dict[str, tuple[str, Any]] = {
     "no_model_workers": ("/get_world_size", {"world_size": 0}),
     "deep_version": ("/version", b"[" * 10**5),
     "version_with_controls": ("/version", {"version": "\x1b[2J"}),
-    "no_dtype": ("/server_info", {"vllm_config": {"model_config": {"dtype": 1}}}),
+    "no_dtype": ("/collective_rpc", {"results": [{"dtype": 1, "can_sleep": True}]}),
 }
 
 
@@ -281,10 +282,8 @@ def test_a_hostile_greeting_is_an_engine_error(name: str, tmp_path: Path) -> Non
     path, hostile = STARTS[name]
     with FakeWorker(broken={path: hostile}) as worker:
         engine = VLLMEngine([worker.url], served_model="teacher", recovery_timeout_s=0.1)
-        model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=EOS), name_or_path="model")
-        model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=49152))
         with pytest.raises(EngineError, match=worker.url) as refused:
-            engine.start(model, FakeTokenizer(), tmp_path)
+            start_engine(engine, tmp_path)
         assert str(refused.value).isprintable()
 
 
@@ -317,8 +316,112 @@ def test_a_worker_that_lies_from_the_second_step_on_costs_no_checkpoint(
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     told = result.stderr.splitlines()[-1]
-    assert (worker.url if fault == "answers" else "model.mismatch_limit 1 nats per token") in told
+    assert (worker.url if fault == "answers" else "model.mismatch_limit") in told
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=000001.ckpt"]
+
+
+# Lies of a worker that samples from the weights it was pushed
+
+
+def report(choice: JSON, log_probs: list[float]) -> JSON:
+    return choice | {"logprobs": {"token_logprobs": log_probs}}
+
+
+def reported(choice: JSON) -> list[float]:
+    values: list[float] = choice["logprobs"]["token_logprobs"]
+    return values
+
+
+def change_a_token(worker: FakeWorker, body: JSON, choice: JSON) -> JSON:
+    token_ids = list(choice["token_ids"])
+    token_ids[len(token_ids) // 2 - 1] = 20 + token_ids[len(token_ids) // 2 - 1] % 20
+    return choice | {"token_ids": token_ids}
+
+
+def of_temperature_one(worker: FakeWorker, body: JSON, choice: JSON) -> JSON:
+    assert worker.sampled is not None
+    return report(
+        choice, worker.sampled(body["prompt"] + choice["token_ids"], 1.0)[len(body["prompt"]) - 1 :]
+    )
+
+
+# What a lie makes of an answer: worker, body, honest choice -> choice.
+STOPPED: dict[str, Callable[[FakeWorker, JSON, JSON], JSON]] = {
+    "shifted": lambda worker, body, choice: report(choice, [*reported(choice)[1:], reported(choice)[0]]),
+    "all_zero": lambda worker, body, choice: report(choice, [0.0] * len(reported(choice))),
+    "all_equal": lambda worker, body, choice: report(choice, [-0.3] * len(reported(choice))),
+    "all_slightly_positive": lambda worker, body, choice: report(choice, [5e-5] * len(reported(choice))),
+    "too_low": lambda worker, body, choice: report(choice, [value - 1.5 for value in reported(choice)]),
+    "a_token_changed": change_a_token,
+}
+
+
+def fit_with_a_liar(
+    lie: Callable[[FakeWorker, JSON, JSON], JSON] | None,
+    model: str,
+    folder: Path,
+    *options: str,
+    push: str = "DiskPush",
+    **of_worker: Any,
+) -> subprocess.CompletedProcess[str]:
+    """One step of `rlt fit` with a worker that samples from the model, and then lies."""
+    with worker_of(model, samples=True, gloo=push == "GlooPush", **of_worker) as worker:
+        honest = worker.choice
+        if lie is not None:
+            worker.choice = lambda body: lie(worker, body, honest(body))  # type: ignore[method-assign]
+        words = [*CHAINS, "--trainer.max_steps=1", "--rollouts.sampling.max_completion_length=32"]
+        words += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine", "--rollouts.engine.max_restarts=0"]
+        words += [f"--rollouts.engine.urls=[{worker.url}]"]
+        words += [f"--rollouts.engine.push=rlt_lightning.engines.{push}", *options]
+        return rlt(*small_fit(model, folder, *words))
+
+
+FIRST = ("shifted", "a_token_changed")
+
+
+@pytest.mark.parametrize("lie", [*FIRST, *(full(lie) for lie in STOPPED if lie not in FIRST)])
+def test_a_lie_about_log_probs_reaches_no_update(lie: str, miniature: str, tmp_path: Path) -> None:
+    result = fit_with_a_liar(STOPPED[lie], miniature, tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "Step 1: engine and trainer may differ by model.mismatch_limit" in result.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_log_probs_of_another_temperature_are_told(miniature: str, tmp_path: Path) -> None:
+    many = ["--model.group_size=32", "--data.prompts_per_step=4"]
+    result = fit_with_a_liar(of_temperature_one, miniature, tmp_path, *many)
+    assert result.returncode == 0, result.stderr
+    assert "Step 1: the ratio of trainer to engine must be 1 on average" in result.stderr
+
+
+def test_equal_completions_of_different_seeds_stop_the_run(miniature: str, tmp_path: Path) -> None:
+    def draw_once(worker: FakeWorker, body: JSON, choice: JSON) -> JSON:
+        return choice if body["seed"] == 0 else worker.choice(body | {"seed": 0})
+
+    result = fit_with_a_liar(draw_once, miniature, tmp_path, "--model.group_size=16")
+    assert result.returncode == 2, result.stderr
+    assert "must sample by the seed, but drew the same" in result.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+    ("push", "options"),
+    [
+        full("DiskPush", {}),
+        full("DiskPush", {"dtype": "bfloat16"}),
+        ("GlooPush", {}),
+    ],
+    ids=["float32", "bfloat16", "float32_pushed_in_bfloat16"],
+)
+def test_an_honest_worker_is_neither_stopped_nor_told_of(
+    push: str, options: dict[str, Any], miniature: str, tmp_path: Path
+) -> None:
+    words = ["--rollouts.engine.push.dtype=bfloat16"] if push == "GlooPush" else []
+    words += ["--model.group_size=8", "--rollouts.sampling.temperature=1"]
+    result = fit_with_a_liar(None, miniature, tmp_path, *words, push=push, **options)
+    assert result.returncode == 0, result.stderr
+    assert "mismatch" not in result.stderr
+    assert "must be 1 on average" not in result.stderr
 
 
 def test_a_worker_that_lies_writes_no_trace(tiny_model: str, tmp_path: Path) -> None:
@@ -328,14 +431,16 @@ def test_a_worker_that_lies_writes_no_trace(tiny_model: str, tmp_path: Path) -> 
         words = small_fit(tiny_model, tmp_path, *options, f"--rollouts.engine.urls=[{worker.url}]")
         result = rlt("predict", *words[1:])
     assert result.returncode == 2, result.stderr
-    assert "model.mismatch_limit 1 nats per token" in result.stderr.splitlines()[-1]
+    assert "model.mismatch_limit" in result.stderr.splitlines()[-1]
     assert not (tmp_path / "traces.jsonl").exists()
 
 
 def test_only_a_large_mismatch_stops_the_run() -> None:
-    require_agreement(Mismatch(), 1.0, 1)
-    require_agreement(Mismatch(num_tokens=10.0, distance=10.0), 1.0, 1)
-    require_agreement(Mismatch(num_tokens=10.0, distance=1e9), None, 1)
-    for distance in (10.1, NAN, INFINITY):
-        with pytest.raises(EngineError, match=r"Step 7: .* model\.mismatch_limit 1 nats"):
-            require_agreement(Mismatch(num_tokens=10.0, distance=distance), 1.0, 7)
+    # 100 log-probs of -1 and -3: their variance is 1.
+    varied = {"num_tokens": 100.0, "log_prob": -200.0, "squared_log_prob": 500.0}
+    require_agreement(Mismatch(), 0.5, 1)
+    require_agreement(Mismatch(squared=50.0, **varied), 0.5, 1)
+    require_agreement(Mismatch(squared=1e9, **varied), None, 1)
+    for squared in (50.1, NAN, INFINITY):
+        with pytest.raises(EngineError, match=r"Step 7: .* model\.mismatch_limit 0\.5 "):
+            require_agreement(Mismatch(squared=squared, **varied), 0.5, 7)

@@ -198,10 +198,31 @@ def test_a_worker_without_dev_routes_is_refused_with_the_variable_to_set(start: 
         start(FakeWorker(dev_mode=False))
 
 
-@pytest.mark.parametrize("path", ["/v1/models", full("/get_world_size"), full("/server_info")])
+@pytest.mark.parametrize("path", ["/v1/models", full("/get_world_size"), full("/collective_rpc")])
 def test_a_server_that_answers_something_else_is_an_engine_error(start: Any, path: str) -> None:
     with pytest.raises(EngineError, match=re.escape("http://127.0.0.1:")):
         start(FakeWorker(broken={path: {"data": [{}]}}), recovery_timeout_s=0.6)
+
+
+@pytest.mark.parametrize("path", ["/version", "/get_world_size", "/collective_rpc", "/v1/models"])
+def test_a_greeting_that_fails_inside_the_server_ends_at_once(start: Any, path: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=f"{path} was refused with status 500"):
+        start(FakeWorker(broken={path: 500}), recovery_timeout_s=600)
+    assert time.monotonic() - began < 300  # not after the deadline
+
+
+def test_a_server_that_is_not_well_yet_is_waited_for(start: Any) -> None:
+    worker = FakeWorker(broken={"/health": 503})
+    recovers = run_in_thread(lambda: (wait_until(lambda: len(worker.calls) > 1), worker.broken.clear()))
+    assert token_ids(generate(start(worker))) == undisturbed()
+    recovers.result()
+
+
+def test_a_greeting_asks_nothing_about_the_servers_machine(start: Any) -> None:
+    worker = FakeWorker(broken={"/server_info": 500})  # as without pip, nvidia-smi or a free GPU
+    start(worker)
+    assert "GET /server_info" not in worker.calls
 
 
 def test_two_minors_of_vllm_are_taken_and_others_refused_by_name(start: Any) -> None:
@@ -265,10 +286,29 @@ def test_a_worker_that_hangs_or_dies_is_lost_by_the_call_timeout(start: Any, fau
     assert Counter(map(str, good.delivered + bad.delivered)) >= Counter(map(str, PROMPTS * 2))
 
 
-def test_a_request_that_takes_too_long_at_a_living_worker_stops_the_run(start: Any) -> None:
-    engine = start(FakeWorker(gate=Event()), request_timeout_s=0.2)
-    with pytest.raises(EngineError, match=r"within 0\.2 s, but did not, though it is alive"):
+def test_a_completion_that_never_ends_costs_its_worker(start: Any) -> None:
+    late, good = FakeWorker(gate=Event()), FakeWorker()
+    engine = start(late, good, max_sequences=4, request_timeout_s=1.0)
+    assert token_ids(generate(engine)) == undisturbed()
+    assert list(engine.fleet.down) == [late.url]
+    assert "within 1 s" in engine.fleet.down[late.url]
+
+
+def test_requests_that_always_take_too_long_end_the_run(start: Any) -> None:
+    engine = start(FakeWorker(gate=Event()), request_timeout_s=0.2, max_restarts=0)
+    with pytest.raises(EngineError, match=r"within 0\.2 s") as ended:
         generate(engine)
+    assert not isinstance(ended.value, WorkersLost)
+
+
+def test_a_certain_text_may_come_for_every_seed(start: Any) -> None:
+    def certain(prompt: list[int], temperature: float) -> list[float]:
+        return [-1e-3] * (len(prompt) - 1)
+
+    worker = FakeWorker(sampled=certain, draw=lambda body: ([11, 12, 13, 14, 15, 16], "length"))
+    assert {tuple(ids) for group in token_ids(generate(start(worker), 8)) for ids in group} == {
+        (11, 12, 13, 14, 15, 16)
+    }
 
 
 @pytest.mark.parametrize("fault", ["/health", full("/collective_rpc"), full("/weight_info")])
@@ -539,6 +579,25 @@ def test_verify_accepts_the_trainers_log_probs_and_refuses_others(start: Any) ->
         engine.verify([1, 2, 3, 4], {0: TRAINER_SCORES})
     other.dtype = "bfloat16"  # one step of rounding is larger than in float32
     start(good, other).verify([1, 2, 3, 4], {0: TRAINER_SCORES})
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({"push": GlooPush(dtype="bfloat16")}, torch.float32), ({}, torch.bfloat16)],
+    ids=["pushed_in_bfloat16", "trained_in_bfloat16"],
+)
+def test_the_coarser_of_trainer_and_worker_bounds_a_difference(
+    options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with FakeWorker(score=lambda ids: [score - 0.05 for score in TRAINER_SCORES]) as worker:
+        engine = VLLMEngine([worker.url], **options)
+        start_engine(engine, tmp_path, dtype)
+        engine.fleet.workers[0].state = fleet.State.CURRENT
+        engine.verify([1, 2, 3, 4], {0: TRAINER_SCORES})
+        assert not engine.unverified
+        with pytest.raises(EngineError, match=r"at most 0\.1 is rounding"):
+            engine.verify([1, 2, 3, 4], {0: [score - 0.2 for score in TRAINER_SCORES]})
+        engine.close()
 
 
 def test_verify_tells_that_a_worker_holds_an_earlier_step(start: Any) -> None:

@@ -197,7 +197,7 @@ def test_reward_takes_the_engines_log_probs_only_by_default(
 ) -> None:
     rewards = []
     for nats in (0.0, 0.5):
-        rlt, witness = module(tiny_model, **options), Witness()
+        rlt, witness = module(tiny_model, mismatch_limit=None, **options), Witness()
         bare_trainer(tmp_path, rollout_callback(engine=LyingEngine(nats)), witness).fit(
             rlt, datamodule=data(tiny_model, tmp_path)
         )

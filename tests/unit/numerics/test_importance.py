@@ -186,6 +186,41 @@ def test_mismatch_by_hand() -> None:
     assert mismatch.effective_sample_frac == pytest.approx(7 / 9)
 
 
+def test_unexplained_variance_by_hand() -> None:
+    # 40 log-probs of -1 and -3, whose variance is 1; d is 0.5 on half of them: mean d^2 is 1/8.
+    log_probs = torch.tensor([[-1.0, -3.0] * 20]).double()
+    off = torch.tensor([[0.5, 0.0] * 20])
+    mask = torch.ones(1, 40, dtype=torch.bool)
+    assert Mismatch.between(log_probs, log_probs - off, mask).unexplained_frac == pytest.approx(1 / 8)
+    constant = torch.full_like(log_probs, -2.0)
+    assert Mismatch.between(log_probs, constant, mask).unexplained_frac == pytest.approx(1)
+    # One token of -1, off by 0.5, as if 31 others agreed: 1/4 / 32, against the least variance 0.01.
+    one = Mismatch.between(log_probs[:, :1], log_probs[:, :1] - 0.5, mask[:, :1])
+    assert one.unexplained_frac == pytest.approx(0.25 / 32 / 0.01)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_only_log_probs_of_another_draw_exceed_a_ratio_of_one(temperature: float) -> None:
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(20_000, 50)
+    coarse = logits + 0.5 * torch.randn(20_000, 50)  # an engine in few bits
+
+    def mismatch(drawn: Tensor, told: Tensor, trainer: Tensor) -> Mismatch:
+        tokens = torch.multinomial(drawn.softmax(-1), 1)
+        engine, ours = (values.log_softmax(-1).gather(1, tokens).T for values in (told, trainer))
+        return Mismatch.between(ours, engine, torch.ones_like(ours, dtype=torch.bool))
+
+    ours = logits / temperature
+    assert mismatch(ours, ours, ours).excess_ratio == 0
+    assert mismatch(coarse / temperature, coarse / temperature, ours).excess_ratio == 0
+    assert mismatch(logits / 2, logits / 2, ours).excess_ratio == 0  # drawn otherwise, and told so
+    for other in (0.8 * temperature, 1.25 * temperature):
+        # E[p / q] - 1 is the chi-squared divergence, the mean over positions.
+        p, q = ours.softmax(-1), (logits / other).softmax(-1)
+        excess = mismatch(ours, logits / other, ours).excess_ratio
+        assert excess == pytest.approx(((p**2 / q).sum(-1) - 1).mean().item(), rel=0.3)
+
+
 def test_mismatches_of_parts_add_up_to_the_whole() -> None:
     whole = Mismatch.between(LOG_PROBS, ENGINE, MASK)
     parts = [Mismatch.between(LOG_PROBS[i : i + 1], ENGINE[i : i + 1], MASK[i : i + 1]) for i in range(2)]
