@@ -223,6 +223,7 @@ def calls_of(block: Block, folder: Path) -> list[list[str]]:
         (checkout / program).write_text(STAND_IN)
         (checkout / program).chmod(0o755)
     (checkout / ".venv/bin/activate").touch()
+    (checkout / "rlt_lightning").symlink_to(checkout)  # what git clone makes
     record = folder / "calls"
     record.mkdir()
     environment = {"PATH": str(checkout / "programs"), "CALLS": str(record), "HOME": str(folder)}

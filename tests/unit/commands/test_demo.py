@@ -86,26 +86,17 @@ def test_every_stage_reads_what_one_before_it_writes(tmp_path: Path) -> None:
         assert read & stages.keys() == {stage.needs} - {""}, stage
 
 
-@pytest.mark.parametrize(
-    ("sampled", "greedy", "is_shown"), [(0.95, 0.99, True), (0.5, 0.99, False), (0.95, 0.5, False)]
-)
-def test_rlt_must_be_ahead_of_every_arm(
-    sampled: float, greedy: float, is_shown: bool, tmp_path: Path, capsys: Any
-) -> None:
-    accuracies = {arm: (0.2, 0.2) for arm in demo.SHOWN}
-    accuracies |= {"best": (0.45, 0.5), "rlt": (sampled, greedy)}
-    for arm, pair in accuracies.items():
-        for how, accuracy in zip(("sampled", "greedy"), pair, strict=True):
-            (tmp_path / arm / how).mkdir(parents=True)
-            found = {"sets": {"chains": {"pass_at_1": accuracy}}}
-            (tmp_path / arm / how / "evaluation.json").write_text(json.dumps(found))
+@pytest.mark.parametrize(("accuracy", "is_shown"), [(0.95, True), (0.47, False)])
+def test_rlt_must_be_ahead_of_every_arm(accuracy: float, is_shown: bool, tmp_path: Path, capsys: Any) -> None:
+    accuracies = dict.fromkeys(demo.SHOWN, 0.2) | {"best": 0.45, "rlt": accuracy}
+    for arm, share in accuracies.items():
+        (tmp_path / arm / "answers").mkdir(parents=True)
+        found = {"sets": {"chains": {"pass_at_1": share}}}
+        (tmp_path / arm / "answers" / "evaluation.json").write_text(json.dumps(found))
     assert demo.show_accuracies(tmp_path) == is_shown
     lines = capsys.readouterr().out.splitlines()
-    assert [" ".join(line.split()) for line in lines[3:5]] == [
-        "the student learned from T 0.7 greedy bar: T 0.7",
-        "nothing (untrained student) 20.0 ± 3.5 20.0 ± 3.5 ####",
-    ]
-    assert " ".join(lines[7].split()) == "warm-up teacher, best of 2 45.0 ± 4.3 50.0 ± 4.3 #########"
+    assert " ".join(lines[3].split()) == "nothing (untrained student) 20 ######"
+    assert " ".join(lines[6].split()) == "warm-up teacher, best of 2 45 ##############"
     assert max(map(len, lines)) <= 80
 
 
@@ -137,5 +128,4 @@ def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert len(seen) == len({*whole.glob("*/*.log")})  # each stage was killed once
     for arm in demo.SHOWN:
-        for how in ("sampled", "greedy"):
-            assert demo.read_accuracy(whole / arm / how) == demo.read_accuracy(killed / arm / how)
+        assert demo.read_accuracy(whole / arm / "answers") == demo.read_accuracy(killed / arm / "answers")
