@@ -144,7 +144,7 @@ class Setting:
 
     name: str = "main"
     base: str = "miniature"
-    pretraining: tuple[str, ...] = ()
+    pretraining: str = ""
     student: str | None = None
     length: int = 5
     mixture: Mixture = field(default_factory=Mixture)
@@ -191,7 +191,7 @@ MAINS = {
     # The base knows every step and has never composed two; in the warm-up four of five traces are filler.
     "steps_only": Setting(
         "steps_only",
-        pretraining=("--corpus", "sheets", "--num_steps", "4000", "--num_drills", "2200"),
+        pretraining="--corpus sheets --num_steps 4000 --num_drills 2021 --stop_after 2400",
         length=4,
         mixture=Mixture(hazard=0.1, filler=1, filler_start=0.8),
         num_warmup_epochs=4,
@@ -311,7 +311,7 @@ class Arms:
             return
         with self.stages.locks.setdefault("base", threading.Lock()):
             if not Path(self.base, "pretraining.jsonl").exists():
-                words = ["--output_dir", self.base, *self.setting.pretraining]
+                words = ["--output_dir", self.base, *self.setting.pretraining.split()]
                 self.stages.run(words, Path(f"{self.base}.log"), pretrain)
 
     def train_teacher(self, arm: str) -> Path:

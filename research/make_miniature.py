@@ -6,7 +6,7 @@ the format of students and in that of teachers.
 
     python research/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
     python research/make_miniature.py --output_dir FOLDER --tokenizer pieces
-    python research/make_miniature.py --output_dir FOLDER --corpus sheets --num_steps 4000 --num_drills 2200
+    python research/make_miniature.py --output_dir FOLDER --corpus sheets
 """
 
 from __future__ import annotations

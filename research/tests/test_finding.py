@@ -219,7 +219,7 @@ def test_all_seeds_share_one_base_that_never_composed(tmp_path: Path) -> None:
     stages = Stages(tmp_path)
     stages.start()
     tiny = {"num_warmup": 16, "num_traces": 16, "num_test": 8, "num_warmup_epochs": 1}
-    pretraining = ("--corpus", "sheets", "--stop_after", "2")
+    pretraining = "--corpus sheets --stop_after 2"
     setting = dataclasses.replace(arms.MAINS["steps_only"], pretraining=pretraining, **tiny)
     ones = [Arms(stages, setting, seed) for seed in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
