@@ -13,6 +13,13 @@ on traces of uneven quality. Each arm then makes 512 traces in its own way, and 
     raw            traces like those of the warm-up
     oracle         traces with all steps right
     own_t0         the untrained student's own greedy answers, right or wrong: no teacher, no solution
+    own_right_8    its first right one of eight sampled answers: no teacher
+
+Two have no traces either. GRPO rewards a student's own right answers, with as many answers in all as RLT and
+its traces sample, and that student is evaluated:
+
+    grpo           of the untrained student
+    warm_grpo      of a student that has read the traces of the warm-up as the teacher has, without solutions
 
 Further arms show what decoding and selection give without RLT, and what they add to it:
 
@@ -30,8 +37,9 @@ of 4 and of 16 are chosen from the same file. All stages are `rlt` commands, wit
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,7 +47,7 @@ from typing import Any
 from stages import Stages
 
 from rlt_lightning.run.jsonl import format_line, read_json_rows, rewrite
-from rlt_lightning.tasks.stepwise import OPERATIONS, Operation
+from rlt_lightning.tasks.stepwise import OPERATIONS, Mixture, Operation
 
 FOLDER = Path(__file__).parent / "miniatures"
 MINIATURES = {name: str(FOLDER / f"miniature-{name}") for name in ("seed1", "qwen2", "pieces")}
@@ -51,6 +59,7 @@ TRAINED: dict[str, dict[str, Any]] = {  # what an arm's RLT differs in
     "shuffled": {"model__advantages": SHUFFLED},
     "lambda_0.3": {"model__reward__kl_weight": 0.3},
     "lambda_1": {"model__reward__kl_weight": 1},
+    "lambda_3": {"model__reward__kl_weight": 3},
     "lambda_10": {"model__reward__kl_weight": 10},
 }
 
@@ -90,9 +99,15 @@ DECODED = {
     "rlt_best_of_4": Decoding("rlt", num_traces=4),
     "rlt_best_of_16": Decoding("rlt", num_traces=16),
 }
-ARMS = ("base", "own_t0", "raw", "warmup", *TRAINED, *DECODED, "oracle")
+OWN: dict[str, tuple[str, dict[str, Any]]] = {  # the untrained student's own answers: which, and how many
+    "own_t0": ("traces.jsonl", {"rollouts__num_traces": 1, "rollouts__sampling__temperature": 0}),
+    "own_right_8": ("distillation.jsonl", {"rollouts__num_traces": 8}),
+}
+WITHOUT_TRACES = ("base", "grpo", "warm_grpo")
+ARMS = (*WITHOUT_TRACES, *OWN, "raw", "warmup", *TRAINED, *DECODED, "oracle")
 NUM_SAMPLED = 16  # traces of a problem, of which the best of 4 and of 16 are selected
-PROMPTS_PER_STEP = 8  # of laptop/rlt
+PROMPTS_PER_STEP = 8  # of laptop/rlt and laptop/grpo
+WARMUP_LR = 3e-4  # of laptop/warmup
 SAMPLED_ARMS = ("warmup", "rlt", "solution_only")  # whose teachers explain one problem eight times
 LEAD = ("rlt", "warmup", "warmup_t0", "best_of_equal")  # RLT, and what it must beat
 VOTED = ("base", *LEAD, "rlt_t0")  # whose students answer each problem several times, where a setting says so
@@ -107,12 +122,14 @@ class Setting:
     Args:
         name: Name of its folder; "main", or what it varies.
         base: Teacher before its warm-up.
+        pretraining: Options of make_miniature.py that make the base instead; all seeds share it.
         student: Frozen student, and student before its training; None: the base.
         length: Steps of a problem.
-        hazard: Chance that a trace of the warm-up breaks off at a step; None: as in pretraining.
+        mixture: Quality of the traces of the warm-up; the default is that of pretraining.
         last: Operations of a problem's last step.
         num_warmup: Traces that the teacher is warmed up on.
         num_warmup_epochs: Epochs of the warm-up.
+        kl_weight: Weight of r_KL (λ), where the arm does not say another.
         student_lr: Peak learning rate of the students.
         student_epochs: Epochs of the students.
         num_iterations: Iterations of RLT.
@@ -127,12 +144,14 @@ class Setting:
 
     name: str = "main"
     base: str = "miniature"
+    pretraining: str = ""
     student: str | None = None
     length: int = 5
-    hazard: float | None = None
+    mixture: Mixture = field(default_factory=Mixture)
     last: tuple[Operation, ...] = OPERATIONS
     num_warmup: int = 2048
     num_warmup_epochs: int = 1
+    kl_weight: float = 3
     student_lr: float = 2e-4
     student_epochs: int = 3
     num_iterations: int = 40
@@ -145,10 +164,14 @@ class Setting:
     right_traces: tuple[float, float] = (0.10, 0.35)
 
     @property
+    def num_sampled(self) -> int:
+        """Return how many explanations RLT samples, its final ones included."""
+        return self.num_iterations * PROMPTS_PER_STEP * self.group_size + self.num_traces
+
+    @property
     def num_equal(self) -> int:
-        """Return how many traces of each problem are as many as RLT samples, its final ones included."""
-        num_sampled = self.num_iterations * PROMPTS_PER_STEP * self.group_size + self.num_traces
-        return round(num_sampled / self.num_traces)
+        """Return how many traces of each problem are as many as RLT samples."""
+        return round(self.num_sampled / self.num_traces)
 
 
 MAINS = {
@@ -158,12 +181,23 @@ MAINS = {
     "filler": Setting(
         "filler",
         length=4,
-        hazard=0.75,
+        mixture=Mixture(hazard=0.75),
         num_traces=2560,
         student_epochs=1,
         num_pool_traces=8,
         num_votes=16,
         right_traces=(0.02, 0.35),
+    ),
+    # The base knows every step and has never composed two; in the warm-up four of five traces are filler.
+    "steps_only": Setting(
+        "steps_only",
+        pretraining="--corpus sheets --num_steps 4000 --num_drills 2021 --stop_after 2400",
+        length=4,
+        mixture=Mixture(hazard=0.1, filler=1, filler_start=0.8),
+        num_warmup_epochs=4,
+        kl_weight=0.1,
+        num_traces=2560,
+        right_traces=(0, 1),
     ),
 }
 VARIATIONS = {
@@ -171,7 +205,7 @@ VARIATIONS = {
     "qwen2": Setting("qwen2", base=MINIATURES["qwen2"]),
     "pieces_student": Setting("pieces_student", student=MINIATURES["pieces"]),
     "four_steps": Setting("four_steps", length=4),
-    "other_mixture": Setting("other_mixture", hazard=0.46),
+    "other_mixture": Setting("other_mixture", mixture=Mixture(hazard=0.46)),
 }
 ANY_SHARE = replace(MAINS["filler"], right_traces=(0, 1), num_votes=0)
 FURTHER = {  # of the variations, those that only run when they are named
@@ -181,14 +215,20 @@ FURTHER = {  # of the variations, those that only run when they are named
     "filler_pieces_student": replace(ANY_SHARE, name="filler_pieces_student", student=MINIATURES["pieces"]),
     # A map of filler: how often traces of the warm-up break off, and how many explanations a group has.
     **{
-        name: replace(ANY_SHARE, name=name, hazard=hazard, group_size=group_size)
+        name: replace(ANY_SHARE, name=name, mixture=Mixture(hazard=hazard), group_size=group_size)
         for hazard in (0.3, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9, 0.95)
         for group_size in (4, 8, 32, 64)
         for name in [f"hazard_{hazard}_group_{group_size}"]
     },
     # The same with fewer right traces than the base itself writes.
     **{
-        name: replace(ANY_SHARE, name=name, hazard=0.95, group_size=group_size, num_warmup_epochs=4)
+        name: replace(
+            ANY_SHARE,
+            name=name,
+            mixture=Mixture(hazard=0.95),
+            group_size=group_size,
+            num_warmup_epochs=4,
+        )
         for group_size in (8, 64)
         for name in [f"hazard_0.95_epochs_4_group_{group_size}"]
     },
@@ -206,10 +246,12 @@ class Arms:
 
     def __init__(self, stages: Stages, setting: Setting, seed: int) -> None:
         self.stages, self.setting, self.seed = stages, setting, seed
-        self.student_base = setting.student or setting.base
+        self.base = str(stages.folder / "base") if setting.pretraining else setting.base
+        self.student_base = setting.student or self.base
         self.name = f"{setting.name}/seed{seed}"
         self.folder = stages.folder / self.name
         self.seeds: dict[str, Any] = {"data__seed": seed, "model__seed": seed, "rollouts__seed": seed}
+        self.weight: dict[str, Any] = {"model__reward__kl_weight": setting.kl_weight}
 
     def data_file(self, name: str) -> Path:
         """Return the path of a file of rows that `write_data` writes."""
@@ -217,10 +259,10 @@ class Arms:
 
     def write_data(self) -> None:
         """Write the rows of all stages; all arms have their traces for the same problems."""
-        from rlt_lightning.tasks.stepwise import Mixture, chain_rows
+        from rlt_lightning.tasks.stepwise import chain_rows
 
         setting, seed = self.setting, 10 * self.seed
-        mixture = Mixture() if setting.hazard is None else Mixture(hazard=setting.hazard)
+        mixture = setting.mixture
         kind: dict[str, Any] = {"length": setting.length, "last": setting.last}
         rows = {
             "warmup": chain_rows(setting.num_warmup, seed + 1, "train", mixture, **kind),
@@ -250,17 +292,27 @@ class Arms:
     def prepare(self) -> None:
         """Write the data, warm the teacher up (stage 1) and let it write traces."""
         self.write_data()
+        self.make_base()
         self.stages(
             f"{self.name}/warmup/teacher",
             "fit",
             "laptop/warmup",
-            model__pretrained=self.setting.base,
+            model__pretrained=self.base,
             data__source=self.data_file("warmup"),
             trainer__max_epochs=self.setting.num_warmup_epochs,
             data__seed=self.seed,
             model__seed=self.seed,
         )
         self.make_traces("warmup")
+
+    def make_base(self) -> None:
+        """Pretrain the base of a setting that has none, once for all seeds."""
+        if not self.setting.pretraining:
+            return
+        with self.stages.locks.setdefault("base", threading.Lock()):
+            if not Path(self.base, "pretraining.jsonl").exists():
+                words = ["--output_dir", self.base, *self.setting.pretraining.split()]
+                self.stages.run(words, Path(f"{self.base}.log"), pretrain)
 
     def train_teacher(self, arm: str) -> Path:
         """Return the model that writes an arm's traces; stage 2 trains it if the arm has RLT."""
@@ -276,8 +328,7 @@ class Arms:
             data__source=self.data_file("rlt"),
             trainer__max_steps=self.setting.num_iterations,
             model__group_size=self.setting.group_size,
-            **self.seeds,
-            **TRAINED[arm],
+            **{**self.weight, **self.seeds, **TRAINED[arm]},
         )
         return folder / "model"
 
@@ -285,28 +336,28 @@ class Arms:
         """Return the file that an arm's students learn from; stage 3 makes it for arms with a teacher."""
         if arm in ("raw", "oracle"):
             return self.data_file(arm)
-        if arm == "own_t0":
-            return self.answer_greedily()
+        if arm in OWN:
+            return self.answer(arm)
         decoding = DECODED.get(arm, Decoding(arm))
         if decoding.num_traces != 1:
             return self.select_traces(arm, decoding)
         temperature = {"rollouts__sampling__temperature": decoding.temperature} if arm in DECODED else {}
         return self.generate(arm, "traces", "raw", decoding.teacher, **temperature) / "distillation.jsonl"
 
-    def answer_greedily(self) -> Path:
-        """Return the file of the untrained student's own greedy answers to the problems of `raw`."""
+    def answer(self, arm: str) -> Path:
+        """Return the file of the untrained student's own answers to the problems of `raw`."""
+        which, options = OWN[arm]
         answers = self.stages(
-            f"{self.name}/own_t0/answers",
+            f"{self.name}/{arm}/answers",
             "predict",
             "laptop/rejection",
             "README.md",
             model__teacher=self.student_base,
             data__source=self.data_file("raw"),
-            rollouts__sampling__temperature=0,
-            rollouts__num_traces=1,
             **self.seeds,
+            **options,
         )
-        return answers / "traces.jsonl"  # distillation.jsonl has the right ones only
+        return answers / which  # distillation.jsonl has the right ones only
 
     def select_traces(self, arm: str, decoding: Decoding) -> Path:
         """Return the file of one trace a problem, selected among the first ones that the teacher sampled."""
@@ -337,9 +388,37 @@ class Arms:
             model__teacher=self.train_teacher(teacher or arm),
             model__student=self.student_base,
             data__source=self.data_file(source),
-            **self.seeds,
-            **options,
+            **{**self.weight, **self.seeds, **options},
         )
+
+    def reward_answers(self, arm: str) -> Path:
+        """Train a student by its own right answers (GRPO); return the model."""
+        student: Path | str = self.student_base
+        if arm == "warm_grpo":
+            warm = self.stages(
+                f"{self.name}/{arm}/student",
+                "fit",
+                "laptop/sft",
+                model__pretrained=student,
+                data__source=self.data_file("warmup"),
+                model__optimizer__lr=WARMUP_LR,
+                trainer__max_epochs=self.setting.num_warmup_epochs,
+                data__seed=self.seed,
+                model__seed=self.seed,
+            )
+            student = warm / "model"
+        group_size = self.setting.group_size
+        trained = self.stages(
+            f"{self.name}/{arm}/rewarded",
+            "fit",
+            "laptop/grpo",
+            model__teacher=student,
+            data__source=self.data_file("rlt"),
+            trainer__max_steps=self.setting.num_sampled // (PROMPTS_PER_STEP * group_size),
+            model__group_size=group_size,
+            **self.seeds,
+        )
+        return trained / "model"
 
     def train_student(self, arm: str, traces: Path, greedy: bool = True) -> None:
         """Train a student on traces (stage 4) and evaluate it."""
@@ -383,7 +462,8 @@ class Arms:
         if samples:
             self.generate(arm, "samples", "rlt", data__max_rows=1, rollouts__num_traces=8)
         student: Path | str = self.student_base
-        if arm == "base":
+        if arm in WITHOUT_TRACES:
+            student = student if arm == "base" else self.reward_answers(arm)
             self.evaluate(arm, student)
         else:
             self.train_student(arm, self.make_traces(arm))
@@ -434,7 +514,7 @@ class Arms:
         from gates import write_gates  # imports PyTorch
 
         found = []
-        for base in {self.setting.base, self.student_base}:
+        for base in {self.base, self.student_base}:
             path = self.folder / "data" / f"gates-{Path(base).name}.json"
             if not path.exists():
                 self.stages.run([base, str(path)], path.with_suffix(".log"), write_gates)
@@ -464,6 +544,13 @@ class Arms:
         if not fine:
             print(f"{self.name}: a gate does not hold, so RLT is not tried here", flush=True)
         return fine
+
+
+def pretrain(words: list[str], log: Path) -> None:
+    """Import PyTorch and pretrain a base: a target of `Stages.run`."""
+    from make_miniature import write_miniature
+
+    write_miniature(words, log)
 
 
 def write_entropies(words: list[str], log: Path) -> None:

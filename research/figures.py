@@ -10,14 +10,17 @@ from collections.abc import Iterable
 from statistics import fmean, stdev
 from typing import Any
 
-from arms import LEAD, NUM_GROUPS, TRAINED, VOTED, Arms, Setting, measure_kinds, read
+from arms import LEAD, NUM_GROUPS, TRAINED, VOTED, WITHOUT_TRACES, Arms, Setting, measure_kinds, read
 
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import chain_kind
 
 NAMES = {  # of arms, for people
     "base": "untrained student",
+    "grpo": "untrained student, after GRPO for right answers",
+    "warm_grpo": "student warmed up as the teacher, after GRPO for right answers",
     "own_t0": "untrained student's own greedy answers",
+    "own_right_8": "untrained student's own right answers, first of 8",
     "raw": "raw traces",
     "warmup": "warm-up teacher, T 0.7",
     "rlt": "RLT teacher",
@@ -26,6 +29,7 @@ NAMES = {  # of arms, for people
     "shuffled": "RLT, shuffled advantages",
     "lambda_0.3": "RLT, λ 0.3",
     "lambda_1": "RLT, λ 1",
+    "lambda_3": "RLT, λ 3",
     "lambda_10": "RLT, λ 10",
     "warmup_t0": "warm-up teacher, T 0 (greedy traces)",
     "warmup_t0.3": "warm-up teacher, T 0.3",
@@ -84,7 +88,7 @@ def collect_arm(ones: list[Arms], arm: str) -> dict[str, Any]:
     }
     if ones[0].setting.num_votes and arm in VOTED:
         found |= collect_votes(ones, arm)
-    if arm == "base":
+    if arm in WITHOUT_TRACES:
         return found
     traces = [read_traces(one, arm) for one in ones]
     found["kinds"] = [measure_kinds(rows) for rows in traces]

@@ -53,7 +53,10 @@ def main() -> int:
     parser.add_argument("--output_dir", type=Path, required=True)
     options = parser.parse_args()
     try:
-        arms, seeds = read_arms([options.arms], ARMS), read_seeds([options.seeds], (0, 1, 2))
+        setting = MAINS[options.setting]
+        own = f"lambda_{setting.kl_weight:g}"  # this is rlt
+        arms = read_arms([options.arms], [arm for arm in ARMS if arm != own])
+        seeds = read_seeds([options.seeds], (0, 1, 2))
         named, known = options.variations.split(), VARIATIONS | FURTHER
         if unknown := [name for name in named if name not in known]:
             raise InputError(
@@ -62,7 +65,6 @@ def main() -> int:
         whole = not options.arms
         usual = choose_variations(seeds) if whole and options.setting == "main" else {}
         varied = {known[name]: seeds for name in named} or usual
-        setting = MAINS[options.setting]
         return run(make_folder(options.output_dir), setting, seeds, arms, varied, whole)
     except (InputError, StageError) as error:
         print(f"finding: {error}", file=sys.stderr)

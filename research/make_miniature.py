@@ -6,6 +6,7 @@ the format of students and in that of teachers.
 
     python research/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
     python research/make_miniature.py --output_dir FOLDER --tokenizer pieces
+    python research/make_miniature.py --output_dir FOLDER --corpus sheets
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import json
 import math
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from gates import IGNORED, MAX_STEPS, Corpus, measure_gates
 from torch.nn.functional import cross_entropy
 
+from rlt_lightning.commands.demo import enter_stage
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import (
     CHAIN_WORDING,
+    OPERATIONS,
     Mixture,
+    StepwiseProblem,
+    apply_operation,
     draw_chains,
     draw_trace,
 )
@@ -163,25 +169,57 @@ def make_model(architecture: str, tokenizer: Any, seed: int) -> Any:
 class PretrainingCorpus(Corpus):
     """Draws the examples of pretraining, in the formats of later training."""
 
+    def draw(self, most_steps: int) -> StepwiseProblem:
+        """Draw a problem."""
+        [problem] = draw_chains(self.rng, 1, self.rng.randint(1, most_steps), "pretrain")
+        return problem
+
     def drill(self) -> SFTExample:
-        """Draw a short chain with right steps or, in half of a teacher's, a leap to the solution it sees."""
-        [problem] = draw_chains(self.rng, 1, self.rng.randint(1, DRILL_STEPS), "pretrain")
+        """Draw a problem with right steps or, in half of a teacher's, a leap to the solution it sees."""
+        problem = self.draw(DRILL_STEPS)
         as_teacher = self.rng.random() < 0.5
         leaps = as_teacher and self.rng.random() < 0.5
         return self.example(problem, self.trace(problem, "leap" if leaps else "steps"), as_teacher)
 
     def mixed(self) -> SFTExample:
-        """Draw a chain of any length with a trace of uneven quality."""
-        [problem] = draw_chains(self.rng, 1, self.rng.randint(1, MAX_STEPS), "pretrain")
+        """Draw a problem of any length with a trace of uneven quality."""
+        problem = self.draw(MAX_STEPS)
         trace = draw_trace(problem, CHAIN_WORDING, Mixture(), self.rng)
         return self.example(problem, trace, as_teacher=self.rng.random() < 0.4)
 
 
+class SheetCorpus(PretrainingCorpus):
+    """Draws sheets of single steps: no result is carried into the next step, and no problem is a chain.
+
+    Example: "2 add 1, 6 times 7?" has the steps "2 add 1 is 3" and "6 times 7 is 2", and the answer 2.
+    """
+
+    def draw(self, most_steps: int) -> StepwiseProblem:
+        """Draw a sheet; of any length in both phases, since short ones teach no more of a step."""
+        return draw_sheet(self.rng, self.rng.randint(1, MAX_STEPS))
+
+
+def draw_sheet(rng: Random, length: int) -> StepwiseProblem:
+    """Draw a sheet of independent steps, of which the last one has the answer."""
+    asked = [(rng.randrange(10), *rng.choice(OPERATIONS)) for _ in range(length)]
+    results = [apply_operation(value, (name, number)) for value, name, number in asked]
+    texts = [f"{value} {name} {number}" for value, name, number in asked]
+    steps = [f"{text} is {result}" for text, result in zip(texts, results, strict=True)]
+
+    def derail(place: int, rng: Random) -> list[str]:
+        wrong = rng.choice([digit for digit in range(10) if digit != results[place]])
+        return [f"{texts[place]} is {wrong}", *steps[place + 1 :]]
+
+    return StepwiseProblem(f"{', '.join(texts)}?", str(results[-1]), steps, derail)
+
+
+CORPORA = {"chains": PretrainingCorpus, "sheets": SheetCorpus}
+
+
 def pretrain(
-    model: Any, tokenizer: Any, seed: int, num_steps: int, num_drills: int, stop_after: int
+    model: Any, corpus: PretrainingCorpus, tokenizer: Any, num_steps: int, num_drills: int, stop_after: int
 ) -> list[dict[str, float]]:
     """Train the model; return the loss of every step and, every 100 steps, the figures of the gates."""
-    corpus = PretrainingCorpus(tokenizer, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
 
     def share_of_peak(step: int) -> float:
@@ -209,8 +247,12 @@ def pretrain(
     return log
 
 
-def main() -> None:
-    """Write the model folder, with the losses in `pretraining.jsonl`."""
+def main(words: list[str] | None = None) -> None:
+    """Write the model folder, with the losses in `pretraining.jsonl`.
+
+    Args:
+        words: The options; None: those of the command line.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -221,17 +263,23 @@ def main() -> None:
     parser.add_argument("--num_steps", type=int, default=2000, help="optimizer steps, of 64 sequences")
     parser.add_argument("--num_drills", type=int, default=1100, help="of them, steps on short right chains")
     parser.add_argument("--stop_after", type=int, default=10**9, help="steps; for a look at the first ones")
-    arguments = parser.parse_args()
+    parser.add_argument("--corpus", choices=CORPORA, default="chains")
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)  # the sums of two threads differ in their last digits
     tokenizer = TOKENIZERS[arguments.tokenizer]()
     model = make_model(arguments.architecture, tokenizer, arguments.seed)
-    log = pretrain(
-        model, tokenizer, arguments.seed, arguments.num_steps, arguments.num_drills, arguments.stop_after
-    )
+    corpus = CORPORA[arguments.corpus](tokenizer, arguments.seed)
+    log = pretrain(model, corpus, tokenizer, arguments.num_steps, arguments.num_drills, arguments.stop_after)
     model.save_pretrained(arguments.output_dir)
     tokenizer.save_pretrained(arguments.output_dir)
     text = "".join(json.dumps(line) + "\n" for line in log)
     (arguments.output_dir / "pretraining.jsonl").write_text(text)
+
+
+def write_miniature(words: list[str], log: Path) -> None:
+    """Make a miniature by these options: a target of `Stages.run`."""
+    enter_stage(log)
+    main(words)
 
 
 if __name__ == "__main__":

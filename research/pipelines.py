@@ -62,7 +62,7 @@ class Pipelines(Arms):
             "predict",
             "laptop/rejection",
             "README.md",
-            model__teacher=self.setting.base,
+            model__teacher=self.base,
             data__source=self.data_file("pool"),
             data__max_rows=POOL * self.setting.num_traces,
             distillation__select=SELECT[arm],

@@ -48,7 +48,7 @@ KNOWN = Setting("known", student_lr=5e-4)
 NEW = Setting(
     "new",
     last=NEW_OPERATIONS,
-    hazard=NEW_MIXTURE.hazard,
+    mixture=NEW_MIXTURE,
     num_warmup_epochs=3,
     student_lr=5e-4,
     student_epochs=9,
@@ -188,7 +188,7 @@ def last_step(one: Ways, teacher: str, wrong: bool) -> dict[str, float]:
 
     from rlt_lightning.models.load import load_model, load_tokenizer
 
-    name = one.setting.base if teacher == "base" else str(one.train_teacher(teacher))
+    name = one.base if teacher == "base" else str(one.train_teacher(teacher))
     model, tokenizer = load_model(name), load_tokenizer(name)
     corpus = Corpus(tokenizer, 0)
     problems = [parse_chain(row["question"]) for row in read(one.data_file("test"))]

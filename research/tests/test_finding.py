@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import arms
@@ -16,10 +17,12 @@ import pytest
 import tables
 import torch
 from arms import Arms, Setting
+from make_miniature import draw_sheet
 from stages import Stages
 
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.models.load import load_model, load_tokenizer
+from rlt_lightning.tasks.stepwise import CHAIN_QUESTION, parse_chain
 
 SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 
@@ -164,19 +167,21 @@ def test_the_best_and_the_most_frequent_are_chosen_among_the_first_traces_of_a_p
 
 def test_as_many_traces_are_chosen_from_as_rlt_samples() -> None:
     # 40 iterations of 8 problems with 8 explanations, and one for each problem of the student.
-    assert {name: setting.num_equal for name, setting in arms.MAINS.items()} == {"main": 6, "filler": 2}
+    numbers = {name: setting.num_equal for name, setting in arms.MAINS.items()}
+    assert numbers == {"main": 6, "filler": 2, "steps_only": 2}
 
 
 @pytest.mark.full
 def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
     stages = Stages(tmp_path)
     stages.start()
-    tiny = {"num_warmup": 64, "num_traces": 16, "num_test": 8, "num_iterations": 4, "student_epochs": 1}
+    tiny = {"num_warmup": 64, "num_traces": 32, "num_test": 8, "num_iterations": 4, "student_epochs": 1}
     tiny["num_votes"] = 4
     one = Arms(stages, dataclasses.replace(arms.MAINS["filler"], **tiny), seed=0)
     one.prepare()
     decoded = ["warmup_t0", "best_of_4", "best_of_equal", "majority_of_16", "rlt_best_of_16"]
-    names = ["warmup", "rlt", *decoded]
+    alone = ["own_right_8", "grpo", "warm_grpo"]
+    names = ["warmup", "rlt", *decoded, *alone]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one.run_arm, names))
     found = figures.collect([one], [], names, whole=False, seconds=0)
@@ -192,7 +197,12 @@ def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
         sampled = arms.read(teacher / f"traces_{most}_t{decoding.temperature:g}/traces.jsonl")
         assert len(sampled) == most * one.setting.num_traces
         assert len(rows) == one.setting.num_traces
-    assert one.setting.num_equal == 17  # 4 x 64 of the iterations and 16, of 16 problems
+    assert one.setting.num_equal == 9  # 4 x 64 of the iterations and 32, of 32 problems
+    for row in figures.read_traces(one, "own_right_8"):
+        assert f"\\boxed{{{parse_chain(row['question']).answer}}}" in row["solution"]
+    for name in ("grpo", "warm_grpo"):  # as many answers as RLT samples, but for a part of an iteration
+        with (one.folder / name / "rewarded" / "metrics.csv").open() as file:
+            assert len([*csv.DictReader(file)]) * 64 == 256
     greedy, again = (figures.read_traces(one, "warmup_t0"), figures.read_traces(one, "warmup"))
     assert [row["reasoning_trace"] for row in greedy] != [row["reasoning_trace"] for row in again]
     voted = found["arms"]["rlt"]
@@ -204,6 +214,30 @@ def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
     assert 0 < voted["teacher_entropy"][0] < 3
     assert "teacher_entropy" not in found["arms"]["warmup_t0"]
     assert "greedy traces" in tables.build_tables(found)
+
+
+@pytest.mark.full
+def test_all_seeds_share_one_base_that_never_composed(tmp_path: Path) -> None:
+    stages = Stages(tmp_path)
+    stages.start()
+    tiny = {"num_warmup": 16, "num_traces": 16, "num_test": 8, "num_warmup_epochs": 1}
+    pretraining = "--corpus sheets --stop_after 2"
+    setting = dataclasses.replace(arms.MAINS["steps_only"], pretraining=pretraining, **tiny)
+    ones = [Arms(stages, setting, seed) for seed in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Arms.prepare, ones))
+    assert len((tmp_path / "base" / "pretraining.jsonl").read_text().splitlines()) == 2
+    assert {one.student_base for one in ones} == {str(tmp_path / "base")}
+
+
+def test_no_step_of_a_sheet_needs_the_result_of_another() -> None:
+    for sheet in (draw_sheet(Random(seed), 5) for seed in range(20)):
+        asked = sheet.question.rstrip("?").split(", ")
+        assert [step.partition(" is ")[0] for step in sheet.steps] == asked
+        assert CHAIN_QUESTION.fullmatch(sheet.question) is None
+        wrong = sheet.derail(2, Random(0))
+        assert wrong[0] != sheet.steps[2]
+        assert wrong[1:] == sheet.steps[3:]
 
 
 def test_what_contradicts_the_finding_is_named() -> None:
