@@ -218,7 +218,7 @@ def require_first() -> None:
     """Check that this process is rank 0, whatever has set the variables of its environment.
 
     Raises:
-        InputError: If it is not: Lightning would train and write no metrics, and the folder would not be locked.
+        InputError: If it is not: Lightning would write no metrics, and nothing would lock the folder.
     """
     if wrong := [name for name in RANKS if int(os.environ.get(name, "0"))]:
         raise InputError(
