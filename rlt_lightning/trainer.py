@@ -266,8 +266,12 @@ def require_gpus(accelerator: Any, devices: Any) -> None:
     Lightning would start as many processes on the CPU.
 
     Raises:
-        InputError: If there is none.
+        InputError: If there is none, or if the devices of a CPU are no number.
     """
+    if accelerator == "cpu" and devices != "auto" and not str(devices).strip().isdigit():
+        raise InputError(
+            f"trainer.devices must be how many processes use the CPU, but is {devices}. Set it to a number."
+        )
     asks = accelerator in ("gpu", "cuda") or (accelerator == "auto" and devices not in ("auto", 1, "1"))
     if asks and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         raise InputError(

@@ -235,6 +235,7 @@ def run_stages(stages: Sequence[Stage], folder: Path) -> None:
     """
     # One thread each, so that two run side by side and the same figures come out on every machine.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ["SLURM_JOB_NAME"] = "interactive"  # each is one process, whatever a job has tasks for
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     waiting = {stage.name: stage for stage in stages if not stage.result.exists()}

@@ -62,6 +62,8 @@ HEARD = "This rank raises what was raised on rank"
 GRACE_S = 4.0
 # The remedy for a job of one node, whose stages may need different numbers of processes.
 INTERACTIVE = "SLURM_JOB_NAME=interactive, so that Lightning starts the processes of one node itself"
+# By these a process knows its rank.
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
 # Rank 0's process, if Lightning's launcher has started this one.
 parent: int | None = None
 
@@ -190,6 +192,8 @@ def require_processes(trainer: Trainer) -> None:
     environment = trainer._accelerator_connector.cluster_environment
     devices, nodes = trainer.num_devices, trainer.num_nodes
     if not environment.creates_processes_externally:
+        if nodes == 1:
+            require_first()
         return
     started, remedy = environment.world_size(), f"Start {devices} on each node, such as by torchrun"
     if isinstance(environment, SLURMEnvironment):
@@ -206,6 +210,21 @@ def require_processes(trainer: Trainer) -> None:
             environment.validate_settings(devices, nodes)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if started == 1:
+        require_first()
+
+
+def require_first() -> None:
+    """Check that this process is rank 0, whatever has set the variables of its environment.
+
+    Raises:
+        InputError: If it is not: Lightning would write no metrics, and nothing would lock the folder.
+    """
+    if wrong := [name for name in RANKS if int(os.environ.get(name, "0"))]:
+        raise InputError(
+            f"A run of which Lightning starts all processes must begin as rank 0, but {wrong[0]} is "
+            f"{os.environ[wrong[0]]}. Unset {', '.join(wrong)}, or start all processes by torchrun."
+        )
 
 
 def end_with_parent() -> None:
@@ -295,8 +314,8 @@ def wait_to_be_ended() -> None:
 
 def find_global_rank() -> int:
     """Return the rank of this process, which its launcher has set; 0 before anything is launched."""
-    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    # The largest: processes that Lightning starts inherit a RANK of 0, and LOCAL_RANK is 0 on each node.
+    return max(int(os.environ.get(name, "0")) for name in RANKS)
 
 
 def is_one_of_several() -> bool:

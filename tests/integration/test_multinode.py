@@ -236,6 +236,34 @@ def test_a_launcher_that_starts_all_processes_is_welcome(
     assert Trainer(tmp_path / "run", accelerator="cpu", devices=1).world_size == 1  # no srun
 
 
+@pytest.mark.parametrize(
+    ("variables", "devices"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 1),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 2),
+        ({"LOCAL_RANK": "1"}, 1),
+        ({"NODE_RANK": "1"}, 1),
+        (job_variables(JOB_NAME="interactive", PROCID="1", STEP_NUM_TASKS="2"), 1),
+    ],
+)
+def test_a_run_that_starts_alone_must_be_rank_zero(
+    variables: dict[str, str], devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"must begin as rank 0, but \w+ is 1\. Unset"):
+        Trainer(tmp_path / "run", accelerator="cpu", devices=devices)
+
+
+@pytest.mark.full
+def test_a_rank_of_zero_is_not_that_of_other_ranks(tiny_model: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [*options(tiny_model), "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=1"]
+    result = rlt("fit", *words, f"--output_dir={run}", RANK="0", WORLD_SIZE="1")
+    assert result.returncode == 0, result.stderr
+    assert steps(run) == ["1"]
+
+
 def test_tasks_without_their_number_per_node_are_refused(tiny_model: str, tmp_path: Path) -> None:
     run = f"--output_dir={tmp_path / 'run'}"
     for variables in (job_variables(NTASKS="2", STEP_NUM_TASKS="2"), job_variables()):

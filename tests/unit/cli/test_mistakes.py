@@ -282,6 +282,12 @@ def test_a_config_for_gpus_is_refused_without_one(name: str, tmp_path: Path) -> 
     Trainer(tmp_path / "run", **options | {"accelerator": "cpu", "devices": 1})
 
 
+@pytest.mark.parametrize("devices", [-1, "-1", "abc", 1.5, [0, 1], None])
+def test_devices_of_a_cpu_are_a_number(devices: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"trainer\.devices must be how many"):
+        Trainer(tmp_path / "run", accelerator="cpu", devices=devices)
+
+
 @pytest.mark.parametrize(
     ("row", "options", "reason"),
     [
