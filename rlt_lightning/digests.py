@@ -40,6 +40,7 @@ def read_digests(folder: Path) -> dict[str, str]:
         line
         for path in sorted(folder.glob(f"*{SUFFIX}"))
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
     ]
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 

@@ -414,5 +414,5 @@ def model_size(name: str) -> str:
         except HFValidationError:  # neither a folder nor the name of a model on the hub
             return "of unknown size"
         folder = Path(config).parent if isinstance(config, str) else folder
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.exists())
     return size_text(num_bytes) if num_bytes else "its files are fetched from the Hugging Face hub first"

@@ -92,10 +92,23 @@ def test_own_changes_of_a_model_can_be_accepted(miniature: str, tmp_path: Path) 
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + "{# mine #}")
     digests = folder / f"rank0{SUFFIX}"
-    digests.write_text("".join(line for line in digests.open() if template.name not in line))
+    lines = ["\n" if template.name in line else line for line in digests.open()]  # an editor leaves it empty
+    digests.write_text("".join(lines))
     (folder / "notes.txt").touch()
     assert "mine" in load_tokenizer(str(folder)).chat_template
     load_model(str(folder))
     digests.unlink()  # as anybody else's model
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     load_model(str(folder))
+
+
+def test_a_link_to_no_weights_is_named(miniature: str, tmp_path: Path) -> None:
+    folder = build_model(miniature, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(tmp_path / "deleted")
+    with pytest.raises(InputError, match=r"model\.safetensors is missing"):
+        load_model(str(folder))
+    (folder / f"rank0{SUFFIX}").unlink()
+    with pytest.raises(InputError, match=r"no file named model\.safetensors"):
+        load_model(str(folder))
