@@ -25,6 +25,7 @@ from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem, is_know
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
+    Placement,
     Sampling,
     push_until_current,
     require_context,
@@ -99,7 +100,7 @@ class ResponseCallback(Callback):
         self.context = sys.maxsize
         if data.format is None:
             return
-        if trainer.world_size > 1 and not self.engine.in_process:
+        if trainer.world_size > 1 and self.engine.placement is Placement.SERVER:
             raise InputError(
                 f"vLLM workers answer one process, but trainer.devices makes {trainer.world_size}. Set "
                 "trainer.devices to 1: the workers use the GPUs (docs/evaluate.md)."
@@ -214,14 +215,14 @@ class ResponseCallback(Callback):
             )
 
     def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
-        """Push the weights to workers, unless they serve their own or the engine is in process."""
-        if self.engine.in_process or module.policy is None:
+        """Push the weights to workers, unless they serve their own or the engine has the trainer's."""
+        if self.engine.placement is Placement.SHARED_WEIGHTS or module.policy is None:
             self.engine.health()
             return
         policy = module.policy
         push_until_current(self.engine, lambda: to_file_names(policy, [*policy.named_parameters()]), 0)
         text = get_evaluation_data(trainer).problems[0].prompt[:PROBE_TOKENS]
-        self.engine.verify(text, {0: sequence_log_probs(policy, text).tolist()})
+        self.engine.verify(text, {0: module.run(sequence_log_probs, text).tolist()})
 
 
 class EvaluationWriter(Callback):

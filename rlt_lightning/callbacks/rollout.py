@@ -31,7 +31,7 @@ from rlt_lightning.callbacks.rollout_checks import (
 )
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.engines.base import Engine, EngineError, Sampling
+from rlt_lightning.engines.base import Engine, EngineError, Placement, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
@@ -55,16 +55,16 @@ class RolloutCallback(Callback):
         num_traces: Completions per problem of `rlt predict`.
         max_resamples: How often `rlt predict` samples a trace again that does not fit a student.
         asynchronous: Sample the next step's completions while this step is trained. They are one step old
-            when they are used: needs model.max_staleness of 1, and an engine that is not in process.
+            when they are used: needs model.max_staleness of 1, and a server as engine.
         score_early: Score completions, and run the reference on them, while others of the step are sampled.
-            It acts with an engine that is outside the process and does not take turns with training, and not
-            in on-policy distillation, whose update reads the completions of a whole step.
+            It acts with a server that does not take turns with training, and not in on-policy
+            distillation, whose update reads the completions of a whole step.
         dynamic_sampling: Sample other problems in place of those whose completions all earned the same, in
             training; None: such groups stay, and have advantage 0.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights. The
             first push to a worker, or to one that is back, is always checked; 0 checks nothing else.
-        deadline_s: How long the other ranks wait for rank 0 while it talks to an engine that is not in
-            process. Set it above the time that sampling takes: it ends the run if rank 0 hangs.
+        deadline_s: How long the other ranks wait for rank 0 while it talks to a server. Set it above the time
+            that sampling takes: it ends the run if rank 0 hangs.
         seed: Decides all sampling. A completion depends only on (seed, iteration, problem), so a resumed
             run repeats it.
     """
@@ -92,7 +92,8 @@ class RolloutCallback(Callback):
         self.num_traces = num_traces
         self.max_resamples = max_resamples
         self.asynchronous = asynchronous
-        self.score_early = score_early and not self.engine.in_process and not self.engine.takes_turns
+        is_server = self.engine.placement is Placement.SERVER
+        self.score_early = score_early and is_server and not self.engine.takes_turns
         self.dynamic_sampling = dynamic_sampling
         self.seed = seed
         self.dispatcher = Dispatcher(self.engine, verify_every_n_steps, deadline_s)
@@ -108,9 +109,9 @@ class RolloutCallback(Callback):
                 "rollouts.asynchronous samples while the GPUs train, but the engine's sleep has them do one "
                 "or the other. Set one of them to false."
             )
-        if asynchronous and self.engine.in_process:
+        if asynchronous and not is_server:
             raise InputError(
-                "rollouts.asynchronous needs an engine outside this process, such as "
+                "rollouts.asynchronous needs a server, such as "
                 f"rlt_lightning.engines.VLLMEngine, but got {type(self.engine).__name__}. Set "
                 "rollouts.engine."
             )
