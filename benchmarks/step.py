@@ -72,7 +72,7 @@ class Clock(Callback):
 def run(kind: str, steps: int) -> dict[str, float]:
     """Train, and return what the steps took."""
     setup, clock = KINDS[kind](), Clock()
-    engine = ReplayEngine(str(FOLDER / "recorded" / setup.recording / "rollouts.jsonl"), setup.in_process)
+    engine = ReplayEngine(str(FOLDER / "recorded" / setup.recording / "rollouts.jsonl"), setup.placement)
     callbacks = [RolloutCallback(engine=engine, **(setup.rollouts or {})), *setup.callbacks, clock]
     with tempfile.TemporaryDirectory() as folder:
         setup.data.output_dir = folder

@@ -22,6 +22,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.base import Sampling
+from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.students import Reduction
@@ -253,7 +254,7 @@ class Teacher:
     def _ask(self, data: StratosDataModule, seed: int) -> list[tuple[Rollout, Score | None]]:
         """Let the models score rows as in `rlt predict`, and return their completions with their scores."""
         quiet_third_parties()
-        rollouts = RolloutCallback(sampling=self.sampling, seed=seed)
+        rollouts = RolloutCallback(HFEngine(), sampling=self.sampling, seed=seed)
         settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
         batches = score_problems(self.module, data, rollouts, **settings)
         students = list(self.module.students)

@@ -147,7 +147,7 @@ class Meeting:
 
 
 def turns(model: Path, seconds: float) -> Finding:
-    """Let `rlt fit` and its worker take turns, as hardware/1gpu_80gb says; kill the sleeping worker once."""
+    """Let `rlt fit` and its worker take turns, as on one GPU; kill the sleeping worker once."""
     run, events = OUT / "runs" / "turns", OUT / "runs" / "turns.events"
     shutil.rmtree(run, ignore_errors=True)
     events.unlink(missing_ok=True)
@@ -160,7 +160,9 @@ def turns(model: Path, seconds: float) -> Finding:
         "data.num_embedded_rows": 64,
         "data.prompts_per_step": 2 if TINY else 8,
         "rollouts.sampling.max_completion_length": LENGTH,
+        "rollouts.engine": "VLLMEngine",
         "rollouts.engine.init_args.launch": json.dumps(launch(eager=True)),
+        "rollouts.engine.init_args.push": "GlooPush",
         "rollouts.engine.init_args.push.init_args.dtype": str(HALF)[6:],
         "rollouts.engine.init_args.sleep": "false" if ON_CPU else "true",
         "trainer.accelerator": "cpu" if ON_CPU else "gpu",

@@ -71,8 +71,8 @@ class EvaluateEvery(Callback):
         seed: Decides the sampling, and the rows of embedded sets: `--seed` of `rlt test`.
         max_rows: Most problems of each set, from its start.
         at_start: Whether to evaluate the model before the first step too.
-        engine: Where answers come from; None: the run's `rollouts.engine`, which by default is HFEngine(), in
-            process. Another engine gets the weights pushed before each evaluation.
+        engine: Where answers come from; None: the run's `rollouts.engine`, which gets the
+            weights pushed before each evaluation unless it is HFEngine.
         judge_deadline_s: Seconds for judging one answer; an answer that takes longer counts as wrong.
         deadline_s: How long ranks wait for rank 0 to judge, and with an engine of its own for each other; see
             RolloutCallback.

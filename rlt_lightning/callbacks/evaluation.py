@@ -25,11 +25,13 @@ from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem, is_know
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
+    Placement,
     Sampling,
     push_until_current,
     require_context,
 )
 from rlt_lightning.engines.budget import BudgetForcing
+from rlt_lightning.engines.choice import choose_engine, find_gpus
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.metrics.answers import OVERALL
@@ -49,8 +51,8 @@ class ResponseCallback(Callback):
     """Sample responses when the module asks for them; do nothing if data.responses provides them.
 
     Args:
-        engine: Where responses come from; None: HFEngine(), in process. VLLMEngine with NoPush: workers that
-            serve the model, which is then not loaded here.
+        engine: Where responses come from. VLLMEngine with NoPush: workers that serve the model, which is then
+            not loaded here. None: this on one NVIDIA GPU with vllm; else HFEngine(), in process.
         sampling: Temperature and limits. `max_completion_length` counts thought and answer.
         num_samples: Responses to each problem, k.
         budget: Least and most tokens of a thought; None: the model decides.
@@ -71,6 +73,7 @@ class ResponseCallback(Callback):
     ) -> None:
         if num_samples < 1:
             raise InputError(f"rollouts.num_samples must be at least 1, but is {num_samples}. Raise it.")
+        self.is_engine_chosen = engine is not None
         self.engine: Engine = HFEngine() if engine is None else engine
         self.sampling = sampling
         self.num_samples = num_samples
@@ -99,7 +102,13 @@ class ResponseCallback(Callback):
         self.context = sys.maxsize
         if data.format is None:
             return
-        if trainer.world_size > 1 and not self.engine.in_process:
+        if not self.is_engine_chosen:
+            self.is_engine_chosen = True
+            gpus = find_gpus(trainer) * trainer.num_nodes  # of all processes
+            self.engine, reason = choose_engine(gpus, pl_module.pretrained, pushes=False)
+            if reason and trainer.is_global_zero:
+                announce(reason)
+        if trainer.world_size > 1 and self.engine.placement is Placement.SERVER:
             raise InputError(
                 f"vLLM workers answer one process, but trainer.devices makes {trainer.world_size}. Set "
                 "trainer.devices to 1: the workers use the GPUs (docs/evaluate.md)."
@@ -214,14 +223,14 @@ class ResponseCallback(Callback):
             )
 
     def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
-        """Push the weights to workers, unless they serve their own or the engine is in process."""
-        if self.engine.in_process or module.policy is None:
+        """Push the weights to workers, unless they serve their own or the engine has the trainer's."""
+        if self.engine.placement is Placement.SHARED_WEIGHTS or module.policy is None:
             self.engine.health()
             return
         policy = module.policy
         push_until_current(self.engine, lambda: to_file_names(policy, [*policy.named_parameters()]), 0)
         text = get_evaluation_data(trainer).problems[0].prompt[:PROBE_TOKENS]
-        self.engine.verify(text, {0: sequence_log_probs(policy, text).tolist()})
+        self.engine.verify(text, {0: module.run(sequence_log_probs, text).tolist()})
 
 
 class EvaluationWriter(Callback):

@@ -10,7 +10,7 @@ Completions are sampled inside training_step, validation_step and predict_step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -29,9 +29,11 @@ from rlt_lightning.callbacks.rollout_checks import (
     require_room,
     require_trainable,
 )
+from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.engines.base import Engine, EngineError, Sampling
+from rlt_lightning.engines.base import Engine, EngineError, Placement, Sampling
+from rlt_lightning.engines.choice import choose_engine, find_gpus
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
@@ -48,23 +50,24 @@ class RolloutCallback(Callback):
     """Sample completions with the current weights for a module; do nothing for modules that need none.
 
     Args:
-        engine: Where completions come from; None: HFEngine(), in process.
+        engine: Where completions come from; None: vLLM on the GPUs that train, in turns with training, where
+            these are NVIDIA's and vllm is installed; else HFEngine(), in process.
         sampling: Temperature and limits of training completions.
         val_sampling: The same for validation; None: as in training.
         val_completions: Completions per held-out problem.
         num_traces: Completions per problem of `rlt predict`.
         max_resamples: How often `rlt predict` samples a trace again that does not fit a student.
         asynchronous: Sample the next step's completions while this step is trained. They are one step old
-            when they are used: needs model.max_staleness of 1, and an engine that is not in process.
+            when they are used: needs model.max_staleness of 1, and a server as engine.
         score_early: Score completions, and run the reference on them, while others of the step are sampled.
-            It acts with an engine that is outside the process and does not take turns with training, and not
-            in on-policy distillation, whose update reads the completions of a whole step.
+            It acts with a server that does not take turns with training, and not in on-policy
+            distillation, whose update reads the completions of a whole step.
         dynamic_sampling: Sample other problems in place of those whose completions all earned the same, in
             training; None: such groups stay, and have advantage 0.
         verify_every_n_steps: Optimizer steps between checks that the workers hold the trainer's weights. The
             first push to a worker, or to one that is back, is always checked; 0 checks nothing else.
-        deadline_s: How long the other ranks wait for rank 0 while it talks to an engine that is not in
-            process. Set it above the time that sampling takes: it ends the run if rank 0 hangs.
+        deadline_s: How long the other ranks wait for rank 0 while it talks to a server. Set it above the time
+            that sampling takes: it ends the run if rank 0 hangs.
         seed: Decides all sampling. A completion depends only on (seed, iteration, problem), so a resumed
             run repeats it.
     """
@@ -84,6 +87,7 @@ class RolloutCallback(Callback):
         deadline_s: float = 14400.0,
         seed: int = 0,
     ) -> None:
+        self.is_engine_chosen = engine is not None
         self.engine: Engine = HFEngine() if engine is None else engine
         self.sampling = sampling
         self.schedule: Schedule | None = None  # set by `follow`
@@ -92,9 +96,11 @@ class RolloutCallback(Callback):
         self.num_traces = num_traces
         self.max_resamples = max_resamples
         self.asynchronous = asynchronous
-        self.score_early = score_early and not self.engine.in_process and not self.engine.takes_turns
+        is_server = self.engine.placement is Placement.SERVER
+        self.score_early = score_early and is_server and not self.engine.takes_turns
         self.dynamic_sampling = dynamic_sampling
         self.seed = seed
+        self.verify_every_n_steps, self.deadline_s = verify_every_n_steps, deadline_s
         self.dispatcher = Dispatcher(self.engine, verify_every_n_steps, deadline_s)
         self.sampler = Sampler(self.dispatcher, self)
         alike = sampling.temperature == 0 and (num_traces > 1 or max_resamples > 0)
@@ -108,9 +114,9 @@ class RolloutCallback(Callback):
                 "rollouts.asynchronous samples while the GPUs train, but the engine's sleep has them do one "
                 "or the other. Set one of them to false."
             )
-        if asynchronous and self.engine.in_process:
+        if asynchronous and not is_server:
             raise InputError(
-                "rollouts.asynchronous needs an engine outside this process, such as "
+                "rollouts.asynchronous needs a server, such as "
                 f"rlt_lightning.engines.VLLMEngine, but got {type(self.engine).__name__}. Set "
                 "rollouts.engine."
             )
@@ -134,6 +140,21 @@ class RolloutCallback(Callback):
             "The trainer must have a RolloutCallback, but has none. Add "
             "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
         )
+
+    def choose_engine(
+        self, gpus: Sequence[int], module: OnPolicyModule, installed: bool | None = None
+    ) -> str | None:
+        """Take the engine that suits the machine if none is set; return why, if that is worth a line.
+
+        See `rlt_lightning.engines.choice.choose_engine`.
+        """
+        if self.is_engine_chosen:
+            return None
+        self.is_engine_chosen = True
+        self.engine, reason = choose_engine(gpus, module.pretrained, pushes=True, installed=installed)
+        self.dispatcher = Dispatcher(self.engine, self.verify_every_n_steps, self.deadline_s)
+        self.sampler.dispatcher = self.dispatcher
+        return reason
 
     def follow(self, schedule: Schedule) -> None:
         """Let the sampling of training depend on the step; call it in another callback's `setup`.
@@ -191,6 +212,8 @@ class RolloutCallback(Callback):
                 f"answer, but is {self.max_resamples}. Set it to 0, and raise rollouts.num_traces instead."
             )
         if not (stage == "predict" and isinstance(data, ScoringData)):  # which uses no engine
+            if (reason := self.choose_engine(find_gpus(trainer), pl_module)) and trainer.is_global_zero:
+                announce(reason)
             require_gathering(self.engine, trainer)
         if stage == "fit":
             require_rewarded(self.dynamic_sampling, pl_module)

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.token_cache import StoredItems
-from rlt_lightning.engines.base import Engine, Sampling
+from rlt_lightning.engines.base import Engine, Placement, Sampling
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.opd import OPDModule
@@ -110,20 +110,20 @@ def knows_log_probs(sampling: Sampling, engine: Engine) -> bool:
 def choose_weights(sampling: Sampling, engine: Engine, asynchronous: bool, module: OnPolicyModule) -> None:
     """Choose the module's importance weights if its setting is "auto", and say so.
 
-    engine in process                   none: the model that trains samples, in the same precision
-    outside, rollouts asynchronous      none: the loss clips the ratio to the engine's log-probs instead
-    outside, log-probs not known        none, with a warning
-    outside                             of tokens, cap 2: other kernels, often another data type
+    the trainer's weights               none: the model that trains samples, in the same precision
+    a copy, rollouts asynchronous       none: the loss clips the ratio to the engine's log-probs instead
+    a copy, log-probs not known         none, with a warning
+    a copy                              of tokens, cap 2: other kernels, often another data type
     """
     if module.importance_sampling != "auto":
         return
     module.importance_weights = None
-    if engine.in_process:
+    if engine.placement is Placement.SHARED_WEIGHTS:
         return
     kind, known = type(engine).__name__, knows_log_probs(sampling, engine)
     if known and not asynchronous:
         module.importance_weights = TruncatedImportanceSampling("token", cap=2.0)
-        chosen = f"{module.importance_weights}, since {kind} samples outside this process"
+        chosen = f"{module.importance_weights}, since {kind} samples with a copy of the weights"
         announce(f"model.importance_sampling auto: {chosen}")
     elif known:
         announce("model.importance_sampling auto: none, since rollouts are asynchronous")
@@ -139,14 +139,14 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
     """Check that all ranks gather sharded weights for a push; otherwise rank 0 would wait forever.
 
     Raises:
-        InputError: If the engine is outside the process and has only the `gather_weights` of `Engine`, which
+        InputError: If the engine is a server and has only the `gather_weights` of `Engine`, which
             gathers nothing.
     """
     sharded = trainer.world_size > 1 and get_sharding(trainer.strategy).sharded
     gathers = type(engine).gather_weights is not Engine.gather_weights
-    if sharded and not engine.in_process and not gathers:
+    if sharded and engine.placement is Placement.SERVER and not gathers:
         raise InputError(
-            f"With weights in shards on {trainer.world_size} processes, an engine outside the process must "
+            f"With weights in shards on {trainer.world_size} processes, a server must "
             f"gather them on every rank, but {type(engine).__name__} does not write gather_weights. Write it "
             "as in rlt_lightning.engines.VLLMEngine, or use a strategy that keeps weights whole."
         )
@@ -160,7 +160,7 @@ def require_even(engine: Engine, trainer: Trainer) -> None:
     """
     data = get_stratos_data(trainer)
     sizes = (len(data.val_items), data.val_batch_size)
-    if not engine.in_process and any(size % trainer.world_size for size in sizes):
+    if engine.placement is Placement.SERVER and any(size % trainer.world_size for size in sizes):
         raise InputError(
             f"With one engine for {trainer.world_size} processes, the held-out rows and val_batch_size "
             f"must be multiples of that, but are {sizes[0]} and {sizes[1]}. Change data.val_rows or "

@@ -35,7 +35,7 @@ DATA = """  --data.source SOURCE                file, folder, hub id or embedded
 """
 SAMPLING = """  --rollouts.sampling.temperature 0.7
   --rollouts.sampling.max_completion_length 16384    tokens, end tag included
-  --rollouts.engine CLASS             HFEngine samples in process, VLLMEngine asks vLLM workers
+  --rollouts.engine CLASS             HFEngine: in process; VLLMEngine: vLLM; by default vLLM on GPUs
 """
 
 # By verb: what is typed after it, what it does, and the options that most people set.

@@ -33,6 +33,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.sources import MemoryRows, SourceReader, parse_sources
 from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.run.interrupt import TERMINATED
 from rlt_lightning.types import InputError, as_list
 
@@ -192,6 +193,8 @@ class ExplainCommandLine(SharedSettingsCommandLine):
         data.update(Namespace(output_dir=None, **({} if sample else {"trace_columns": [TRACE_COLUMN]})))
         config.data = Namespace(class_path=settings["class_path"], init_args=data)
         config.rollouts.update(Namespace(num_traces=1, val_sampling=None, asynchronous=False))
+        if config.rollouts.engine is None:  # a worker would start more slowly than one row is sampled
+            config.rollouts.engine = Namespace(class_path=f"{HFEngine.__module__}.HFEngine")
         # A strategy of the settings may need packages and processes that are not here.
         config.trainer.update(Namespace(logger=None, callbacks=None, strategy="auto"))
 

@@ -1097,6 +1097,8 @@ def read_setup(
             sub_group_numel=int(strategy.get("sub_group_size", SUB_GROUP)),
         )
         if isinstance(module, OnPolicyModule):
+            gpus = [] if on_cpu else list_devices(trainer.devices, on_cpu)
+            rollouts.choose_engine(gpus, module, installed=True)
             setup = replace(
                 setup,
                 worker=read_worker(rollouts.engine, policy, trainer.devices),

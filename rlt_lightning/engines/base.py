@@ -17,15 +17,15 @@ sampled; `sample_all` collects them for callers that need all at once.
 rollouts/sampler.py makes these calls from `start` on, both for the completions of a run and for the
 evaluations of callbacks/evaluate_every.py. callbacks/evaluation.py makes them for `rlt test`.
 
-    call                  in_process    outside: rank 0           outside: other ranks
-    start, health         every rank    yes                       -
-    use_sharded_model     every rank    -                         -
-    prepare_push          -             yes                       they wait for it
-    update_weights        every rank    yes                       gather_weights instead
-    verify                -             yes                       -
-    sample                every rank    in a background thread    -
-    put_to_sleep          every rank    yes                       -
-    close                 every rank    yes                       yes
+    call                  SHARED_WEIGHTS    PER_RANK      SERVER: rank 0            SERVER: other ranks
+    start, health         every rank        every rank    yes                       -
+    use_sharded_model     every rank        -             -                         -
+    prepare_push          -                 every rank    yes                       they wait for it
+    update_weights        every rank        every rank    yes                       gather_weights instead
+    verify                -                 every rank    yes                       -
+    sample                every rank        every rank    in a background thread    -
+    put_to_sleep          every rank        every rank    yes                       -
+    close                 every rank        every rank    yes                       yes
 
 An engine raises EngineError or InputError: the run then ends with their message in one line. Any other error
 is taken for a bug and printed with its traceback. rlt_lightning/types.py draws all error classes.
@@ -37,6 +37,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -178,18 +179,31 @@ class EngineDescription:
     workers: WorkerSettings | None = None
 
 
+class Placement(Enum):
+    """Where an engine samples, and with whose weights.
+
+    SHARED_WEIGHTS: every rank has one, which samples its part with the trainer's own model, and so with the
+        weights that are trained.
+    PER_RANK: every rank has one, which samples its part with a copy of the weights. All ranks push together,
+        as soon as one of them needs it where weights are in shards, and each verifies its own copy.
+    SERVER: one engine elsewhere samples for all ranks with copies of the weights. Only rank 0 talks to it, so
+        all ranks get what rank 0 got, also an error.
+    """
+
+    SHARED_WEIGHTS = "shared_weights"
+    PER_RANK = "per_rank"
+    SERVER = "server"
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Token ids in, token ids out. Every call either returns or raises EngineError within its deadline.
-
-    An engine with `in_process` samples with the trainer's own model: every rank has one. Any other engine
-    has copies of the weights elsewhere; only rank 0 talks to it, for all ranks.
 
     A class that derives from this one must write `start`, `sample`, `update_weights` and `verify`. All the
     rest has the defaults below, which suit an engine that restarts, gathers and frees nothing.
     """
 
-    in_process: bool = False
+    placement: Placement = Placement.SERVER
     reports_log_probs: bool = False  # whether completions bring log-probs at the temperature of sampling
     takes_adapters: bool = False  # whether it is pushed a LoRA's matrices rather than merged weights
     max_model_len: int = sys.maxsize  # tokens of prompt and completion; known once it is started
@@ -214,7 +228,7 @@ class Engine(Protocol):
         """Yield each completion with its index, as soon as it is finished.
 
         Completions are numbered through the requests: with requests for 2 and 3 completions, the second
-        request's first one has index 2. An engine in process may yield all of them at the end.
+        request's first one has index 2. An engine that is no server may yield all of them at the end.
 
         Args:
             requests: The prompts.
@@ -230,6 +244,7 @@ class Engine(Protocol):
 
         Raises:
             WorkersLost: If a push is needed before the rest can be sampled. What was yielded stays valid.
+                Only servers raise it: the ranks of other engines do not know of each other's loss.
         """
 
     @abstractmethod
@@ -242,10 +257,10 @@ class Engine(Protocol):
         Args:
             named_tensors: Pairs of name and tensor: the teacher's weights under the names of its files, with
                 a LoRA merged in; if the engine `takes_adapters`, only the LoRA's matrices under peft's
-                names. In process, the model's own parameters. An engine outside the process must take the
+                names. With SHARED_WEIGHTS, the model's own parameters. Any other engine must take the
                 tensors from `models.weights.gather_in_groups(named_tensors, group_bytes)`, which yields lists
                 of whole tensors in this order, without the names. It must iterate to the end even if sending
-                fails: the other ranks wait at every group in `gather_weights`. It must send a group to its
+                fails: the other ranks wait at every group. It must send a group to its
                 end before it takes the next, so that no rank waits in a collective for one that is sending.
             policy_version: Optimizer steps that these weights have taken.
         """
@@ -276,7 +291,7 @@ class Engine(Protocol):
         return False
 
     def use_sharded_model(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
-        """Sample with weights in shards on all ranks; called after `start`, and only if `in_process` is set.
+        """Sample with weights in shards on all ranks; called after `start`, only with SHARED_WEIGHTS.
 
         All ranks must then call the model equally often.
 
@@ -296,7 +311,7 @@ class Engine(Protocol):
     def gather_weights(self, named_tensors: list[NamedTensor]) -> None:
         """Gather sharded weights in step with rank 0, which pushes them; called on all other ranks.
 
-        The default gathers nothing. An engine outside the process that is used with sharded weights must
+        The default gathers nothing. A server that is used with sharded weights must
         iterate over `gather_in_groups`, with the same `group_bytes` as its `update_weights`.
         """
         return

@@ -26,6 +26,7 @@ from rlt_lightning.engines.base import (
     EngineDescription,
     EngineError,
     NamedTensor,
+    Placement,
     SampleRequest,
     Sampling,
 )
@@ -52,7 +53,7 @@ class HFEngine(Engine):
             of the key-value cache.
     """
 
-    in_process = True
+    placement = Placement.SHARED_WEIGHTS
     reports_log_probs = True
 
     def __init__(self, max_sequences: int = 64) -> None:

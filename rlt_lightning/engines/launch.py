@@ -89,8 +89,7 @@ class Launch:
         self, index: int, port: int, model: str, backend: str | None, served_model: str
     ) -> list[str]:
         """Return the command line of worker number `index`, which a person could type as well."""
-        beside = str(Path(sys.executable).parent)
-        program = which(self.executable, path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+        program = find_executable(self.executable)
         if program is None:
             raise InputError(
                 f"launch.executable must be vLLM's command, but '{self.executable}' is none. Install the "
@@ -115,6 +114,12 @@ class Launch:
         # None: where the trainer sees no GPU, workers may.
         number = torch.cuda.device_count() or None
         return {VARIABLE: choose_worker_gpus(self.gpus[index], os.environ, number)}
+
+
+def find_executable(name: str) -> str | None:
+    """Return the path of a command beside this Python or on PATH; None if there is none."""
+    beside = str(Path(sys.executable).parent)
+    return which(name, path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
 
 
 class LocalServer:

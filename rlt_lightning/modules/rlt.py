@@ -42,6 +42,7 @@ from rlt_lightning.datamodules.stages import (
     TeacherRLData,
 )
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
+from rlt_lightning.engines.base import Placement
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
@@ -90,8 +91,8 @@ class RLTModule(OnPolicyModule):
         advantages: How rewards of a group become advantages; None: GroupNormalisedAdvantages().
         policy_loss: GRPO or a variant of it; None: GRPOLoss().
         importance_sampling: Weights pi_trainer / pi_engine, truncated or masked. "auto": of tokens, capped at
-            2, if the engine is outside the process, unless rollouts are asynchronous. None: no weights; stale
-            rollouts are then clipped by their ratio instead.
+            2, if the engine has a copy of the weights, unless rollouts are asynchronous. None: no weights;
+            stale rollouts are then clipped by their ratio instead.
         teacher_log_probs: The teacher's log-probs in r_KL. "rollout": the engine's, if it sent them at the
             reward's temperature, else of another forward; in validation the trainer's. "recompute": always
             of another forward.
@@ -416,13 +417,13 @@ class RLTModule(OnPolicyModule):
     def check_engine(self, rollouts: Rollouts) -> None:
         """Compare an engine's log-probs of one completion with the teacher's, if they enter the reward.
 
-        An engine in process samples with the teacher itself.
+        An engine with the trainer's weights samples with the teacher itself.
 
         Raises:
             EngineError: If they differ too much.
         """
-        in_process = self.require_sampler().dispatcher.engine.in_process
-        if in_process or self.reward.find_kl(rollouts.temperature) is None:
+        placement = self.require_sampler().dispatcher.engine.placement
+        if placement is Placement.SHARED_WEIGHTS or self.reward.find_kl(rollouts.temperature) is None:
             return
         step = StepBatch.of_rollouts(replace(rollouts, rollouts=rollouts.rollouts[:1]))
         self.reader.read(

@@ -15,13 +15,13 @@ A step of training, as `RLTModule.training_step` calls it:
         engine      sample 0 │ sample 1 │ sample 2 │ ...
         module               │ train 0  │ train 1  │ ...
 
-An engine in process: every rank has it, and samples its part of a request with its own model. Each ═ is a
+Where each rank has an engine (SHARED_WEIGHTS, PER_RANK), it samples the rank's part of a request. Each ═ is a
 collective: all ranks wait there.
 
     rank 0   update_weights ─▶ sample ─▶ its completions ═ all completions ─▶ score ─▶ update
     rank 1   update_weights ─▶ sample ─▶ its completions ═ all completions ─▶ score ─▶ update
 
-An engine outside: rank 0 talks to it for all ranks. On GPUs of its own it leaves the trainer's idle while it
+A server: rank 0 talks to it for all ranks. On GPUs of its own it leaves the trainer's idle while it
 samples. So its completions come in several chunks, and each is scored at once.
 
     engine   ─── sample ─────────────────────────────────────────────┐
@@ -52,7 +52,14 @@ import torch
 from lightning.pytorch import Trainer
 
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.engines.base import Engine, EngineError, Sampling, require_context, stream_completions
+from rlt_lightning.engines.base import (
+    Engine,
+    EngineError,
+    Placement,
+    Sampling,
+    require_context,
+    stream_completions,
+)
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling, RewardStd
@@ -82,6 +89,7 @@ class Dispatcher:
 
     def __init__(self, engine: Engine, verify_every_n_steps: int, deadline_s: float) -> None:
         self.engine = engine
+        self.is_server = engine.placement is Placement.SERVER
         self.weights = WeightSync(engine, verify_every_n_steps, self.call)
         self.collectives = Collectives(deadline_s, EngineError)
         # `start` sets both.
@@ -111,7 +119,7 @@ class Dispatcher:
 
         self._free_gpu_cache()
         self.call(start)
-        if self.engine.in_process and module.sharding.sharded:
+        if self.engine.placement is Placement.SHARED_WEIGHTS and module.sharding.sharded:
             self.engine.use_sharded_model(module.run, module.on_any_rank)
 
     def close(self) -> None:
@@ -123,12 +131,12 @@ class Dispatcher:
         """Call a function of the engine where the engine is.
 
         Returns:
-            In process what this rank's call returned; else what rank 0's did, on every rank.
+            Of a server what rank 0's call returned, on every rank; else what this rank's did.
 
         Raises:
-            Exception: On every rank, whichever rank 0's call raised.
+            Exception: Whichever that call raised.
         """
-        if self.engine.in_process or self.trainer is None:
+        if not self.is_server or self.trainer is None:
             return function()
         return self.collectives.on_rank_zero(self.trainer, function)
 
@@ -137,11 +145,11 @@ class Dispatcher:
     def list_asked(self, num_problems: int) -> Sequence[int]:
         """Return which problems of a request that all ranks have alike this rank asks for.
 
-        In process these are a block. All ranks get equally many, since sharded ranks run forwards together:
-        so the last ranks may have some of the first problems too.
+        Of a server all. Else these are a block. All ranks get equally many, since sharded ranks run forwards
+        together: so the last ranks may have some of the first problems too.
         """
         assert self.trainer is not None
-        if not self.engine.in_process:
+        if self.is_server:
             return range(num_problems)
         size = -(-num_problems // self.trainer.world_size)
         first = self.trainer.global_rank * size
@@ -150,7 +158,7 @@ class Dispatcher:
     def submit(self, request: RolloutRequest) -> None:
         """Let the engine sample what a request lacks, with the weights of this step.
 
-        An engine outside the process samples in the background; any other has finished when this returns.
+        A server samples in the background; any other engine has finished when this returns.
         """
         trainer, module = self._bound()
         self._free_gpu_cache()
@@ -160,7 +168,7 @@ class Dispatcher:
         # Only the rank that talks to the engine knows what has come.
         if not self.call(lambda: bool(request.completions)):
             request.policy_version = module.global_step
-        if self.engine.in_process:
+        if not self.is_server:
             # In the precision that the model is trained in.
             with module.phase("generate"), trainer.precision_plugin.forward_context():
                 self._sample(request)()
@@ -171,7 +179,7 @@ class Dispatcher:
         """Yield what has come of a request, chunk by chunk, until nothing is missing.
 
         What is not sampled yet, or was lost with workers, is submitted. All ranks get the same chunks; but of
-        a request of its own (`RolloutRequest.asked` is None) in process, a rank gets that.
+        a request of its own (`RolloutRequest.asked` is None) a rank with its own engine gets that.
 
         Args:
             request: The request.
@@ -197,7 +205,7 @@ class Dispatcher:
             pass
 
     def _next_chunk(self, request: RolloutRequest, min_tokens: float) -> Chunk:
-        """Return what has come since the chunk before; in process, what this rank has sampled."""
+        """Return what has come since the chunk before, of a server alike on every rank."""
         chunk = self.call(lambda: request.next_chunk(min_tokens))
         request.deliver(chunk)
         if chunk.complete and self.engine.takes_turns:
@@ -206,9 +214,9 @@ class Dispatcher:
         return chunk
 
     def _share(self, request: RolloutRequest, chunk: Chunk) -> Chunk:
-        """Give all ranks what each has sampled in process, at the end of a request; otherwise all have it."""
+        """Give all ranks what each has sampled, at the end of a request; a server gave it to all."""
         trainer, _ = self._bound()
-        if not self.engine.in_process or trainer.world_size == 1:
+        if self.is_server or trainer.world_size == 1:
             return chunk
         packed = {number: pack_completion(sampled) for number, sampled in request.completions.items()}
         parts = self.collectives.gather(trainer, packed, "the completions of all ranks")
@@ -221,7 +229,7 @@ class Dispatcher:
         """Return this rank's part of a chunk's tokens; the parts of all ranks add up, up to rounding."""
         trainer, _ = self._bound()
         num_tokens = sum(len(completion.token_ids) for completion in chunk.completions.values())
-        return num_tokens if self.engine.in_process else num_tokens // trainer.world_size
+        return num_tokens // trainer.world_size if self.is_server else num_tokens
 
     def _bound(self) -> tuple[Trainer, Policy]:
         assert self.trainer is not None
@@ -448,10 +456,10 @@ class Sampler:
     ) -> RolloutRequest:
         """Return a request outside of training, to which ranks may bring different numbers of problems.
 
-        In process each rank has a request of its own.
+        Without a server each rank has a request of its own.
         """
         parts, rank = [(problems, seeds)], 0
-        if not self.dispatcher.engine.in_process:
+        if self.dispatcher.is_server:
             parts = gather_from_ranks(self.trainer, parts[0], "all ranks to announce their problems")
             rank = self.trainer.global_rank
         together = [problem for part, _ in parts for problem in part]

@@ -1,7 +1,7 @@
 """Bring the policy's weights from the ranks of a run to its engine, and verify that they arrived.
 
-An engine in process uses the model's own parameters. To an engine outside, rank 0 pushes for all ranks; each
-═ is a collective, where all ranks wait:
+An engine with SHARED_WEIGHTS uses the model's own parameters. With PER_RANK all ranks do what rank 0 does
+here. To a server, rank 0 pushes for all ranks; each ═ is a collective, where all ranks wait:
 
     rank 0   health ═ prepare_push ═ update_weights ═ verify
     rank 1          ═              ═ gather_weights ═
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 
-from rlt_lightning.engines.base import PROBE_TOKENS, Engine, NamedTensor, push_until_current
+from rlt_lightning.engines.base import PROBE_TOKENS, Engine, NamedTensor, Placement, push_until_current
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.lora import list_adapter_weights, merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
@@ -87,20 +87,22 @@ class WeightSync:
     def make_current(self, trainer: Trainer, module: Policy) -> None:
         """Push until all workers that can be reached, at least one, hold the weights; then verify."""
         step, pushed = module.global_step, False
-        if self.engine.in_process:
+        if self.engine.placement is Placement.SHARED_WEIGHTS:
             parameters = list(module.policy.named_parameters())
             push_until_current(self.engine, lambda: parameters, step)
             return
+
+        is_server = self.engine.placement is Placement.SERVER
 
         def needs_push() -> bool:
             self.engine.health()
             return self.engine.policy_version != step
 
-        while self.call(needs_push):
+        while self._agree(module, self.call(needs_push)):
             named_tensors = self._list_weights(module.policy)
             # The other ranks wait here, and not in a collective of the model, while workers join a group.
             self.call(self.engine.prepare_push)
-            if not trainer.is_global_zero:
+            if is_server and not trainer.is_global_zero:
                 self.engine.gather_weights(named_tensors)
 
             def push(named_tensors: list[NamedTensor] = named_tensors) -> None:
@@ -109,8 +111,14 @@ class WeightSync:
             self.call(push)
             pushed = True
         due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at
-        if pushed and (due or self.call(lambda: self.engine.unverified)):
+        if pushed and (due or self._agree(module, self.call(lambda: self.engine.unverified))):
             self._verify(module)
+
+    def _agree(self, module: Policy, flag: bool) -> bool:
+        """Return a flag for all ranks where they gather together and each asked an engine of its own."""
+        if self.engine.placement is Placement.PER_RANK and module.sharding.sharded:
+            return module.on_any_rank(flag)
+        return flag
 
     def _list_weights(self, policy: Any) -> list[NamedTensor]:
         """Return what the engine is pushed: a LoRA's matrices, or whole weights with the LoRA merged in."""

@@ -24,7 +24,7 @@ OPTIONS = [
     *("--model.offload_frozen=true", "--model.gradient_checkpointing=true", "--model.head.compiled=false"),
     *("--data.num_embedded_rows=8", "--data.val_rows=2", "--data.val_batch_size=2"),
     *("--trainer.val_check_interval=1", "--checkpoint.every_n_train_steps=1", "--export.adapter=merged"),
-    "--rollouts.sampling.max_completion_length=8",
+    *("--rollouts.sampling.max_completion_length=8", "--rollouts.engine=HFEngine"),
 ]
 
 

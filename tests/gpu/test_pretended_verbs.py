@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import ExitStack
 from itertools import cycle
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ROOT, python, rlt
+from commands import ROOT, path_of_tests, python, rlt
 from fake_worker import worker_of
 from sampling import sample_groups
 from samplings import SAMPLINGS, assert_same, started
 from tiny import OVERLAYS, SHORT, generates, tiny_run, uses_workers
+from vllm_runs import EXECUTABLE, forked_vllm
 
 from rlt_lightning.engines import HFEngine
 from rlt_lightning.models.load import load_model, load_tokenizer
@@ -44,7 +46,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_config_of_each_kind_runs_on_one_gpu(name: str, tiny_model: str, tmp_path: Path) -> None:
     verb, options, settings = tiny_run(find_config(f"recipe_7b/{name}"), tiny_model)
-    options += GPU[:1] if verb == "test" else GPU
+    options += [*(GPU[:1] if verb == "test" else GPU), "--rollouts.engine=HFEngine"]
     run_on_gpu(verb, *options, f"--output_dir={tmp_path / 'run'}")
     written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
     written = "distillation.parquet" if generates(settings) else written
@@ -69,10 +71,31 @@ def test_an_overlay_runs_on_as_many_gpus_as_it_needs(overlay: Path, tiny_model: 
             )
             options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
             options += ["--rollouts.engine.init_args.launch=null"] if "launch:" in text else []
+        else:
+            options += ["--rollouts.engine=HFEngine"]
         done = rlt(verb, *options, gpus=gpus)
         assert done.returncode == 0, done.stderr[-4000:]
         if uses_workers(overlay):
             assert (worker.sleep_level > 0) is ("sleep: true" in text)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not EXECUTABLE.exists(), reason="needs vLLM: make setup-vllm")
+def test_a_run_that_sets_no_engine_takes_turns_with_vllm(tiny_model: str, tmp_path: Path) -> None:
+    """A real worker, of vLLM's CPU build: only what that build lacks is taken out of its command line."""
+    verb, options, _ = tiny_run(find_config("own_rows/rlt"), tiny_model)
+    watch = {"class_path": "turns.WorkerWatch", "init_args": {"path": str(tmp_path / "events")}}
+    on_cpu = {"class_path": "turns.ChosenOnCPU"}
+    on_cpu["init_args"] = {"executable": forked_vllm(tmp_path, "sleeping_vllm")}
+    options += [*GPU, f"--output_dir={tmp_path / 'run'}", "--trainer.max_steps=2"]
+    options += [f"--trainer.callbacks+={json.dumps(callback)}" for callback in (on_cpu, watch)]
+    done = rlt(verb, *options, gpus=1, PYTHONPATH=path_of_tests())
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "rollouts.engine: vLLM on GPUs 0, in turns with the trainer" in done.stderr
+    events = [json.loads(line) for line in (tmp_path / "events").open()]
+    assert [(row["event"], row["step"]) for row in events if row["event"] in ("verify", "sleep")] == [
+        (event, step) for step in (0, 1) for event in ("verify", "sleep")
+    ]
 
 
 def test_a_base_in_4_bits_trains_on_a_gpu_as_on_a_cpu(tiny_model: str, tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_auto_weighs_what_another_process_samples(
     assert_same(first, resumed, whole=seen["set"])
 
 
-def test_an_engine_in_process_cannot_overlap() -> None:
-    with pytest.raises(InputError, match=r"asynchronous needs an engine outside this process.*HFEngine"):
+def test_an_engine_that_is_no_server_cannot_overlap() -> None:
+    with pytest.raises(InputError, match=r"asynchronous needs a server.*HFEngine"):
         RolloutCallback(asynchronous=True)
 
 

@@ -37,6 +37,7 @@ from rlt_lightning.engines import (
     EngineDescription,
     EngineError,
     HFEngine,
+    Placement,
     SampleRequest,
     Sampling,
     VLLMEngine,
@@ -358,7 +359,8 @@ def test_four_methods_make_an_engine() -> None:
     config = parser.parse_args([f"--engine={__name__}.FourMethods"])
     engine = parser.instantiate_classes(config).engine
     assert isinstance(engine, FourMethods)
-    assert (engine.policy_version, engine.describe(), engine.in_process) == (-1, EngineDescription(), False)
+    assert (engine.policy_version, engine.describe()) == (-1, EngineDescription())
+    assert engine.placement is Placement.SERVER
     assert not engine.load_own_model("teacher")
 
 

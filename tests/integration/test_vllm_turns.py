@@ -30,15 +30,20 @@ def run_in_turns(folder: Path, model: str, *options: str, kills: dict[int, str] 
     launch = {
         "executable": forked_vllm(folder, "sleeping_vllm"),
         "max_model_len": 512,
+        "dtype": "bfloat16",
         "arguments": ["--enforce-eager", "--kv-cache-memory-bytes", str(KV_CACHE_MIB * 2**20)],
     }
     # Two at a time: when the first completion comes, others have still to be sampled.
     # vLLM may leave a call without an answer that comes just when its engine has died.
-    engine = {"max_sequences": 2, "call_timeout_s": 20.0, "launch": launch}
+    arguments = {"max_sequences": 2, "call_timeout_s": 20.0, "launch": launch, "sleep": True}
+    arguments["push"] = {"class_path": "rlt_lightning.engines.GlooPush", "init_args": {"dtype": "bfloat16"}}
     watch = {"class_path": "turns.WorkerWatch", "init_args": {"path": str(folder / "events"), "kills": kills}}
     overlay: dict[str, Any] = {
         "trainer": {"accelerator": "cpu", "max_steps": STEPS, "callbacks+": [watch]},
-        "rollouts": {"sampling": {"max_completion_length": 24}, "engine": {"init_args": engine}},
+        "rollouts": {
+            "sampling": {"max_completion_length": 24},
+            "engine": {"class_path": "VLLMEngine", "init_args": arguments},
+        },
         "model": {"init_args": {"group_size": 4}},
     }
     (folder / "cpu.yaml").write_text(yaml.safe_dump(overlay))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.engines import HFEngine, Placement, SampleRequest, Sampling
 from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.losses import LossTerm, PolicyGradient
@@ -160,7 +160,7 @@ def say_made() -> None:
 class SlowEngine(HFEngine):
     """Samples on rank 0 for all ranks, as workers do, and takes its time."""
 
-    in_process = False
+    placement = Placement.SERVER
     unverified = False
 
     def __init__(self, delay_s: float) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rlt_lightning.engines import (
     EngineError,
     HFEngine,
+    Placement,
     SampleRequest,
     Sampling,
 )
@@ -21,7 +22,7 @@ from rlt_lightning.types import Completion
 class Outside(HFEngine):
     """Samples as workers do: for all ranks, in a thread. It tells of no completion before the last."""
 
-    in_process = False
+    placement = Placement.SERVER
     unverified = False
     reports_log_probs = False
 

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from lightning.pytorch import Callback
 
-from rlt_lightning.engines import Engine, SampleRequest, Sampling
+from rlt_lightning.engines import Engine, Placement, SampleRequest, Sampling
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules.rollout_rows import rollout_rows
 from rlt_lightning.run.jsonl import Row, append_rows, read_json_rows
@@ -76,11 +76,11 @@ class ReplayEngine(Engine):
 
     Args:
         rollouts: `rollouts.jsonl` of a recorded run; a `dropped.jsonl` beside it is read too.
-        in_process: Whether it behaves as an engine in process, as the recorded run's did.
+        placement: Where it behaves as if it were, as the recorded run's engine did.
     """
 
-    def __init__(self, rollouts: str, in_process: bool = True) -> None:
-        self.in_process = in_process
+    def __init__(self, rollouts: str, placement: Placement = Placement.SHARED_WEIGHTS) -> None:
+        self.placement = placement
         self.groups: dict[tuple[int, int], dict[int, Row]] = {}  # by step, from 0, and row; then by number
         for path in (Path(rollouts), Path(rollouts).with_name("dropped.jsonl")):
             for row in read_json_rows(path):

@@ -31,7 +31,7 @@ from rlt_lightning.checkpoints.export import Adapter
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StudentLikelihoodData, StudentOPDData, TeacherRLData
 from rlt_lightning.datamodules.teacher_views import ViewOptions
-from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
+from rlt_lightning.engines import EngineError, HFEngine, Placement, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import OPDModule, RLTModule
@@ -81,7 +81,8 @@ class Given(HFEngine):
     ) -> Iterator[tuple[int, Completion]]:
         groups = []
         end = self.tokenizer.encode(stop, add_special_tokens=False)
-        rank = torch.distributed.get_rank() if self.in_process and torch.distributed.is_initialized() else 0
+        per_rank = self.placement is not Placement.SERVER and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if per_rank else 0
         for position, request in enumerate(requests, rank * len(requests)):
             seed, num_completions = request.seed, request.num_completions
             random = Random(seed)
@@ -105,7 +106,7 @@ class Given(HFEngine):
 class Early(Given):
     """Outside the process: gives the last completion of a step only after others were scored."""
 
-    in_process = False
+    placement = Placement.SERVER
     unverified = False
     waits = True  # for the scores of others
 

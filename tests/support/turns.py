@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,27 @@ def turns(calls: list[str]) -> str:
     return "".join(letters.get(call.split()[1].partition("?")[0], "") for call in calls)
 
 
+class ChosenOnCPU(Callback):
+    """Let the engine that a run has chosen start the CPU build of vLLM.
+
+    Args:
+        executable: In place of vllm.
+    """
+
+    def __init__(self, executable: str) -> None:
+        self.executable = executable
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Change the command line, before RolloutCallback starts the worker."""
+        engine = RolloutCallback.of(trainer).engine
+        assert isinstance(engine, VLLMEngine)
+        launch = engine.fleet.launch
+        assert launch is not None
+        assert launch.gpus == [[0]]
+        arguments = [*launch.arguments[:2], "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
+        engine.fleet.launch = replace(launch, executable=self.executable, arguments=arguments)
+
+
 class WorkerWatch(Callback):
     """Write down what becomes of a run's only worker, a line of JSON for each event; kill it, if it is to be.
 
@@ -42,7 +64,7 @@ class WorkerWatch(Callback):
         self.path = Path(path)
         self.kills = dict(kills or {})
 
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         engine = RolloutCallback.of(trainer).engine
         assert isinstance(engine, VLLMEngine)
         self.engine, self.trainer = engine, trainer

@@ -36,7 +36,7 @@ from rlt_lightning.datamodules import (
     TeacherSFTData,
 )
 from rlt_lightning.datamodules.teacher_views import ViewOptions
-from rlt_lightning.engines import HFEngine, Sampling
+from rlt_lightning.engines import HFEngine, Placement, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import OPDModule, RLTModule, SFTModule
@@ -105,7 +105,7 @@ class Setup:
         data: The datamodule.
         rollouts: Settings of RolloutCallback; None: nothing is sampled.
         recording: Name of the folder of recorded completions.
-        in_process: Whether every rank replays, or rank 0 for all.
+        placement: Whether every rank replays, or rank 0 for all.
         callbacks: Further callbacks.
     """
 
@@ -113,7 +113,7 @@ class Setup:
     data: Any
     rollouts: dict[str, Any] | None = None
     recording: str = ""
-    in_process: bool = True
+    placement: Placement = Placement.SHARED_WEIGHTS
     callbacks: list[Callback] = field(default_factory=list)
 
 
@@ -142,7 +142,7 @@ def rlt(
     students: str | dict[str, float] = STUDENT,
     recording: str = "rlt",
     rollouts: dict[str, Any] | None = None,
-    in_process: bool = True,
+    placement: Placement = Placement.SHARED_WEIGHTS,
     reward: Callable[..., Any] = RLTReward,
     **options: Any,
 ) -> Setup:
@@ -155,7 +155,7 @@ def rlt(
         data(TEACHER, student_tokenizer=names, tags="r1", student_system_prompt=""),
         {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=30)} | (rollouts or {}),
         recording,
-        in_process,
+        placement,
         [ReferenceSync(every_n_steps=4)],
     )
 
@@ -163,7 +163,9 @@ def rlt(
 def stale(**options: Any) -> Setup:
     """Return RLT on completions that are one step old, whose ratios are not 1."""
     asynchronous = {"asynchronous": True, "score_early": False}
-    return rlt(recording="stale", rollouts=asynchronous, in_process=False, max_staleness=1, **options)
+    return rlt(
+        recording="stale", rollouts=asynchronous, placement=Placement.SERVER, max_staleness=1, **options
+    )
 
 
 def likelihood(reward: Any, student: str = "policy") -> Setup:
@@ -376,8 +378,8 @@ def run(kind: str, strategy: str = "", folder: Path | None = None, record: bool 
     callbacks = [*setup.callbacks, watch]
     recording = FOLDER / "recorded" / setup.recording / "rollouts.jsonl"
     if setup.rollouts is not None:
-        engine = (Sampled if setup.in_process else SampledOutside)() if record else None
-        engine = engine or ReplayEngine(str(recording), setup.in_process)
+        engine = (SampledOutside if setup.placement is Placement.SERVER else Sampled)() if record else None
+        engine = engine or ReplayEngine(str(recording), setup.placement)
         callbacks.insert(0, RolloutCallback(engine=engine, **setup.rollouts))
         callbacks += [Recorder()] if record else []
     setup.data.output_dir = str(folder)
@@ -402,7 +404,7 @@ class Sampled(HFEngine):
 class SampledOutside(HFEngine):
     """Samples as workers do, with the weights of the last push."""
 
-    in_process = False
+    placement = Placement.SERVER
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         super().start(copy.deepcopy(model), tokenizer, folder)

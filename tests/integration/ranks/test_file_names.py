@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ModelExporter, ResponseCallback
 from rlt_lightning.datamodules import StudentSFTData
-from rlt_lightning.engines import DiskPush, VLLMEngine
+from rlt_lightning.engines import DiskPush, Placement, VLLMEngine
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.load import empty_model, load_model
@@ -166,7 +166,7 @@ def test_an_evaluation_pushes_the_names_of_files(folders: dict[str, str]) -> Non
     pushed: dict[str, Any] = {}
 
     class Recording:
-        in_process, policy_version = False, -1
+        placement, policy_version = Placement.SERVER, -1
 
         def health(self) -> None: ...
 
@@ -177,7 +177,8 @@ def test_an_evaluation_pushes_the_names_of_files(folders: dict[str, str]) -> Non
         def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None: ...
 
     trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(problems=[SimpleNamespace(prompt=[5, 6, 7])]))
-    module: Any = SimpleNamespace(policy=load_model(folders["qwen3_moe"]))
+    policy = load_model(folders["qwen3_moe"])
+    module: Any = SimpleNamespace(policy=policy, run=lambda function, *rest: function(policy, *rest))
     engine: Any = Recording()
     ResponseCallback(engine)._push(trainer, module)
     assert pushed.keys() == read_folder(folders["qwen3_moe"]).keys()

@@ -1,0 +1,84 @@
+"""Engines of every rank with a copy of the weights, examples/copy_engine.py, sample as the model itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ROOT, rlt
+from compared import largest_difference
+from copy_engine import CopyEngine
+from fits import metrics
+from safetensors.torch import load_file
+from torch.distributed import get_rank
+
+from rlt_lightning.engines import EngineError
+from rlt_lightning.models.load import load_model
+from rlt_lightning.models.packed import sequence_log_probs
+from rlt_lightning.run.jsonl import read_json_rows
+
+ENGINES = {"own": "HFEngine", "copy": "copy_engine.CopyEngine"}
+STRATEGIES = {
+    "single": ["--trainer.devices=1"],
+    "ddp": ["--trainer.devices=2", "--trainer.strategy=ddp"],
+    "fsdp2": ["--trainer.devices=2", "--config=configs/hardware/fsdp2.yaml"],
+}
+
+
+def train(engine: str, folder: Path, model: str, *options: str) -> None:
+    words = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={model}", f"--model.student={model}"]
+    words += ["--trainer.max_steps=3", "--trainer.val_check_interval=1", "--data.val_rows=2"]
+    words += ["--data.num_embedded_rows=8", "--rollouts.sampling.max_completion_length=16"]
+    words += ["--model.optimizer.lr=1e-3", "--model.importance_sampling=null"]
+    words += [f"--rollouts.engine={engine}", f"--output_dir={folder}", *options]
+    places = [ROOT / "examples", ROOT / "tests/support", Path(__file__).parent]
+    result = rlt(*words, PYTHONPATH=os.pathsep.join(map(str, places)))
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_copy_per_rank_samples_and_trains_the_same(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    rows: dict[str, Any] = {}
+    for name, engine in ENGINES.items():
+        train(engine, tmp_path / name, tiny_model, *STRATEGIES[strategy])
+        rollouts = list(read_json_rows(tmp_path / name / "rollouts.jsonl"))
+        rows[name] = [(row["step"], row["row"], row["explanation"]) for row in rollouts]
+    assert len(rows["own"]) > 0
+    assert rows["copy"] == rows["own"]
+    own, copy = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ENGINES)
+    assert largest_difference(own, load_file(Path(tiny_model) / "model.safetensors")) > 1e-4
+    assert largest_difference(copy, own) < (1e-5 if strategy == "fsdp2" else 1e-9)
+    for row in metrics(tmp_path / "copy").values():
+        assert row["rollout/mismatch_max"] < 1e-4  # each step sampled with its own weights
+
+
+class Forgetful(CopyEngine):
+    """Loses the weights of step 1 once, on the last rank."""
+
+    def health(self) -> None:
+        super().health()
+        if self.policy_version == 1 and not self.unverified and get_rank() == 1:
+            self.policy_version, self.unverified = -1, True
+
+
+def test_all_ranks_gather_for_one_that_lost_its_copy(tiny_model: str, tmp_path: Path) -> None:
+    for engine in ("copy_engine.CopyEngine", "test_copy_engine.Forgetful"):
+        train(engine, tmp_path / engine, tiny_model, *STRATEGIES["fsdp2"])
+    kept, lost = (load_file(folder / "model" / "model.safetensors") for folder in sorted(tmp_path.iterdir()))
+    assert largest_difference(kept, lost) < 1e-9
+
+
+def test_a_copy_without_the_weights_is_found(tiny_model: str, tmp_path: Path) -> None:
+    model, text = load_model(tiny_model), [5, 6, 7, 8, 9]
+    engine = CopyEngine()
+    engine.start(model, None, tmp_path)
+    engine.update_weights([*model.named_parameters()], 1)
+    current = {1: sequence_log_probs(model, text).tolist()}
+    engine.verify(text, current)
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(1.5)
+    with pytest.raises(EngineError, match="trainer's weights"):
+        engine.verify(text, current)
