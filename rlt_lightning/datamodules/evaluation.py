@@ -182,10 +182,10 @@ class EvaluationDataModule(LightningDataModule):
         """
         for spec in self.specs.values():
             spec.require_source()
-        if self.responses is not None:
-            SourceReader().open(self.responses)
         self.format_options.require_files()
-        if self.tokenizer_name is not None:
+        if self.responses is not None:  # then no model is asked
+            SourceReader().open(self.responses)
+        elif self.tokenizer_name is not None:
             require_model_name(self.tokenizer_name)
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
