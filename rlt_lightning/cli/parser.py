@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_args
 
 import jsonargparse._typehints as typehints
 from jsonargparse import Namespace
+from jsonargparse._link_arguments import ActionLink
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.help import suggest_option
@@ -52,6 +53,28 @@ def keep_chosen_arguments(parser: Any, before: Any, value: Any) -> None:
 
 
 typehints.discard_init_args_on_class_path_change = keep_chosen_arguments
+
+# Of jsonargparse 4: it overwrites, in silence, what somebody has set.
+set_linked = ActionLink.set_target_value
+
+
+def set_linked_unless_chosen(link: Any, value: Any, settings: Namespace, logger: Any) -> None:
+    """Set a setting that follows from another one, unless somebody has set it to another value.
+
+    Raises:
+        InputError: If somebody has.
+    """
+    target, owner = link.target[0], link.target[1].dest
+    chosen, kind = settings.get(target), settings.get(owner)
+    if chosen not in (None, value):
+        defaults = typehints.ActionTypeHint.get_class_parser(kind.class_path, {}).get_defaults()
+        if chosen != defaults.get(target.rpartition(".")[2]):
+            name, sources = target.replace(".init_args", ""), ", ".join(key for key, _ in link.source)
+            raise InputError(f"{name} follows from {sources}, but is set to {chosen}. Remove it.")
+    set_linked(link, value, settings, logger)
+
+
+ActionLink.set_target_value = set_linked_unless_chosen
 
 
 def condense_message(message: str) -> str:

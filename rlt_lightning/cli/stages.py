@@ -3,7 +3,8 @@
 parse_arguments               read the configs and options; --seed sets the seeds
 before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (trainer.py)
-SaveConfig                    write config.yaml and catalogue.json, before the models are loaded
+SaveConfig                    write config.yaml and catalogue.json, before the models are loaded; of a run
+                              that resumes, once its checkpoint is
 after_fit, after_predict      print where the results are, and the next command
 """
 
@@ -98,7 +99,7 @@ class SaveConfig(SaveConfigCallback):
     """
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that all ranks have found the same checkpoint, then write the file."""
+        """Check that all ranks have found the same checkpoint, then write the file, unless a run resumes."""
         found = self.config.ckpt_path
         if (first := trainer.strategy.broadcast(found)) != found:
             raise InputError(
@@ -106,10 +107,15 @@ class SaveConfig(SaveConfigCallback):
                 f"{trainer.global_rank} found {found}. The nodes' shared disk shows changes late: start "
                 "again in a minute."
             )
-        super().setup(trainer, pl_module, stage)
+        if not (stage == "fit" and is_within(Path(trainer.default_root_dir), found)):
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule) -> None:
+        """Write the file of a run that resumes: only now has its checkpoint been accepted."""
+        super().setup(trainer, pl_module, "fit")
 
     def save_config(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file; Lightning calls this on rank 0, before the models are loaded."""
+        """Write the file, on rank 0."""
         path = Path(trainer.default_root_dir) / "config.yaml"
         # A kill must not leave half a file, from which a run would be resumed, explained or tested.
         scratch = path.with_suffix(".tmp")

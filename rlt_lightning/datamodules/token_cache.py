@@ -152,16 +152,20 @@ def flatten_item(item: Item) -> dict[str, Any]:
 
 
 def encode_columns(columns: dict[str, Any]) -> bytes:
-    """Return a row's columns as JSON, or as an Arrow stream if they hold what JSON does not know.
+    """Return a row's columns as JSON; then, if there are any that JSON does not know, as an Arrow stream.
+
+    A zero byte, which JSON escapes, is between them.
 
     Raises:
         InputError: If neither can hold a value.
     """
-    if is_json(columns):
+    others = {name: value for name, value in columns.items() if type(name) is not str or not is_json(value)}
+    if not others:
         return json.dumps(columns).encode()
     sink = pa.BufferOutputStream()
     try:
-        batch = pa.RecordBatch.from_pylist([columns])
+        known = json.dumps(columns | dict.fromkeys(others)).encode()  # the others keep their places
+        batch = pa.RecordBatch.from_pylist([others])
     except (pa.ArrowException, OverflowError, TypeError, UnicodeEncodeError) as error:
         raise InputError(
             f"Columns must hold values that Arrow can store, but a row has others ({error}). Remove the "
@@ -169,7 +173,7 @@ def encode_columns(columns: dict[str, Any]) -> bytes:
         ) from error
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return cast(bytes, sink.getvalue().to_pybytes())
+    return known + b"\0" + cast(bytes, sink.getvalue().to_pybytes())
 
 
 def hash_columns(columns: dict[str, Any]) -> int:
@@ -180,11 +184,13 @@ def hash_columns(columns: dict[str, Any]) -> int:
 
 def decode_columns(encoded: bytes) -> dict[str, Any]:
     """Return the columns that `encode_columns` was given."""
-    if encoded.startswith(b"{"):
-        return cast(dict[str, Any], json.loads(encoded))
-    with pa.ipc.open_stream(encoded) as reader:
-        [columns] = reader.read_all().to_pylist()
-    return cast(dict[str, Any], columns)
+    known, _, stream = encoded.partition(b"\0")
+    columns = cast(dict[str, Any], json.loads(known))
+    if stream:
+        with pa.ipc.open_stream(stream) as reader:
+            [others] = reader.read_all().to_pylist()
+        columns |= others
+    return columns
 
 
 def is_json(value: Any) -> bool:

@@ -106,7 +106,7 @@ def read_answer(text: str) -> Parsed:
     if is_equation and (name := read_name(members)):
         value = members[0] if name == members[-1] else members[-1]
         return replace(read_answer(value), name=name)
-    if interval := read_interval(members, relations):
+    if interval := read_unequal(members, relations) or read_interval(members, relations):
         return replace(interval, text=text)
     if text.count(r"\pm") == 1 and not relations:
         both = (text.replace(r"\pm", sign).strip().removeprefix("+").strip() for sign in "+-")
@@ -213,14 +213,25 @@ def read_interval(members: list[str], relations: list[str]) -> Parsed | None:
     return build_interval(members[0], relations[0], members[2], relations[1])
 
 
+def read_unequal(members: list[str], relations: list[str]) -> Parsed | None:
+    r"""Return the two intervals that `x\ne 2` or `2\ne x` describes; None for others."""
+    bound, variable = sorted(members, key=is_constant, reverse=True) if len(members) == 2 else ("", "")
+    if relations != [r"\ne"] or not (VARIABLE.fullmatch(variable) and is_constant(bound)):
+        return None
+    below, above = build_interval(r"-\infty", "<", bound, "<"), build_interval(bound, "<", r"\infty", "<")
+    return Parsed("", brackets=",", parts=(below, above), connectives=frozenset({"or"}))
+
+
 def read_absolute(members: list[str], relations: list[str]) -> Parsed | None:
     r"""Return the interval or the two that `|x|<3`, `3\le|2x-1|` or `1<|x|<3` describes; None for others."""
     place = 0 if "|" in members[0] else 1
     match = ABSOLUTE.fullmatch(members[place])
     bounds = [member for i, member in enumerate(members) if i != place]
+    lower = members[0] if place == 1 else None
+    if lower == "0" and relations[0] == "<":
+        bounds = bounds[1:]
     if match is None or (match["before"] and match["after"]) or not all(map(is_positive, bounds)):
         return None
-    lower = members[0] if place == 1 else None
     upper = members[place + 1] if len(members) > place + 1 else None
     constant = match["before"] or match["after"] or "0"
     centre = f"({constant})" if match["sign"] == "-" else f"-({constant})"

@@ -270,8 +270,9 @@ def write_quotients(text: str) -> str:
 
 
 def write_unit(text: str) -> str:
-    r"""Return a number with a fraction of units as `5 m/s`; any other text as it is."""
-    if (match := UNIT_FRACTION.fullmatch(text)) is None:
+    r"""Return a number with a fraction of units, or in one, as `5 m/s`; any other text as it is."""
+    moved = re.sub(r"^\\frac\s*\{\s*(\d+(?:\.\d+)?)\s*(?=[a-zA-Z])", r"\1\\frac{", text)
+    if (match := UNIT_FRACTION.fullmatch(moved)) is None:
         return text
     number, top, bottom = match.groups()
     unit = write_quotients(f" {top}/({bottom})")

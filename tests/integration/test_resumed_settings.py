@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import yaml
 from commands import rlt
 from fits import small_fit
 from safetensors.torch import load_file, save_file
@@ -40,6 +41,9 @@ def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> Non
 def test_other_rows_at_the_same_path_are_refused(tiny_model: str, tmp_path: Path) -> None:
     rows, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
 
+    def read_steps() -> int:
+        return int(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["max_steps"])
+
     def fit(steps: int) -> tuple[int, str]:
         options = [f"--data.source={rows}", f"--data.val_source={held_out}", f"--trainer.max_steps={steps}"]
         ended = rlt(*small_fit(tiny_model, tmp_path / "run", *options, "--resume=true"))
@@ -52,9 +56,11 @@ def test_other_rows_at_the_same_path_are_refused(tiny_model: str, tmp_path: Path
     rows.write_text("".join(sorted(first.splitlines(keepends=True))))
     status, said = fit(2)
     assert (status, said.count(f"the training rows of {rows}")) == (2, 1), said
+    assert read_steps() == 1
     rows.write_text(first)
     status, said = fit(2)
     assert (status, said.count("held-out rows")) == (0, 0), said
+    assert read_steps() == 2
     held_out.write_text(first)
     status, said = fit(3)
     assert (status, said.count("The held-out rows are not those")) == (0, 1), said

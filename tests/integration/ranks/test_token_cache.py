@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import pyarrow
 import pyarrow.compute
+import pyarrow.parquet
 import pytest
 import ranks
 from commands import ROOT, Running, python, wait_until
@@ -213,7 +214,19 @@ def test_columns_that_json_does_not_know_come_back(make_data: MakeData, tmp_path
         assert found == rows
 
 
-@pytest.mark.parametrize("value", [10**30, "cut \ud83e", {1: "a"}, {1}, object()], ids=range(5))
+@pytest.mark.parametrize("value", [2**63 + 1, 10**30, "cut \ud83e", {"k\ud83e": [1, "a"]}], ids=range(4))
+def test_columns_that_only_json_knows_come_back(value: Any, make_data: MakeData, tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([row_of(number) for number in range(20)])
+    when = pyarrow.array([datetime.datetime(2025, 1, 2)] * 20, pyarrow.timestamp("ns", tz="UTC"))
+    table = table.append_column("when", when).append_column("raw", [[b"\x00\xff"] * 20])
+    table = table.append_column("large", pyarrow.array([2**64 - 1] * 20, pyarrow.uint64()))
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = [columns | {"odd": value} for _, columns in read_rows(str(tmp_path / "rows.parquet"))]
+    found = [item.columns for item in make_data(rows).problems]
+    assert [list(columns.items()) for columns in found] == [list(row.items()) for row in rows]
+
+
+@pytest.mark.parametrize("value", [{1: "a"}, {1}, object()], ids=range(3))
 def test_a_value_that_nothing_can_hold_is_named(value: Any, make_data: MakeData) -> None:
     rows = [row_of(number) | {"day": datetime.date(2025, 1, 2), "odd": value} for number in range(20)]
     if value == {1}:

@@ -44,6 +44,7 @@ from rlt_lightning.run.shipped import list_shipped_configs
 from rlt_lightning.types import InputError
 
 CONFIGS = {
+    "linked.yaml": "data: {init_args: {student_tokenizer: other}}\n",
     "key.yaml": "model:\n  class_path: rlt_lightning.modules.RLTModule\n  init_args: {group_sise: 4}\n",
     "nested.yaml": "model:\n  optimizer: {lrr: 2}\n",
     "type.yaml": "model:\n  group_size: four\n",
@@ -84,6 +85,10 @@ MISTAKES = {
     f"{FIT} --config=empty.yaml": ("empty.yaml", "leave it out"),
     f"{FIT} --model.reward RLTRewrd": ("reward", "import path"),
     f"{FIT} --model.dtype fp16": ("dtype", "float16"),
+    "fit --config laptop/rlt --data.tokenizer other": ("data.tokenizer follows from model", "Remove it"),
+    "fit --config laptop/rlt --config linked.yaml": ("data.student_tokenizer follows from model", "Remove"),
+    "plan --config laptop/opd --data.teacher_tokenizer=x": ("data.teacher_tokenizer", "follows from model"),
+    "test --config laptop/evaluate --data.num_samples 7": ("data.num_samples", "rollouts.num_samples"),
     f"{FIT} --seed -1": ("seed", "v>=0"),
     "test --config laptop/rlt": ("RLTModule", "belongs to rlt fit"),
     "plan --config recipe_7b/evaluate_paper": ("plans rlt fit and rlt predict", "belongs to rlt test"),
