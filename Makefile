@@ -1,22 +1,23 @@
 # `make quickstart` and `make test` work on a bare machine with Python 3.11, pip, make and git.
 PYTHON ?= python3
 # What `make setup` installs: all that tests need and, where an NVIDIA driver is, what samples on its GPUs.
-EXTRAS ?= dev,deepspeed$(if $(shell command -v nvidia-smi),$(COMMA)liger$(COMMA)vllm)
 COMMA := ,
+EXTRAS ?= dev,deepspeed$(if $(shell command -v nvidia-smi),$(COMMA)liger$(COMMA)vllm)
+INSTALLED = .venv/.installed-$(subst $(COMMA),-,$(EXTRAS))
 RUN = .venv/bin
 # Where Python may not write what it compiles, every process compiles all of it.
 unexport PYTHONDONTWRITEBYTECODE
 
 # --no-compile: half of the time would go into files that nothing imports. The others are compiled by the
 # import below, so that two processes of the tests do not do it at once.
-.venv/.installed: pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into .venv: some minutes, 4 GB"
 	$(PYTHON) -m venv .venv
 	$(RUN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]' --constraint constraints.txt
 	$(RUN)/python -c "import lightning.pytorch, rlt_lightning.models.quantised, peft, transformers.trainer_utils"
 	touch $@
 
-setup: .venv/.installed
+setup: $(INSTALLED)
 
 # vLLM's CPU build, a third-party one, for tests and laptops. GPUs: make setup EXTRAS=...,vllm.
 setup-vllm: setup
