@@ -74,7 +74,7 @@ def set_linked_unless_chosen(link: Any, value: Any, settings: Namespace, logger:
     set_linked(link, value, settings, logger)
 
 
-ActionLink.set_target_value = set_linked_unless_chosen
+ActionLink.set_target_value = set_linked_unless_chosen  # type: ignore[method-assign,assignment]
 
 
 def condense_message(message: str) -> str:
