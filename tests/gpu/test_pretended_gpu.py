@@ -91,7 +91,7 @@ def test_the_host_waits_once_per_token_and_never_per_row(gpus: int, group_size: 
     _, found = map(json.loads, (tmp_path / "run" / "waits.jsonl").read_text().splitlines())
     with (tmp_path / "run" / "metrics.csv").open() as file:
         _, step, _ = csv.DictReader(file)
-    tokens = found.pop("engines/hf.py:read")  # of the first rank; the metric is of both
+    tokens = found.pop("engines/hf.py:draw")  # of the first rank; the metric is of both
     assert tokens == float(step["rollout/length_max"]) or gpus > 1
     assert found == (WAITS if gpus == 1 else WAITS_OF_TWO)
 

@@ -624,7 +624,7 @@ def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rlt_lightning.cli.main.run", run)
-    monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
+    monkeypatch.setattr(sys, "argv", ["rlt", "fit", "--config=laptop/rlt"])
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the current folder
     with pytest.raises(SystemExit) as ending:
         main()
@@ -636,7 +636,7 @@ def test_only_a_terminal_is_told_of_the_imports(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlt_lightning.cli.main.run", lambda: 0)
-    monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
+    monkeypatch.setattr(sys, "argv", ["rlt", "fit", "--config=laptop/rlt"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with pytest.raises(SystemExit):
