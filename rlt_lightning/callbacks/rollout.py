@@ -212,7 +212,8 @@ class RolloutCallback(Callback):
                 f"answer, but is {self.max_resamples}. Set it to 0, and raise rollouts.num_traces instead."
             )
         if not (stage == "predict" and isinstance(data, ScoringData)):  # which uses no engine
-            if (reason := self.choose_engine(find_gpus(trainer), pl_module)) and trainer.is_global_zero:
+            reason = None if self.is_engine_chosen else self.choose_engine(find_gpus(trainer), pl_module)
+            if reason and trainer.is_global_zero:
                 announce(reason)
             require_gathering(self.engine, trainer)
         if stage == "fit":

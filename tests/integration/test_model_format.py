@@ -256,7 +256,9 @@ def test_a_template_has_the_trained_prompt_as_default(smollm2: str, shared: Path
         before = tokenizer.chat_template
 
         def text(*messages: dict[str, str], tokenizer: Any = tokenizer) -> str:
-            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            rendered = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
             return str(rendered)
 
         ours = text({"role": "system", "content": prompt}, question)
