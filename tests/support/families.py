@@ -298,7 +298,7 @@ FAMILIES = {
     "phi": Family("auto", "slots", {"partial_rotary_factor": 0.5}),
     "phi3": Family("auto", "slots", {"sliding_window": None, "partial_rotary_factor": 0.5}),
     "phi3, longrope": Family(
-        "single", "unpadded",
+        "single", "uncached",
         {
             "sliding_window": None, "original_max_position_embeddings": REACH, "rope_parameters": LONGROPE
         },
