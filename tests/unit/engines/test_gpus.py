@@ -84,6 +84,17 @@ main()
     assert done.stdout == "{'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}\n", done.stderr
 
 
+def run_worker(program: str, environment: dict[str, str], folder: Path) -> str:
+    """Return the line that a launched worker prints."""
+    server = LocalServer([sys.executable, "-c", program], environment, folder / "log")
+    server.start()
+    assert server.process is not None
+    server.process.wait(20)
+    line = server.log.read_text().splitlines()[-2]  # the guard's line follows
+    server.stop()
+    return line
+
+
 def test_the_trainers_allocator_grows_and_is_not_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,26 +108,12 @@ def test_the_trainers_allocator_grows_and_is_not_the_workers(
     for name in (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
     program = 'import os; print([v for n, v in os.environ.items() if "ALLOC_CONF" in n])'
-    told = []
-    for environment in ({}, {ALLOCATOR: "max_split_size_mb:512"}):
-        server = LocalServer([sys.executable, "-c", program], environment, tmp_path / "log")
-        server.start()
-        assert server.process is not None
-        server.process.wait(20)
-        told.append(server.log.read_text().splitlines()[-2])  # the guard's line follows
-        server.stop()
+    told = [run_worker(program, own, tmp_path) for own in ({}, {ALLOCATOR: "max_split_size_mb:512"})]
     assert told == ["[]", "['max_split_size_mb:512']"]
 
 
 def test_a_launched_worker_needs_no_flashinfer_unless_asked(tmp_path: Path) -> None:
     name = "VLLM_USE_FLASHINFER_SAMPLER"
     program = f"import os; print(os.environ[{name!r}])"
-    told = []
-    for environment in ({}, {name: "1"}):
-        server = LocalServer([sys.executable, "-c", program], environment, tmp_path / "log")
-        server.start()
-        assert server.process is not None
-        server.process.wait(20)
-        told.append(server.log.read_text().splitlines()[-2])  # the guard's line follows
-        server.stop()
+    told = [run_worker(program, own, tmp_path) for own in ({}, {name: "1"})]
     assert told == ["0", "1"]
