@@ -143,7 +143,7 @@ def load_model(
 
     options = attention_options(name, attn_implementation, trust_remote_code)
     announce_model(name, dtype, role)
-    require_intact(Path(resolve(name)), with_weights=True)
+    require_intact(Path(resolve(name)), weights=True)
     with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(
             resolve(name),
@@ -167,7 +167,7 @@ def empty_model(
     """
     from transformers import GenerationConfig
 
-    require_intact(Path(resolve(name)), with_weights=True)
+    require_intact(Path(resolve(name)), weights=True)
     model = meta_model(name, dtype, attn_implementation, trust_remote_code)
     if model.can_generate():
         with quiet_transformers(), contextlib.suppress(OSError):  # there is none
@@ -286,13 +286,17 @@ def require_model_name(name: str) -> None:
         )
 
 
-def require_intact(folder: Path, with_weights: bool = False) -> None:
-    """Check files of a model folder against its digests, if it has any; weights take 0.2 s for a GiB.
+def require_intact(folder: Path, weights: bool = False) -> None:
+    """Check files of a model folder against its digests, if it has any.
+
+    Args:
+        folder: The folder.
+        weights: Check its weights, which takes 0.2 s for a GiB; False: check all other files.
 
     Raises:
         InputError: Naming the first file that was changed.
     """
-    names = [name for name in read_digests(folder) if with_weights or not name.endswith(".safetensors")]
+    names = [name for name in read_digests(folder) if name.endswith(".safetensors") == weights]
     if names:
         own_change = f"If you changed the file yourself, delete its line in {folder}/*{SUFFIX}."
         require_digests(folder, f"Export the model again. {own_change}", names)

@@ -146,12 +146,13 @@ class FiniteChecks:
         is_bad, kept, self.kept = self.find_bad(), self.kept, []
         if not is_bad:
             return
-        for term in dict.fromkeys(term for *_, term, _ in kept):
-            parts = [part for part in kept if part[2] == term]
+        for what in dict.fromkeys(what for *_, what, _ in kept):
+            parts = [part for part in kept if part[2] == what]
             values = torch.cat([values for values, *_ in parts])
             counts = [count for _, counts, *_ in parts for count in counts]
             rows = [row for *_, numbers in parts for row in numbers]
-            require_finite(to_padded(values, counts)[0], term[0], rows, term[1])
+            term, remedy = what
+            require_finite(to_padded(values, counts)[0], term, rows, remedy)
 
 
 def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:
