@@ -105,6 +105,9 @@ def is_terminated() -> bool:
 class Interrupt(Callback):
     """Stop all ranks after the iteration, or the validation, in which a signal has come to one of them.
 
+    So it does where a callback of one of them has set `trainer.should_stop`: Lightning would leave the others
+    waiting. Its hooks come after those of a user's callbacks and before those of checkpoints.
+
     Every module's `configure_callbacks` returns it, so that this works in scripts too.
 
     Args:
@@ -132,22 +135,33 @@ class Interrupt(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.should_stop = on_any_rank(trainer, trainer.should_stop)
         self.has_validated = True
 
     def stop_together(self, trainer: Trainer) -> None:
-        """Raise Interrupted if any rank has noted a signal; all ranks call this together."""
+        """Let all ranks stop if one is to; all ranks call this together.
 
-        def on_any_rank(flag: bool) -> bool:
-            return trainer.strategy.reduce_boolean_decision(flag, all=False)
-
+        Raises:
+            Interrupted: If any rank has noted a signal.
+        """
         noted = self.signals.noted
-        if on_any_rank(bool(noted)):
-            noted.update(n for n in (signal.SIGINT, signal.SIGTERM, REQUEUE) if on_any_rank(n in noted))
-            for checkpoint in trainer.checkpoint_callbacks:
-                if hasattr(checkpoint, "save_finished_iteration"):  # now: rollouts in flight belong to it
-                    checkpoint.save_finished_iteration(trainer)
-            only_ctrl_c = noted == {signal.SIGINT}
-            raise Interrupted(
-                f"The run stopped after iteration {trainer.global_step}.",
-                128 + signal.SIGINT if only_ctrl_c else TERMINATED,
-            )
+        if not on_any_rank(trainer, trainer.should_stop or bool(noted)):
+            return
+        trainer.should_stop = on_any_rank(trainer, trainer.should_stop)
+        numbers = (signal.SIGINT, signal.SIGTERM, REQUEUE)
+        noted.update(number for number in numbers if on_any_rank(trainer, number in noted))
+        if not noted:
+            return
+        for checkpoint in trainer.checkpoint_callbacks:
+            if hasattr(checkpoint, "save_finished_iteration"):  # now: rollouts in flight belong to it
+                checkpoint.save_finished_iteration(trainer)
+        only_ctrl_c = noted == {signal.SIGINT}
+        raise Interrupted(
+            f"The run stopped after iteration {trainer.global_step}.",
+            128 + signal.SIGINT if only_ctrl_c else TERMINATED,
+        )
+
+
+def on_any_rank(trainer: Trainer, flag: bool) -> bool:
+    """Return whether a flag is set on any rank; all ranks call this together."""
+    return trainer.strategy.reduce_boolean_decision(flag, all=False)

@@ -71,9 +71,6 @@ parent: int | None = None
 class EndTogether(Callback):
     """End this rank when another one fails, and say why once; a module's `configure_callbacks` makes it.
 
-    It also stops all ranks after the iteration, or the validation, in which a callback of one of them has set
-    `trainer.should_stop`: Lightning would leave the others waiting.
-
     It is made when Lightning has started the ranks and they have not met yet. Its hooks come after those of a
     user's callbacks and before those of checkpoints.
 
@@ -134,20 +131,6 @@ class EndTogether(Callback):
         for pid in [parent] if parent else [child.pid for child in self.children]:
             os.kill(pid, signal.SIGUSR1)
         time.sleep(PRINT_S)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.stop_together(trainer)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.stop_together(trainer)
-
-    def stop_together(self, trainer: Trainer) -> None:
-        """Set `trainer.should_stop` on all ranks if it is set on one; all ranks call this together."""
-        trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
