@@ -395,18 +395,8 @@ class Arms:
         """Train a student by its own right answers (GRPO); return the model."""
         student: Path | str = self.student_base
         if arm == "warm_grpo":
-            warm = self.stages(
-                f"{self.name}/{arm}/student",
-                "fit",
-                "laptop/sft",
-                model__pretrained=student,
-                data__source=self.data_file("warmup"),
-                model__optimizer__lr=WARMUP_LR,
-                trainer__max_epochs=self.setting.num_warmup_epochs,
-                data__seed=self.seed,
-                model__seed=self.seed,
-            )
-            student = warm / "model"
+            epochs = self.setting.num_warmup_epochs
+            student = self.fine_tune(arm, self.data_file("warmup"), WARMUP_LR, epochs)
         group_size = self.setting.group_size
         trained = self.stages(
             f"{self.name}/{arm}/rewarded",
@@ -422,18 +412,23 @@ class Arms:
 
     def train_student(self, arm: str, traces: Path, greedy: bool = True) -> None:
         """Train a student on traces (stage 4) and evaluate it."""
+        model = self.fine_tune(arm, traces, self.setting.student_lr, self.setting.student_epochs)
+        self.evaluate(arm, model, greedy)
+
+    def fine_tune(self, arm: str, traces: Path, lr: float, epochs: int) -> Path:
+        """Fine-tune the untrained student on traces; return the model."""
         trained = self.stages(
             f"{self.name}/{arm}/student",
             "fit",
             "laptop/sft",
             model__pretrained=self.student_base,
             data__source=traces,
-            model__optimizer__lr=self.setting.student_lr,
-            trainer__max_epochs=self.setting.student_epochs,
+            model__optimizer__lr=lr,
+            trainer__max_epochs=epochs,
             data__seed=self.seed,
             model__seed=self.seed,
         )
-        self.evaluate(arm, trained / "model", greedy)
+        return trained / "model"
 
     def evaluate(self, arm: str, model: Path | str, greedy: bool = True, **options: Any) -> None:
         """Let an arm's student answer the held-out problems (stage 5)."""

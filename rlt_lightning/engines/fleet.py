@@ -122,9 +122,8 @@ class Fleet:
         self.recovery_timeout_s = recovery_timeout_s
         self.max_restarts = max_restarts
         self.pushed = -1  # policy version of the last push
-        self.trainer_dtypes: set[str] = (
-            set()
-        )  # that weights have in the trainer and on the way to the workers
+        # Which weights have in the trainer and on the way to the workers.
+        self.trainer_dtypes: set[str] = set()
         self.started = False
         self.without_trainer = False  # whether there are no weights but the workers' own
 
