@@ -201,9 +201,12 @@ def meta_model(
 def attention_options(name: str, attn_implementation: str | None, trust_remote_code: bool) -> dict[str, Any]:
     """Return the options about attention and remote code with which transformers loads a model."""
     register_segment_attention()
-    ours_fits = can_replace_attention(model_config(name, trust_remote_code))
+    config = model_config(name, trust_remote_code)
+    ours_fits = can_replace_attention(config)
     if attn_implementation is None and ours_fits:
         attn_implementation = SEGMENT_ATTENTION
+    if attn_implementation is None and has_soft_cap(config):
+        attn_implementation = "eager"  # transformers' sdpa leaves the cap out
     if attn_implementation == SEGMENT_ATTENTION and not ours_fits:
         raise InputError(
             f"attn_implementation '{SEGMENT_ATTENTION}' is for models whose layers attend to all that came "
@@ -241,11 +244,16 @@ def can_replace_attention(config: Any) -> bool:
     from transformers import AutoModelForCausalLM
 
     config = config.get_text_config()
-    if getattr(config, "sliding_window", None) or getattr(config, "attn_logit_softcapping", None):
+    if getattr(config, "sliding_window", None) or has_soft_cap(config):
         return False
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     exchangeable = ("_supports_sdpa", "_supports_attention_backend")
     return all(getattr(model_class, flag, False) for flag in exchangeable)
+
+
+def has_soft_cap(config: Any) -> bool:
+    """Return whether a model caps the scores of its attention, as Gemma 2 does."""
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def is_model_folder(folder: Path) -> bool:

@@ -92,11 +92,6 @@ FAMILIES = {
     "afmoe": Family("single", "padded", EXPERTS | HEAD | WINDOW | {"num_dense_layers": 1}),
     "apertus": Family("auto", "slots"),
     "arcee": Family("auto", "slots"),
-    "bailing_hybrid": Family(
-        "single", "padded",
-        LATENT | LOCAL_EXPERTS
-        | {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "layer_group_size": 3},
-    ),
     "bamba": Family("single", "padded", MAMBA | {"attn_layer_indices": [1]}),
     "bitnet": Family("auto", "slots"),
     "bloom": Family("single", "padded"),
@@ -110,7 +105,7 @@ FAMILIES = {
         "single", "padded", DEEPSEEK | {"index_topk": REACH, "index_n_heads": 16, "index_head_dim": 32}
     ),
     "deepseek_v4": Family(
-        "single", "unpadded",
+        "single", "uncached",
         HEAD | WINDOW | {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 24,
             "num_key_value_heads": 1, "index_topk": REACH, "index_n_heads": 16, "index_head_dim": 32,
@@ -194,7 +189,6 @@ FAMILIES = {
     "hunyuan_v1_dense": Family("auto", "slots", HEAD | {"rope_parameters": FIXED}),
     "hunyuan_v1_moe": Family("auto", "slots", HEAD | {"num_experts": 4, "moe_topk": 2}),
     "hy_v3": Family("auto", "slots", EXPERTS | HEAD),
-    "iquestcoder": Family("auto", "slots"),
     "jais2": Family("auto", "slots", HEAD),
     "jamba": Family(
         "single", "padded",
@@ -218,7 +212,6 @@ FAMILIES = {
         "single", "padded",
         EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32},
     ),
-    "lfm3": Family("single", "padded"),
     "llama": Family("auto", "slots"),
     "llama, dynamic": Family(
         "refused", "refused", {"max_position_embeddings": REACH, "rope_parameters": DYNAMIC},
