@@ -22,12 +22,11 @@ from jsonargparse import ArgumentParser
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.report import KEY, render_completion, require_replaceable, write_page
 from rlt_lightning.commands.scoring import score_problems
-from rlt_lightning.console import make_printable, wrap_line
+from rlt_lightning.console import make_printable
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.datamodules.stages import TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.metrics.catalogue import find_metric
 from rlt_lightning.models.load import is_model_folder, load_format
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
@@ -295,12 +294,7 @@ def describe_worth(row: Row, empty: Row, parts: dict[str, float], reward: RLTRew
         f"temperature {reward.student_temperature:g}",
         "",
         f"{'reward':<{width + 2}}{row['reward']:+.4f}",
-        *(
-            wrap_line(
-                f"  {name:<{width}}{value:+.4f}  {find_metric(f'reward/{name}').meaning}", width + 11, 110
-            )
-            for name, value in parts.items()
-        ),
+        *(f"  {name:<{width}}{value:+.4f}" for name, value in parts.items()),
         "",
         f"Explanation: KL of teacher from student ({reward.kl_estimator}), nats",
         show("".join(row["thought_tokens"]).strip("\n")),

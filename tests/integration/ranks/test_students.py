@@ -29,7 +29,6 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import Sampling
-from rlt_lightning.metrics import catalogue
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule, on_policy
@@ -66,12 +65,6 @@ NAMES = (
     "raw_kl_mean",
     "raw_kl_max",
 )
-
-
-@pytest.fixture(autouse=True)
-def _own_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the entries of these students out of the pages that other tests of this process read."""
-    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
 
 
 def terms_of(solution: list[float], kl: list[float], closed: bool = True) -> RLTRewardTerms:

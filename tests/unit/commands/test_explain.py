@@ -113,13 +113,13 @@ def test_texts_need_no_row_and_leave_no_folder(tiny_model: str) -> None:
     assert set(Path("runs").glob("*")) == before
 
 
-def test_a_term_says_what_it_is_made_of() -> None:
+def test_the_worth_of_an_explanation_has_its_terms() -> None:
     empty = SCORED | {"solution_log_prob_reward": -3.02, "solution_log_probs": [-4.0, -2.0]}
     parts = {"solution": -1.02, "kl": -1.48, "format": 0.0, "repetition": -0.25}
     plain = "\n".join(describe_worth(SCORED, empty, parts, RLTReward(), 1))
     # exp(-6) and exp(-2)
     assert "  0.002479 -> 0.1353 (-6.0000 -> -2.0000 nats), at temperature 0.7" in plain
-    assert re.search(r"^  solution +-1\.0200  \S", plain, re.M)
+    assert re.search(r"^  solution +-1\.0200$", plain, re.M)
     assert "  repetition  -0.2500" in plain
     assert '      2    1.5000  "a"' in plain
     assert "-0.2000" not in plain  # top 1
