@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import isabstract
 from pathlib import Path
@@ -46,7 +47,6 @@ from rlt_lightning.cli.parser import (
     replace_config_names,
     split_words,
 )
-from rlt_lightning.commands.explain import load_class
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
@@ -403,7 +403,8 @@ def propose_data(words: Sequence[str]) -> list[str]:
     kind: Any = modules.get(name)
     if kind is None and "." in name:
         with suppress(ImportError, AttributeError):  # the parser says it
-            kind = load_class(name)
+            module, _, attribute = name.rpartition(".")
+            kind = getattr(import_module(module), attribute)
     classes = [stage for stage in getattr(kind, "data_classes", ())[:1] if not isabstract(stage)]
     return [*(f"--data={stage.__module__}.{stage.__name__}" for stage in classes), *words]
 

@@ -7,7 +7,7 @@
     evaluation.md, comparison.md            the whole page
     config.yaml                             the whole file, folded, at the end
 
-Everything that comes from a run is escaped. `rlt explain --html` makes its page with the same functions.
+Everything that comes from a run is escaped.
 """
 
 from __future__ import annotations
