@@ -49,7 +49,6 @@ from rlt_lightning.callbacks.progress import IterationBar, IterationLines, has_t
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.modules.base import require_strategy
 from rlt_lightning.run.folder import (
     RunFolder,
@@ -252,7 +251,6 @@ class Trainer(lightning.pytorch.Trainer):
                 lock_folder(choice.folder)
             else:
                 open_run_folder(choice)
-            write_entries(choice.folder)
         self._is_open = True
         self._default_root_dir = str(choice.folder)
         metrics = self._metrics if choice.folder == self.output_dir else MetricsCSV(str(choice.folder))

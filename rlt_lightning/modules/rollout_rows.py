@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, keep_columns
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
-from rlt_lightning.metrics.catalogue import OF_STUDENT, OURS
 from rlt_lightning.rewards.base import ReadTokens
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import Score, StepBatch
@@ -21,7 +20,10 @@ from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout
 
 T = TypeVar("T")
 # Columns of a completion that each of several students has: the others come from the text.
-STUDENT_COLUMNS = tuple(metric.column for metric in OURS if metric.name in OF_STUDENT)
+STUDENT_COLUMNS = (
+    *("reward", "solution_log_prob_reward", "kl_reward", "baseline"),
+    *("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"),
+)
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
 # Columns of a source that a sampled row has anew; others with our names become `source_NAME`.
@@ -155,7 +157,7 @@ def score_rows(score: Score) -> list[dict[str, float]]:
         columns |= {
             f"{name}/{label}": values.tolist()
             for name, values in by_student.columns.items()
-            if name in (*STUDENT_COLUMNS, "baseline")
+            if name in STUDENT_COLUMNS
         }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

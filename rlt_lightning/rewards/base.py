@@ -23,13 +23,20 @@ from rlt_lightning.rollouts.step import Read, Score, StepBatch
 from rlt_lightning.types import Problem, RewardTerms, Rollout
 
 # Names that a subclass may not give to a term: metrics under reward/, and recorded columns with _reward cut
-# off. A test compares them with the catalogue of metrics, which this folder cannot import.
+# off.
 TAKEN_NAMES = frozenset(
     {
         *("mean", "std", "group_std", "zero_std_frac", "solution", "kl", "format", "solution_log_prob"),
         *("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max", "baseline"),
         *("correct", "formatted", "timed_out"),  # of traditional RL
         "efficiency",  # of NOVER
+    }
+)
+# Columns of a recorded completion that are no figures of its reward.
+COMPLETION_COLUMNS = frozenset(
+    {
+        *("step", "row", "completion", "policy_version", "question", "solution", "explanation"),
+        *("finish_reason", "num_tokens", "seed", "worker"),
     }
 )
 

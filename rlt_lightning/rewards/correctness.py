@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.judging.judge import Judge
-from rlt_lightning.metrics.catalogue import COLUMNS
-from rlt_lightning.rewards.base import TAKEN_NAMES, Reward
+from rlt_lightning.rewards.base import COMPLETION_COLUMNS, TAKEN_NAMES, Reward
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import Score, StepBatch
 from rlt_lightning.tags import TagStyle
@@ -134,7 +133,7 @@ def judge_texts(reward: TextReward, rollouts: list[Rollout], tags: TagStyle) -> 
     terms = reward(rollouts, tags)
     names = terms.recorded().keys() - {"reward"}
     taken = TAKEN_NAMES - {field.name for field in fields(CorrectnessTerms)}
-    if clashes := sorted(names & (taken | {column.name for column in COLUMNS["completion"]})):
+    if clashes := sorted(names & (taken | COMPLETION_COLUMNS)):
         raise InputError(
             f"The terms of {type(reward).__name__} must have names that no metric and no column of "
             f"rollouts.jsonl has, but have {', '.join(clashes)}. Choose others."

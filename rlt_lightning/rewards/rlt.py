@@ -9,10 +9,6 @@ To add a term inside this file, change these places:
     RLTReward            an option with its weight and its check; the sum in `__call__`; `columns`
     RLTRewardTerms       a field; `parts`, from which it is logged; `recorded`, its column in rollouts.jsonl
     TAKEN_NAMES          the name, so that no subclass takes it
-    metrics/catalogue.yaml     an entry: title, unit, meaning, healthy values
-    commands/explain.py  what `rlt explain` says the term is made of
-
-Then run scripts/metrics_page.py, which writes docs/metrics.md from the catalogue.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # 
 # What a run may leave in its folder, and all that --overwrite may delete.
 RUN_FILES = {
     *("config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json", "report.html"),
-    "catalogue.json",
     *("traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"),
     *("groups.json", "comparison.jsonl", "comparison.md"),
     *("responses.jsonl", "evaluation.json", "evaluation.md"),
@@ -60,7 +59,6 @@ RUN_ENTRIES = {
 # What a start leaves whatever became of it; `is_leftover` says when the rest is nothing but a failed start's.
 ALWAYS_LEFTOVER = {
     *("config.tmp", "data_report.json", "data_report.tmp", ".writable"),
-    *("catalogue.json", "catalogue.tmp"),
     *("wandb", "tensorboard", "lightning_logs"),
 }
 # Matches what VLLMEngine calls a version of the weights, and DiskPush the folder that it writes it into.

@@ -16,13 +16,13 @@ import torch
 import yaml
 from commands import ROOT, rlt
 from gpqa import gpqa_like
-from metric_names import names_of
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from wandb_run import runs_in
 
 from rlt_lightning import __version__
 from rlt_lightning.callbacks import Alarms
+from rlt_lightning.metrics.answers import SET_FIGURES
 from rlt_lightning.modules.rollout_rows import spread_evenly
 from rlt_lightning.run.redaction import redact
 
@@ -183,9 +183,7 @@ def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model:
     assert result.returncode == 0, result.stderr
     [run] = runs_in(folder)
     [figures] = run.scalars().values()
-    assert {name.replace("gpqa_diamond", "SET") for name in figures if "overall" not in name} == names_of(
-        "eval/"
-    )
+    assert set(figures) == {f"eval/gpqa_diamond/{name}" for name in SET_FIGURES}
     questions = [json.loads(line)["Question"].encode() for line in path.open()]
     watched = [p for name in ("wandb", "tensorboard") for p in (folder / name).rglob("*") if p.is_file()]
     assert watched

@@ -153,8 +153,7 @@ QUESTION = "Start with 3. Double it, then add 4."
 VERBS = {
     "validate": [*RUN, "--data.val_rows=2", "--output_dir={folder}"],
     "check": [*RUN, "--check.rows=2", "--check.completions=2"],
-    "explain": ["{run}", "--row=1"],
-    "explain --question": ["{run}", f"--question={QUESTION}", "--solution=10", "--seed=1"],
+    "explain": ["{run}", "--student=miniature", f"--question={QUESTION}", "--solution=10", "--seed=1"],
 }
 
 

@@ -43,7 +43,7 @@ from rlt_lightning.datamodules import (
     TeacherSFTData,
 )
 from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
-from rlt_lightning.metrics.catalogue import EVALUATION
+from rlt_lightning.metrics.answers import SET_FIGURES
 from rlt_lightning.modules import EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.rewards import CorrectnessReward
@@ -150,7 +150,7 @@ def test_its_figures_are_those_of_the_exported_checkpoints(
     for step, model in models.items():
         figures = figures_of_test(model, tmp_path / f"test{step}")
         assert figures == found[step]
-        assert set(figures) == {metric.name.replace("SET", "chains") for metric in EVALUATION}
+        assert set(figures) == {f"eval/chains/{name}" for name in SET_FIGURES}
 
 
 def test_its_prompts_are_those_of_the_exported_model(miniature: str, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def make_wheel_place(folder: Path) -> Place:
     empty.mkdir()
     scripts.mkdir()
     write_rows(empty / "rows.jsonl", ROWS, seed=7)
-    for name in ("own_rows.sh", "stage.sh"):
+    for name in ("own_rows.sh", "own_rows.py", "stage.sh"):
         shutil.copy(ROOT / "examples" / name, scripts)
     programs = fresh_environment(build_wheel(folder), folder / "environment")
     variables = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(folder), "HF_HUB_OFFLINE": "1"}

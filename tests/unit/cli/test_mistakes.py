@@ -63,7 +63,6 @@ MISTAKES = {
     "fit": ("--config is missing", "laptop/rlt"),
     "fit --data.source rows.jsonl": ("--config is missing", "rlt configs"),
     "test --trainer.accelerator cpu": ("--config is missing", "laptop/evaluate"),
-    "explain --row 2": ("--config is missing", "recipe_7b/rank"),
     "fit --config laptop/rtl": ("laptop/rtl", "Did you mean laptop/rlt?"),
     f"{FIT} --model.group_sise 4": ("group_sise", "Did you mean group_size?"),
     f"{FIT} --modle.group_size 4": ("modle.group_size", "Did you mean model.group_size?"),
