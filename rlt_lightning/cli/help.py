@@ -54,7 +54,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Train a teacher or a student, by the stage that the config is of.",
         RUN
-        + """  --ckpt_path CHECKPOINT last or best of --output_dir, a checkpoint, or a run to start from
+        + """  --ckpt_path CHECKPOINT last of --output_dir, a checkpoint, or a run to start from
 
 """
         + MACHINE

@@ -30,7 +30,6 @@ from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
-from rlt_lightning.callbacks.alarms import GROUP_STD_BELOW
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.scoring import ScoredBatch, score_problems
 from rlt_lightning.console import announce
@@ -52,6 +51,7 @@ TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRow
 READ_ROWS = 5_000  # the checked rows are drawn from so many, from the start of the source
 # Limits: (below this it fails, below this it warns). Of lengths and of bad rows it is above.
 CLOSED, RIGHT, SPREAD = (0.5, 0.95), (1e-9, 0.1), (1e-9, 0.5)
+GROUP_STD_BELOW = 1e-3  # nats: the completions of a problem all earn the same
 STAGE_0 = (0.1, 0.5)  # part of the problems that the untrained model explains
 # Over leaps and filler miniature-teacher has 100 and 100 %, a teacher of 9 steps 44 and 28 %; on the task
 # `new` it is 0 and 0 % under the untrained student, 100 and 91 % under one that has learned 64 traces.

@@ -20,7 +20,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from rlt_lightning.callbacks.progress import IterationLines, has_terminal
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import list_model_contexts
 from rlt_lightning.console import waiting_for
@@ -95,25 +94,24 @@ def score_problems(
             completions end where the models' contexts do.
         rollouts: How completions are sampled, if the rows bring none.
         with_empty: Whether the students score an empty explanation too.
-        progress: Whether a bar, or lines in a log, count the batches of data.val_batch_size rows.
+        progress: Whether a bar counts the batches of data.val_batch_size rows.
         trainer: Further arguments of Lightning's Trainer, such as accelerator and precision.
 
     Raises:
         InputError: If a row cannot be used, or the models' contexts leave no room for an explanation.
     """
     collector = ScoreCollector(with_empty, progress)
-    lines = [IterationLines()] if progress and not has_terminal() else []
     with TemporaryDirectory(prefix="rlt-") as folder:
         settings = trainer | {
             # The collector first: RolloutCallback checks in its setup whether completions fit.
-            "callbacks": [collector, rollouts, *lines],
+            "callbacks": [collector, rollouts],
             "default_root_dir": folder,
             "devices": 1,
             "num_nodes": 1,
             "strategy": "auto",
             "logger": False,
             "enable_checkpointing": False,
-            "enable_progress_bar": progress and not lines,
+            "enable_progress_bar": progress,
         }
         Trainer(**settings).predict(module, datamodule=data, return_predictions=False)
     return collector.scored
