@@ -29,6 +29,7 @@ import lightning.pytorch
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from typing_extensions import override
 
 from rlt_lightning.callbacks import (
     Alarms,
@@ -112,6 +113,15 @@ ENVIRONMENT = {
 }
 
 
+class Bar(TQDMProgressBar):
+    """Lightning's bar that also shows progress in a log; a message that ends the run gets its own line."""
+
+    @override
+    def on_exception(self, *_: Any) -> None:
+        if self.is_enabled:
+            print(flush=True)
+
+
 def quiet_third_parties() -> None:
     """Silence tips, hardware lists and warnings that say nothing about the user's run."""
     for name, value in ENVIRONMENT.items():
@@ -183,7 +193,7 @@ class Trainer(lightning.pytorch.Trainer):
         if options.get("enable_progress_bar") is not False and not any(
             isinstance(part, ProgressBar) for part in named
         ):
-            named.append(TQDMProgressBar())  # Lightning's other bar prints nothing into a log until the end
+            named.append(Bar())
         self._metrics = MetricsCSV(str(self.output_dir))
         options["logger"] = [self._metrics, *as_list(options.get("logger"))]
         options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]
