@@ -41,7 +41,6 @@ from rlt_lightning.callbacks import (
     ResponseCallback,
     RolloutCallback,
     RolloutRecorder,
-    ScoreWriter,
 )
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.console import announce
@@ -68,7 +67,6 @@ TRAINING: dict[str, type[Callback]] = {
     "export": ModelExporter,
     "recorder": RolloutRecorder,
     "alarms": Alarms,
-    "scores": ScoreWriter,
     "distillation": DistillationWriter,
 }
 # Arguments of Lightning's Trainer, and of its verbs, that a run has unless others are set.

@@ -10,7 +10,7 @@ from rlt_lightning.callbacks.checkpoint import Checkpoint
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
 from rlt_lightning.callbacks.evaluation import EvaluationWriter, ResponseCallback
 from rlt_lightning.callbacks.export import ModelExporter
-from rlt_lightning.callbacks.predictions import DistillationWriter, ScoreWriter
+from rlt_lightning.callbacks.predictions import DistillationWriter
 from rlt_lightning.callbacks.recorder import RolloutRecorder
 from rlt_lightning.callbacks.reference import ReferenceSync
 from rlt_lightning.callbacks.rollout import RolloutCallback
@@ -32,5 +32,4 @@ __all__ = [
     "ResponseCallback",
     "RolloutCallback",
     "RolloutRecorder",
-    "ScoreWriter",
 ]

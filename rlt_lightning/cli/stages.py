@@ -87,8 +87,6 @@ OUTCOMES = (
     "distillation.jsonl",
     "traces.jsonl",
     "scores.jsonl",
-    "groups.json",
-    "comparison.md",
 )
 
 

@@ -47,14 +47,13 @@ RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # 
 RUN_FILES = {
     *("config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json", "report.html"),
     "catalogue.json",
-    *("traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"),
-    *("groups.json", "comparison.jsonl", "comparison.md"),
+    *("traces.jsonl", "distillation.jsonl", "README.md"),
     *("responses.jsonl", "evaluation.json", "evaluation.md"),
 }
 RUN_ENTRIES = {
     *RUN_FILES,
     *(f"{Path(name).stem}.tmp" for name in RUN_FILES),  # half written
-    *("checkpoints", "model", "model.tmp", "model.old", "reference", "groups", "weights", "workers"),
+    *("checkpoints", "model", "model.tmp", "model.old", "reference", "weights", "workers"),
     *("validate", "predict", "test", "wandb", "tensorboard", "lightning_logs", ".writable"),
 }
 # What a start leaves whatever became of it; `is_leftover` says when the rest is nothing but a failed start's.

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from metric_names import names_of
 
 from rlt_lightning.callbacks import (
+    DistillationWriter,
     DynamicSampling,
     EvaluateEvery,
     EvaluationWriter,
@@ -18,7 +19,6 @@ from rlt_lightning.callbacks import (
     ResponseCallback,
     RolloutCallback,
     RolloutRecorder,
-    ScoreWriter,
 )
 from rlt_lightning.datamodules import (
     EvaluationDataModule,
@@ -126,7 +126,9 @@ def test_the_page_names_every_metric_and_no_other(tiny_model: str, tmp_path: Pat
 def test_the_page_names_every_column_of_the_scores(tiny_model: str, tmp_path: Path) -> None:
     teacher = RLTModule(teacher=tiny_model, student=tiny_model)
     scoring = data(tiny_model, kind=ScoringData, num_embedded_rows=2)
-    trainer(tmp_path / "run", ScoreWriter(per_token=True)).predict(teacher, scoring, return_predictions=False)
+    trainer(tmp_path / "run", DistillationWriter(per_token=True)).predict(
+        teacher, scoring, return_predictions=False
+    )
 
     row = first_row(tmp_path / "run" / "scores.jsonl")
     source = {"question", "solution", "reasoning_trace", "answer"}

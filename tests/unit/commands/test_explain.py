@@ -79,7 +79,7 @@ def test_terms_and_tokens_are_those_of_predict(score_given: str, tiny_model: str
         "--data.source=arithmetic",
         "--data.num_embedded_rows=3",
     ]
-    scoring += ["--data.tags=r1", *prompts, "--scores.per_token=true", "--trainer.accelerator=cpu"]
+    scoring += ["--data.tags=r1", *prompts, "--distillation.per_token=true", "--trainer.accelerator=cpu"]
     scoring += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
     result = rlt("predict", *scoring, reward, f"--output_dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
