@@ -23,7 +23,6 @@ from lightning.pytorch import Trainer as LightningTrainer
 from typing_extensions import override
 
 from rlt_lightning.callbacks.predictions import warn_of_foreign_traces
-from rlt_lightning.callbacks.progress import IterationLines, has_terminal
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import list_model_contexts
 from rlt_lightning.console import make_printable
@@ -378,25 +377,24 @@ def score_problems(
         data: The rows; those of ScoringData bring their completions. Of a TeacherRLData with one row
             completions end where the models' contexts do.
         rollouts: How completions are sampled, if the rows bring none.
-        progress: Whether a bar, or lines in a log, count the batches of data.val_batch_size rows.
+        progress: Whether a bar counts the batches of data.val_batch_size rows.
         trainer: Further arguments of Lightning's Trainer, such as accelerator and precision.
 
     Raises:
         InputError: If a row cannot be used, or the models' contexts leave no room for an explanation.
     """
     collector = ScoreCollector()
-    lines = [IterationLines()] if progress and not has_terminal() else []
     with TemporaryDirectory(prefix="rlt-") as folder:
         settings = trainer | {
             # The collector first: RolloutCallback checks in its setup whether completions fit.
-            "callbacks": [collector, rollouts, *lines],
+            "callbacks": [collector, rollouts],
             "default_root_dir": folder,
             "devices": 1,
             "num_nodes": 1,
             "strategy": "auto",
             "logger": False,
             "enable_checkpointing": False,
-            "enable_progress_bar": progress and not lines,
+            "enable_progress_bar": progress,
         }
         LightningTrainer(**settings).predict(module, datamodule=data, return_predictions=False)
     return collector.scored

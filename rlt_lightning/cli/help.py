@@ -54,7 +54,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Train a teacher or a student, by the stage that the config is of.",
         RUN
-        + """  --ckpt_path CHECKPOINT last or best of --output_dir, a checkpoint, or a run to start from
+        + """  --ckpt_path CHECKPOINT last of --output_dir, a checkpoint, or a run to start from
 
 """
         + MACHINE
@@ -102,7 +102,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         """  --rollouts.num_traces 1             explanations per problem
   --rollouts.max_resamples 0          how often one that cannot be used is sampled again
   --distillation.select fits_context  which traces are taken
-  --scores.per_token true             write the figures of every token
+  --distillation.per_token true       write the figures of every token
 """,
     ),
     "test": (

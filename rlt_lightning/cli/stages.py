@@ -84,8 +84,6 @@ OUTCOMES = (
     "distillation.jsonl",
     "traces.jsonl",
     "scores.jsonl",
-    "groups.json",
-    "comparison.md",
 )
 
 

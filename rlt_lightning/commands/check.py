@@ -16,7 +16,6 @@ from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
-from rlt_lightning.callbacks.alarms import GROUP_STD_BELOW
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
@@ -34,6 +33,7 @@ TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRow
 READ_ROWS = 5_000  # the checked rows are drawn from so many, from the start of the source
 # Limits: (below this it fails, below this it warns). Of lengths it is above.
 CLOSED, SPREAD = (0.5, 0.95), (1e-9, 0.5)
+GROUP_STD_BELOW = 1e-3  # nats: the completions of a problem all earn the same
 STAGE_0 = (0.1, 0.5)  # part of the problems that the untrained model explains
 LEFT_OUT = (0.01, 0.1)
 # Optimizer steps below which a run hardly changes a model: the shortest shipped run that is meant to has 24.

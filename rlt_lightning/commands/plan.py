@@ -941,7 +941,7 @@ def list_disk_parts(setup: Setup, checkpoint: Checkpoint, num_steps: int) -> dic
         parts = {}
     else:
         # The next one is whole before the oldest is deleted.
-        number += 1 + (checkpoint.best_metric is not None)
+        number += 1
         parts = {f"{number} checkpoints": number * size}
     shape = setup.policy.shape
     per_weight = setup.master_bytes if shape.trained == shape.weights else setup.policy.weight_bytes

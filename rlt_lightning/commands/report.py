@@ -4,7 +4,7 @@
     metrics.csv                             first and last means, six curves
     rollouts.jsonl                          completions of the first and the last iteration, token by token
     scores.jsonl, traces.jsonl              completions of largest and smallest reward
-    evaluation.md, comparison.md            the whole page
+    evaluation.md                           the whole page
     config.yaml                             the whole file, folded, at the end
 
 Everything that comes from a run is escaped.
@@ -34,7 +34,7 @@ from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
 MARKER = "<!doctype html><!-- rlt report -->"  # first line of a file that we may overwrite
-DOCUMENTS = ("evaluation.md", "comparison.md")
+DOCUMENTS = ("evaluation.md",)
 # What a stage improves. On-policy distillation also logs minus its divergence as a reward, RL also a loss.
 OBJECTIVES = ("distill/divergence", "reward/mean", "policy/loss")
 # What a person looks at next, in this order. The page draws the first six figures that a run has.

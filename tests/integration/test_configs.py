@@ -192,7 +192,7 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert resolved["model"]["class_path"] == settings["model"]["class_path"]
     written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
-    written = "distillation.parquet" if generates(settings) else written
+    written = "distillation.jsonl" if generates(settings) else written
     assert (tmp_path / "run" / written).stat().st_size > 0
 
 

@@ -118,7 +118,7 @@ def metrics(run: Path) -> list[dict[str, str]]:
 
 def files(run: Path) -> dict[str, bytes]:
     """What a run has computed, by file."""
-    suffixes = (".safetensors", ".jsonl", ".parquet", ".md", ".json")
+    suffixes = (".safetensors", ".jsonl", ".md", ".json")
     found = [path for path in sorted(run.rglob("*")) if path.suffix in suffixes]
     return {str(path.relative_to(run)): path.read_bytes() for path in found}
 
@@ -356,7 +356,7 @@ def test_score_equals_predict(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"--data.source={path}", f"--model.teacher={SEED1}", "--model.student=miniature"]
-    words += ["--scores.rank_groups=null", "--scores.per_token=true", "--trainer.accelerator=cpu"]
+    words += ["--distillation.per_token=true", "--trainer.accelerator=cpu"]
     done = rlt("predict", "--config=configs/recipe_7b/rank.yaml", *words, f"--output_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     recorded = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]

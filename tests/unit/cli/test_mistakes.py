@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "an engine with both": (lambda: VLLMEngine(URLS, Launch()), "urls", "launch"),
     "sleep without pushes": (lambda: VLLMEngine(URLS, push=NoPush(), sleep=True), "sleep", "NoPush"),
     "no vLLM to launch": (launch, "launch.executable", "/no/such/vllm"),
-    "no checkpoint": (lambda: choose_run_folder("fit", "x", ckpt_path="/no.ckpt"), "/no.ckpt", "last, best"),
+    "no checkpoint": (lambda: choose_run_folder("fit", "x", ckpt_path="/no.ckpt"), "/no.ckpt", "last or"),
     "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path last"),
     "a model's typo": (lambda: require_model_name("minature"), "Did you mean miniature?"),
     "no model folder": (lambda: require_model_name("./model"), "./model", "must exist"),

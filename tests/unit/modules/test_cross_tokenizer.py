@@ -453,7 +453,7 @@ def verb(name: str, tiny_model: str, *options: str) -> str:
 def test_scores_and_tokens_are_written_in_both_vocabularies(tiny_model: str, tmp_path: Path) -> None:
     options = [
         "--config=recipe_7b/score",
-        "--scores.per_token=true",
+        "--distillation.per_token=true",
         "--data.max_rows=3",
         f"--output_dir={tmp_path / 'run'}",
     ]
@@ -478,7 +478,7 @@ def test_exact_kl_is_refused_before_a_model_is_loaded(tiny_model: str, tmp_path:
 @pytest.mark.full
 def test_other_verbs_take_such_a_student(tiny_model: str, tmp_path: Path) -> None:
     k1 = "--model.reward.kl_estimator=k1"
-    verb("predict", tiny_model, "--config=recipe_7b/rank", k1, "--data.max_rows=4", "--scores.rank_groups=2",
+    verb("predict", tiny_model, "--config=recipe_7b/rank", k1, "--data.max_rows=4",
          f"--output_dir={tmp_path / 'rank'}")  # fmt: skip
     assert len((tmp_path / "rank/scores.jsonl").read_text().splitlines()) == 4
     fit = ["--config=tests/rlt.yaml", *SHORT, "--data.prompts_per_step=2", "--trainer.max_steps=1"]
