@@ -145,9 +145,9 @@ class Alarms(Callback):
 
 def describe_cost_of_length(batch: PromptBatch) -> str:
     """Return a clause with the mean rewards of cut and of finished completions; '' unless there are both."""
-    if batch.rollouts is None or batch.step is None or batch.step.score is None:
+    if batch.rollouts is None or batch.step is None or not batch.step.scored:
         return ""
-    rewards = batch.step.score.choose(batch.step.logged).rewards.tolist()
+    rewards = batch.step.rewards[batch.step.logged].tolist()
     earned: dict[bool, list[float]] = {True: [], False: []}  # whether it was cut -> rewards
     for rollout, reward in zip(batch.rollouts.rollouts, rewards, strict=True):
         earned[rollout.completion.finish_reason == "length"].append(reward)

@@ -32,6 +32,7 @@ from rlt_lightning.models.load import is_model_folder, load_format
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.rollout_rows import build_token_columns, choose_student, rollout_rows, score_rows
 from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rollouts.step import columns_of
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.tasks.stepwise import describe_question
@@ -238,28 +239,24 @@ def explain(
         require_replaceable(Path(options.html))
     [scored] = score_problems(module, data, rollouts, with_empty=True, **trainer)
     assert scored.empty is not None
-    assert scored.step.score is not None
-    assert scored.empty.score is not None
     students = module.students
     [row] = rollout_rows(scored.step, [0])
     row |= build_token_columns(reward.list_tokens(scored.step, 0, students), students)
-    empty = score_rows(scored.empty.score)[0]
+    [empty] = score_rows(scored.empty, [0])
     empty |= build_token_columns(reward.list_tokens(scored.empty, 0, students), students)
-    by_student = scored.step.score.by_student
-    models = (
-        f"teacher {module.pretrained}, student{'s' * bool(by_student)} {', '.join(module.students.names)}"
-    )
+    labels = scored.step.labels
+    models = f"teacher {module.pretrained}, student{'s' * bool(labels)} {', '.join(module.students.names)}"
     caveats = list_caveats(reward, sampled=isinstance(data, TeacherRLData))
     problem = [f"Question: {show(row['question'])}", f"Solution: {show(row['solution'])}"]
     if about := describe_question(row["question"]):
         problem.insert(1, f"  {about}")
     print("\n".join([models, "", *problem]))
-    if by_student:
+    if labels:
         print(f"\nreward {row['reward']:+.4f} of all students")
     cards = []
-    # With one student, its scores are those of the batch.
-    for label, scores in by_student.items() or [("", scored.step.score)]:
-        parts = {name: float(values[0]) for name, values in scores.terms.items()}
+    for label in labels or [""]:
+        terms = columns_of(scored.step.choose([0], label), "term/")
+        parts = {name: float(values) for name, values in terms.items()}
         seen, without = choose_student(row, label), choose_student(empty, label)
         print(
             "\n".join(

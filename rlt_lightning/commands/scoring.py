@@ -3,7 +3,7 @@
 score_problems      rows ─▶ Problems ─▶ their completions, or those that an engine samples ─▶ RLTModule
                     the models are loaded here, as in `rlt predict`: `rlt explain`, `rlt check`, Teacher
 ExplanationScorer   row ────────▶ Problem ┐
-                    completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ Score: reward and its terms
+                    completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ StepBatch: reward and its terms
                     another program (TRL, verl) samples, and provides the teacher
 """
 
@@ -38,7 +38,7 @@ from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards import Reward, RLTReward, TextReward
 from rlt_lightning.rewards.explanations import build_empty_completion, require_scorable
 from rlt_lightning.rewards.students import StudentNames, Students, split_student_setting
-from rlt_lightning.rollouts.step import POLICY, Score, StepBatch
+from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import (
@@ -47,7 +47,6 @@ from rlt_lightning.types import (
     InputError,
     Problem,
     PromptBatch,
-    RewardTerms,
     Rollout,
     Rollouts,
 )
@@ -56,9 +55,9 @@ from rlt_lightning.types import (
 class NoReward(TextReward):
     """The reward that `Teacher` uses if it has no student; its zeros are not shown."""
 
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
         """See `TextReward`."""
-        return RewardTerms(torch.zeros(len(rollouts)))
+        return {"reward": torch.zeros(len(rollouts))}
 
 
 @dataclass(frozen=True)
@@ -322,8 +321,8 @@ class ExplanationScorer:
 
     def score(
         self, rollouts: Sequence[Rollout], teacher: RunModel, device: torch.device, group_size: int = 1
-    ) -> Score:
-        """Return the reward of N explanations and its terms, each (N,).
+    ) -> StepBatch:
+        """Return N explanations with their rewards and terms, each (N,).
 
         Args:
             rollouts: N explanations, made by `build_rollout`; those of one problem share its prompt's
@@ -340,9 +339,7 @@ class ExplanationScorer:
         models = self.models | {POLICY: Model(teacher)}
         reader = Reader(models, self._plan, device, self.head)
         groups = Rollouts(list(rollouts), group_size, 0, self.temperature)
-        step = score_rollouts(reader, self.reward, self.students, groups)
-        assert step.score is not None
-        return step.score
+        return score_rollouts(reader, self.reward, self.students, groups)
 
     @property
     def temperature(self) -> float:

@@ -120,7 +120,7 @@ def reward_term(
     """Return the entry of a term of a reward: `reward/NAME` and `reward/val_NAME`.
 
     Args:
-        name: As `RLTReward.extra_names` or the fields of a `RewardTerms` have it.
+        name: As `RLTReward.extra_names` or a column term/NAME of a reward's table has it.
         title: See `Metric`, also for the arguments below.
         meaning: What it is.
         healthy: Healthy values, and what a bad value says.

@@ -17,7 +17,6 @@ Ranks wait for each other in what is marked *; with sharded weights in each forw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -41,8 +40,8 @@ from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import from_padded
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, Read, Score, StepBatch
-from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
 # The student itself as the teacher, in reads.
 TEACHER = "teacher"
@@ -177,8 +176,9 @@ class OPDModule(OnPolicyModule):
                 step.add_loss(micro, computed.values, output)
             metrics = self.finish_update(step)
         step.share(self.sum_tensor_over_ranks)
-        counts, divergences = step.numbers["judged"], step.numbers["divergence"]
-        step.set_score(Score.of(JudgedTerms(-divergences / counts.clamp(min=1), judged_tokens=counts)))
+        counts, divergences = step.table["judged"], step.table["divergence"]
+        # Minus the mean divergence of an answer's judged tokens, nats; 0 if there is none.
+        step.set_scores({"reward": -divergences / counts.clamp(min=1), "record/judged_tokens": counts})
         rollouts = batch.rollouts = step.list_rollouts(step.logged)
         batch.step = step
         metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.sum_over_ranks)
@@ -370,18 +370,6 @@ class SampledDistillation(Distillation):
 def count_scored(inputs: LossInputs) -> float:
     """Return the judged tokens of the step, 1 if there is none."""
     return max(1.0, inputs.micro.num_scored)
-
-
-@dataclass(frozen=True)
-class JudgedTerms(RewardTerms):
-    """What is recorded of each answer, both (N,).
-
-    Attributes:
-        reward: Minus the mean divergence of its judged tokens, nats; 0 if there is none.
-        judged_tokens: How many tokens the teacher judged.
-    """
-
-    judged_tokens: Tensor
 
 
 def count_judged(row: Rollout) -> int:

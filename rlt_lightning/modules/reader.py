@@ -40,7 +40,7 @@ from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, requir
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch, columns_of
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # Declares what models read of a completion, by the name of the token column.
@@ -580,18 +580,17 @@ def score_rollouts(
 
 
 def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
-    """Reward whole groups from the numbers of their completions.
+    """Reward whole groups from the table of their completions.
 
     Raises:
         NonFiniteError: If a reward is NaN or infinite; it names a term that is, and the class.
     """
-    score, maker = reward.score(step, students), type(reward).__name__
-    step.set_score(score)
-    rows = [step.row_number(row) for row in range(len(step))]
+    step.set_scores(reward.score(step.table, step.group_size, students))
+    rows, maker = [step.row_number(row) for row in range(len(step))], type(reward).__name__
     try:
-        require_finite(score.rewards, f"reward of {maker}", rows, choose_remedy(reward))
+        require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))
     except NonFiniteError:
-        for name, values in score.terms.items():
+        for name, values in columns_of(step.table, "term/").items():
             require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
         raise
 

@@ -6,6 +6,7 @@ modules/base.py takes its mean over ranks and hands it to Lightning, whose logge
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,7 +15,7 @@ from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
-from rlt_lightning.rollouts.step import Score, StepBatch
+from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.types import Rollouts
 
 # Above rounding. Log-probs of temperature 1 for tokens drawn at 0.7 have 0.13 (SmolLM2-135M), of 0.84 0.03.
@@ -26,32 +27,30 @@ def reward_metrics(step: StepBatch) -> dict[str, Any]:
 
     Spread and equal groups are those of all ranks' completions.
     """
-    assert step.score is not None
-    score, rewards = step.score.choose(step.logged), step.rewards
-    return {
-        "reward/mean": score.rewards.mean(),
+    rewards = step.rewards
+    metrics = {
         "reward/std": rewards.std(),
         "reward/group_std": split_groups(rewards, step.group_size).std(dim=1).mean(),
         "reward/zero_std_frac": zero_std_groups(rewards, step.group_size).float().mean(),
-        **{f"reward/{name}": values.mean() for name, values in (score.terms | score.levels).items()},
-        **{name: values.mean() for name, values in score.figures.items()},
-        **student_metrics(score),
     }
+    return dict(**metrics, **reward_means(step, step.logged))
 
 
-def student_metrics(score: Score, held_out: bool = False) -> dict[str, Any]:
-    """Return means of the terms of each of several students, NAME/LABEL; nothing with one.
+def reward_means(step: StepBatch, rows: Sequence[int], held_out: bool = False) -> dict[str, Any]:
+    """Return the means of a scored step's columns by the names of their metrics.
 
-    Held-out are only the reward and the terms that add up to it.
+    Those of each of several students are NAME/LABEL; the format's term is the same for all.
     """
-    metrics: dict[str, Any] = {}
-    prefix = "reward/val_" if held_out else "reward/"
-    for label, by_student in score.by_student.items():
-        terms = {name: by_student.terms[name] for name in ("solution", "kl") if name in by_student.terms}
-        values = {prefix + name: term for name, term in ({"mean": by_student.rewards} | terms).items()}
-        values |= {} if held_out else by_student.figures
-        metrics |= {f"{name}/{label}": value.mean() for name, value in values.items()}
-    return metrics
+    prefix, means = "reward/val_" if held_out else "reward/", dict[str, Any]()
+    for label in ("", *step.labels):
+        table, end = step.choose(rows, label), f"/{label}" if label else ""
+        # A name that is taken raises an error, here and above.
+        terms = dict(mean=table["reward"], **columns_of(table, "term/"), **columns_of(table, "level/"))
+        columns = {prefix + name: v for name, v in terms.items() if not (label and name == "format")}
+        if not held_out:
+            columns = dict(**columns, **columns_of(table, "log/"))
+        means |= {f"{name}{end}": values.mean() for name, values in columns.items()}
+    return means
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -72,12 +71,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 def held_out_metrics(step: StepBatch, rollouts: Rollouts) -> dict[str, Any]:
     """Return held-out reward, its terms, completion length and the fraction of closed explanations."""
-    assert step.score is not None
-    score, lengths = step.score, rollout_metrics(rollouts)
+    lengths = rollout_metrics(rollouts)
     return {
-        "reward/val_mean": score.rewards.mean(),
-        **{f"reward/val_{name}": values.mean() for name, values in (score.terms | score.levels).items()},
-        **student_metrics(score, held_out=True),
+        **reward_means(step, step.shard, held_out=True),
         "rollout/val_length_mean": lengths["rollout/length_mean"],
         "rollout/val_closed_frac": lengths["rollout/closed_frac"],
     }

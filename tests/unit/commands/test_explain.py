@@ -88,7 +88,7 @@ def test_terms_and_tokens_are_those_of_predict(score_given: str, tiny_model: str
     text = explain(*models(tiny_model), reward, *prompts, "--row=3", "--top=0")
     found = numbers(text)
     assert found["reward"] == pytest.approx(row["reward"], abs=1e-4)
-    assert found["solution"] == pytest.approx(row["solution_log_prob_reward"], abs=1e-4)
+    assert found["solution"] == pytest.approx(row["solution_reward"], abs=1e-4)
     assert found["kl"] == pytest.approx(row["kl_reward"], abs=1e-4)
     assert found["reward"] == pytest.approx(found["solution"] + found["kl"] + found["format"], abs=2e-4)
     explanation, solution = text.split("\nSolution: the student")
@@ -114,7 +114,7 @@ def test_texts_need_no_row_and_leave_no_folder(tiny_model: str) -> None:
 
 
 def test_a_term_says_what_it_is_made_of() -> None:
-    empty = SCORED | {"solution_log_prob_reward": -3.02, "solution_log_probs": [-4.0, -2.0]}
+    empty = SCORED | {"solution_reward": -3.02, "solution_log_probs": [-4.0, -2.0]}
     parts = {"solution": -1.02, "kl": -1.48, "format": 0.0, "repetition": -0.25}
     plain = "\n".join(describe_worth(SCORED, empty, parts, RLTReward(), 1))
     # exp(-6) and exp(-2)

@@ -29,7 +29,7 @@ def test_groups_have_equal_size_and_fall_in_reward() -> None:
 
 
 def test_groups_replace_those_of_an_earlier_division(tmp_path: Path) -> None:
-    terms = dict.fromkeys(("solution_log_prob_reward", "kl_reward", "format_reward"), 0.0)
+    terms = dict.fromkeys(("solution_reward", "kl_reward", "format_reward"), 0.0)
     rows = [{"reward": float(i), **terms} for i in range(5)]
     for num_groups in (5, 2):
         write_groups(rows, num_groups, TERMS, tmp_path)
@@ -47,7 +47,7 @@ def test_more_groups_than_rows_are_refused(num_groups: int) -> None:
 
 def test_a_comparison_shows_where_each_trace_is_ahead() -> None:
     def pair(question: str, ours: float, theirs: float) -> dict[str, Any]:
-        terms = {"solution_log_prob_reward": 0.0, "kl_reward": 0.0, "format_reward": 0.0}
+        terms = {"solution_reward": 0.0, "kl_reward": 0.0, "format_reward": 0.0}
         traces = {
             name: {"reward": reward, **terms, "trace": f"{name} on {question}"}
             for name, reward in (("ours", ours), ("theirs", theirs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ from rlt_lightning.metrics.catalogue import (
     reward_term,
     write_entries,
 )
-from rlt_lightning.rewards import CorrectnessTerms, RLTReward
-from rlt_lightning.rewards.base import TAKEN_NAMES
-from rlt_lightning.types import NO_TERM, InputError
+from rlt_lightning.rewards import RLTReward
+from rlt_lightning.types import InputError
 
 PAGE = metrics_page.PAGE.read_text()
 PACKAGE = """
@@ -127,11 +126,7 @@ def test_the_tables_of_the_page_are_those_of_the_catalogue(monkeypatch: pytest.M
         metrics_page.write_tables("<!-- catalogue: nothing -->\n<!-- end -->")
 
 
-def test_a_term_may_have_no_name_of_a_metric() -> None:
-    own = [metric for metric in OURS if metric.prefix == "reward"]
-    names = {metric.name.removeprefix("reward/") for metric in own}
-    columns = {metric.column.removesuffix("_reward") for metric in own} - {"", "reward"}
-    assert names | columns == TAKEN_NAMES
+def test_an_entry_keeps_its_text() -> None:
     with pytest.raises(ValueError, match="'reward/kl' is in the catalogue already"):
         register(replace(find_metric("reward/kl"), title="Mine"))
     register(find_metric("reward/kl"))  # the same entry again changes nothing
@@ -140,6 +135,5 @@ def test_a_term_may_have_no_name_of_a_metric() -> None:
 def test_names_that_code_uses_are_in_the_catalogue() -> None:
     names = {metric.name for metric in OURS}
     assert set(Alarms().limits) <= names
-    terms = {field.name for field in fields(CorrectnessTerms) if field.metadata != NO_TERM}
-    assert {*RLTReward().columns(), *terms} <= label_columns().keys()
+    assert {*RLTReward().columns(), "correct", "formatted", "timed_out"} <= label_columns().keys()
     assert list(SETS) == list(SET_TITLES)

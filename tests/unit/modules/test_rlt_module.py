@@ -32,7 +32,7 @@ from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.strategies.sharding import Unsharded
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import Completion, InputError, RewardTerms, Rollout, Rollouts
+from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
 
 
 def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
@@ -267,9 +267,8 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
     ]
     scores = rlt.score(replace(rollouts, rollouts=empty))
     assert {len(values) for values in scores.tokens["kl"].values()} == {0}
-    assert scores.score is not None
-    assert scores.score.terms["kl"].abs().max() == 0
-    assert scores.score.terms["format"].tolist() == [-1.0] * len(empty)
+    assert scores.table["term/kl"].abs().max() == 0
+    assert scores.table["term/format"].tolist() == [-1.0] * len(empty)
 
 
 @pytest.mark.parametrize("case", ["no log-probs", "another temperature", "exact KL"])
@@ -499,20 +498,12 @@ class LogTerm(RLTReward):
         return {"fine": ones, "luck": ones.index_fill(0, torch.tensor([0]), 0.0).log()}
 
 
-@dataclass(frozen=True)
-class RatioTerms(RewardTerms):
-    """A term that is 0 / 0."""
-
-    fine: torch.Tensor
-    ratio: torch.Tensor
-
-
 class Ratio(TextReward):
-    """The same as a reward of texts."""
+    """A term that is 0 / 0, in a reward of texts."""
 
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, torch.Tensor]:
         zeros = torch.zeros(len(rollouts))
-        return RatioTerms(zeros / zeros, zeros, zeros / zeros)
+        return {"reward": zeros / zeros, "term/fine": zeros, "term/ratio": zeros / zeros}
 
 
 class LogAdvantages(GroupNormalisedAdvantages):
