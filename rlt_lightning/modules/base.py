@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from inspect import isroutine, signature
-from pathlib import Path
-from typing import Any, ClassVar, Self, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, TypedDict, TypeVar, cast
 
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rlt_lightning.checkpoints.folder import find_checkpoint
-from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters, read_checkpoint
+from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.digests import fingerprint_weights
 from rlt_lightning.engines import EngineError
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
-from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
+from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
@@ -44,7 +38,7 @@ from rlt_lightning.modules.optimizer import (
     require_usable,
     resume_schedule,
 )
-from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
+from rlt_lightning.modules.phases import PhaseTimer, count_weights
 from rlt_lightning.modules.reader import PassKey, Reader
 from rlt_lightning.modules.step_metrics import speed_metrics
 from rlt_lightning.numerics.divergence import Divergence
@@ -54,7 +48,6 @@ from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.run.ranks import gather_from_ranks, make_ranks_end_together, raise_from_ranks
-from rlt_lightning.run.redaction import HIDDEN, redact
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError, as_list
@@ -151,10 +144,8 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.kernels = kernels
         self.phase = PhaseTimer()
-        # FLOP/s of the device, measured at the start of the fit.
-        self.peak_flops = 0.0
-        # Of each model, when it was loaded.
-        self.fingerprints: dict[str, str | None] = {}
+        # What a GPU that Lightning knows could train at its peak.
+        self.peak_tokens_per_s: float | None = None
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
@@ -228,7 +219,6 @@ class PolicyModule(LightningModule):
         if self._trainer is not None:
             self.is_configured = True
             self.sharding = get_sharding(self.trainer.strategy)
-            self.fingerprints = self.fingerprint_models()
             announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
         if self.entry is None:
             self.load_policy()
@@ -294,46 +284,10 @@ class PolicyModule(LightningModule):
         """Load what `state_dict` returned; the frozen weights stay."""
         return super().load_state_dict(state_dict, strict and self.lora is None, assign)
 
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, **options: Any
-    ) -> Self:
-        """Return a module with a checkpoint's weights, on the CPU, and the arguments that it was made with.
-
-        Args:
-            checkpoint_path: A checkpoint of any strategy, a run's folder for its newest one, or a file that
-                Lightning's own ModelCheckpoint has written.
-            options: Arguments of the module in place of those in the checkpoint, and of Lightning's method.
-
-        Raises:
-            InputError: If the folder has no checkpoint, or it is damaged.
-        """
-        if Path(checkpoint_path).is_file():
-            module: Any = super().load_from_checkpoint(checkpoint_path, **options)
-        else:
-            module = _load_state(cls, read_checkpoint(find_checkpoint(Path(checkpoint_path))), **options)
-        saved = {name: value for name, value in module.hparams.items() if name not in options}
-        if lost := [*list_lost(saved)]:
-            rank_zero_warn(
-                f"A checkpoint keeps no secrets and no functions without a name, so {', '.join(lost)} cannot "
-                f"be what it was. Give {lost[0].partition('.')[0]} to load_from_checkpoint, made as before."
-            )
-        return cast(Self, module)
-
-    def _set_hparams(self, hp: Any) -> None:
-        """Keep what `save_hyperparameters` has found as plain values without secrets.
-
-        So a checkpoint can be read with `weights_only`, and a reward may hold what cannot be copied.
-        """
-        super()._set_hparams(redact(to_plain(hp)))
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the metadata from which, with the checkpoint's weights, a model folder can be made."""
         checkpoint["model"] = self.build_metadata()
         checkpoint["num_tokens"] = self.num_tokens
-        if "hyper_parameters" in checkpoint:
-            # It makes objects of the class paths again.
-            checkpoint["hyper_parameters"]["_instantiator"] = "lightning.pytorch.cli.instantiate_module"
 
     def build_metadata(self) -> dict[str, Any]:
         """Return plain values: how the trained model is loaded, and how it was trained."""
@@ -346,7 +300,6 @@ class PolicyModule(LightningModule):
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),
             "states": self.optimizer_config.states,
-            "weights": self.fingerprints,
             "rows": data.fingerprint_rows(),
             "format": data.trained_format().to_plain(),
             "training": {
@@ -365,24 +318,12 @@ class PolicyModule(LightningModule):
         group = self.trainer.optimizers[0].param_groups[0]
         return float(group.get("initial_lr", group["lr"]))
 
-    def fingerprint_models(self) -> dict[str, str | None]:
-        """Return a digest of the weights of each model that is loaded from a folder, by name."""
-        names = (self.pretrained, *self.frozen_names)
-        return {name: fingerprint_weights(Path(resolve(name)).expanduser()) for name in names}
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another adapter or other rows, and warn of other models' files."""
+        """Refuse a checkpoint of another adapter or other rows."""
         is_training = self._trainer is not None and self.trainer.training
         if is_training:
             require_same_rows(get_stratos_data(self.trainer), checkpoint["model"]["rows"])
             self.num_tokens = checkpoint["num_tokens"]
-            before = checkpoint["model"]["weights"]
-            for name, digest in self.fingerprints.items():
-                if name in before and before[name] != digest:
-                    rank_zero_warn(
-                        f"The weights of {name} are not those with which the run began: its files have been "
-                        "replaced. A reward or a reference that the run takes from them changes with them."
-                    )
         theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
         if theirs != ours:
             raise InputError(
@@ -464,7 +405,7 @@ class PolicyModule(LightningModule):
         )
 
     def on_fit_start(self) -> None:
-        """Get ready, and measure the device's peak FLOP/s, of which perf/mfu is a fraction."""
+        """Get ready, and look up the GPU's peak FLOP/s, of which perf/mfu is a fraction."""
         trainer = self.trainer
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # No training changes a buffer, so all ranks have the same ones.
@@ -476,8 +417,11 @@ class PolicyModule(LightningModule):
         self.sharding.prepare_fit()
         self.phase.device = self.device
         precision = self.trainer.precision
-        dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else None
-        self.peak_flops = matmul_rate(self.device, dtype or next(self.policy.parameters()).dtype)
+        dtype = torch.bfloat16 if precision == "bf16-mixed" else next(self.policy.parameters()).dtype
+        peak = get_available_flops(self.device, dtype) if self.device.type == "cuda" else None
+        if peak:
+            flops = 2 * self.forwards_per_step * count_weights(self.policy)  # of a token
+            self.peak_tokens_per_s = peak / flops
 
     def on_train_start(self) -> None:
         """Check that a resumed run continues with the rows of its next step, and set its learning rate."""
@@ -592,7 +536,7 @@ class PolicyModule(LightningModule):
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
         """Return what the step has cost so far on all ranks; `num_tokens` are this rank's."""
-        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_flops)
+        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_tokens_per_s)
         # They are logged as means over ranks.
         for name, value in metrics.items():
             if name.endswith(("tokens_per_s", "num_tokens")):
@@ -624,43 +568,6 @@ class PolicyModule(LightningModule):
             self.log("step", float(self.global_step))
 
 
-def to_plain(value: Any) -> Any:
-    """Return an argument of a class as plain values: an object as its class path and its own arguments.
-
-    An object keeps an argument under the argument's name. One that does not is made with the default again.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return {name: to_plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, type) or isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}"
-    kind = type(value)
-    try:
-        names = [name for name in signature(kind).parameters if hasattr(value, name)]
-    except ValueError:  # a class of C that says nothing of its arguments
-        names = []
-    arguments = {name: to_plain(getattr(value, name)) for name in names}
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
-
-
-def list_lost(arguments: Any, path: str = "") -> Iterator[str]:
-    """Yield the names of the plain arguments that `redact` or `to_plain` could not keep."""
-    if isinstance(arguments, dict):
-        for name, value in arguments.items():
-            inner = path if name == "init_args" else f"{path}.{name}".lstrip(".")
-            yield from list_lost(value, inner)
-    elif isinstance(arguments, list):
-        for value in arguments:
-            yield from list_lost(value, path)
-    elif isinstance(arguments, str) and (HIDDEN in arguments or re.search(r"\.<(lambda|locals)>", arguments)):
-        yield path
-
-
 def count_steps(
     steps_per_epoch: int, max_steps: int, max_epochs: int | None, limit_train_batches: int | float | None
 ) -> int:
@@ -690,8 +597,8 @@ def count_steps(
     return steps
 
 
-def require_same_rows(data: StratosDataModule, before: dict[str, Any]) -> None:
-    """Check that a resumed run trains on the rows of its checkpoint; warn of other held-out ones.
+def require_same_rows(data: StratosDataModule, before: list[str]) -> None:
+    """Check that a resumed run trains on the rows of its checkpoint.
 
     Args:
         data: The data.
@@ -700,19 +607,12 @@ def require_same_rows(data: StratosDataModule, before: dict[str, Any]) -> None:
     Raises:
         InputError: If a source has other rows, or has them in another order.
     """
-    now = data.fingerprint_rows()
-    sources = zip(data.sources, before["training"], now["training"], strict=False)
+    sources = zip(data.sources, before, data.fingerprint_rows(), strict=False)
     if changed := [str(source) for source, old, new in sources if old != new]:
         raise InputError(
             "A resumed run must have the rows of its checkpoint, in their order, but the training rows of "
             f"{', '.join(changed)} are not those: some would come twice, others never. Restore data.source, "
             "or start a new run from the model that rlt export makes of the checkpoint."
-        )
-    old, new = before["held_out"], now["held_out"]
-    if None not in (old, new) and old != new:
-        rank_zero_warn(
-            "The held-out rows are not those with which the run began: the figures of validations before and "
-            "after cannot be compared, nor tell which checkpoint is the best."
         )
 
 

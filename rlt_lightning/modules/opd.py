@@ -92,7 +92,6 @@ class OPDModule(OnPolicyModule):
         # The full divergence is no mean over samples of the engine that could be weighed.
         weights = importance_sampling if estimator == "sampled" else None
         super().__init__(pretrained=pretrained, group_size=group_size, importance_sampling=weights, **options)
-        self.save_hyperparameters(logger=False)
         weighted = importance_sampling not in (None, "auto")
         require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted, temperature)
         self.teacher_name = teacher

@@ -33,7 +33,7 @@ from rlt_lightning.models.packed import (
     states_and_log_probs,
 )
 from rlt_lightning.modules.frozen import Model, RunModel
-from rlt_lightning.modules.phases import PhaseStats, forward_flops
+from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
@@ -175,14 +175,6 @@ class Trained(Protocol):
 
     sharding: Any
     trainer: Any
-
-    @property
-    def policy(self) -> Any:
-        """Return the model."""
-
-    @property
-    def forwards_per_step(self) -> int:
-        """Return how many forwards a forward with its backward costs."""
 
     def sum_over_ranks(self, *numbers: float) -> list[float]:
         """Return the sums over all ranks."""
@@ -492,9 +484,7 @@ class Reader:
             with nullcontext() if other is None else other.loaded_on(self.device) as ask:
                 for place, (micro_batch, weight) in enumerate(planned):
                     is_last = number == len(terms) - 1 and place == len(planned) - 1
-                    packed = self.pack(sequences, micro_batch)
-                    flops = module.forwards_per_step * forward_flops(module.policy, packed)
-                    stats.count(packed, sequences, micro_batch, weight, flops)
+                    packed = self.pack(sequences, micro_batch, weight, stats)
                     with module.sharding.micro_batch(last=is_last):
                         yield Micro(
                             term,

@@ -141,7 +141,6 @@ class RLTModule(OnPolicyModule):
         super().__init__(
             pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
         )
-        self.save_hyperparameters(logger=False)
         require_group(group_size)
         self.students = Students.of(student, students, student_reduction, teacher).register()
         require_student(reward, self.students.model or self.students.first)

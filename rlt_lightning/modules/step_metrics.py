@@ -140,13 +140,13 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> Non
         )
 
 
-def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: float) -> dict[str, float]:
+def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:
     """Return what the step cost, by phase.
 
     Args:
         phases: The costs of the step's phases.
         num_tokens: The step's tokens, which `perf/tokens_per_s` and `perf/num_tokens` count.
-        peak_flops: The device's measured FLOP/s, of which `perf/mfu` is a fraction.
+        peak: Tokens per second that the device could train, of which `perf/mfu` is a fraction; None: unknown.
     """
     seconds = sum(stats.seconds for stats in phases.values())
     metrics = {
@@ -162,9 +162,9 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: fl
     if score := phases.get("score"):
         metrics["perf/score_hidden_frac"] = score.hidden_s / score.seconds
     train = phases["train"]
+    if peak is not None:
+        metrics["perf/mfu"] = (train.tokens - train.padding_tokens) / train.seconds / peak
     return metrics | {
-        "perf/mfu": train.flops / train.seconds / peak_flops,
-        "perf/peak_tflops": peak_flops / 1e12,
         "perf/padding_frac": train.padding_tokens / train.tokens,
         "perf/shared_frac": 1 - train.tokens / train.unshared_tokens,
     }
