@@ -152,6 +152,7 @@ class RLTModule(OnPolicyModule):
         self.teacher_log_probs = teacher_log_probs
         self.updates_per_rollout = updates_per_rollout
         self.num_epochs = num_epochs
+        self.loss_terms: list[LossTerm] = []  # what `losses` has built for this step
         for name in ("updates_per_rollout", "num_epochs"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name} must be at least 1, but is {getattr(self, name)}. Raise it.")
@@ -249,7 +250,7 @@ class RLTModule(OnPolicyModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Run one RL iteration: sample, score with the student, compare within groups, step the teacher."""
-        sampler = self.require_sampler()
+        sampler, self.loss_terms = self.require_sampler(), self.losses
         step = self.collect(sampler.request(batch.problems))  # sampled, read and scored; alike on all ranks
         for _ in range(sampler.max_rounds):  # of dynamic sampling; 0 without it
             others = sampler.request_others(step.find_flat_groups(sampler.find_min_std(self.global_step + 1)))
@@ -268,7 +269,7 @@ class RLTModule(OnPolicyModule):
             metrics = []
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
                 self.optimizers().zero_grad()  # type: ignore[union-attr]
-                for micro in self.reader.updates(step, rows, self.losses, self, stats):
+                for micro in self.reader.updates(step, rows, self.loss_terms, self, stats):
                     computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
                     output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
                     self.manual_backward(micro.scale * output.loss)
@@ -336,7 +337,7 @@ class RLTModule(OnPolicyModule):
 
     def list_loss_reads(self, rollout: Rollout) -> dict[str, Read]:
         """Return what models read of a completion for the loss, without gradient: the reference."""
-        return {name: read for term in self.losses for name, read in term.reads(rollout).items()}
+        return {name: read for term in self.loss_terms for name, read in term.reads(rollout).items()}
 
     def list_reads(self, rollout: Rollout) -> dict[str, Read]:
         """Return what models read of a completion before the update."""

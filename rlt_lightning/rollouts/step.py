@@ -16,7 +16,7 @@ table        what a reward made of these tokens and of texts: a number per row, 
 Every rank has all completions of a step. Those that it computes are its shard; all ranks get about equally
 many tokens, and each finds all shards by itself:
 
-    completions 0 … N-1, alike on every rank ─▶ Shards.divide, by tokens ─▶ this rank's rows
+    completions 0 … N-1, alike on every rank ─▶ Shards.balance, by tokens ─▶ this rank's rows
                                                                               │ student, reference, update
       table of all of them ◀═ one sum over ranks ═ table of its rows ◀────────┘
 
@@ -125,7 +125,7 @@ class Shards:
         self.loads = [0] * world_size  # tokens that each rank has
         self.lengths: list[int] = []  # tokens of each completion, of all ranks
 
-    def divide(self, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
+    def balance(self, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
         """Divide completions over the ranks, after those of earlier calls; return this rank's, ascending.
 
         Args:
@@ -277,7 +277,7 @@ class StepBatch:
             assert isinstance(source, tuple)
             lengths[row] = source[0].count_tokens(source[1])
             self.lacks_log_probs |= source[0].completions[source[1]].log_probs is None
-        part = self.shards.divide(lengths)
+        part = self.shards.balance(lengths)
         self.shard = sorted([*self.shard, *part])
         return part
 
