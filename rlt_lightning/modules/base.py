@@ -1,11 +1,15 @@
-"""The base module of all training stages: a language model, its optimizer, and packed micro-batches."""
+"""The base modules: a language model, its optimizer and packed micro-batches; and one that asks a sampler.
+
+PolicyModule       SFTModule
+└ OnPolicyModule   RLTModule, OPDModule: completions, frozen models and importance weights
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, ClassVar, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
@@ -19,12 +23,19 @@ from torch.nn.parallel import DistributedDataParallel
 from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
+from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.engines import EngineError
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
-from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
+from rlt_lightning.models.kernels import (
+    Kernels,
+    announce_slow_bfloat16,
+    fuse_blocks,
+    prepare_model,
+    steps_fused,
+)
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
@@ -40,17 +51,29 @@ from rlt_lightning.modules.optimizer import (
 )
 from rlt_lightning.modules.phases import PhaseTimer, count_weights
 from rlt_lightning.modules.reader import PassKey, Reader
-from rlt_lightning.modules.step_metrics import speed_metrics
+from rlt_lightning.modules.step_metrics import (
+    mismatch_metrics,
+    require_agreement,
+    rollout_metrics,
+    speed_metrics,
+)
 from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches, split_to
 from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, StepBatch
-from rlt_lightning.run.ranks import gather_from_ranks, make_ranks_end_together, raise_from_ranks
+from rlt_lightning.rollouts.sampler import Sampler
+from rlt_lightning.rollouts.step import POLICY, Shards, StepBatch
+from rlt_lightning.run.ranks import (
+    gather_from_ranks,
+    make_ranks_end_together,
+    raise_from_ranks,
+    waiting_for_ranks,
+)
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.types import InputError, Rollouts, as_list
 
 Init = TypeVar("Init", bound=Callable[..., None])
 # What the progress bar shows of a step.
@@ -566,6 +589,194 @@ class PolicyModule(LightningModule):
         self.log_dict(figures)
         if figures:
             self.log("step", float(self.global_step))
+
+
+class OnPolicyOptions(PolicyOptions, total=False):
+    """The options that a module of this kind passes on to `OnPolicyModule` and `PolicyModule`."""
+
+    optimizer: OptimizerConfig
+    layout: Layout
+    mismatch_alarm: float | None
+    mismatch_limit: float | None
+    max_staleness: int
+    offload_frozen: bool
+
+
+def require_whole_models(offload_frozen: bool, sharded: bool) -> None:
+    """Check that no strategy shards the frozen models that are to be moved.
+
+    Raises:
+        InputError: If one does.
+    """
+    if offload_frozen and sharded:
+        raise InputError(
+            "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
+            "--config hardware/cpu_offload keeps shards in main memory."
+        )
+
+
+class OnPolicyModule(PolicyModule):
+    """A model that trains on completions, which it asks the sampler of RolloutCallback for.
+
+    Args:
+        group_size: Completions per problem.
+        importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
+        mismatch_alarm: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
+            which a step warns; None: never.
+        mismatch_limit: The same above which the run stops before the step, since these log-probs enter the
+            reward; None: never. At 1 the engine's log-probs tell no more than a constant.
+        max_staleness: Optimizer steps by which the sampling weights may lag behind.
+        offload_frozen: Keep frozen models in pinned host memory while they are not used.
+        options: Those of `PolicyModule`.
+    """
+
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (ReadData, StudentRLData, StudentOPDData)
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
+        mismatch_alarm: float | None = 0.05,
+        mismatch_limit: float | None = 0.5,
+        max_staleness: int = 0,
+        offload_frozen: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.group_size = group_size
+        self.importance_sampling = importance_sampling
+        # RolloutCallback chooses for "auto", once it knows the engine.
+        self.importance_weights = None if importance_sampling == "auto" else importance_sampling
+        self.mismatch_alarm = mismatch_alarm
+        self.mismatch_limit = mismatch_limit
+        self.max_staleness = max_staleness
+        self.offload_frozen = offload_frozen
+        # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
+        self.reference: Model | None = None
+        self.reference_moves = False
+        # The other models that are only read, by name.
+        self.models: dict[str, Model] = {}
+        # RolloutCallback sets it.
+        self.sampler: Sampler | None = None
+
+    def list_scoring_models(self) -> list[tuple[str, Model]]:
+        """Return the frozen models that read completions, with their names."""
+        return [(name, model) for name, model in self.models.items() if model.model is not None]
+
+    def load_frozen_models(self) -> None:
+        """Refuse to move shards of frozen models."""
+        require_whole_models(self.offload_frozen, self.sharding.sharded)
+
+    def load_frozen(self, name: str, dtype: Dtype, role: str) -> Model:
+        """Load a model that is only read: on the default device, or in main memory if it is offloaded."""
+        # Lightning makes the GPU the default device inside configure_model, and the GPU may lack the memory.
+        with torch.device("cpu") if self.offload_frozen else nullcontext():
+            return Model.frozen(self.load(name, dtype, role), self.offload_frozen)
+
+    @torch.no_grad()
+    def get_ready(self) -> None:
+        """Place frozen models too, since Lightning moves only what it trains."""
+        super().get_ready()
+        get_frozen_ready(self, self.list_scoring_models())
+
+    def build_metadata(self) -> dict[str, Any]:
+        """See `PolicyModule.build_metadata`."""
+        metadata = super().build_metadata()
+        metadata["training"]["group size"] = self.group_size
+        if self.importance_weights is not None:
+            metadata["training"]["importance sampling"] = str(self.importance_weights)
+        return metadata
+
+    # Completions
+
+    def require_sampler(self) -> Sampler:
+        """Return the sampler, or raise an error that names the callback that should have provided it."""
+        if self.sampler is None:
+            raise InputError(
+                "Every batch needs rollouts, but nothing brings them. Add "
+                "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
+            )
+        return self.sampler
+
+    def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
+        """Return what each step on completions logs after its update, of this rank's completions."""
+        metrics: dict[str, Any] = rollout_metrics(rollouts)
+        metrics["rollout/length_min"] = float(min(shards.lengths))
+        metrics["rollout/length_max"] = float(max(shards.lengths))
+        metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
+        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
+        return metrics | {"perf/rank_imbalance": shards.imbalance}
+
+    def require_fresh(self, policy_version: int) -> None:
+        """Check that completions are not staler than allowed.
+
+        Args:
+            policy_version: Optimizer steps that the weights had taken which sampled them.
+        """
+        staleness = self.global_step - policy_version
+        if not 0 <= staleness <= self.max_staleness:
+            raise RuntimeError(
+                f"Rollouts may be at most model.max_staleness={self.max_staleness} optimizer steps old, but "
+                f"the sampler of RolloutCallback returned some of version {policy_version} at step "
+                f"{self.global_step}."
+            )
+
+    def build_shards(self) -> Shards:
+        """Return what divides a step's completions over ranks; nothing is divided yet."""
+        shares_prefix = self.layout in ("auto", "shared_prefix")
+        trainer = self.trainer
+        return Shards(trainer.global_rank, trainer.world_size, self.group_size, shares_prefix)
+
+    def sum_tensor_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks of a tensor; Lightning's own sum would also wait at a barrier."""
+        values = upload(values, self.device)
+        if self.trainer.world_size > 1:
+            with waiting_for_ranks(self.trainer, "the rewards of all ranks"):
+                torch.distributed.all_reduce(values)
+        return values
+
+    # The policy update
+
+    def finish_update(self, step: StepBatch, counts: bool = True) -> dict[str, Any]:
+        """Step the optimizer; return the metrics of the update over all ranks.
+
+        Args:
+            step: The step.
+            counts: Whether it is the last update of the iteration; see `optimizer_step_now`.
+
+        Raises:
+            NonFiniteError: If a log-prob or gradient is NaN or infinite.
+            EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
+        """
+        self.raise_together(step)
+        (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, [])
+        on_rank = Mismatch.read(mismatches)
+        mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))
+        require_agreement(mismatch, self.mismatch_limit, self.global_step + 1)
+        metrics |= self.optimizer_step_now(counts)
+        masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
+        return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
+
+
+def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
+    """Place the frozen models, fuse the reference, and choose kernels and layouts of those that score.
+
+    The reference is fused like the policy, so that their log-probs are equal where their weights are.
+    """
+    for frozen in (*(model for _, model in scoring), module.reference):
+        if frozen is not None:
+            frozen.place(module.device, module.sharding)
+    if module.reference is not None:
+        precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
+        with module.reference.loaded_on(module.device) as run, precision.forward_context():
+            fuse_blocks(run, module.pretrained, module.kernels, device)
+    reward = getattr(module, "reward", None)
+    kl_options = None if reward is None else reward.find_kl(temperature=1.0)
+    exact_kl = kl_options is not None and kl_options.kl_estimator == "exact"
+    for name, model in scoring:
+        with model.loaded_on(module.device) as run:
+            check_model(module, run, name, exact_kl=exact_kl)
 
 
 def count_steps(

@@ -7,7 +7,7 @@
       │   ├ forward         the teacher's states before each judged token, without gradient, and those of
       │   │                 the student; the divergence of both distributions there, or both log-probs
       │   └ compute_loss    `Distillation`: their sum → manual_backward, the last one sums gradients*
-      ├ finish_update*      no rank has failed; clip, AdamW (on_policy.py)
+      ├ finish_update*      no rank has failed; clip, AdamW (base.py)
       ├ step.share*         all ranks get the numbers of all answers
       └ log_step*           means over ranks → metrics.csv, W&B
 
@@ -29,10 +29,9 @@ from rlt_lightning.datamodules.teacher_views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.modules.base import follow_options
+from rlt_lightning.modules.base import OnPolicyModule, OnPolicyOptions, follow_options
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine, compute_loss
-from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions
 from rlt_lightning.modules.reader import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages

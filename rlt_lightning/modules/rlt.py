@@ -19,7 +19,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       │   ├ forward           log-probs with gradient, (M,)
       │   ├ compute_loss      LossInputs → micro.term → LossOutput (modules/losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
-      ├ finish_update*        no rank has failed (on_policy.py); `optimizer_step_now` in base.py: clip, AdamW
+      ├ finish_update*        no rank has failed; `optimizer_step_now`: clip, AdamW (base.py)
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.step
 
 With sharded weights, each forward and backward waits for the other ranks too. `rollouts/step.py` carries a
@@ -46,7 +46,7 @@ from rlt_lightning.engines.base import Placement
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.modules.base import follow_options
+from rlt_lightning.modules.base import OnPolicyModule, OnPolicyOptions, follow_options
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
     AnswerTerm,
@@ -57,7 +57,6 @@ from rlt_lightning.modules.losses import (
     pad_engine_log_probs,
     read_sampled,
 )
-from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.reader import Reader, forward, score_groups, score_rollouts
 from rlt_lightning.modules.rollout_rows import predicted_rows

@@ -31,7 +31,7 @@ from rlt_lightning.engines import Sampling
 from rlt_lightning.metrics import catalogue
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model
-from rlt_lightning.modules import RLTModule, on_policy
+from rlt_lightning.modules import RLTModule, base
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.students import combine_tables
@@ -241,7 +241,7 @@ def test_offloaded_students_are_on_the_device_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stay, _ = scores_of(tmp_path, students=OTHERS)
-    monkeypatch.setattr(on_policy, "Model", Visits)
+    monkeypatch.setattr(base, "Model", Visits)
     back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
     assert torch.equal(back.rewards, stay.rewards)
     assert Visits.most == 1
