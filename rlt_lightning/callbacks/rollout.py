@@ -38,8 +38,7 @@ from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Dispatcher, Sampler
+from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
 from rlt_lightning.types import InputError
 
 # schedule(the config's sampling, optimizer step) is the sampling of that step.

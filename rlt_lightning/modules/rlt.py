@@ -69,7 +69,7 @@ from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.explanations import require_scorable, require_student
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.students import StudentNames, Students
-from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import RolloutRequest
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, Read, StepBatch
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts

@@ -42,7 +42,7 @@ from rlt_lightning.numerics.packing import ScoredSequence, to_padded
 from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError, choose_remedy
 from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
-from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import RolloutRequest
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # The models that are no frozen ones by name: the weights that train, and the initial ones.

@@ -38,8 +38,7 @@ from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
 from rlt_lightning.rollouts import dynamic_sampling
 from rlt_lightning.rollouts.dynamic_sampling import RewardStd
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Dispatcher, Sampler
+from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
 from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
 
