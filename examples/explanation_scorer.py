@@ -1,7 +1,7 @@
 """Score the completions of another trainer: trl_reward.py and verl_reward.py are built on this.
 
     row ────────▶ Problem ┐
-    completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ Score: reward and its terms
+    completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ StepBatch: reward and its terms
 
 The other program samples, and provides the teacher.
 """
@@ -26,7 +26,7 @@ from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards import Reward, RLTReward
 from rlt_lightning.rewards.explanations import require_scorable
 from rlt_lightning.rewards.students import StudentNames, Students, split_student_setting
-from rlt_lightning.rollouts.step import POLICY, Score
+from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import BadRowError, Completion, InputError, Problem, Rollout, Rollouts
@@ -153,8 +153,8 @@ class ExplanationScorer:
 
     def score(
         self, rollouts: Sequence[Rollout], teacher: RunModel, device: torch.device, group_size: int = 1
-    ) -> Score:
-        """Return the reward of N explanations and its terms, each (N,).
+    ) -> StepBatch:
+        """Return N explanations with their rewards and terms, each (N,).
 
         Args:
             rollouts: N explanations, made by `build_rollout`; those of one problem share its prompt's
@@ -171,9 +171,7 @@ class ExplanationScorer:
         models = self.models | {POLICY: Model(teacher)}
         reader = Reader(models, self._plan, device, self.head)
         groups = Rollouts(list(rollouts), group_size, 0, self.temperature)
-        step = score_rollouts(reader, self.reward, self.students, groups)
-        assert step.score is not None
-        return step.score
+        return score_rollouts(reader, self.reward, self.students, groups)
 
     @property
     def temperature(self) -> float:

@@ -37,15 +37,13 @@ from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rewards.base import ReadTokens
 from rlt_lightning.rewards.students import Student, StudentNames, split_student_setting
-from rlt_lightning.rollouts.step import Score as StepScore
-from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.tags import TagStyle, decode_each
 from rlt_lightning.trainer import TRAINER_DEFAULTS, quiet_third_parties
 from rlt_lightning.types import (
     FinishReason,
     InputError,
     PromptBatch,
-    RewardTerms,
     Rollout,
 )
 
@@ -57,9 +55,9 @@ ROWS_AT_ONCE = 8  # as configs/recipe_7b/rank.yaml
 class NoReward(TextReward):
     """The reward that `Teacher` uses if it has no student; its zeros are not shown."""
 
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
         """See `TextReward`."""
-        return RewardTerms(torch.zeros(len(rollouts)))
+        return {"reward": torch.zeros(len(rollouts))}
 
 
 @dataclass(frozen=True)
@@ -99,29 +97,32 @@ class Score:
     @classmethod
     def of(
         cls,
-        score: StepScore,
+        step: StepBatch,
         row: int,
         reward: RLTReward,
         students: Sequence[Student],
         tokens: Sequence[ReadTokens],
+        label: str = "",
     ) -> Score:
         """Return the score of one rollout of a step.
 
         Args:
-            score: The scores of the step.
+            step: The step.
             row: Its row there.
             reward: What scored it.
             students: Who read it.
             tokens: What each student read.
+            label: Which of several students' score; '': that of all.
         """
         student, read = students[0], tokens[0]
-        columns = {name: float(values[row]) for name, values in score.columns.items()}
+        table = step.choose([row], label)
+        columns = {name: float(values) for name, values in columns_of(table, "record/").items()}
         solution = columns["solution_log_prob_mean"] + reward.min_coef * columns["solution_log_prob_min"]
         return cls(
-            reward=float(score.rewards[row]),
-            r_ss=solution - columns.get("baseline", 0.0),
+            reward=float(table["reward"]),
+            r_ss=solution - float(table.get("level/baseline", 0.0)),
             r_kl=columns["kl_mean"] + reward.max_coef * columns["kl_max"],
-            terms={name: float(values[row]) for name, values in score.terms.items()},
+            terms={name: float(values) for name, values in columns_of(table, "term/").items()},
             token_ids=read.thought,
             tokens=decode_each(student.format.tokenizer, read.thought),
             kl=read.kl,
@@ -129,8 +130,8 @@ class Score:
             solution_tokens=decode_each(student.format.student_tokenizer, read.solution),
             solution_log_probs=read.solution_log_probs,
             by_student={
-                label: cls.of(by_student, row, reward, students[number:], tokens[number:])
-                for number, (label, by_student) in enumerate(score.by_student.items())
+                other: cls.of(step, row, reward, students[number:], tokens[number:], other)
+                for number, other in enumerate([] if label else step.labels)
             },
         )
 
@@ -286,9 +287,8 @@ class Teacher:
             for row, rollout in enumerate(step.rollouts(step.shard)):
                 score = None
                 if students:
-                    assert step.score is not None
                     tokens = self.reward.list_tokens(step, row, self.module.students)
-                    score = Score.of(step.score, row, self.reward, students, tokens)
+                    score = Score.of(step, row, self.reward, students, tokens)
                 scored.append((rollout, score))
         return scored
 

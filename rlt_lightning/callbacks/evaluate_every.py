@@ -48,8 +48,7 @@ from rlt_lightning.modules.responses import (
     require_responses_fit,
     response_seed,
 )
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Dispatcher
+from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest
 from rlt_lightning.run.ranks import Collectives
 from rlt_lightning.types import InputError, Problem, SFTExample
 

@@ -267,7 +267,7 @@ def show_explanations(folder: Path) -> None:
     print(f"\n{first['question']}   {first['solution']}")
     for arm, rows in explained.items():
         row = next(row for row in rows if row["question"] == first["question"])
-        solution, kl = row["solution_log_prob_reward"], row["kl_reward"]
+        solution, kl = row["solution_reward"], row["kl_reward"]
         print(f"\n  {ARMS[arm].name}: reward {row['reward']:.2f} (solution {solution:.2f}, KL {kl:.2f})")
         print(textwrap.fill(row["reasoning_trace"], 78, initial_indent="    ", subsequent_indent="    "))
 

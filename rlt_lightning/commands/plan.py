@@ -52,8 +52,7 @@ from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules import OPDModule, RLTModule
-from rlt_lightning.modules.base import PolicyModule, require_precision
-from rlt_lightning.modules.on_policy import OnPolicyModule, require_whole_models
+from rlt_lightning.modules.base import OnPolicyModule, PolicyModule, require_precision, require_whole_models
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import list_heads, resident_bytes
 from rlt_lightning.numerics.head import block_size

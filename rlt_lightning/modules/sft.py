@@ -44,7 +44,6 @@ class SFTModule(PolicyModule):
         **options: Unpack[PolicyOptions],
     ) -> None:
         super().__init__(pretrained=pretrained, optimizer=optimizer, layout=layout, **options)
-        self.save_hyperparameters(logger=False)
 
     def setup(self, stage: str) -> None:
         """Check that every example fits into the model's context, before anything is loaded."""

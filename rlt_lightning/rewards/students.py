@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import isfinite
 from pathlib import PurePath
 from typing import Self
+
+from torch import Tensor
 
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.models.embedded import DEFAULT_MODEL
@@ -39,8 +41,17 @@ class Student:
     latest_empty: dict[int, tuple[Problem, ModelView]] = field(default_factory=dict, repr=False)
 
     def name(self, column: str) -> str:
-        """Return the name of a column that each student has."""
+        """Return the name of a token column that each student has."""
         return f"{column}/{self.label}" if self.label else column
+
+    @property
+    def prefix(self) -> str:
+        """Return how its columns of the table begin: `of/LABEL/`, or nothing if it is the only one."""
+        return f"of/{self.label}/" if self.label else ""
+
+    def name_columns(self, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return its columns by the names that they have in the table of all."""
+        return {self.prefix + name: values for name, values in table.items()}
 
 
 @dataclass(frozen=True)

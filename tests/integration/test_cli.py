@@ -66,7 +66,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     assert len(rows) == 2 * 2 * 2  # steps, problems, completions
     for row in rows:
-        parts = row["solution_log_prob_reward"] + row["kl_reward"] + row["format_reward"]
+        parts = row["solution_reward"] + row["kl_reward"] + row["format_reward"]
         assert row["reward"] == pytest.approx(parts, abs=1e-4)
         assert row["explanation"] is not None
     with_tokens = [row for row in rows if "thought_tokens" in row]

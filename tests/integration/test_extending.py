@@ -269,7 +269,7 @@ def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
     scored = rows(outside / "runs" / "scores" / "scores.jsonl")
     assert [row["brevity_reward"] for row in scored] == pytest.approx([-0.09, -0.01])  # 9 words, and one
     for row in [*rows(folder / "rollouts.jsonl"), *scored]:
-        names = ("solution_log_prob_reward", "kl_reward", "format_reward", "brevity_reward")
+        names = ("solution_reward", "kl_reward", "format_reward", "brevity_reward")
         assert row["reward"] == pytest.approx(sum(row[name] for name in names), rel=1e-5)
 
     page = write_report(folder).read_text()

@@ -70,7 +70,7 @@ def test_every_problem_has_its_traces_each_with_finite_rewards(generated: Path, 
     ]
     assert len({row["reasoning_trace"] for row in rows}) == len(rows)
     for row in rows:
-        terms = [row["solution_log_prob_reward"], row["kl_reward"], row["format_reward"]]
+        terms = [row["solution_reward"], row["kl_reward"], row["format_reward"]]
         assert all(map(math.isfinite, terms))
         assert row["reward"] == pytest.approx(sum(terms), rel=1e-5)
         assert (row["teacher"], row["num_tokens"]) == (tiny_model, 12)

@@ -37,7 +37,7 @@ COLUMNS = {  # ours -> the released code's
     "kl_mean": "kl_mean",
     "kl_max": "kl_max",
     "format_reward": "match_reward",
-    "solution_log_prob_reward": "solution_log_prob_reward",
+    "solution_reward": "solution_log_prob_reward",
     "kl_reward": "kl_reward",
 }
 

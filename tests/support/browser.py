@@ -45,7 +45,7 @@ def completion(step: int, problem: int, number: int, reward: float, **columns: A
         "seed": 1,
         "worker": None,
         "reward": reward,
-        "solution_log_prob_reward": reward / 4,
+        "solution_reward": reward / 4,
         "kl_reward": 3 * reward / 4,
         "format_reward": 0.0,
         **columns,
