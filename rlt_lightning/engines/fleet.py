@@ -347,7 +347,7 @@ class Fleet:
         self.pushed = policy_version
         for worker in before:
             worker.state = State.READY
-        size = size_text(weights_size((tensor for _, tensor in named_tensors), push.dtype))
+        size = size_text(weights_size(tensor for _, tensor in named_tensors))
         weights = f"the weights of step {policy_version} ({size}) by {type(push).__name__}"
         with waiting_for(f"vLLM worker {join_urls(before)} to take {weights}"):
             failures = push.push(named_tensors, list(before), self.version_name)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
@@ -39,7 +40,7 @@ from rlt_lightning.engines.base import (
 from rlt_lightning.engines.client import ADDRESS, CompletionRequest, WorkerError, read_api_key
 from rlt_lightning.engines.fleet import Fleet, Worker
 from rlt_lightning.engines.launch import Launch, find_free_port
-from rlt_lightning.engines.push import GlooPush, WeightPush
+from rlt_lightning.engines.push import GlooPush, IPCPush, WeightPush
 from rlt_lightning.engines.threads import iterate_in_thread
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
@@ -63,8 +64,9 @@ class VLLMEngine(Engine):
     Args:
         urls: Workers that run already, such as [http://127.0.0.1:8000]. Name these or `launch`.
         launch: Workers to start and to stop.
-        push: How weights travel; None: GlooPush(). A running worker must name its `backend` in
-            --weight-transfer-config. NoPush: they do not travel, and any vLLM server will do.
+        push: How weights travel; None: IPCPush() to launched workers, GlooPush() to running ones, and on
+            macOS. A running worker must name its `backend` in --weight-transfer-config. NoPush: they do not
+            travel, and any vLLM server will do.
         log_probs: worker: use the workers' log-probs, which must be those of sampling (--logprobs-mode
             processed_logprobs, checked at the start; a worker of NoPush without a trainer may report others,
             which are not used). trainer: use only log-probs that the trainer computes.
@@ -103,7 +105,8 @@ class VLLMEngine(Engine):
         max_restarts: int = 5,
         sleep: bool = False,
     ) -> None:
-        self.push = push or GlooPush()
+        one_machine = launch is not None and sys.platform == "linux"
+        self.push = push or (IPCPush() if one_machine else GlooPush())
         self.own_weights = self.push.backend is None  # workers serve weights of their own
         if self.own_weights and sleep:
             raise InputError(
@@ -166,7 +169,6 @@ class VLLMEngine(Engine):
             num_workers=len(self.fleet.workers),
             launch=self.fleet.launch,
             push_backend=self.push.backend,
-            push_dtype=self.push.dtype,
             push_bytes=self.push.gather_bytes,
         )
         return EngineDescription(workers=workers)
