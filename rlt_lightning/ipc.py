@@ -36,8 +36,12 @@ class HostBuffer:
     def __init__(self, num_bytes: int) -> None:
         self.name = f"rlt-{uuid4().hex}"
         self.file = os.memfd_create(self.name)
-        os.posix_fallocate(self.file, 0, num_bytes)  # without room: an error here, no signal later
-        self.tensor = map_bytes(f"/proc/self/fd/{self.file}", num_bytes)
+        try:
+            os.posix_fallocate(self.file, 0, num_bytes)  # without room: an error here, no signal later
+            self.tensor = map_bytes(f"/proc/self/fd/{self.file}", num_bytes)
+        except (OSError, RuntimeError):
+            os.close(self.file)
+            raise
 
     def share(self, worker: str) -> JSON:
         """Return what a worker must know to open the buffer; the same for all."""

@@ -176,8 +176,8 @@ class NoPush(WeightPush):
         """Refuse weights that have changed since the first push."""
         if self.version not in (None, version):
             raise InputError(
-                "NoPush leaves workers the weights that they serve, but the trainer's have changed. Train "
-                "by leaving the engine's push out."
+                "NoPush leaves workers the weights that they serve, but the trainer's have changed. Leave "
+                "the engine's push out to train."
             )
         self.version = version
 
@@ -284,7 +284,8 @@ class IPCTransfer:
 
         def check(worker: WorkerClient) -> None:
             answer = self.push.post(worker, "/collective_rpc", {"method": "name_gpu"})
-            others.extend(name for name in answer["results"] if worker.num_ranks > 1 or name != gpu)
+            with worker.require_form(answer, "its GPUs"):
+                others.extend(name for name in answer["results"] if worker.num_ranks > 1 or name != gpu)
 
         others: list[str] = []
         call_each(self.living, check, self.failures)

@@ -18,7 +18,7 @@ from fake_worker import END, EOS, TAG, FakeTokenizer, FakeWorker, worker_of
 from fits import small_fit
 from fleets import WEIGHTS
 
-from rlt_lightning.engines import DiskPush, EngineError, NoPush, Sampling, VLLMEngine, build_requests
+from rlt_lightning.engines import EngineError, IPCPush, NoPush, Sampling, VLLMEngine, build_requests
 from rlt_lightning.modules.step_metrics import require_agreement
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.types import Completion
@@ -188,7 +188,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.fixture
 def engine(tmp_path: Path) -> Any:
     with FakeWorker() as worker:
-        push = DiskPush(folder=str(tmp_path / "pushed"), timeout_s=60.0)
+        push = IPCPush(timeout_s=60.0)
         options = {"max_retries": 0, "max_restarts": 0, "backoff_s": 0.01, "request_timeout_s": 3.0}
         engine = VLLMEngine([worker.url], push=push, **options)
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=49152))
@@ -309,7 +309,7 @@ def test_a_worker_that_lies_from_the_second_step_on_costs_no_checkpoint(
 ) -> None:
     options = ["--trainer.max_steps=3", "--checkpoint.every_n_train_steps=3"]
     options += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-    options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+    options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
     options += ["--rollouts.engine.max_retries=0", "--rollouts.engine.max_restarts=0"]
     with lying_worker(tiny_model, 1.5 * (fault == "log_probs"), first=4) as worker:
         worker.faults.extend(["", "", "", "", "nan"] if fault == "answers" else [])
@@ -323,7 +323,7 @@ def test_a_worker_that_lies_from_the_second_step_on_costs_no_checkpoint(
 
 def test_a_worker_that_lies_writes_no_trace(tiny_model: str, tmp_path: Path) -> None:
     options = ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-    options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush", "--rollouts.engine.max_restarts=0"]
+    options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush", "--rollouts.engine.max_restarts=0"]
     with lying_worker(tiny_model, 1.5, first=0) as worker:
         words = small_fit(tiny_model, tmp_path, *options, f"--rollouts.engine.urls=[{worker.url}]")
         result = rlt("predict", *words[1:])
