@@ -231,7 +231,7 @@ def receiver(
     received[name] = {}
 
     def receive(info: dict[str, Any]) -> None:
-        function = receive_shared if "buffer" in info else receive_gloo, receive_shared
+        function = receive_shared if "buffer" in info else receive_gloo
         received[name].update(call(function, name, info, dies_at))
 
     return FakeWorker(on_init=lambda info: call(join_gloo, name, info), on_update=receive)
