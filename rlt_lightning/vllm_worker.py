@@ -216,7 +216,7 @@ class IPCEngine(ReloadEngine):
     def receive_weights(self, update_info: IPCUpdateInfo) -> None:
         """Load what lies in the buffer; afterwards the trainer fills it again."""
         self.reader = self.reader or SharedReader(self.device)
-        self.load_ahead(self.reader.read(update_info.buffer, update_info.parts))
+        self.model.load_weights(self.reader.read(update_info.buffer, update_info.parts))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
