@@ -1,10 +1,10 @@
-"""The part that runs inside vLLM's worker processes: it takes new weights over gloo or from a folder.
+"""The part that runs inside vLLM's worker processes: it takes new weights.
 
 The trainer never imports this file, and it needs none of our dependencies. Install this package without them
 into the environment that has vLLM (`pip install --no-deps`), then
 
     vllm serve MODEL --worker-extension-cls rlt_lightning.vllm_worker.WorkerExtension \
-        --weight-transfer-config '{"backend": "gloo"}'
+        --weight-transfer-config '{"backend": "rlt_ipc"}'
 
 vLLM calls it through its weight-transfer routes: init, start, update, finish (docs/rollouts.md).
 """
@@ -16,14 +16,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from queue import Full, Queue
 from threading import Event
 from typing import Any
 
 import torch
 import vllm
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -33,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rlt_lightning.gloo import build_broadcast_options, join_group
+from rlt_lightning.ipc import JSON, NamedTensor, SharedReader
 from rlt_lightning.version import VLLM_MINORS, get_minor
 
 if get_minor(vllm.__version__) not in VLLM_MINORS:
@@ -41,14 +40,12 @@ if get_minor(vllm.__version__) not in VLLM_MINORS:
         f"{vllm.__version__}. Install one of these."
     )
 
-# As in models/weights.py, which needs packages that the worker's environment may lack.
-NamedTensor = tuple[str, Tensor]
-# Tensors that are received, or read, before they are loaded.
+# Tensors that are received before they are loaded.
 AHEAD = 8
 
 
 class ReloadEngine(WeightTransferEngine):
-    """Base of the gloo and disk backends: vLLM's reload, layer by layer, and a repair of what it misses."""
+    """Base of most backends: vLLM's reload, layer by layer, and a repair of what it misses."""
 
     supports_draft_weight_update = False
     helper: ThreadPoolExecutor | None = None  # one thread, which may use any core
@@ -194,44 +191,43 @@ def receive_tensors(group: Any, info: GlooUpdateInfo) -> Iterator[NamedTensor]:
 
 
 @dataclass
-class DiskInitInfo(WeightTransferInitInfo):
-    """No information is needed: every update names its folder."""
+class IPCInitInfo(WeightTransferInitInfo):
+    """No information is needed: every update names its buffer."""
 
 
 @dataclass
-class DiskUpdateInfo(WeightTransferUpdateInfo):
-    """The folder of safetensors files to load."""
+class IPCUpdateInfo(WeightTransferUpdateInfo):
+    """What lies in the trainer's buffer; see `SharedReader.read`."""
 
-    folder: str
+    buffer: JSON
+    parts: list[JSON]
 
 
-class DiskEngine(ReloadEngine):
-    """Weights from a folder that trainer and worker both see."""
+class IPCEngine(ReloadEngine):
+    """Weights in memory that the trainer on this machine shares."""
 
-    init_info_cls = DiskInitInfo
-    update_info_cls = DiskUpdateInfo
+    init_info_cls = IPCInitInfo
+    update_info_cls = IPCUpdateInfo
+    reader: SharedReader | None = None
 
-    def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
+    def init_transfer_engine(self, init_info: IPCInitInfo) -> None:
         """Do nothing: nothing to set up."""
 
-    def receive_weights(self, update_info: DiskUpdateInfo) -> None:
-        """Load tensor after tensor, while the next ones are read."""
-        self.load_ahead(read_tensors(Path(update_info.folder)))
+    def receive_weights(self, update_info: IPCUpdateInfo) -> None:
+        """Load what lies in the buffer; afterwards the trainer fills it again."""
+        self.reader = self.reader or SharedReader(self.device)
+        self.model.load_weights(self.reader.read(update_info.buffer, update_info.parts))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
+    def finish_weight_update(self) -> None:
+        """Put what was loaded in place, and let go of the buffer."""
+        super().finish_weight_update()
+        self.shutdown()
 
-def read_tensors(folder: Path) -> Iterator[NamedTensor]:
-    """Yield the tensors of a folder's safetensors files."""
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{folder} must hold safetensors files that this worker can see, but has none."
-        )
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a dictionary)
-                yield name, file.get_tensor(name)
+    def shutdown(self) -> None:
+        """Let go of the buffer."""
+        self.reader = None
 
 
 @dataclass
@@ -288,7 +284,12 @@ class WorkerExtension:
             if info.can_load():
                 info.load_numel, info.loaded_weights = 0, []
 
+    def name_gpu(self) -> str:
+        """Return the UUID of this process's GPU; empty if it has none."""
+        device = self.device  # type: ignore[attr-defined]
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
-for backend, engine in {"gloo": GlooEngine, "disk": DiskEngine, "adapter": AdapterEngine}.items():
+
+for backend, engine in {"rlt_ipc": IPCEngine, "gloo": GlooEngine, "adapter": AdapterEngine}.items():
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, engine)

@@ -16,19 +16,19 @@ from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, samp
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.nccl import NCCLPush
-from rlt_lightning.engines.push import AdapterPush, DiskPush, GlooPush, NoPush, WeightPush
+from rlt_lightning.engines.push import AdapterPush, GlooPush, IPCPush, NoPush, WeightPush
 from rlt_lightning.engines.vllm import VLLMEngine
 
 __all__ = [
     "AdapterPush",
     "BudgetForcing",
     "BudgetedCompletion",
-    "DiskPush",
     "Engine",
     "EngineDescription",
     "EngineError",
     "GlooPush",
     "HFEngine",
+    "IPCPush",
     "Launch",
     "NCCLPush",
     "NoPush",

@@ -41,8 +41,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from rlt_lightning.console import make_printable
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.models.weights import NamedTensor
@@ -164,7 +162,6 @@ class WorkerSettings:
     num_workers: int
     launch: Launch | None  # how they are started; None: they run already
     push_backend: str | None  # how weights travel; None: nothing is pushed
-    push_dtype: torch.dtype | None  # in which weights travel; None: as the trainer holds them
     push_bytes: int  # weights that the trainer's ranks gather at once
 
 

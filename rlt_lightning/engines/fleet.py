@@ -122,7 +122,7 @@ class Fleet:
         self.recovery_timeout_s = recovery_timeout_s
         self.max_restarts = max_restarts
         self.pushed = -1  # policy version of the last push
-        # Which weights have in the trainer and on the way to the workers.
+        # Weights travel in these, or in the worker's if that is narrower.
         self.trainer_dtypes: set[str] = set()
         self.started = False
         self.without_trainer = False  # whether there are no weights but the workers' own
@@ -352,7 +352,7 @@ class Fleet:
         self.pushed = policy_version
         for worker in before:
             worker.state = State.READY
-        size = size_text(weights_size((tensor for _, tensor in named_tensors), push.dtype))
+        size = size_text(weights_size(tensor for _, tensor in named_tensors))
         weights = f"the weights of step {policy_version} ({size}) by {type(push).__name__}"
         with waiting_for(f"vLLM worker {join_urls(before)} to take {weights}"):
             failures = push.push(named_tensors, list(before), self.version_name)

@@ -24,7 +24,8 @@ from rlt_lightning.engines.push import (
     Failures,
     WeightPush,
     call_each,
-    parse_dtype,
+    choose_narrower_dtype,
+    find_common_dtype,
 )
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.gloo import LOOPBACK
@@ -39,8 +40,7 @@ class NCCLPush(WeightPush):
 
     All workers form one group with the trainer, so one broadcast serves them all. The loss of one worker
     breaks the group: the push fails for all, and the next push forms a new group. A rank that dies within a
-    broadcast makes NCCL wait; after `timeout_s` the run stops. Weights travel in the workers' type if it is
-    narrower than the trainer's.
+    broadcast makes NCCL wait; after `timeout_s` the run stops.
 
     Args:
         bucket_mib: Weights, in MiB, that all of the trainer's GPUs gather before they are sent. vLLM copies
@@ -258,16 +258,3 @@ class WeightSource:
         for name, tensor in self.bucket:
             dtype = choose_narrower_dtype(tensor.dtype, self.dtype)
             yield name, Deferred(tensor.shape, dtype, partial(tensor.detach().to, dtype))
-
-
-def choose_narrower_dtype(ours: torch.dtype, theirs: torch.dtype | None) -> torch.dtype:
-    """Return the worker's type if it has fewer bytes: the worker would round to it anyway."""
-    if theirs is None or not ours.is_floating_point or theirs.itemsize >= ours.itemsize:
-        return ours
-    return theirs
-
-
-def find_common_dtype(workers: list[WorkerClient]) -> torch.dtype | None:
-    """Return the type that all workers compute in; None if they differ."""
-    names = {worker.dtype for worker in workers}
-    return parse_dtype(names.pop()) if len(names) == 1 else None

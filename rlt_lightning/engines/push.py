@@ -1,10 +1,10 @@
-"""Push new weights to vLLM workers: over gloo (the default) or through a folder; nccl.py: between GPUs.
+"""Push new weights to vLLM workers: on one machine, between machines, or only an adapter's.
 
     WeightPush       pause ─▶ start ─▶ transfer ─▶ finish ─▶ reset the prefix cache ─▶ resume
+    ├── IPCPush      shares memory with the workers of this machine
     ├── GlooPush     broadcasts tensor after tensor over TCP
     ├── NCCLPush     lets vLLM broadcast from GPU to GPU (nccl.py)
-    ├── DiskPush     writes a folder of safetensors files
-    │   └── AdapterPush   only those of a LoRA
+    ├── AdapterPush  writes a LoRA's matrices to a folder
     └── NoPush       nothing: workers have weights of their own
 
 GlooPush copies weights from a GPU, or to another data type, into one buffer while the other is sent:
@@ -22,6 +22,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
@@ -37,12 +39,15 @@ from rlt_lightning.engines.base import EngineError, NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
+from rlt_lightning.ipc import GPUBuffer, HostBuffer
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import full_shape, gather_in_groups
 from rlt_lightning.run.folder import VERSION_FOLDER
 from rlt_lightning.types import InputError
 
 Failures = dict[str, Exception]  # URL of a worker -> what went wrong there
+# Bytes; where a tensor begins in a shared buffer.
+ALIGNMENT = 16
 # The ranks that --max-lora-rank takes.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -53,7 +58,7 @@ class WeightPush(ABC):
     For each worker: pause, start, transfer, finish with the new version, reset the prefix cache, resume. A
     worker that fails on the way is left out of the rest; its weights are then undefined until the next push.
     Sharded weights are gathered a bucket at a time: all ranks gather it, then rank 0 sends it, and only then
-    is the next gathered.
+    is the next gathered. Weights travel in the workers' data type if it is narrower than the trainer's.
 
     Args:
         bucket_mib: Weights, in MiB, that the trainer holds a second time at most: gathered from its ranks, or
@@ -63,7 +68,6 @@ class WeightPush(ABC):
 
     backend: ClassVar[str | None]  # what the worker's --weight-transfer-config names; None: it needs none
     takes_adapters: ClassVar[bool] = False  # whether it pushes a LoRA's matrices rather than merged weights
-    dtype: torch.dtype | None = None  # in which weights travel; None: as the trainer holds them
 
     def __init__(self, bucket_mib: int = 256, timeout_s: float = 300.0) -> None:
         if bucket_mib < 1 or timeout_s <= 0:
@@ -172,8 +176,8 @@ class NoPush(WeightPush):
         """Refuse weights that have changed since the first push."""
         if self.version not in (None, version):
             raise InputError(
-                "NoPush leaves workers the weights that they serve, but the trainer's have changed. Train "
-                "with rlt_lightning.engines.GlooPush."
+                "NoPush leaves workers the weights that they serve, but the trainer's have changed. Leave "
+                "the engine's push out to train."
             )
         self.version = version
 
@@ -186,6 +190,128 @@ class NoPush(WeightPush):
         self.version = None
 
 
+class IPCPush(WeightPush):
+    """Share one buffer with workers on this machine, and fill it again and again.
+
+    It lies on the trainer's GPU if all workers are on the same one (by turns), else in main memory. Workers
+    copy what is in it, load it, and answer; then the trainer fills it with the next weights. Longer tensors
+    go in pieces. The workers must run on this machine (Linux), for the same user.
+
+    Args:
+        bucket_mib: As in `WeightPush`; the buffer has this size too.
+        timeout_s: As in `WeightPush`.
+    """
+
+    backend = "rlt_ipc"  # vLLM's own "ipc" unpickles what it is sent
+
+    def prepare(self, worker: WorkerClient) -> None:
+        """Hold the worker's requests, and begin an update."""
+        super().prepare(worker)
+        self.start(worker)
+
+    def transfer(
+        self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
+    ) -> None:
+        """Fill the buffer and let all workers load it, until all weights are there."""
+        names = iter(name for name, _ in named_tensors)
+        problem: Exception | None = None
+        with closing(IPCTransfer(self, workers, failures)) as transfer:
+            for tensors in gather_in_groups(named_tensors, self.gather_bytes):
+                for tensor in tensors:
+                    name = next(names)
+                    try:
+                        if problem is None and transfer.living:
+                            transfer.put(name, tensor)
+                    except (OSError, RuntimeError) as error:
+                        problem = error  # keep gathering: the other ranks do
+            if problem is not None:
+                raise EngineError(
+                    f"IPCPush must fill a buffer of {self.bucket_bytes >> 20} MiB, but that failed "
+                    f"({problem}). Lower its bucket_mib."
+                ) from problem
+            transfer.send()
+            call_each(transfer.living, lambda worker: self.finish(worker, version), failures)
+
+
+class IPCTransfer:
+    """One push by `IPCPush`: a buffer, and what lies in it.
+
+    Args:
+        push: The push.
+        workers: Those that take part.
+        failures: Where the workers that fail are noted.
+    """
+
+    def __init__(self, push: IPCPush, workers: list[WorkerClient], failures: Failures) -> None:
+        self.push = push
+        self.workers = workers
+        self.failures = failures
+        self.dtype = find_common_dtype(workers)
+        self.buffer: HostBuffer | GPUBuffer | None = None  # it is where the first whole tensor is
+        self.parts: list[JSON] = []  # what lies in the buffer
+        self.filled = 0  # bytes of it
+
+    @property
+    def living(self) -> list[WorkerClient]:
+        """Return the workers that have not failed."""
+        return [worker for worker in self.workers if worker.url not in self.failures]
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor into the buffer; send what is in it when it is full."""
+        dtype = choose_narrower_dtype(tensor.dtype, self.dtype)
+        facts = {"name": name, "dtype": str(dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        size, begin = self.push.bucket_bytes, 0
+        self.buffer = self.buffer or self.allocate(tensor.device)
+        for piece in split_pieces(tensor, dtype, size):
+            num_bytes = piece.numel() * dtype.itemsize
+            if self.filled + num_bytes > size:
+                self.send()
+            place = self.buffer.tensor[self.filled : self.filled + num_bytes]
+            place.view(dtype).copy_(piece)
+            self.parts.append(facts | {"begin": begin, "place": self.filled, "num_bytes": num_bytes})
+            begin += num_bytes
+            self.filled += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+    def allocate(self, device: torch.device) -> HostBuffer | GPUBuffer:
+        """Return a buffer that all workers can open."""
+        if device.type == "cuda" and self.workers_are_on(device):
+            return GPUBuffer(self.push.bucket_bytes, device)
+        return HostBuffer(self.push.bucket_bytes)
+
+    def workers_are_on(self, device: torch.device) -> bool:
+        """Tell whether each worker has one GPU, and all of them this one."""
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+
+        def check(worker: WorkerClient) -> None:
+            answer = self.push.post(worker, "/collective_rpc", {"method": "name_gpu"})
+            with worker.require_form(answer, "its GPUs"):
+                others.extend(name for name in answer["results"] if worker.num_ranks > 1 or name != gpu)
+
+        others: list[str] = []
+        call_each(self.living, check, self.failures)
+        return not others
+
+    def send(self) -> None:
+        """Let all workers load what lies in the buffer; return when it may be filled again."""
+        if self.buffer is None or not self.parts:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # copies within a GPU are still under way
+        buffer, parts = self.buffer, self.parts
+
+        def update(worker: WorkerClient) -> None:
+            info = {"buffer": buffer.share(worker.url), "parts": parts}
+            self.push.post(worker, "/update_weights", {"update_info": info})
+
+        call_each(self.living, update, self.failures)
+        self.parts, self.filled = [], 0
+
+    def close(self) -> None:
+        """Free the buffer."""
+        if self.buffer is not None:
+            self.buffer.close(set(self.failures))
+
+
 class GlooPush(WeightPush):
     """Broadcast tensor after tensor over TCP; each server's workers form one group with the trainer.
 
@@ -194,17 +320,14 @@ class GlooPush(WeightPush):
             pinned main memory where the weights lie on a GPU: one is filled while the other is sent.
         timeout_s: As in `WeightPush`.
         host: Address of this machine that the workers can reach.
-        dtype: Data type in which weights travel, such as bfloat16; None: as the trainer holds them.
     """
 
     backend = "gloo"
 
-    def __init__(
-        self, bucket_mib: int = 64, timeout_s: float = 300.0, host: str = LOOPBACK, dtype: str | None = None
-    ) -> None:
+    def __init__(self, bucket_mib: int = 64, timeout_s: float = 300.0, host: str = LOOPBACK) -> None:
         super().__init__(bucket_mib, timeout_s)
         self.host = host
-        self.dtype = None if dtype is None else parse_dtype(dtype)
+        self.dtype: torch.dtype | None = None  # of all workers of this push
         self.store: TCPStore | None = None
         self.lock = Lock()
         self.groups: dict[str, tuple[int, Any]] = {}  # URL -> incarnation that joined, group
@@ -254,7 +377,8 @@ class GlooPush(WeightPush):
         self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
     ) -> None:
         """Broadcast to all workers; each loads a tensor while the next is on its way."""
-        dtypes = [self.dtype or tensor.dtype for _, tensor in named_tensors]
+        self.dtype = find_common_dtype(workers)
+        dtypes = [choose_narrower_dtype(tensor.dtype, self.dtype) for _, tensor in named_tensors]
         info = {
             "names": [name for name, _ in named_tensors],
             "dtype_names": [str(dtype).removeprefix("torch.") for dtype in dtypes],
@@ -282,7 +406,7 @@ class GlooPush(WeightPush):
         for it: gloo sends it in a thread of its own.
         """
         for tensor in tensors:
-            dtype = self.dtype or tensor.dtype
+            dtype = choose_narrower_dtype(tensor.dtype, self.dtype)
             for piece in split_pieces(tensor, dtype, self.bucket_bytes):
                 staged = self.staging.fill(piece, dtype)
                 self.wait_for_sent(updates, failures)
@@ -388,78 +512,7 @@ def split_pieces(tensor: Tensor, dtype: torch.dtype, piece_bytes: int) -> Iterat
     yield from tensor.detach().reshape(-1).split(max(1, piece_bytes // dtype.itemsize))
 
 
-class DiskPush(WeightPush):
-    """Write a folder of safetensors files, complete or absent, and let the workers load it.
-
-    Args:
-        bucket_mib: As in `WeightPush`; each bucket is a file.
-        timeout_s: As in `WeightPush`.
-        folder: Where the folders are written; every worker must see it under this path. None: in the run
-            folder.
-    """
-
-    backend = "disk"
-
-    def __init__(self, bucket_mib: int = 256, timeout_s: float = 300.0, folder: str | None = None) -> None:
-        super().__init__(bucket_mib, timeout_s)
-        self.own_folder = Path(folder) if folder else None
-        self.folder = self.own_folder or Path("weights")
-
-    def open(self, model: Any, folder: Path) -> None:
-        """Write into the run folder, unless another was given."""
-        self.folder = self.own_folder or folder
-
-    def transfer(
-        self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
-    ) -> None:
-        """Write, rename, load; then delete the folder of the push before."""
-        from safetensors.torch import save_file
-
-        parent = self.folder.resolve()
-        target, scratch = parent / version, parent / f"{version}.tmp"
-        for stale in (target, scratch):
-            shutil.rmtree(stale, ignore_errors=True)
-        problem: OSError | None = None
-        try:
-            scratch.mkdir(parents=True)
-            self.write_metadata(scratch)
-        except OSError as error:
-            problem = error
-        names = iter(name for name, _ in named_tensors)
-        for number, tensors in enumerate(gather_in_groups(named_tensors, self.gather_bytes)):
-            bucket = {next(names): tensor.detach().cpu().contiguous() for tensor in tensors}
-            try:
-                if problem is None:
-                    save_file(bucket, scratch / self.file_name(number))
-            except OSError as error:
-                problem = error  # keep gathering: the other ranks do
-            bucket.clear()
-        if problem is not None:
-            raise EngineError(
-                f"The weights must be written to {scratch}, but that failed ({problem}). Make room."
-            )
-        scratch.rename(target)
-        call_each(workers, lambda worker: self.load(worker, target, version), failures)
-        own = version.rpartition("-")[0] if self.own_folder else ""  # a given folder may serve several runs
-        for other in parent.iterdir():
-            if other != target and VERSION_FOLDER.fullmatch(other.name) and other.name.startswith(own):
-                shutil.rmtree(other, ignore_errors=True)
-
-    def write_metadata(self, folder: Path) -> None:
-        """Write the files that belong beside the weights: none."""
-
-    def file_name(self, number: int) -> str:
-        """Return the name of a bucket's file."""
-        return f"model-{number:05d}.safetensors"
-
-    def load(self, worker: WorkerClient, folder: Path, version: str) -> None:
-        """Let a worker load a folder."""
-        self.start(worker)
-        self.post(worker, "/update_weights", {"update_info": {"folder": str(folder)}})
-        self.finish(worker, version)
-
-
-class AdapterPush(DiskPush):
+class AdapterPush(WeightPush):
     """Write only a LoRA's matrices, as peft does, and let the workers load them beside the base's weights.
 
     There is far less to write and to load than merged weights, but sampling is slower, since each adapted
@@ -467,14 +520,17 @@ class AdapterPush(DiskPush):
 
     Args:
         timeout_s: As in `WeightPush`.
-        folder: As in `DiskPush`.
+        folder: Where the folders are written; every worker must see it under this path. None: in the run
+            folder.
     """
 
     backend = "adapter"
     takes_adapters = True
 
     def __init__(self, timeout_s: float = 300.0, folder: str | None = None) -> None:
-        super().__init__(timeout_s=timeout_s, folder=folder)
+        super().__init__(timeout_s=timeout_s)
+        self.own_folder = Path(folder) if folder else None
+        self.folder = self.own_folder or Path("weights")
         self.model: Any = None
 
     @property
@@ -483,12 +539,12 @@ class AdapterPush(DiskPush):
         return sys.maxsize
 
     def open(self, model: Any, folder: Path) -> None:
-        """Require a model with an adapter."""
-        super().open(model, folder)
+        """Require a model with an adapter; write into the run folder, unless another was given."""
+        self.folder = self.own_folder or folder
         if not hasattr(model, "peft_config"):
             raise InputError(
-                "AdapterPush needs a teacher with an adapter, but model.lora is not set. Set it, or push "
-                "whole weights with GlooPush."
+                "AdapterPush needs a teacher with an adapter, but model.lora is not set. Set it, or leave "
+                "the engine's push out to push whole weights."
             )
         self.model = model
 
@@ -498,13 +554,32 @@ class AdapterPush(DiskPush):
         arguments = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
         return arguments, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
-    def write_metadata(self, folder: Path) -> None:
-        """Write the adapter's configuration."""
-        save_adapter_config(self.model, str(self.model.name_or_path), folder)
-
-    def file_name(self, number: int) -> str:
-        """Return peft's name for the file of an adapter."""
-        return ADAPTER_FILE
+    def transfer(
+        self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str, failures: Failures
+    ) -> None:
+        """Write, rename, load; then delete the folder of the push before."""
+        parent = self.folder.resolve()
+        target, scratch = parent / version, parent / f"{version}.tmp"
+        for stale in (target, scratch):
+            shutil.rmtree(stale, ignore_errors=True)
+        adapter: dict[str, Tensor] = {}
+        for tensors in gather_in_groups(named_tensors, self.gather_bytes):
+            names = (name for name, _ in named_tensors)
+            adapter = {name: t.detach().cpu().contiguous() for name, t in zip(names, tensors, strict=True)}
+        try:
+            scratch.mkdir(parents=True)
+            save_adapter_config(self.model, str(self.model.name_or_path), scratch)
+            save_file(adapter, scratch / ADAPTER_FILE)
+        except OSError as error:
+            raise EngineError(
+                f"The adapter must be written to {scratch}, but that failed ({error}). Make room."
+            ) from error
+        scratch.rename(target)
+        call_each(workers, lambda worker: self.load(worker, target, version), failures)
+        own = version.rpartition("-")[0] if self.own_folder else ""  # a given folder may serve several runs
+        for other in parent.iterdir():
+            if other != target and VERSION_FOLDER.fullmatch(other.name) and other.name.startswith(own):
+                shutil.rmtree(other, ignore_errors=True)
 
     def load(self, worker: WorkerClient, folder: Path, version: str) -> None:
         """Load the new adapter, announce its version, and drop the one before."""
@@ -532,11 +607,14 @@ def call_each(
     return done
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """Look a data type up by its name, such as bfloat16."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InputError(
-            f"A data type must be one of torch's, such as bfloat16, but is '{name}'. Correct it."
-        )
-    return dtype
+def choose_narrower_dtype(ours: torch.dtype, theirs: torch.dtype | None) -> torch.dtype:
+    """Return the worker's type if it has fewer bytes: the worker would round to it anyway."""
+    if theirs is None or not ours.is_floating_point or theirs.itemsize >= ours.itemsize:
+        return ours
+    return theirs
+
+
+def find_common_dtype(workers: list[WorkerClient]) -> torch.dtype | None:
+    """Return the type that all workers compute in; None if they differ."""
+    names = {worker.dtype for worker in workers}
+    return getattr(torch, names.pop()) if len(names) == 1 else None

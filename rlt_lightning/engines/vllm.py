@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
+import torch
+
 from rlt_lightning.engines.base import (
     Engine,
     EngineDescription,
@@ -39,7 +41,7 @@ from rlt_lightning.engines.base import (
 from rlt_lightning.engines.client import ADDRESS, CompletionRequest, WorkerError, read_api_key
 from rlt_lightning.engines.fleet import Fleet, Worker
 from rlt_lightning.engines.launch import Launch, find_free_port
-from rlt_lightning.engines.push import GlooPush, WeightPush
+from rlt_lightning.engines.push import GlooPush, IPCPush, WeightPush
 from rlt_lightning.engines.threads import iterate_in_thread
 from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
@@ -63,8 +65,9 @@ class VLLMEngine(Engine):
     Args:
         urls: Workers that run already, such as [http://127.0.0.1:8000]. Name these or `launch`.
         launch: Workers to start and to stop.
-        push: How weights travel; None: GlooPush(). A running worker must name its `backend` in
-            --weight-transfer-config. NoPush: they do not travel, and any vLLM server will do.
+        push: How weights travel; None: IPCPush() to launched workers on a machine with GPUs, else GlooPush().
+            A running worker must name its `backend` in --weight-transfer-config. NoPush: they do not travel,
+            and any vLLM server will do.
         log_probs: worker: use the workers' log-probs, which must be those of sampling (--logprobs-mode
             processed_logprobs, checked at the start; a worker of NoPush without a trainer may report others,
             which are not used). trainer: use only log-probs that the trainer computes.
@@ -103,7 +106,8 @@ class VLLMEngine(Engine):
         max_restarts: int = 5,
         sleep: bool = False,
     ) -> None:
-        self.push = push or GlooPush()
+        on_gpus = launch is not None and torch.cuda.is_available()
+        self.push = push or (IPCPush() if on_gpus else GlooPush())
         self.own_weights = self.push.backend is None  # workers serve weights of their own
         if self.own_weights and sleep:
             raise InputError(
@@ -166,7 +170,6 @@ class VLLMEngine(Engine):
             num_workers=len(self.fleet.workers),
             launch=self.fleet.launch,
             push_backend=self.push.backend,
-            push_dtype=self.push.dtype,
             push_bytes=self.push.gather_bytes,
         )
         return EngineDescription(workers=workers)
@@ -192,7 +195,7 @@ class VLLMEngine(Engine):
         else:
             self.end_token_ids = self.eos_token_ids = find_eos_token_ids(model, tokenizer)
             self.vocab_size = int(model.config.get_text_config().vocab_size)
-            dtypes = {self.push.dtype, *(parameter.dtype for parameter in model.parameters())} - {None}
+            dtypes = {parameter.dtype for parameter in model.parameters()}
             self.fleet.trainer_dtypes = {str(dtype).removeprefix("torch.") for dtype in dtypes}
         self.push.open(model, folder / "weights")
         name = "" if model is None else model.name_or_path

@@ -114,7 +114,8 @@ class FakeWorker:
         sampled: The same at the temperature of sampling, for its completions; None: made up.
         draw: Token ids and ending of a sampling call's completion; None: made up.
         on_init: Called with the body of /init_weight_transfer_engine.
-        on_update: Called with the body of /update_weights; None: it must name a folder of safetensors.
+        on_update: Called with the body of /update_weights; None: it must name a buffer, which is read.
+        reads: Whether it reads the buffer, for which it needs torch, or only finds it.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class FakeWorker:
         draw: Callable[[JSON], tuple[list[int], str]] | None = None,
         on_init: Callable[[JSON], None] | None = None,
         on_update: Callable[[JSON], None] | None = None,
+        reads: bool = True,
         port: int = 0,
         model: str = "teacher",
     ) -> None:
@@ -151,7 +153,8 @@ class FakeWorker:
         self.endings, self.score, self.sampled, self.draw = endings, score, sampled, draw
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
-        self.folder: Path | None = None  # of the last update
+        self.reads, self.reader = reads, None
+        self.tensors: JSON = {}  # of the last update, by name
         self.adapters: list[str] = []  # loaded, by name
         self.updating = False
         self.calls: list[str] = []  # method and path of every call
@@ -260,6 +263,7 @@ class FakeWorker:
                 return {"results": [{"dtype": f"torch.{self.dtype}", "can_sleep": self.frees}]}
             case "/collective_rpc":
                 self.updating = self.updating and body["method"] != "abandon_weight_update"
+                return {"results": [None if body["method"] != "name_gpu" else ""]}
             case "/pause":
                 self.serving.clear()
             case "/is_paused":
@@ -271,13 +275,13 @@ class FakeWorker:
                 self.on_init(body["init_info"])
             case "/start_weight_update":
                 self.require(not self.updating, 500, "an update is under way")
-                self.updating = True
+                self.updating, self.reader, self.tensors = True, None, {}
             case "/update_weights":
                 self.require(self.updating, 500, "no update is under way")
                 self.update(body["update_info"])
             case "/finish_weight_update":
                 self.require(self.updating, 500, "no update is under way")
-                self.updating, self.version = False, body["weight_version"]
+                self.updating, self.reader, self.version = False, None, body["weight_version"]
             case "/v1/load_lora_adapter":
                 names = {path.name for path in Path(body["lora_path"]).iterdir()}
                 self.require(names == {"adapter_model.safetensors", "adapter_config.json"}, 400, "no adapter")
@@ -302,8 +306,15 @@ class FakeWorker:
         if self.on_update is not None:
             self.on_update(info)
             return
-        self.folder = Path(info["folder"])
-        self.require(bool(list(self.folder.glob("*.safetensors"))), 500, "no safetensors files")
+        if not self.reads:
+            os.stat(f"/proc/{info['buffer']['process']}/fd/{info['buffer']['file']}")
+            return
+        import torch
+
+        from rlt_lightning.ipc import SharedReader
+
+        self.reader = self.reader or SharedReader(torch.device("cpu"))
+        self.tensors |= dict(self.reader.read(info["buffer"], info["parts"]))
 
     def complete(self, body: JSON) -> JSON | bytes:
         prompt = body["prompt"]
@@ -374,13 +385,12 @@ def worker_of(
 
     Args:
         model: Folder of the weights of its start.
-        gloo: Whether weights come over gloo instead of in files.
+        gloo: Whether weights come over gloo instead of in shared memory.
         dtype: Of its weights.
         samples: Whether it samples its completions from the model instead of making them up.
         options: Further options of the worker.
     """
     import torch
-    from safetensors.torch import load_file
 
     from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
     from rlt_lightning.models.load import load_model, load_tokenizer
@@ -392,9 +402,8 @@ def worker_of(
 
     def load() -> None:
         if worker.dev_mode and not gloo:
-            assert worker.folder is not None
-            for file in worker.folder.glob("*.safetensors"):
-                copy.load_state_dict(load_file(file), strict=False)
+            assert worker.tensors
+            copy.load_state_dict(worker.tensors, strict=False)
 
     def draw(body: JSON) -> tuple[list[int], str]:
         sampling = Sampling(body["temperature"], max_completion_length=body["max_tokens"])
@@ -457,6 +466,24 @@ def receive_gloo(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
     return tensors
 
 
+READERS: dict[str, Any] = {}  # worker's name -> what reads the trainer's buffer in this process
+
+
+def receive_shared(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
+    """The whole tensors of one /update_weights; the process ends when it gets to one of them."""
+    import torch
+
+    from rlt_lightning.ipc import SharedReader
+
+    reader = READERS.setdefault(name, SharedReader(torch.device("cpu")))
+    tensors = {}
+    for tensor_name, tensor in reader.read(info["buffer"], info["parts"]):
+        if tensor_name == dies_at:
+            os._exit(1)
+        tensors[tensor_name] = tensor
+    return tensors
+
+
 def fake_vllm(folder: Path) -> str:
     """Write a program that takes `vllm serve`'s command line; returns its path."""
     program = folder / "fake-vllm"
@@ -475,5 +502,6 @@ if __name__ == "__main__":
         api_key=os.environ.get("VLLM_API_KEY"),
         dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
         faults=tuple(os.environ.get("FAKE_FAULTS", "").split()),
+        reads=False,
     )
     Event().wait()

@@ -23,7 +23,7 @@ from sampling import sample_groups
 from transformers import LlamaConfig
 
 from rlt_lightning.engines import (
-    DiskPush,
+    IPCPush,
     Launch,
     Sampling,
     VLLMEngine,
@@ -54,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., VLLMEngine]]:
             for worker in workers:
                 stack.callback(worker.close)
             # No deadline that a busy machine could miss; a test that waits for one sets it.
-            defaults = {"push": DiskPush(folder=str(tmp_path / "pushed"), timeout_s=60.0)}
+            defaults = {"push": IPCPush(timeout_s=60.0)}
             defaults |= {"call_timeout_s": 60.0, "backoff_s": 0.01, "recovery_timeout_s": 60.0}
             engine = VLLMEngine([worker.url for worker in workers], **(defaults | options))
             stack.callback(engine.close)
@@ -115,5 +115,5 @@ def servers_of(engine: VLLMEngine) -> list[LocalServer]:
 
 def launched(folder: Path, **options: Any) -> VLLMEngine:
     launch = Launch(executable=fake_vllm(folder), start_deadline_s=120.0, **options)
-    push = DiskPush(timeout_s=60.0)
+    push = IPCPush(timeout_s=60.0)
     return VLLMEngine(launch=launch, push=push, call_timeout_s=8.0, backoff_s=0.01)

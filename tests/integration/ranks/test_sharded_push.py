@@ -16,15 +16,14 @@ import ranks
 import torch
 import vllm_sender
 from cases import full
-from fake_worker import FakeWorker, join_gloo, receive_gloo
-from safetensors.torch import load_file
+from fake_worker import FakeWorker, join_gloo, receive_gloo, receive_shared
 from sharded import VERSION, require_strategy, sharded_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlt_lightning.engines import DiskPush, EngineError, GlooPush, NCCLPush, nccl
+from rlt_lightning.engines import EngineError, GlooPush, IPCPush, NCCLPush, nccl
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.nccl import build_source
-from rlt_lightning.engines.push import WeightPush
+from rlt_lightning.engines.push import IPCTransfer, WeightPush
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.weights import Deferred, full_shape, gather_in_groups, whole_tensors
 
@@ -38,7 +37,7 @@ def shard(rank: int, world_size: int, strategy: str, name: str) -> list[tuple[st
     return list(sharded_model(strategy, name).named_parameters())
 
 
-def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> None:
+def rank_main(rank: int, strategy: str, name: str, url: str) -> None:
     named_tensors = shard(rank, 2, strategy, name)
     whole = {key: parameter.shape for key, parameter in load_model(name).named_parameters()}
     held = sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors)
@@ -46,7 +45,7 @@ def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> Non
         held = sum(p.to_local().numel() for _, p in named_tensors)
     assert held < 0.6 * sum(shape.numel() for shape in whole.values())  # a rank holds half
     assert {key: full_shape(p) for key, p in named_tensors} == {k: tuple(s) for k, s in whole.items()}
-    push = DiskPush(bucket_mib=1, folder=folder)
+    push = IPCPush(bucket_mib=1)
     if rank == 0:
         failures = push.push(named_tensors, [WorkerClient(url)], VERSION)
         assert failures == {}, failures
@@ -61,12 +60,10 @@ def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> Non
 def test_sharded_weights_arrive_whole(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     require_strategy(strategy)
     with FakeWorker() as worker:
-        arguments = (strategy, tiny_model, str(tmp_path / "weights"), worker.url)
-        ranks.call(rank_main, tmp_path, *arguments)
+        ranks.call(rank_main, tmp_path, strategy, tiny_model, worker.url)
     assert worker.version == VERSION
-    files = sorted((tmp_path / "weights" / VERSION).glob("*.safetensors"))
-    assert len(files) == 2  # the embedding, larger than a bucket, and the rest
-    arrived = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert worker.calls.count("POST /update_weights") == 3  # the embedding is larger than a bucket
+    arrived = worker.tensors
     for name, tensor in load_model(tiny_model).named_parameters():
         assert torch.equal(arrived.pop(name), tensor), name
     assert arrived == {}
@@ -117,6 +114,7 @@ class InterleavedPush(NCCLPush):
 
 
 PUSHES: dict[str, Callable[..., WeightPush]] = {
+    "ipc": IPCPush,
     "gloo": GlooPush,
     "nccl": NCCLPush,
     "interleaved": InterleavedPush,
@@ -151,6 +149,21 @@ def recorded(record: Record, push: WeightPush) -> Iterator[None]:
 
             patch.setattr(push, "send", noted_send)
             patch.setattr(push, "broadcast", noted_broadcast)
+        if isinstance(push, IPCPush):
+            put, update = IPCTransfer.send, push.post
+
+            def noted_bucket(transfer: IPCTransfer) -> None:
+                record.note("send")
+                put(transfer)
+                record.note("sent")
+
+            def noted_update(worker: Any, path: str, *arguments: Any) -> Any:
+                if path == "/update_weights":
+                    record.note("part")
+                return update(worker, path, *arguments)
+
+            patch.setattr(IPCTransfer, "send", noted_bucket)
+            patch.setattr(push, "post", noted_update)
         with record, vllm_sender.installed(record.note, push.timeout_s):
             yield
 
@@ -216,10 +229,12 @@ def receiver(
 ) -> FakeWorker:
     """A worker that takes weights, in one update or in several, where `call` lets the functions run."""
     received[name] = {}
-    return FakeWorker(
-        on_init=lambda info: call(join_gloo, name, info),
-        on_update=lambda info: received[name].update(call(receive_gloo, name, info, dies_at)),
-    )
+
+    def receive(info: dict[str, Any]) -> None:
+        function = receive_shared if "buffer" in info else receive_gloo
+        received[name].update(call(function, name, info, dies_at))
+
+    return FakeWorker(on_init=lambda info: call(join_gloo, name, info), on_update=receive)
 
 
 def split_sends(events: list[str]) -> list[list[str]]:
@@ -238,6 +253,9 @@ def split_sends(events: list[str]) -> list[list[str]]:
     [
         ("fsdp2", "nccl", 2),
         ("zero3", "nccl", 2),
+        ("fsdp2", "ipc", 2),
+        ("zero3", "ipc", 2),
+        full("fsdp2", "ipc", 4),
         full("fsdp2", "gloo", 2),
         full("zero3", "gloo", 2),
         full("fsdp2", "nccl", 4),
@@ -258,7 +276,7 @@ def test_nothing_is_gathered_within_a_send(
     assert len(sends) > 3
     assert all({*send} == {"part", "sent"} for send in sends), sends
     whole = dict(load_model(tiny_model).named_parameters())
-    assert sum(send.count("part") for send in sends) >= len(whole)
+    assert kind == "ipc" or sum(send.count("part") for send in sends) >= len(whole)
     gathers = [[event for event in rank[0]["events"] if "gather" in event] for rank in found]
     assert len(gathers[0]) > len(sends)
     assert all(other == gathers[0] for other in gathers)  # the ranks take part in the same ones
@@ -276,7 +294,14 @@ def test_a_gather_within_a_send_is_found(tiny_model: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [("fsdp2", "nccl"), full("fsdp2", "gloo"), full("zero3", "nccl"), full("zero3", "gloo")],
+    [
+        ("fsdp2", "nccl"),
+        ("fsdp2", "ipc"),
+        full("zero3", "ipc"),
+        full("fsdp2", "gloo"),
+        full("zero3", "nccl"),
+        full("zero3", "gloo"),
+    ],
 )
 def test_a_worker_killed_within_a_push_ends_as_documented(
     strategy: str, kind: str, tiny_model: str, tmp_path: Path
@@ -289,7 +314,7 @@ def test_a_worker_killed_within_a_push_ends_as_documented(
         for worker in (there, here):
             stack.enter_context(worker)
         found = run_push(strategy, kind, 2, tiny_model, tmp_path, there, here, num_pushes=2)
-        lost = {there.url} if kind == "gloo" else {there.url, here.url}
+        lost = {there.url} if kind != "nccl" else {there.url, here.url}
     first, second = found[0]
     assert first["failures"].keys() == lost
     # The other rank gathered everything in step with rank 0, which went on when sending had failed.

@@ -144,7 +144,7 @@ def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> N
         command = ["fit", "--config=tests/rlt.yaml"]
         command += ["--config=configs/add/vllm.yaml", "--trainer.max_steps=2"]
         command += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
-        command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
+        command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
         command += ["--rollouts.engine.init_args.sleep=true", "--trainer.val_check_interval=1"]
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
         command += ["--rollouts.sampling.max_completion_length=4", "--data.num_embedded_rows=8"]

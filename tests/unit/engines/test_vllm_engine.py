@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from multiprocessing import get_context
 from pathlib import Path
+from subprocess import PIPE, Popen
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -57,10 +59,10 @@ from torch import Tensor
 from rlt_lightning.console import waiting_for
 from rlt_lightning.engines import (
     AdapterPush,
-    DiskPush,
     Engine,
     EngineError,
     GlooPush,
+    IPCPush,
     Launch,
     NCCLPush,
     NoPush,
@@ -75,9 +77,10 @@ from rlt_lightning.engines import (
 from rlt_lightning.engines.base import find_disagreement
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.launch import EXTENSION, LocalServer
-from rlt_lightning.engines.nccl import SyncClient, WeightSource, find_common_dtype
-from rlt_lightning.engines.push import Staging, split_pieces
+from rlt_lightning.engines.nccl import SyncClient, WeightSource
+from rlt_lightning.engines.push import Staging, find_common_dtype, split_pieces
 from rlt_lightning.engines.threads import run_in_background as run_in_thread
+from rlt_lightning.ipc import SharedReader, open_buffer
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, list_adapter_weights
 from rlt_lightning.models.weights import gather_in_groups
@@ -670,7 +673,8 @@ def test_a_gloo_push_fills_a_buffer_while_the_other_is_on_its_way(
 ) -> None:
     received: dict[str, Any] = {}
     worker = gloo_worker("one", received, lambda f, *a: f(*a))
-    push = GlooPush(bucket_mib=1, timeout_s=60.0, dtype="bfloat16")
+    worker.dtype = "bfloat16"
+    push = GlooPush(bucket_mib=1, timeout_s=60.0)
     engine = start(worker, push=push, step=None)
     in_flight: list[int] = []
     fill = Staging.fill
@@ -698,39 +702,84 @@ def test_gathered_groups_keep_order_and_bound_and_let_a_large_tensor_go_alone() 
     assert list(gather_in_groups([], 20)) == []
 
 
-def test_a_disk_push_writes_whole_folders_and_deletes_the_one_before(start: Any, tmp_path: Path) -> None:
-    seen: list[dict[str, Tensor]] = []
+def test_a_shared_buffer_brings_all_weights_in_pieces(start: Any) -> None:
+    received: list[dict[str, Tensor]] = []
+    workers = [FakeWorker(), FakeWorker(dtype="bfloat16")]  # their types differ: the trainer's travels
+    push = IPCPush(timeout_s=60.0)
+    push.bucket_bytes = 1000
+    engine = start(*workers, push=push, step=None)
+    large = torch.randn(25, 31)  # 3100 bytes: four pieces
+    weights = [*WEIGHTS, ("large", large), ("turned", large.T), ("scalar", torch.tensor(2.5))]
+    for step in range(2):
+        engine.update_weights([(name, tensor + step) for name, tensor in weights], step)
+        for worker in workers:
+            assert worker.tensors.keys() == dict(weights).keys()
+            for name, tensor in weights:
+                assert worker.tensors[name].dtype == tensor.dtype
+                assert torch.equal(worker.tensors[name], tensor + step), name
+        received.append(workers[0].tensors)
+    assert torch.equal(received[0]["large"], large)  # a copy, which the second push has not changed
+    assert list_own_buffers() == []
 
-    def load(info: dict[str, str]) -> None:
-        assert not list(tmp_path.rglob("*.tmp"))
-        files = sorted(Path(info["folder"]).glob("*.safetensors"))
-        seen.append({name: tensor for file in files for name, tensor in load_file(file).items()})
 
-    engine = start(FakeWorker(on_update=load))
-    engine.update_weights([(name, tensor + 1) for name, tensor in WEIGHTS], 1)
-    engine.update_weights([("turned", WEIGHTS[0][1].T)], 2)
-    for tensors, change in zip(seen, (0, 1), strict=False):
-        assert {name: (t.dtype, t.tolist()) for name, t in tensors.items()} == {
-            name: (t.dtype, (t + change).tolist()) for name, t in WEIGHTS
-        }
-    assert seen[2]["turned"].tolist() == WEIGHTS[0][1].T.tolist()
-    assert [path.name for path in (tmp_path / "pushed").iterdir()] == [engine.fleet.version_name]
+def list_own_buffers() -> list[str]:
+    """The shared buffers that this process holds open or mapped."""
+    files = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the list's own
+            files.append(os.readlink(f"/proc/self/fd/{name}"))
+    held = files + Path("/proc/self/maps").read_text().splitlines()
+    return [file for file in held if "memfd:rlt-" in file]
 
 
-def test_a_disk_push_leaves_alone_what_it_has_not_written(start: Any, tmp_path: Path) -> None:
-    precious = tmp_path / "pushed" / "my-datasets" / "row.json"
-    precious.parent.mkdir(parents=True)
-    precious.write_text("{}")
-    engine = start(FakeWorker())
+def test_a_shared_buffer_is_let_go_of_when_all_workers_are_lost(start: Any) -> None:
+    worker = FakeWorker(broken={"/update_weights": 500})
+    engine = start(worker, step=None)
     engine.update_weights(WEIGHTS, 1)
-    assert precious.exists()
+    assert "/update_weights was refused with status 500" in engine.fleet.down[worker.url]
+    assert list_own_buffers() == []
 
 
-def test_a_folder_that_cannot_be_written_is_an_engine_error(start: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    engine = start(FakeWorker(), push=DiskPush(folder=str(tmp_path / "file")), step=None)
-    with pytest.raises(EngineError, match="must be written to"):
-        engine.update_weights(WEIGHTS, 0)
+def test_a_buffer_that_cannot_be_had_is_an_engine_error(start: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    engine = start(FakeWorker(), step=None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 2**20, hard))
+    try:
+        with pytest.raises(EngineError, match="bucket_mib"):
+            engine.update_weights(WEIGHTS, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_worker_opens_no_other_file(tmp_path: Path) -> None:
+    with open(tmp_path / "secret", "wb+") as file:
+        file.write(bytes(100))
+        file.flush()
+        info = {"process": os.getpid(), "file": file.fileno(), "name": "rlt-0", "num_bytes": 100}
+        with pytest.raises(FileNotFoundError, match="another file"):
+            open_buffer(info, torch.device("cpu"))
+
+
+def test_a_trainer_that_is_killed_leaves_no_memory() -> None:
+    code = "from rlt_lightning.ipc import HostBuffer; b = HostBuffer(2**20); b.tensor.fill_(7); "
+    code += "import json, time; print(json.dumps(b.share('')), flush=True); time.sleep(600)"
+    with Popen([sys.executable, "-c", code], stdout=PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        info = json.loads(trainer.stdout.readline())
+        reader = SharedReader(torch.device("cpu"))
+        part = {"name": "a", "dtype": "uint8", "shape": [3], "begin": 0, "place": 9, "num_bytes": 3}
+        assert [(name, tensor.tolist()) for name, tensor in reader.read(info, [part])] == [("a", [7, 7, 7])]
+        trainer.kill()
+    assert len(list_own_buffers()) == 1  # the kernel keeps it for the reader
+    reader.close()
+    assert list_own_buffers() == []
+    with pytest.raises(FileNotFoundError):
+        open_buffer(info, torch.device("cpu"))
+
+
+def test_launched_workers_share_memory_and_others_are_sent_weights() -> None:
+    assert isinstance(VLLMEngine(launch=Launch()).push, IPCPush)
+    assert isinstance(VLLMEngine(["http://127.0.0.1:1"]).push, GlooPush)
 
 
 @pytest.mark.full
@@ -758,12 +807,10 @@ def test_an_adapter_is_loaded_by_its_version_and_the_one_before_dropped(
         assert (config["r"], config["lora_alpha"]) == (2, 4.0)  # the worker scales by their ratio
 
 
-@pytest.mark.parametrize("push", [DiskPush, GlooPush])
+@pytest.mark.parametrize("push", [IPCPush, GlooPush])
 def test_impossible_push_settings_are_refused(push: type[WeightPush]) -> None:
     with pytest.raises(InputError, match="bucket_mib >= 1"):
         push(bucket_mib=0)
-    with pytest.raises(InputError, match="'float7'"):
-        GlooPush(dtype="float7")
 
 
 def gloo_worker(name: str, received: dict[str, Any], call: Callable[..., Any]) -> FakeWorker:
@@ -800,11 +847,15 @@ def test_a_gloo_push_arrives_in_another_process_and_outlives_its_death(start: An
         assert engine.policy_version == 2
 
 
-def test_a_gloo_push_may_travel_in_another_type(start: Any) -> None:
+@pytest.mark.parametrize("push", [IPCPush, GlooPush])
+def test_weights_travel_in_the_workers_type_if_it_is_narrower(push: type[WeightPush], start: Any) -> None:
     received: dict[str, Any] = {}
-    worker = gloo_worker("one", received, lambda f, *a: f(*a))
-    start(worker, push=GlooPush(timeout_s=60.0, dtype="bfloat16")).update_weights(WEIGHTS, 1)
-    assert torch.equal(received["one"]["a.weight"], WEIGHTS[0][1].bfloat16())
+    worker = gloo_worker("one", received, lambda f, *a: f(*a)) if push is GlooPush else FakeWorker()
+    worker.dtype = "bfloat16"
+    start(worker, push=push(timeout_s=60.0)).update_weights(WEIGHTS, 1)
+    [arrived] = received.values() or [worker.tensors]
+    assert arrived["a.weight"].dtype == torch.bfloat16
+    assert torch.equal(arrived["a.weight"], WEIGHTS[0][1].bfloat16())
 
 
 class TornNCCL:
@@ -982,7 +1033,7 @@ def test_a_plain_server_with_another_model_is_found(start: Any) -> None:
 def test_training_with_workers_that_are_pushed_nothing_is_refused(start: Any) -> None:
     engine = start(FakeWorker(dev_mode=False), push=NoPush())
     engine.update_weights(WEIGHTS, 0)  # a worker that came back
-    with pytest.raises(InputError, match=r"the trainer's have changed. Train with .*GlooPush"):
+    with pytest.raises(InputError, match=r"engine's push out"):
         engine.update_weights(WEIGHTS, 1)
 
 
@@ -1151,7 +1202,7 @@ def test_the_waits_for_weights_name_their_size(
     monkeypatch.setattr(fleet, "waiting_for", lambda what, *_: waits.append(what) or nullcontext())
     worker = FakeWorker()
     start(worker, step=None).update_weights([("a", torch.zeros(1000, 1000))], 3)
-    assert waits[-1] == f"vLLM worker {worker.url} to take the weights of step 3 (4.0 MB) by DiskPush"
+    assert waits[-1] == f"vLLM worker {worker.url} to take the weights of step 3 (4.0 MB) by IPCPush"
 
 
 def test_impossible_launches_are_refused() -> None:
@@ -1251,7 +1302,7 @@ def test_a_launched_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_a_server_of_somebody_else_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
     with FakeWorker() as stranger:
         launch = Launch(executable=fake_vllm(tmp_path), port=stranger.port, start_deadline_s=120.0)
-        engine = VLLMEngine(launch=launch, push=DiskPush(folder=str(tmp_path / "weights")))
+        engine = VLLMEngine(launch=launch, push=IPCPush())
         with pytest.raises(EngineError, match=r"must serve the model 'teacher-|must start, but ended"):
             start_engine(engine, tmp_path)
         assert stranger.bodies == []
