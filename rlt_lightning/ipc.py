@@ -47,7 +47,7 @@ class HostBuffer:
         """Return what a worker must know to open the buffer; the same for all."""
         return {"process": os.getpid(), "file": self.file, "name": self.name, "num_bytes": len(self.tensor)}
 
-    def close(self, lost: set[str]) -> None:
+    def close(self) -> None:
         """Let go of the buffer."""
         os.close(self.file)
         del self.tensor
@@ -76,17 +76,14 @@ class GPUBuffer:
             self.shared[worker] = info | {name: b64encode(info[name]).decode() for name in CUDA_BYTES}
         return self.shared[worker]
 
-    def close(self, lost: set[str]) -> None:
-        """Let go of the buffer, also in place of the workers that were lost."""
+    def close(self) -> None:
+        """Let go of the buffer."""
         del self.tensor
-        for worker in lost & self.shared.keys():
-            info = self.shared[worker]
-            torch.UntypedStorage._release_ipc_counter_cuda(b64decode(info["counter"]), info["counter_offset"])
         torch.cuda.ipc_collect()
 
 
-class SharedReader:
-    """A worker's side: it takes whole tensors out of buffers that the trainer fills again and again.
+class TensorReader:
+    """A worker's side: it takes whole tensors out of a buffer that the trainer fills again and again.
 
     Args:
         device: Device of this process.
@@ -94,21 +91,16 @@ class SharedReader:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.buffer: tuple[JSON, Tensor] | None = None  # the one that is open
         self.tensor: Tensor | None = None  # it is put together from pieces, over several buffers' content
 
-    def read(self, buffer: JSON, parts: list[JSON]) -> Iterator[NamedTensor]:
+    def read(self, content: Tensor, parts: list[JSON]) -> Iterator[NamedTensor]:
         """Yield copies of the tensors that are whole: vLLM's reload keeps them until a layer is complete.
 
         Args:
-            buffer: What `open_buffer` needs.
+            content: The buffer's bytes.
             parts: What lies in it: name, dtype and shape of the tensor, bytes before the part in the tensor
                 (begin) and in the buffer (place), and its size (num_bytes).
         """
-        if self.buffer is None or self.buffer[0] != buffer:
-            self.close()  # an earlier one first
-            self.buffer = (buffer, open_buffer(buffer, self.device))
-        content = self.buffer[1]
         for part in parts:
             begin, place, num_bytes = part["begin"], part["place"], part["num_bytes"]
             if begin == 0:
@@ -120,10 +112,6 @@ class SharedReader:
             if begin + num_bytes == len(target):
                 whole, self.tensor = self.tensor, None
                 yield part["name"], whole
-
-    def close(self) -> None:
-        """Let go of the buffer."""
-        self.buffer = self.tensor = None
 
 
 def open_buffer(info: JSON, device: torch.device) -> Tensor:

@@ -15,7 +15,6 @@ from rlt_lightning.engines.base import (
 from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, sample_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
-from rlt_lightning.engines.nccl import NCCLPush
 from rlt_lightning.engines.push import AdapterPush, GlooPush, IPCPush, NoPush, WeightPush
 from rlt_lightning.engines.vllm import VLLMEngine
 
@@ -30,7 +29,6 @@ __all__ = [
     "HFEngine",
     "IPCPush",
     "Launch",
-    "NCCLPush",
     "NoPush",
     "Placement",
     "SampleRequest",

@@ -27,7 +27,6 @@ DEV_ROUTES = {
     "/get_world_size",
     "/pause",
     "/resume",
-    "/is_paused",
 }
 DEV_ROUTES |= {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
 DEV_ROUTES |= {"/finish_weight_update", "/reset_prefix_cache", "/sleep", "/wake_up"}
@@ -153,7 +152,7 @@ class FakeWorker:
         self.endings, self.score, self.sampled, self.draw = endings, score, sampled, draw
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
-        self.reads, self.reader = reads, None
+        self.reads = reads
         self.tensors: JSON = {}  # of the last update, by name
         self.adapters: list[str] = []  # loaded, by name
         self.updating = False
@@ -266,8 +265,6 @@ class FakeWorker:
                 return {"results": [None if body["method"] != "name_gpu" else ""]}
             case "/pause":
                 self.serving.clear()
-            case "/is_paused":
-                return {"is_paused": not self.serving.is_set()}
             case "/resume":
                 self.serving.set()
             case "/init_weight_transfer_engine":
@@ -275,13 +272,13 @@ class FakeWorker:
                 self.on_init(body["init_info"])
             case "/start_weight_update":
                 self.require(not self.updating, 500, "an update is under way")
-                self.updating, self.reader, self.tensors = True, None, {}
+                self.updating, self.tensors = True, {}
             case "/update_weights":
                 self.require(self.updating, 500, "no update is under way")
                 self.update(body["update_info"])
             case "/finish_weight_update":
                 self.require(self.updating, 500, "no update is under way")
-                self.updating, self.reader, self.version = False, None, body["weight_version"]
+                self.updating, self.version = False, body["weight_version"]
             case "/v1/load_lora_adapter":
                 names = {path.name for path in Path(body["lora_path"]).iterdir()}
                 self.require(names == {"adapter_model.safetensors", "adapter_config.json"}, 400, "no adapter")
@@ -309,12 +306,7 @@ class FakeWorker:
         if not self.reads:
             os.stat(f"/proc/{info['buffer']['process']}/fd/{info['buffer']['file']}")
             return
-        import torch
-
-        from rlt_lightning.ipc import SharedReader
-
-        self.reader = self.reader or SharedReader(torch.device("cpu"))
-        self.tensors |= dict(self.reader.read(info["buffer"], info["parts"]))
+        self.tensors |= receive(self.url, info)
 
     def complete(self, body: JSON) -> JSON | bytes:
         prompt = body["prompt"]
@@ -423,7 +415,7 @@ def worker_of(
     if gloo:
         name = f"of {id(copy)}"
         options["on_init"] = lambda info: join_gloo(name, info)
-        options["on_update"] = lambda info: copy.load_state_dict(receive_gloo(name, info), strict=False)
+        options["on_update"] = lambda info: copy.load_state_dict(receive(name, info), strict=False)
     worker = FakeWorker(
         **{"endings": ("length",), "score": score, "sampled": score, "dtype": dtype}
         | ({"draw": draw} if samples else {})
@@ -433,10 +425,7 @@ def worker_of(
 
 
 def join_gloo(name: str, info: JSON) -> None:
-    """Do for a fake worker what a real one does at /init_weight_transfer_engine; here or in a process.
-
-    With NCCL all workers are in one group, and `info` says which rank this is; with gloo it is rank 1 of 2.
-    """
+    """Do for a fake worker what a real one does at /init_weight_transfer_engine; here or in a process."""
     from datetime import timedelta
 
     from torch.distributed import PrefixStore, TCPStore
@@ -445,39 +434,28 @@ def join_gloo(name: str, info: JSON) -> None:
 
     timeout_s, size = info["timeout_s"], info["world_size"]
     server = TCPStore(info["host"], info["port"], None, False, timedelta(seconds=timeout_s))
-    rank, store = info.get("rank_offset", 1), PrefixStore(info["prefix"], server)
-    GROUPS[name] = join_group(store, rank, size, timeout_s, info["host"])
-
-
-def receive_gloo(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
-    """The tensors of one /update_weights; the process ends when it gets to one of them."""
-    import torch
-
-    from rlt_lightning.gloo import build_broadcast_options
-
-    tensors = {}
-    for tensor_name, shape, dtype in zip(info["names"], info["shapes"], info["dtype_names"], strict=True):
-        if tensor_name == dies_at:
-            os._exit(1)
-        tensors[tensor_name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        whole = tensors[tensor_name].view(-1).view(torch.uint8)
-        for piece in whole.split(info.get("piece_bytes", max(1, len(whole)))):
-            GROUPS[name].broadcast([piece], build_broadcast_options()).wait()
-    return tensors
+    store = PrefixStore(info["prefix"], server)
+    GROUPS[name] = join_group(store, info["rank_offset"], size, timeout_s, info["host"])
 
 
 READERS: dict[str, Any] = {}  # worker's name -> what reads the trainer's buffer in this process
 
 
-def receive_shared(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
+def receive(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
     """The whole tensors of one /update_weights; the process ends when it gets to one of them."""
     import torch
 
-    from rlt_lightning.ipc import SharedReader
+    from rlt_lightning.gloo import build_broadcast_options
+    from rlt_lightning.ipc import TensorReader, open_buffer
 
-    reader = READERS.setdefault(name, SharedReader(torch.device("cpu")))
+    if "buffer" in info:
+        content = open_buffer(info["buffer"], torch.device("cpu"))
+    else:
+        content = torch.empty(info["num_bytes"], dtype=torch.uint8)
+        GROUPS[name].broadcast([content], build_broadcast_options()).wait()
+    reader = READERS.setdefault(name, TensorReader(torch.device("cpu")))
     tensors = {}
-    for tensor_name, tensor in reader.read(info["buffer"], info["parts"]):
+    for tensor_name, tensor in reader.read(content, info["parts"]):
         if tensor_name == dies_at:
             os._exit(1)
         tensors[tensor_name] = tensor
