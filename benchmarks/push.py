@@ -32,7 +32,7 @@ from rlt_lightning.models.load import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 GOAL = 1.5
-BUCKET_MIB = {"ipc": 256, "gloo": 64}  # the defaults; the largest tensor has 113 MB
+BUCKET_MIB = 256  # the default; the largest tensor has 113 MB
 
 
 def receive_gloo(port: int, shapes: list[torch.Size], rounds: int) -> None:
@@ -135,8 +135,7 @@ def main() -> None:
     model = load_model(options.model, "float32", None, False)
     named_tensors = list(model.named_parameters())
     tensors = {name: tensor.detach() for name, tensor in named_tensors}
-    bucket_mib = BUCKET_MIB[options.backend]
-    push = GlooPush(bucket_mib) if options.backend == "gloo" else IPCPush(bucket_mib)
+    push = (GlooPush if options.backend == "gloo" else IPCPush)(BUCKET_MIB)
     overlay = yaml.safe_load((ROOT / "configs/add/vllm_launch.yaml").read_text())
     launch = Launch(**overlay["rollouts"]["engine"]["init_args"]["launch"])
     engine = VLLMEngine(launch=launch, push=push)
@@ -151,7 +150,7 @@ def main() -> None:
                 copies.append(timed(copy))
                 with PeakMemory() as peak:
                     pushes.append(timed(lambda number=number: engine.update_weights(named_tensors, number)))
-                memory.append(peak.peak / (bucket_mib * 2**20))
+                memory.append(peak.peak / (BUCKET_MIB * 2**20))
                 figures = f"copy {copies[-1]:.2f} s, push {pushes[-1]:.2f} s, {memory[-1]:.2f} buckets"
                 print(f"round {number}: {figures}")
             assert engine.policy_version == rounds - 1
@@ -161,7 +160,7 @@ def main() -> None:
     result = {
         "backend": options.backend,
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "bucket_mib": bucket_mib,
+        "bucket_mib": BUCKET_MIB,
         "copy_s": statistics.median(copies[warm_up:]),
         "push_s": statistics.median(pushes[warm_up:]),
         "ratios": sorted(ratios),

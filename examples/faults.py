@@ -46,7 +46,7 @@ from rlt_lightning.checkpoints.folder import STATE, find_newest_checkpoint
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.digests import SUFFIX, write_digests
 from rlt_lightning.engines import EngineError, HFEngine, IPCPush, SampleRequest, VLLMEngine
-from rlt_lightning.ipc import SharedReader
+from rlt_lightning.ipc import TensorReader, open_buffer
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
@@ -119,7 +119,7 @@ class Run:
         engine = None
         if self.url is not None:
             push = IPCPush(timeout_s=self.push_timeout_s)
-            engine = VLLMEngine([self.url], push=push, max_restarts=1, recovery_timeout_s=30.0)
+            engine = VLLMEngine([self.url], push=push, recovery_timeout_s=30.0)
         printed, trainer, error = io.StringIO(), None, None
         logged = logging.StreamHandler(printed)
         logging.getLogger("rlt_lightning").addHandler(logged)
@@ -154,7 +154,7 @@ class Worker:
         self.model = load_model(resolve("miniature"))
         self.engine = HFEngine()
         self.engine.start(self.model, load_tokenizer("miniature"), Path())
-        self.reader = SharedReader(torch.device("cpu"))
+        self.reader = TensorReader(torch.device("cpu"))
         self.version = "default"
         self.lock = Lock()
         self.closed = Event()
@@ -165,7 +165,8 @@ class Worker:
 
     def update(self, info: JSON) -> None:
         """Read the weights of a push."""
-        self.load(dict(self.reader.read(info["buffer"], info["parts"])))
+        content = open_buffer(info["buffer"], torch.device("cpu"))
+        self.load(dict(self.reader.read(content, info["parts"])))
 
     def sample(self, body: JSON) -> JSON:
         """Sample one completion."""
@@ -212,8 +213,6 @@ class Worker:
                 self.version = body["weight_version"]
             case "/weight_info":
                 return {"weight_version": self.version}
-            case "/is_paused":
-                return {"is_paused": False}
             case "/v1/models":
                 return {"data": [{"id": "miniature"}]}
             case "/version":

@@ -66,7 +66,7 @@ class Meeting:
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=HALF).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         push = IPCPush(timeout_s=60)
-        self.engine = VLLMEngine(launch=Launch(**launch(False)), push=push, sleep=not ON_CPU, max_restarts=0)
+        self.engine = VLLMEngine(launch=Launch(**launch(False)), push=push, sleep=not ON_CPU)
         torch.manual_seed(0)
         self.text: list[int] = torch.randint(60, (64,)).tolist()
         self.versions: dict[int, list[float]] = {}  # the trainer's log-probs of the text, by version
@@ -85,7 +85,6 @@ class Meeting:
     def push(self) -> Finding:
         """Push; the worker's log-probs must be those of this version, and not of the one before."""
         version, begin = len(self.versions), time.monotonic()
-        self.engine.prepare_push()
         self.engine.update_weights(list(self.model.named_parameters()), version)
         seconds = time.monotonic() - begin
         self.versions[version] = self.score(self.text).tolist()

@@ -284,7 +284,7 @@ def test_reinforcement_samples_with_the_engine_of_the_run(miniature: str, tmp_pa
 
 
 def workers_engine(url: str) -> VLLMEngine:
-    return VLLMEngine([url], push=IPCPush(timeout_s=2.0), backoff_s=0.01)
+    return VLLMEngine([url], push=IPCPush(timeout_s=2.0))
 
 
 @pytest.mark.full

@@ -40,7 +40,7 @@ from rlt_lightning.engines import (
     sample_all,
 )
 from rlt_lightning.engines.client import WorkerClient
-from rlt_lightning.engines.launch import LocalServer, find_free_port
+from rlt_lightning.engines.launch import find_free_port, start_server, stop_server
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
 
@@ -110,11 +110,10 @@ def server(
     launch = Launch(**LAUNCH | {"executable": forked_vllm(folder, "sleeping_vllm")})
     command = launch.build_command(0, port, tiny_model, push_class.backend, "teacher")
     command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
-    environment = launch.environment | TRAPS
-    local = LocalServer(command, environment, folder / "worker.log")
-    local.start()
+    environment = launch.environment | TRAPS | {"VLLM_SERVER_DEV_MODE": "1"}
+    process = start_server(command, environment, folder / "worker.log")
     yield f"http://127.0.0.1:{port}"
-    local.stop()
+    stop_server(process)
 
 
 @pytest.fixture
@@ -187,7 +186,7 @@ def test_a_worker_killed_within_a_bucket_gets_the_next_push(tiny_model: str, tmp
         trainer.step(size=0.05)
         ask_worker(engine, "die_within_update", 5)
         trainer.push(engine)
-        assert engine.fleet.workers[0].losses == 1
+        assert engine.fleet.losses == 1
         engine.verify(text, {trainer.version: trainer.log_probs(text)})
     assert not any("memfd:rlt-" in os.readlink(file) for file in list_open_files())
 
@@ -255,17 +254,18 @@ def test_greedy_completions_are_those_of_the_hf_engine(
 def build_forgetful_push(push_class: type[WeightPush]) -> WeightPush:
     """From its second push on, it tells the worker that new weights came and sends none."""
     push: Any = push_class(timeout_s=30)
-    transfer, pushes = push.transfer, []
+    send, pushes = push.push, []
 
-    def forget(named_tensors: Any, workers: Any, version: str, failures: Any) -> None:
+    def forget(named_tensors: Any, workers: Any, version: str) -> None:
         pushes.append(version)
         if len(pushes) == 1:
-            transfer(named_tensors, workers, version, failures)
-            return
+            return send(named_tensors, workers, version)
         for worker in workers:
+            push.begin(worker)
             push.finish(worker, version)  # which succeeds, and leaves the old weights in place
+            push.resume(worker)
 
-    push.transfer = forget
+    push.push = forget
     return push
 
 
@@ -331,24 +331,16 @@ def test_a_push_that_broke_off_is_made_good_by_the_next(
     class Torn(Exception):
         pass
 
-    def tear(piece: Any, *_: Any) -> None:
-        if piece.numel() < 1000:
+    def tear(*arguments: Any) -> None:
+        buckets.append(arguments)
+        if len(buckets) == 3:
             raise Torn  # the trainer dies within a layer
-        broadcast(piece, *_)
-
-    def tear_bucket(worker: Any, path: str, *_: Any) -> Any:
-        updates.append(path)
-        if updates.count("/update_weights") == 3:
-            raise Torn
-        return post(worker, path, *_)
+        send(*arguments)
 
     push: Any = engine.push
-    updates: list[str] = []
-    if push_class is GlooPush:
-        broadcast, push.broadcast = push.broadcast, tear
-    else:
-        push.bucket_bytes = 100_000
-        post, push.post = push.post, tear_bucket
+    buckets: list[Any] = []
+    push.bucket_bytes = 100_000
+    send, push.send = push.send, tear
     with pytest.raises(Torn):
         engine.update_weights(list(trainer.model.named_parameters()), 7)
     push.close()
@@ -586,8 +578,7 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     command = [forked_vllm(folder), "serve", exported, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager"]
     log = folder / "worker.log"
-    local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log, dev_mode=False)
-    local.start()
+    process = start_server(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log)
     url = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
@@ -597,7 +588,7 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
     wait_until(answers, 240)
     yield url
-    local.stop()
+    stop_server(process)
 
 
 def test_a_servers_chat_route_asks_as_stage_4_trained(

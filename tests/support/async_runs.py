@@ -67,7 +67,6 @@ def fit(
         log_probs=log_probs,
         max_sequences=1,  # one completion at a time
         call_timeout_s=20.0,
-        backoff_s=0.01,
         recovery_timeout_s=recovery_timeout_s,
     )
     rollouts = RolloutCallback(engine, sampling, asynchronous=asynchronous, dynamic_sampling=dynamic_sampling)
