@@ -12,7 +12,6 @@ from rlt_lightning.engines.base import (
     build_requests,
     sample_all,
 )
-from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, sample_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
 from rlt_lightning.engines.push import AdapterPush, GlooPush, IPCPush, NoPush, WeightPush
@@ -20,8 +19,6 @@ from rlt_lightning.engines.vllm import VLLMEngine
 
 __all__ = [
     "AdapterPush",
-    "BudgetForcing",
-    "BudgetedCompletion",
     "Engine",
     "EngineDescription",
     "EngineError",
@@ -39,5 +36,4 @@ __all__ = [
     "WorkersLost",
     "build_requests",
     "sample_all",
-    "sample_with_budget",
 ]
