@@ -131,7 +131,7 @@ class EvaluateEvery(Callback):
         self.questions = self._build_questions(data)
         context = context_length(module.pretrained, module.trust_remote_code)
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
-        require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
+        require_responses_fit(self.questions.problems, self.sampling, context, advice)
         self.dispatcher = self.separate_dispatcher = None
         if self.engine is not None or RolloutCallback.find(trainer) is None:
             self.separate_dispatcher = Dispatcher(self.engine or HFEngine(), 1, self.deadline_s)

@@ -1262,7 +1262,7 @@ def read_worker(engine: Engine, policy: LanguageModel, devices: Any) -> PlannedW
         tensor_parallel_size=size,
         weight_bytes=weight_bytes,
         gpu_memory_utilization=utilization,
-        push_bytes=policy.weight_bytes if settings.push_dtype is None else settings.push_dtype.itemsize,
+        push_bytes=min(policy.weight_bytes, weight_bytes),
         only_adapter=engine.takes_adapters,
         bucket_bytes=settings.push_bytes,
         colocated=colocated,

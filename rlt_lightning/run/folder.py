@@ -60,7 +60,7 @@ ALWAYS_LEFTOVER = {
     *("config.tmp", "data_report.json", "data_report.tmp", ".writable"),
     *("wandb", "tensorboard", "lightning_logs"),
 }
-# Matches what VLLMEngine calls a version of the weights, and DiskPush the folder that it writes it into.
+# Matches what VLLMEngine calls a version of the weights, and AdapterPush the folder that it writes it into.
 VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")
 # Settings that stand in every config.yaml of a run, and hardly together in a config that a person wrote.
 RUN_SETTINGS = {

@@ -186,7 +186,7 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
         options += ["--rollouts.engine.init_args.launch=null"] if "gpu" in config.stem else []
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         if not plain:
-            options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
+            options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
     result = rlt(verb, *options)
     assert result.returncode == 0, result.stderr
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())

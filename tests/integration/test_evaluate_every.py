@@ -42,7 +42,7 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
+from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
 from rlt_lightning.metrics.answers import SET_FIGURES
 from rlt_lightning.modules import EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -281,7 +281,7 @@ def test_reinforcement_samples_with_the_engine_of_the_run(miniature: str, tmp_pa
 
 
 def workers_engine(url: str) -> VLLMEngine:
-    return VLLMEngine([url], push=DiskPush(timeout_s=2.0), backoff_s=0.01)
+    return VLLMEngine([url], push=IPCPush(timeout_s=2.0))
 
 
 @pytest.mark.full
@@ -307,12 +307,11 @@ def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: P
         fit(tiny_model, tmp_path / "run", evaluations(max_rows=3, engine=engine), Checkpoint(), steps=4)
         # 3 problems, 3 times, each completion a request of its own.
         assert len(worker.bodies) == 18
-        assert worker.folder is not None
-        pushed = load_file(next(Path(worker.folder).glob("*.safetensors")))
+        assert worker.tensors
     trained = load_file(
         tmp_path / "run" / "checkpoints" / "step=000004.ckpt" / "weights" / "model.safetensors"
     )
-    for name, tensor in pushed.items():
+    for name, tensor in worker.tensors.items():
         assert torch.equal(tensor, trained[name]), name
     assert rows_of(tmp_path / "run")[4]["eval/chains/truncated_frac"] == 1
 
@@ -357,7 +356,7 @@ def test_ranks_of_fine_tuning_share_the_workers_of_an_overlay(tiny_model: str, t
     command = ["fit", "--config=configs/laptop/sft.yaml", f"--model.pretrained={tiny_model}"]
     command += ["--config=configs/add/evaluate_every.yaml", "--config=configs/add/vllm.yaml"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.callbacks.init_args.max_rows=5"]
-    command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush", "--trainer.devices=2"]
+    command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush", "--trainer.devices=2"]
     command += ["--trainer.strategy=ddp", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
     with worker_of(tiny_model) as worker:
         urls = f"--rollouts.engine.init_args.urls=[{worker.url}]"

@@ -274,7 +274,7 @@ def test_sigterm_does_not_wait_for_workers_that_ended(
     with worker_of(tiny_model) as worker:
         options = [*RANKS[ranks], "--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
         options += [f"--rollouts.engine.urls=[{worker.url}]", "--model.mismatch_alarm=null"]
-        options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+        options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
         pause = fault("on_train_batch_start", "pause", 2)
         process = start(*command(tiny_model, folder, *options, pause), log=log)
         wait_for(lambda: "--- made at" in log.read_text(), process, log)

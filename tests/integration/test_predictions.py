@@ -141,7 +141,7 @@ def test_a_workers_traces_are_those_of_one(ranks: str, tiny_model: str, tmp_path
     # Rank 0 asks the worker for all, each process for another number of traces again.
     options = [*GENERATE, f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
     options += ["--data.prompts_per_step=3", "--data.student_context=400", "--rollouts.engine=VLLMEngine"]
-    options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+    options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
     found = []
     for name, more in (("one", []), (ranks, RANKS[ranks])):
         with worker_of(tiny_model) as worker:

@@ -127,12 +127,12 @@ def start(folder: Path, overwrite: bool = False, given: tuple[Path, ...] = ()) -
 
 
 def leave_failed_start(folder: Path, output_dir: str | None = None) -> None:
-    """What a run leaves that failed at its first push: of two ranks, with W&B, launched workers, DiskPush."""
+    """What a run leaves that failed at its first push: two ranks, W&B, launched workers, AdapterPush."""
     for name in ("checkpoints", "workers", "wandb", "weights/76d9f89c-000000", "weights/76d9f89c-000001.tmp"):
         (folder / name).mkdir(parents=True)
     (folder / "workers" / "worker-8000.log").write_text("out of memory")
     (folder / "wandb" / "run_id").write_text("abc")
-    (folder / "weights" / "76d9f89c-000000" / "model-00000.safetensors").touch()
+    (folder / "weights" / "76d9f89c-000000" / "adapter_model.safetensors").touch()
     resolved = {name: None for name in RUN_SETTINGS} | {"output_dir": output_dir or str(folder)}
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved))
     (folder / "metrics.csv").touch()
