@@ -42,7 +42,10 @@ PREFILL_TOKENS = 8192
 
 
 class HFEngine(Engine):
-    """Sample with the teacher itself: a prompt's keys and values are computed once and shared by its group.
+    """Sample with the teacher itself: on CPUs, for small models, and as the reference of other engines.
+
+    A prompt's keys and values are computed once and shared by its group. A GPU idles most of the time, since
+    it waits for the host once per token, so vLLM samples there.
 
     Every completion draws from its own seeded stream by inverting the cumulative distribution, so a
     completion does not depend on its neighbours in the batch, on the number of ranks, or on the random state
