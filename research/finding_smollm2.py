@@ -201,7 +201,7 @@ def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
     rows = defaultdict(list)
     for row in read_rows(path):
         rows[word_sum_kind(row["question"], row["reasoning_trace"])[0]].append(row)
-    names = {"reward": "reward", "solution": "solution_log_prob_reward", "kl": "kl_reward"}
+    names = {"reward": "reward", "solution": "solution_reward", "kl": "kl_reward"}
     return {
         kind: {"num": len(rows[kind]), **{k: fmean(row[v] for row in rows[kind]) for k, v in names.items()}}
         for kind in TRACE_KINDS

@@ -31,15 +31,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
-
-# A process that judges answers imports this file, and needs no torch.
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from typing import Any, Literal
 
 # The end tag was sampled, an end-of-sequence token, or as many tokens as are allowed.
 FinishReason = Literal["stop", "eos", "length"]
@@ -355,42 +350,6 @@ class SFTBatch:
     """The examples of one optimizer step of one rank."""
 
     examples: list[SFTExample]
-
-
-# Marks a field of RewardTerms that holds no numbers.
-NO_TERM = {"is_term": False}
-
-
-@dataclass(frozen=True)
-class RewardTerms:
-    """The reward of each completion; a subclass adds the terms it consists of. All (N,).
-
-    A field with `metadata=NO_TERM` is no term: it is neither logged nor recorded.
-    """
-
-    reward: Tensor
-
-    def parts(self) -> dict[str, Tensor]:
-        """Return the terms that training and validation log as means beside the reward: reward/NAME."""
-        terms = [field.name for field in fields(self)[1:] if field.metadata != NO_TERM]
-        return {name: getattr(self, name) for name in terms}
-
-    def baselines(self) -> dict[str, Tensor]:
-        """Return what a term is measured from, which is logged as the terms are; no part of the reward."""
-        return {}
-
-    def details(self) -> dict[str, Tensor]:
-        """Return what only training logs, as means, by its whole name."""
-        return {}
-
-    def recorded(self) -> dict[str, Tensor]:
-        """Return what is written for every completion."""
-        return {"reward": self.reward, **self.parts()}
-
-    def to(self, device: torch.device) -> Self:
-        """Return the same terms on a device."""
-        terms = {"reward": self.reward, **self.parts()}
-        return replace(self, **{name: values.to(device) for name, values in terms.items()})
 
 
 def as_list(value: Any) -> list[Any]:

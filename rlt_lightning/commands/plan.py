@@ -52,8 +52,7 @@ from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules import OPDModule, RLTModule
-from rlt_lightning.modules.base import PolicyModule, require_precision
-from rlt_lightning.modules.on_policy import OnPolicyModule, require_whole_models
+from rlt_lightning.modules.base import OnPolicyModule, PolicyModule, require_precision, require_whole_models
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import list_heads, resident_bytes
 from rlt_lightning.numerics.head import block_size
@@ -941,7 +940,7 @@ def list_disk_parts(setup: Setup, checkpoint: Checkpoint, num_steps: int) -> dic
         parts = {}
     else:
         # The next one is whole before the oldest is deleted.
-        number += 1 + (checkpoint.best_metric is not None)
+        number += 1
         parts = {f"{number} checkpoints": number * size}
     shape = setup.policy.shape
     per_weight = setup.master_bytes if shape.trained == shape.weights else setup.policy.weight_bytes

@@ -462,13 +462,10 @@ class StratosDataModule(LightningDataModule, ABC):
             return ModelFormat.from_rows("teacher", self.format.tags, prompts)
         return ModelFormat.from_rows("student", self.format.student_tags, self.system_prompts)
 
-    def fingerprint_rows(self) -> dict[str, Any]:
-        """Return hashes of the rows that train, one for each source, and of those held out, if there are."""
+    def fingerprint_rows(self) -> list[str]:
+        """Return a hash of the rows that train, for each source."""
         items, sources = self.items, range(len(self.sources))
-        return {
-            "training": [items.select(items.sources == source).fingerprint() for source in sources],
-            "held_out": self.val_items.fingerprint() if self.val_items else None,
-        }
+        return [items.select(items.sources == source).fingerprint() for source in sources]
 
     @property
     def all_items(self) -> StoredItems:

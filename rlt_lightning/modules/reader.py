@@ -33,14 +33,14 @@ from rlt_lightning.models.packed import (
     states_and_log_probs,
 )
 from rlt_lightning.modules.frozen import Model, RunModel
-from rlt_lightning.modules.phases import PhaseStats, forward_flops
+from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch, columns_of
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # Declares what models read of a completion, by the name of the token column.
@@ -175,14 +175,6 @@ class Trained(Protocol):
 
     sharding: Any
     trainer: Any
-
-    @property
-    def policy(self) -> Any:
-        """Return the model."""
-
-    @property
-    def forwards_per_step(self) -> int:
-        """Return how many forwards a forward with its backward costs."""
 
     def sum_over_ranks(self, *numbers: float) -> list[float]:
         """Return the sums over all ranks."""
@@ -492,9 +484,7 @@ class Reader:
             with nullcontext() if other is None else other.loaded_on(self.device) as ask:
                 for place, (micro_batch, weight) in enumerate(planned):
                     is_last = number == len(terms) - 1 and place == len(planned) - 1
-                    packed = self.pack(sequences, micro_batch)
-                    flops = module.forwards_per_step * forward_flops(module.policy, packed)
-                    stats.count(packed, sequences, micro_batch, weight, flops)
+                    packed = self.pack(sequences, micro_batch, weight, stats)
                     with module.sharding.micro_batch(last=is_last):
                         yield Micro(
                             term,
@@ -580,18 +570,17 @@ def score_rollouts(
 
 
 def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
-    """Reward whole groups from the numbers of their completions.
+    """Reward whole groups from the table of their completions.
 
     Raises:
         NonFiniteError: If a reward is NaN or infinite; it names a term that is, and the class.
     """
-    score, maker = reward.score(step, students), type(reward).__name__
-    step.set_score(score)
-    rows = [step.row_number(row) for row in range(len(step))]
+    step.set_scores(reward.score(step.table, step.group_size, students))
+    rows, maker = [step.row_number(row) for row in range(len(step))], type(reward).__name__
     try:
-        require_finite(score.rewards, f"reward of {maker}", rows, choose_remedy(reward))
+        require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))
     except NonFiniteError:
-        for name, values in score.terms.items():
+        for name, values in columns_of(step.table, "term/").items():
             require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
         raise
 

@@ -44,7 +44,6 @@ class SFTModule(PolicyModule):
         **options: Unpack[PolicyOptions],
     ) -> None:
         super().__init__(pretrained=pretrained, optimizer=optimizer, layout=layout, **options)
-        self.save_hyperparameters(logger=False)
 
     def setup(self, stage: str) -> None:
         """Check that every example fits into the model's context, before anything is loaded."""
@@ -79,6 +78,7 @@ class SFTModule(PolicyModule):
             self.raise_together(step)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
+        # Tokens in the loss of this step, and complete passes over the data.
         metrics |= {"data/completion_tokens": micro.num_scored, "data/epoch": float(self.current_epoch)}
         self.log_step(metrics, len(examples))
 

@@ -49,7 +49,7 @@ def test_a_config_of_each_kind_runs_on_one_gpu(name: str, tiny_model: str, tmp_p
     options += [*(GPU[:1] if verb == "test" else GPU), "--rollouts.engine=HFEngine"]
     run_on_gpu(verb, *options, f"--output_dir={tmp_path / 'run'}")
     written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
-    written = "distillation.parquet" if generates(settings) else written
+    written = "distillation.jsonl" if generates(settings) else written
     assert (tmp_path / "run" / written).stat().st_size > 0
 
 
@@ -155,8 +155,7 @@ QUESTION = "Start with 3. Double it, then add 4."
 VERBS = {
     "validate": [*RUN, "--data.val_rows=2", "--output_dir={folder}"],
     "check": [*RUN, "--check.rows=2", "--check.completions=2"],
-    "explain": ["{run}", "--row=1"],
-    "explain --question": ["{run}", f"--question={QUESTION}", "--solution=10", "--seed=1"],
+    "explain": ["{run}", "--student=miniature", f"--question={QUESTION}", "--solution=10", "--seed=1"],
 }
 
 

@@ -21,7 +21,7 @@ from rlt_lightning.checkpoints.folder import read_state
 from rlt_lightning.engines import EngineError, Sampling, VLLMEngine
 from rlt_lightning.models.load import load_model
 from rlt_lightning.numerics import TruncatedImportanceSampling
-from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import RolloutRequest
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -38,10 +38,9 @@ from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
 from rlt_lightning.rollouts import dynamic_sampling
 from rlt_lightning.rollouts.dynamic_sampling import RewardStd
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Dispatcher, Sampler
-from rlt_lightning.rollouts.step import Score, Shards, StepBatch
-from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, RewardTerms
+from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
+from rlt_lightning.rollouts.step import Shards, StepBatch
+from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
@@ -61,8 +60,7 @@ def build_step(rows: Sequence[int], rewards: Sequence[float], shard: Sequence[in
     step.tokens["kl"] = {row: -values[row : row + 1] for row in shard}
     step.texts["answers"] = {row: str(rewards[row]) for row in shard}
     step.put_numbers(shard, {"reward": values[[*shard]]})
-    by_student = {"a": RewardTerms(values + 1)}
-    step.set_score(Score.of(RewardTerms(values), by_student))
+    step.set_scores({"reward": values, "of/a/reward": values + 1})
     return step
 
 
@@ -71,9 +69,7 @@ def test_every_part_of_a_step_is_replaced() -> None:
     step = build_step((3, 5, 7), (0, 1, 2, 3, 4, 5), shard=(0, 2, 4))
     step.replace(build_step((9, 11), (6, 7, 8, 9), shard=(1, 2)), [2, 0])
     assert step.rewards.tolist() == [8, 9, 2, 3, 6, 7]
-    assert step.score is not None
-    assert step.score.columns["reward"].tolist() == [8, 9, 2, 3, 6, 7]
-    assert step.score.by_student["a"].rewards.tolist() == [9, 10, 3, 4, 7, 8]
+    assert step.table["of/a/reward"].tolist() == [9, 10, 3, 4, 7, 8]
     assert [step.row_number(row) for row in range(6)] == [11, 11, 5, 5, 9, 9]
     assert [step.token_ids(row) for row in range(6)] == [[8], [9], [2], [3], [6], [7]]
     # What this rank has read moves with its row.
@@ -93,10 +89,10 @@ def test_a_row_is_recorded_by_the_rank_that_read_it_for_its_score() -> None:
 
 def test_equal_completions_get_the_same_numbers() -> None:
     step = build_step((3, 5), (1, 1, 1, 2), shard=range(4))
-    step.numbers = {"reward": torch.tensor([0.5, 0.4, 0.3, 0.2])}
+    step.table = {"reward": torch.tensor([0.5, 0.4, 0.3, 0.2])}
     step.share(lambda table: table)
     # Of another problem it is another completion.
-    assert step.numbers["reward"].tolist() == pytest.approx([0.5, 0.5, 0.3, 0.2])
+    assert step.table["reward"].tolist() == pytest.approx([0.5, 0.5, 0.3, 0.2])
 
 
 def test_at_least_one_round_is_allowed() -> None:
@@ -299,7 +295,7 @@ def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model:
         assert [r.problem.row for r in batch.rollouts.rollouts[::GROUP_SIZE]] == [
             p.row for p in batch.problems
         ]
-        assert batch.step.score.terms["odd"].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
+        assert batch.step.table["term/odd"].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
         thoughts = [rollout.views[0].compared for rollout in batch.rollouts.rollouts]
         assert [len(batch.step.tokens["kl"][i]) for i in range(len(thoughts))] == [*map(len, thoughts)]
 
