@@ -84,17 +84,7 @@ class HFEngine(Engine):
         self.run, self.on_any_rank = run, on_any_rank
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Copy the tensors that are not the model's own."""
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_tensors:
-                if name not in own:
-                    raise EngineError(
-                        f"HFEngine has no weight named '{name}'. Push the weights of the model it was "
-                        "started with."
-                    )
-                if own[name] is not tensor:
-                    own[name].copy_(tensor)
+        """Take note of the step: the weights are the model's own."""
         self.policy_version = policy_version
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
