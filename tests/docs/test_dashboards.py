@@ -101,7 +101,7 @@ def test_a_run_leaves_nothing_in_the_home_folder_and_tells_nothing_of_the_machin
 @pytest.mark.full
 def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    options = ["--data.source=arithmetic", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
+    options = ["--data.source=chains", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
     options += ["--data.max_length=2048", "--trainer.accelerator=cpu", "--trainer.precision=32-true"]
     options += [f"--model.pretrained={tiny_model}", "--trainer.max_steps=1", "--export.enabled=false"]
     result = rlt(

@@ -292,7 +292,7 @@ def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: P
         with worker_of(tiny_model) as worker:
             rollouts = RolloutCallback(workers_engine(worker.url), short, asynchronous=True)
             callbacks = [evaluations(max_rows=3)] if name == "with" else []
-            options: dict[str, Any] = {"steps": 4, "source": "arithmetic"}
+            options: dict[str, Any] = {"steps": 4, "source": "chains"}
             seen[name] = reinforce(tiny_model, tmp_path / name, rollouts, *callbacks, **options)
             asked = [body for body in worker.bodies if body["max_tokens"] == SAMPLING.max_completion_length]
             # 3 problems, 3 times, two completions that are requests of their own.
