@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
@@ -46,7 +46,6 @@ from rlt_lightning.modules.optimizer import (
     OptimizerConfig,
     build_optimizer,
     build_schedule,
-    require_usable,
     resume_schedule,
 )
 from rlt_lightning.modules.phases import PhaseTimer, count_weights
@@ -75,34 +74,10 @@ from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError, Rollouts, as_list
 
-Init = TypeVar("Init", bound=Callable[..., None])
 # What the progress bar shows of a step.
 SHOWN = {
     *("reward/mean", "rollout/closed_frac", "rollout/truncated_frac", "policy/loss", "perf/tokens_per_s")
 }
-
-
-class PolicyOptions(TypedDict, total=False):
-    """The options that every module passes on to `PolicyModule`, which describes them."""
-
-    micro_batch_tokens: int
-    head: HeadOptions
-    dtype: Dtype
-    gradient_checkpointing: bool
-    attn_implementation: str | None
-    trust_remote_code: bool
-    seed: int
-    lora: LoRA | None
-    kernels: Kernels
-
-
-def follow_options(init: Init) -> Init:
-    """Let the parser look for what an `__init__` passes on as `**options` where that is declared.
-
-    There it finds defaults and descriptions. The TypedDict, which is for type checkers and editors, has none.
-    """
-    cast(Any, init).__annotations__["options"] = Any
-    return init
 
 
 class PolicyModule(LightningModule):
@@ -433,7 +408,6 @@ class PolicyModule(LightningModule):
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # No training changes a buffer, so all ranks have the same ones.
             trainer.strategy.model.broadcast_buffers = False
-        require_usable(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs])
         if not isinstance(trainer.strategy, DeepSpeedStrategy):  # which needs the names before
             name_parameters(trainer.optimizers[0], self.policy)
         self.get_ready()
@@ -454,13 +428,7 @@ class PolicyModule(LightningModule):
         if isinstance(loader, StepLoader):
             loader.begin_at(self.global_step)
         for schedule in as_list(self.lr_schedulers()) if self.global_step else []:
-            before, after = resume_schedule(schedule)
-            if before != after:
-                moves = "rises" if after > before else "falls"
-                announce(
-                    f"the learning rate {moves} from {before:g} to {after:g} in step {self.global_step + 1}: "
-                    f"its schedule is now that of {self.total_steps()} steps"
-                )
+            resume_schedule(schedule)
 
     def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
@@ -589,17 +557,6 @@ class PolicyModule(LightningModule):
         self.log_dict(figures)
         if figures:
             self.log("step", float(self.global_step))
-
-
-class OnPolicyOptions(PolicyOptions, total=False):
-    """The options that a module of this kind passes on to `OnPolicyModule` and `PolicyModule`."""
-
-    optimizer: OptimizerConfig
-    layout: Layout
-    mismatch_alarm: float | None
-    mismatch_limit: float | None
-    max_staleness: int
-    offload_frozen: bool
 
 
 def require_whole_models(offload_frozen: bool, sharded: bool) -> None:

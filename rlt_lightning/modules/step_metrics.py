@@ -105,12 +105,6 @@ def mismatch_metrics(
             "reports, such as that of another temperature. Start the worker with --logprobs-mode "
             "processed_logprobs, or set the engine's log_probs to trainer."
         )
-    if mismatch.num_masked == mismatch.num_tokens:
-        rank_zero_warn(
-            f"Step {step}: model.importance_sampling has masked all {mismatch.num_tokens:.0f} tokens, so the "
-            "step learns nothing from them. Raise its cap, lower its floor, or set its level to token; if "
-            f"{mismatch.mean:.3g} nats per token of mismatch are much, look at the engine first."
-        )
     return {
         "rollout/mismatch_mean": mismatch.mean,
         "rollout/mismatch_max": mismatch.largest,

@@ -73,7 +73,7 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling, RewardStd
+from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.weight_sync import Policy, WeightSync
 from rlt_lightning.run.ranks import Collectives, gather_from_ranks, waiting_for_ranks
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
@@ -529,23 +529,16 @@ class Sampler:
         # What a checkpoint keeps: the request of this step or, once it was submitted, of the next.
         self.pending: RolloutRequest | None = None
         self.problems_per_rank = 0  # that the loader gave this rank, as any other, in this step
-        self.reward_std = RewardStd()
 
     def bind(self, trainer: Trainer, module: SampledPolicy) -> None:
         """Bring completions to this module from now on; a request that an earlier run left is dropped."""
         self.trainer, self.module, self.pending = trainer, module, None
-        self.reward_std = RewardStd()
 
     @property
     def max_rounds(self) -> int:
         """Return how often a step may replace groups of equal rewards; 0 without dynamic sampling."""
         dynamic = self.settings.dynamic_sampling
         return 0 if dynamic is None else dynamic.max_rounds
-
-    def find_min_std(self, step: int) -> float:
-        """Return the standard deviation of rewards below which a step, from 1, replaces a group too."""
-        dynamic = self.settings.dynamic_sampling
-        return 0.0 if dynamic is None else self.reward_std.find_bound(dynamic.min_std_frac, step)
 
     # Training
 

@@ -35,7 +35,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
+from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
@@ -174,7 +174,6 @@ class StepBatch:
         table: By name one number per row, (N,); once it is shared alike on every rank. See above.
         known: Values that several rows share, by `Read.once`; they hold for the whole step.
         scored: Whether the table has the rewards of whole groups.
-        stds: Standard deviation of the rewards of each group, by request, replaced ones included.
         counts: What dynamic sampling has cost.
         replaced: The sources of the completions that dynamic sampling replaced.
         advantages: One per row, (N,).
@@ -198,7 +197,6 @@ class StepBatch:
     table: dict[str, Tensor] = field(default_factory=dict)
     known: dict[Hashable, Tensor] = field(default_factory=dict)
     scored: bool = False
-    stds: list[Tensor] = field(default_factory=list)
     counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
     replaced: list[tuple[RolloutRequest, int] | Rollout | SFTExample] = field(default_factory=list)
     advantages: Tensor | None = None
@@ -390,8 +388,6 @@ class StepBatch:
                 f"but one has {', '.join(unknown)}. Correct the names that its `measure` or `score` returns."
             )
         self.table, self.scored = table, True
-        if self.shards is not None and self.group_size > 1:  # whole groups, of training
-            self.stds = [split_groups(table["reward"], self.group_size).std(dim=1)]
 
     def choose(self, rows: Sequence[int], label: str = "") -> dict[str, Tensor]:
         """Return the table of some rows, in this order, by all students or by one of several."""
@@ -425,10 +421,9 @@ class StepBatch:
 
     # Dynamic sampling
 
-    def find_flat_groups(self, min_std: float) -> list[int]:
-        """Return the places of the groups whose rewards are all equal, or differ by less than `min_std`."""
+    def find_flat_groups(self) -> list[int]:
+        """Return the places of the groups whose rewards are all equal."""
         flat = zero_std_groups(self.rewards, self.group_size)
-        flat |= split_groups(self.rewards, self.group_size).std(dim=1) < min_std
         return [place for place, is_flat in enumerate(flat.tolist()) if is_flat]
 
     def replace(self, others: StepBatch, places: Sequence[int]) -> None:
@@ -448,7 +443,6 @@ class StepBatch:
         self.measured = sorted({*self.measured} - replaced | {target[row] for row in others.measured})
         for name, values in self.table.items():
             self.table[name] = values.index_copy(0, upload(target, values.device), others.table[name])
-        self.stds += others.stds
         self.counts.rounds += 1
         self.counts.dropped_groups += len(places)
 
