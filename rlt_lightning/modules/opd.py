@@ -205,7 +205,7 @@ class OPDModule(OnPolicyModule):
 
     @property
     def views(self) -> TeacherViews:
-        """Return what the teacher sees."""
+        """Return the teacher's contexts."""
         data = get_stratos_data(self.trainer)
         assert isinstance(data, StudentOPDData), "as `require_data` has checked"
         return data.views
@@ -380,7 +380,7 @@ def find_first_judged(row: Rollout) -> int:
 
 
 def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
-    """Divide what each of the student's tokens has of its whole span, (M,), by the span's tokens."""
+    """Divide the value of each of the student's tokens, (M,), by the number of tokens in its span."""
     if spans is None:
         return values
     sizes = torch.tensor([span[1] for span in spans], dtype=torch.long, device="cpu")

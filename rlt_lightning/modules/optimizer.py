@@ -89,7 +89,7 @@ def build_schedule(
 def resume_schedule(schedule: Any) -> None:
     """Set the learning rates of the next step to those of a schedule, whose length may have changed.
 
-    A checkpoint holds those of the schedule that it was trained with. Only a LambdaLR, such as
+    A checkpoint holds the rates of the schedule that it was trained with. Only a LambdaLR, such as
     `build_schedule` makes, computes a rate from the step alone: other schedules stay as they are.
     """
     if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):

@@ -150,7 +150,7 @@ class RLTModule(OnPolicyModule):
         self.teacher_log_probs = teacher_log_probs
         self.updates_per_rollout = updates_per_rollout
         self.num_epochs = num_epochs
-        self.loss_terms: list[LossTerm] = []  # what `losses` has built for this step
+        self.loss_terms: list[LossTerm] = []  # built by `losses` for this step
         for name in ("updates_per_rollout", "num_epochs"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name} must be at least 1, but is {getattr(self, name)}. Raise it.")
@@ -187,7 +187,7 @@ class RLTModule(OnPolicyModule):
         require_scorable(self.reward, self.students)
 
     def require_data(self, data: Any) -> None:
-        """See `PolicyModule.require_data`; the reward must judge what is sampled."""
+        """See `PolicyModule.require_data`; the reward must fit the completions."""
         super().require_data(data)
         if data.samples not in self.reward.judges:
             raise InputError(
@@ -282,9 +282,9 @@ class RLTModule(OnPolicyModule):
 
     @property
     def divides_again(self) -> bool:
-        """Return whether the loss needs other shards than the reward, and so reads later.
+        """Return whether the loss needs other shards than the reward, and so runs its forwards later.
 
-        What dynamic sampling replaces needs no reference; each mini-batch is divided over all ranks.
+        Completions that are replaced need no reference; each mini-batch is divided over all ranks.
         """
         return bool(self.require_sampler().max_rounds) or self.updates_per_rollout > 1
 

@@ -135,7 +135,7 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> Non
 
 
 def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:
-    """Return what the step cost, by phase.
+    """Return the cost of a step, by phase.
 
     Args:
         phases: The costs of the step's phases.

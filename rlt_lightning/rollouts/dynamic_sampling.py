@@ -42,7 +42,7 @@ class DynamicSampling:
 
 @dataclass
 class RefillCounts:
-    """What dynamic sampling has cost in a step, over all ranks."""
+    """The cost of dynamic sampling in a step, over all ranks."""
 
     num_problems: int  # of the step
     rounds: int = 0
