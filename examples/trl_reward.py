@@ -22,11 +22,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from explanation_scorer import ExplanationScorer  # beside this file
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import StudentLikelihoodData
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.load import Dtype, can_replace_attention

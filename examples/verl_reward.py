@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from explanation_scorer import ExplanationScorer  # beside this file
 
-from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.models.load import load_model
 from rlt_lightning.rollouts.step import columns_of
 from rlt_lightning.strategies.sharding import ModelEntry

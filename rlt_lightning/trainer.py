@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,12 @@ from typing import Any
 import lightning.pytorch
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from typing_extensions import override
 
 from rlt_lightning.callbacks import (
     Alarms,
     Checkpoint,
-    CompletionsTable,
     DistillationWriter,
     EvaluateEvery,
     EvaluationWriter,
@@ -42,14 +41,10 @@ from rlt_lightning.callbacks import (
     ResponseCallback,
     RolloutCallback,
     RolloutRecorder,
-    ScoreWriter,
 )
-from rlt_lightning.callbacks.checkpoint import MetricsResume
-from rlt_lightning.callbacks.progress import IterationBar, IterationLines, has_terminal
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.modules.base import require_strategy
 from rlt_lightning.run.folder import (
     RunFolder,
@@ -70,9 +65,7 @@ TRAINING: dict[str, type[Callback]] = {
     "checkpoint": Checkpoint,
     "export": ModelExporter,
     "recorder": RolloutRecorder,
-    "completions": CompletionsTable,
     "alarms": Alarms,
-    "scores": ScoreWriter,
     "distillation": DistillationWriter,
 }
 # Arguments of Lightning's Trainer, and of its verbs, that a run has unless others are set.
@@ -115,6 +108,15 @@ ENVIRONMENT = {
     "WANDB_HOST": "-",
     "WANDB_X_DISABLE_META": "true",
 }
+
+
+class Bar(TQDMProgressBar):
+    """Lightning's bar that also shows progress in a log; a message that ends the run gets its own line."""
+
+    @override
+    def on_exception(self, *_: Any) -> None:
+        if self.is_enabled:
+            print(flush=True)
 
 
 def quiet_third_parties() -> None:
@@ -161,7 +163,7 @@ class Trainer(lightning.pytorch.Trainer):
         overwrite: Replace the run in output_dir.
         options: Arguments of `lightning.pytorch.Trainer`. `callbacks` add to those of `TRAINING`, or of
             `TESTING` for `test`, or replace one of the same class; `logger` and `plugins` add to the run's
-            own. Where there is no terminal, a line per iteration is printed in place of a bar.
+            own.
 
     Raises:
         InputError: If two callbacks bring completions, a strategy does not work, or GPUs are missing.
@@ -185,20 +187,16 @@ class Trainer(lightning.pytorch.Trainer):
         self._is_open = False
         named = as_list(options.pop("callbacks", None))
         missing = build_missing(named, with_checkpoints=options.get("enable_checkpointing") is not False)
-        bars: list[Callback] = []
-        has_bar = any(isinstance(part, ProgressBar) for part in named)
-        if options.get("enable_progress_bar") is not False and not has_bar:
-            if not has_terminal():
-                named.insert(0, IterationLines())
-                options["enable_progress_bar"] = False
-            elif find_spec("rich"):  # else Lightning takes the bar of tqdm
-                bars = [IterationBar()]
+        if options.get("enable_progress_bar") is not False and not any(
+            isinstance(part, ProgressBar) for part in named
+        ):
+            named.append(Bar())
         self._metrics = MetricsCSV(str(self.output_dir))
         options["logger"] = [self._metrics, *as_list(options.get("logger"))]
         options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]
         require_gpus(options.get("accelerator", "auto"), options.get("devices", "auto"))
         # Lightning moves Checkpoint behind all others.
-        options["callbacks"] = [*named, *missing, MetricsResume(), *bars]
+        options["callbacks"] = [*named, *missing]
         require_tasks()
         super().__init__(default_root_dir=self.output_dir, **options)
         require_strategy(self.strategy)
@@ -252,7 +250,6 @@ class Trainer(lightning.pytorch.Trainer):
                 lock_folder(choice.folder)
             else:
                 open_run_folder(choice)
-            write_entries(choice.folder)
         self._is_open = True
         self._default_root_dir = str(choice.folder)
         metrics = self._metrics if choice.folder == self.output_dir else MetricsCSV(str(choice.folder))

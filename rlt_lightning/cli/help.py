@@ -41,7 +41,7 @@ SAMPLING = """  --rollouts.sampling.temperature 0.7
 # By verb: what is typed after it, what it does, and the options that most people set.
 VERBS: dict[str, tuple[str, str, str]] = {
     "demo": (
-        "[--output_dir DIR] [--resume true]",
+        "[--output_dir DIR]",
         "Show what RLT does for a student: all stages in miniature, two minutes.",
         "",
     ),
@@ -54,7 +54,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
         "Train a teacher or a student, by the stage that the config is of.",
         RUN
-        + """  --ckpt_path CHECKPOINT last or best of --output_dir, a checkpoint, or a run to start from
+        + """  --ckpt_path CHECKPOINT last of --output_dir, a checkpoint, or a run to start from
 
 """
         + MACHINE
@@ -102,7 +102,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         """  --rollouts.num_traces 1             explanations per problem
   --rollouts.max_resamples 0          how often one that cannot be used is sampled again
   --distillation.select fits_context  which traces are taken
-  --scores.per_token true             write the figures of every token
+  --distillation.per_token true       write the figures of every token
 """,
     ),
     "test": (
@@ -136,23 +136,18 @@ and all options of rlt fit and rlt predict.
         "Check on your rows and models, before a stage, whether its run can teach anything.",
         """  --check.rows 16                     problems to sample completions of
   --check.completions 4               completions of each problem
-  --check.bad_traces [NAME]           columns of traces that the reward must rank below reasoning_trace
 
 and all options of rlt fit.
 """,
     ),
     "explain": (
-        "[RUN_OR_FOLDER] [--question '…' --solution '…'] [--row N] [--KEY VALUE ...]",
+        "TEACHER --question '…' --solution '…' [--student MODEL] [--explanation '…']",
         "Show what an explanation is worth to a student, by term and by token.",
-        """A teacher that is named writes the explanation; without one it is the row's, with a --config.
+        """TEACHER is a run, a model folder or a hub id. It writes the explanation if none is given.
 
-  --question, --solution TEXT         in place of a row
-  --explanation TEXT                  an explanation of your own
-  --row 1                             number of the row in data.source
-  --top 20                            number of tokens in the table, largest KL first
-  --html FILE                         also write a page with the tokens' colours
-
-and all options of rlt predict.
+  --student MODEL                     the frozen student; without it nothing is scored
+  --reward.KEY, --sampling.KEY VALUE  options of RLTReward and of Sampling
+  --seed 0                            another seed samples another explanation
 """,
     ),
     "export": (
@@ -174,7 +169,6 @@ and all options of rlt predict.
 FIRST_CONFIGS = dict.fromkeys(("fit", "validate", "plan", "check"), "laptop/rlt") | {
     "predict": "laptop/generate",
     "test": "laptop/evaluate",
-    "explain": "recipe_7b/rank",
 }
 
 STAGES = """The stages, in their order (`rlt configs` lists all experiments and overlays):
@@ -248,11 +242,10 @@ def require_config(verb: str, words: Sequence[str]) -> None:
     """Check that a config, or the class of a module, is among the words after a verb that needs one.
 
     Raises:
-        InputError: If there is neither; a teacher, in `rlt explain`, and what only shows settings need none.
+        InputError: If there is neither; what only shows settings needs none.
     """
     shows = any(word.startswith(("--help", "--print_config")) or ".help" in word for word in words)
     named = any(word.startswith(("--config", "-c", "--model")) for word in words)
-    named |= verb == "explain" and bool(words) and not words[0].startswith("-")
     if verb in FIRST_CONFIGS and not (named or shows):
         raise InputError(f"--config is missing; try --config {FIRST_CONFIGS[verb]}. `rlt configs` lists all.")
 

@@ -23,11 +23,7 @@ from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints
 from rlt_lightning.cli.help import VERBS
 from rlt_lightning.cli.parser import OneLineParser, end_with_mistake, split_words
-from rlt_lightning.cli.shared_settings import (
-    CheckCommandLine,
-    ExplainCommandLine,
-    PlanCommandLine,
-)
+from rlt_lightning.cli.shared_settings import CheckCommandLine, PlanCommandLine
 from rlt_lightning.cli.stages import TRAINER_VERBS, RLTCommandLine
 from rlt_lightning.commands.report import report
 from rlt_lightning.engines import EngineError
@@ -36,6 +32,7 @@ from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run import ranks
 from rlt_lightning.run.folder import FINISHED_ROWS, remove_empty_folders
 from rlt_lightning.run.interrupt import TERMINATED, Interrupted, is_terminated
+from rlt_lightning.teacher import explain
 from rlt_lightning.trainer import quiet_third_parties
 from rlt_lightning.types import InputError
 
@@ -46,12 +43,14 @@ MISTAKES = (InputError, NonFiniteError, EngineError, MisconfigurationException)
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export_checkpoint,
     "report": report,
+    "explain": explain,
 }
+# What a word without an option is.
+BARE = {"report": "run_dir", "explain": "teacher"}
 
 COMMAND_LINES = {
     "plan": PlanCommandLine,
     "check": CheckCommandLine,
-    "explain": ExplainCommandLine,
 }
 
 
@@ -105,7 +104,7 @@ def run_command(verb: str, words: Sequence[str]) -> int:
     usage, line, _ = VERBS[verb]
     auto_cli(
         COMMANDS[verb],
-        args=read_run_dir(words) if verb == "report" else list(words),
+        args=name_bare_word(words, BARE[verb]) if verb in BARE else list(words),
         as_positional=False,
         parser_class=OneLineParser,
         prog=f"rlt {verb}",
@@ -115,14 +114,12 @@ def run_command(verb: str, words: Sequence[str]) -> int:
     return 0
 
 
-def read_run_dir(words: Sequence[str]) -> list[str]:
+def name_bare_word(words: Sequence[str], name: str) -> list[str]:
     """Return `RUN --output FILE` as the parser reads it: --run_dir=RUN --output FILE."""
-    folders, options = split_words(words)
-    if len(folders) > 1:
-        raise InputError(
-            f"rlt report takes one run, but got {', '.join(folders)}. Compare runs in W&B or TensorBoard."
-        )
-    return [*(f"--run_dir={name}" for name in folders), *(word for option in options for word in option)]
+    bare, options = split_words(words)
+    if len(bare) > 1:
+        raise InputError(f"One {name} is taken, but got {', '.join(bare)}. Put texts between quotes.")
+    return [*(f"--{name}={word}" for word in bare), *(word for option in options for word in option)]
 
 
 def explain_resume(verb: str, words: Sequence[str]) -> str:

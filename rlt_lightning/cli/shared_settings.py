@@ -2,51 +2,37 @@
 
 rlt plan       the settings of `rlt fit`, which include those of `rlt predict`; commands/plan.py does the work
 rlt check      those of `rlt fit`; commands/check.py does the work
-rlt explain    those of `rlt predict`; commands/explain.py does the work
 """
 
 from __future__ import annotations
 
-import json
 import signal
-from dataclasses import fields
 from typing import Any
 
-from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from rlt_lightning.cli.parser import split_words
 from rlt_lightning.cli.stages import (
     TRAINER_VERBS,
     RLTCommandLine,
-    frozen_student,
     propose_data,
     require_module_of,
 )
 from rlt_lightning.commands.check import CheckOptions, check_run
-from rlt_lightning.commands.explain import ExplainOptions, change_stage, explain, find_row, find_settings
 from rlt_lightning.commands.plan import PlanOptions, print_plan
 from rlt_lightning.console import announce, wrap_line
-from rlt_lightning.datamodules.format_choice import FormatOptions, choose_formats
-from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.sources import MemoryRows, SourceReader, parse_sources
-from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
-from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.run.interrupt import TERMINATED
-from rlt_lightning.types import InputError, as_list
 
 
 class SharedSettingsCommandLine(RLTCommandLine):
     """A verb that takes the arguments of another verb, and one more group of options.
 
     Subclasses set `settings_verb`, the other verb, and `group`: the class of the further options and their
-    name; with None they have no name before theirs.
+    name.
     """
 
     settings_verb: str
-    group: tuple[type, str | None]
+    group: tuple[type, str]
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the other verb, whose parser this one uses."""
@@ -66,16 +52,10 @@ class SharedSettingsCommandLine(RLTCommandLine):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line as the other verb's; messages name this one."""
         self.shared_parser.prog = f"rlt {self.typed_verb}"
-        words = self.build_words(self.words)
-        require_module_of(self.typed_verb, words)
-        words = propose_data(words)
-        self.config = parser.parse_args([self.settings_verb, *words])
+        require_module_of(self.typed_verb, self.words)
+        self.config = parser.parse_args([self.settings_verb, *propose_data(self.words)])
         self.take_rollouts()
         self.spread_seed()
-
-    def build_words(self, given: list[str]) -> list[str]:
-        """Return the words that the parser reads in place of those of the command line."""
-        return given
 
     def after_instantiate_classes(self) -> None:
         """Nothing is trained, so no optimizer is made."""
@@ -140,71 +120,3 @@ class CheckCommandLine(SharedSettingsCommandLine):
         self.status = int("fail" in statuses)
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
         print(f"{len(statuses)} checks: {counts}")
-
-
-class ExplainCommandLine(SharedSettingsCommandLine):
-    """`rlt explain`: what an explanation is worth, given or written by a teacher. It makes no run folder.
-
-    A later setting overrides an earlier one:
-
-        the settings of RUN_OR_FOLDER     `find_settings`
-        --config files
-        the teacher of RUN_OR_FOLDER
-        all other options
-    """
-
-    settings_verb, group = "predict", (ExplainOptions, None)
-    names_teacher = False
-
-    def build_words(self, given: list[str]) -> list[str]:
-        """Return the options of `rlt predict`: a named teacher's settings, configs, then all others."""
-        bare, options = split_words(given)
-        if len(bare) > 1:
-            raise InputError(
-                f"rlt explain takes one teacher, but got {', '.join(bare)}. Put question and solution, each "
-                "between quotes, after --question and --solution."
-            )
-        named: dict[bool, list[str]] = {True: [], False: []}  # whether an option is a config -> its words
-        for option in options:
-            named[option[0].partition("=")[0] in ("--config", "-c")] += option
-        configs, others = named[True], named[False]
-        if not bare:
-            return [*configs, *others]
-        self.names_teacher = True
-        settings = find_settings(bare[0])
-        teacher = settings["model"]["init_args"]["teacher"]
-        return ["--config", json.dumps(settings), *configs, f"--model.teacher={teacher}", *others]
-
-    def before_instantiate_classes(self) -> None:
-        """Find the row that is explained; a teacher that is named writes the explanation if none is given."""
-        config = self.config["predict"]
-        model, data = config.model.init_args, config.data.init_args
-        self.options = options = ExplainOptions(**{f.name: config[f.name] for f in fields(ExplainOptions)})
-        sample = self.names_teacher and not options.explanation
-        students = as_list(frozen_student(config.model))
-        for source in () if options.question else parse_sources(data.source):
-            SourceReader(data.split).open(source)  # before a hub is asked for a format
-        chosen = choose_formats(FormatOptions.from_settings(data.as_dict()), model.get("teacher"), students)
-        self.row = find_row(options, data.as_dict(), chosen[0].tags, sample)
-        settings = {"class_path": config.data.class_path, "init_args": vars(data)}
-        settings = change_stage(settings, TeacherRLData if sample else ScoringData)
-        data = Namespace(**settings["init_args"])
-        data.update(Namespace(source=[self.row], max_rows=None, val_batch_size=1, max_bad_frac=0.0))
-        data.update(Namespace(output_dir=None, **({} if sample else {"trace_columns": [TRACE_COLUMN]})))
-        config.data = Namespace(class_path=settings["class_path"], init_args=data)
-        config.rollouts.update(Namespace(num_traces=1, val_sampling=None, asynchronous=False))
-        if config.rollouts.engine is None:  # a worker would start more slowly than one row is sampled
-            config.rollouts.engine = Namespace(class_path=f"{HFEngine.__module__}.HFEngine")
-        # A strategy of the settings may need packages and processes that are not here.
-        config.trainer.update(Namespace(logger=None, callbacks=None, strategy="auto"))
-
-    def instantiate_classes(self) -> None:
-        """Make module, data and engine, and no trainer: score_problems makes its own."""
-        self.made = self.parser.instantiate_classes(self.config)[self.settings_verb]
-        data: StratosDataModule = self.made.data
-        # Messages and seeds name the row by its number in its source.
-        data.sources = [MemoryRows([self.row], first=self.options.row)]
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        made = self.made
-        explain(made.model, made.data, made.rollouts, self.options, **made.trainer.as_dict())

@@ -3,7 +3,7 @@
 parse_arguments               read the configs and options; --seed sets the seeds
 before_instantiate_classes    choose and make the run folder (run/folder.py)
 instantiate_trainer           make the Trainer (trainer.py)
-SaveConfig                    write config.yaml and catalogue.json, before the models are loaded; of a run
+SaveConfig                    write config.yaml, before the models are loaded; of a run
                               that resumes, once its checkpoint is
 after_fit, after_predict      print where the results are, and the next command
 """
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import isabstract
 from pathlib import Path
@@ -46,11 +47,7 @@ from rlt_lightning.cli.parser import (
     replace_config_names,
     split_words,
 )
-from rlt_lightning.commands.explain import load_class
-from rlt_lightning.console import wrap_line
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.metrics.catalogue import write_entries
-from rlt_lightning.metrics.result import read_fit_result
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
@@ -87,16 +84,11 @@ OUTCOMES = (
     "distillation.jsonl",
     "traces.jsonl",
     "scores.jsonl",
-    "groups.json",
-    "comparison.md",
 )
 
 
 class SaveConfig(SaveConfigCallback):
-    """Write the resolved configuration to `config.yaml` in the run folder, and show it where metrics go.
-
-    The entries of metrics that are not ours go to `catalogue.json` beside it.
-    """
+    """Write the resolved configuration to `config.yaml` in the run folder, and show it where metrics go."""
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that all ranks have found the same checkpoint, then write the file, unless a run resumes."""
@@ -125,7 +117,6 @@ class SaveConfig(SaveConfigCallback):
         with naming_full_disk(path):
             self.parser.save(config, str(scratch), **options)
             scratch.replace(path)
-            write_entries(path.parent)
         settings = redact(yaml.safe_load(path.read_text())) | {"code": find_code_version()}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
@@ -359,10 +350,7 @@ class RLTCommandLine(LightningCLI):
     def after_fit(self) -> None:
         """Print where the results are, and the next command."""
         if self.trainer.is_global_zero:
-            result = read_fit_result(self.choice.folder)
-            print(f"\nDone: {result.steps} steps.")
-            if line := result.line():
-                print(wrap_line(f"First and last figures: {line}.", indent=2))
+            print(f"\nDone: {self.trainer.global_step} steps.")
             self.print_end()
             # A script must notice; the model lies in the run folder.
             self.status = int(any(getattr(c, "upload_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
@@ -413,7 +401,8 @@ def propose_data(words: Sequence[str]) -> list[str]:
     kind: Any = modules.get(name)
     if kind is None and "." in name:
         with suppress(ImportError, AttributeError):  # the parser says it
-            kind = load_class(name)
+            module, _, attribute = name.rpartition(".")
+            kind = getattr(import_module(module), attribute)
     classes = [stage for stage in getattr(kind, "data_classes", ())[:1] if not isabstract(stage)]
     return [*(f"--data={stage.__module__}.{stage.__name__}" for stage in classes), *words]
 

@@ -136,7 +136,7 @@ class EvaluationModule(LightningModule):
         self.answers.update(batch.records)
 
     def on_test_epoch_end(self) -> None:
-        """Log the figures under eval/."""
+        """Log the figures of each set and over all sets, under eval/."""
         assert self.answers is not None
         self.figures, self.pass_at = self.answers.compute()
         self.log_dict(name_figures(self.figures))

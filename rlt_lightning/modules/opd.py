@@ -395,6 +395,7 @@ def judged_metrics(
     num_sampled = sum(len(row.completion.token_ids) for row in rows)
     judged, sampled = sum_over_ranks(sum(map(count_judged, rows)), num_sampled)
     return {
+        # Judged tokens of an answer, their part of all sampled tokens, and answers without one.
         "distill/judged_tokens": counts.mean(),
         "distill/judged_frac": judged / sampled,
         "distill/unjudged_frac": (counts == 0).float().mean(),

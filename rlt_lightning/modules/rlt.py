@@ -140,7 +140,7 @@ class RLTModule(OnPolicyModule):
             pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
         )
         require_group(group_size)
-        self.students = Students.of(student, students, student_reduction, teacher).register()
+        self.students = Students.of(student, students, student_reduction, teacher)
         require_student(reward, self.students.model or self.students.first)
         self.answer_weight = choose_answer_weight(answer_weight, reward, self.students)
         self.reward = reward

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, keep_columns
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
@@ -18,18 +18,10 @@ from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
-T = TypeVar("T")
-
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
 # Columns of a source that a sampled row has anew; others with our names become `source_NAME`.
 RENEWED = {"question", "solution", TRACE_COLUMN, "system", "conversations", *REFERENCE}
 MARKS = ("completion", "trace_column")  # by which scoring would take another text for a row's trace
-
-
-def spread_evenly(items: list[T], number: int) -> list[T]:
-    """Return so many items at equal distances, whatever they hold; all of them if there are fewer."""
-    number = max(0, min(number, len(items)))
-    return [items[i * len(items) // number] for i in range(number)]
 
 
 def score_rows(step: StepBatch, rows: Sequence[int]) -> list[dict[str, float]]:

@@ -77,6 +77,7 @@ class SFTModule(PolicyModule):
             self.raise_together(step)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
+        # Tokens in the loss of this step, and complete passes over the data.
         metrics |= {"data/completion_tokens": micro.num_scored, "data/epoch": float(self.current_epoch)}
         self.log_step(metrics, len(examples))
 

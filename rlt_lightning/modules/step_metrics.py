@@ -1,7 +1,8 @@
-"""Compute the figures that a step logs; metrics/catalogue.yaml describes each.
+"""Compute the figures that a step logs.
 
 These functions and the losses compute a figure, a module's training_step collects it, and `log_step` of
 modules/base.py takes its mean over ranks and hands it to Lightning, whose loggers (trainer.py) write it.
+A comment describes each figure where it is computed; docs/metrics.md has those that matter.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ def reward_metrics(step: StepBatch) -> dict[str, Any]:
     """
     rewards = step.rewards
     metrics = {
+        # Over all completions of the step, and within a group.
         "reward/std": rewards.std(),
         "reward/group_std": split_groups(rewards, step.group_size).std(dim=1).mean(),
+        # Groups in which every completion earned the same, so that they teach nothing.
         "reward/zero_std_frac": zero_std_groups(rewards, step.group_size).float().mean(),
     }
     return dict(**metrics, **reward_means(step, step.logged))
@@ -59,9 +62,12 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     lengths = [len(r.completion.token_ids) for r in rows]
     left_out = [r.views[0].num_left_out for r in rows if r.views]
     cut_tokens = [number for number in left_out if number is not None]  # the student's tokens are others
+    # Completions that end within a character, whose tokens r_KL leaves out.
     cut = {"rollout/half_character_frac": sum(number > 0 for number in cut_tokens) / len(rows)}
     return {
+        # Sampled tokens, end tag included.
         "rollout/length_mean": sum(lengths) / len(rows),
+        # Those that end properly, with the end tag or, in traditional RL, an end-of-sequence token.
         "rollout/closed_frac": sum(r.closed for r in rows) / len(rows),
         "rollout/truncated_frac": sum(r.completion.finish_reason == "length" for r in rows) / len(rows),
         "rollout/empty_frac": sum(r.empty for r in rows) / len(rows),
@@ -106,9 +112,12 @@ def mismatch_metrics(
             "processed_logprobs, or set the engine's log_probs to trainer."
         )
     return {
+        # |d|, nats: the trainer's log-prob of a sampled token less the engine's.
         "rollout/mismatch_mean": mismatch.mean,
         "rollout/mismatch_max": mismatch.largest,
+        # exp(d) - 1 - d, an estimate of the KL of the engine's policy from the trainer's.
         "rollout/mismatch_kl": mismatch.mean_kl,
+        # (Σw)² / (n Σw²) with w = exp(d): samples that remain effective after weighting.
         "rollout/effective_sample_frac": mismatch.effective_sample_frac,
         **({"rollout/masked_frac": mismatch.num_masked / mismatch.num_tokens} if masks else {}),
     }
@@ -154,11 +163,13 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | 
         if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
     if score := phases.get("score"):
+        # The part of the scoring in which workers still sampled.
         metrics["perf/score_hidden_frac"] = score.hidden_s / score.seconds
     train = phases["train"]
     if peak is not None:
         metrics["perf/mfu"] = (train.tokens - train.padding_tokens) / train.seconds / peak
     return metrics | {
         "perf/padding_frac": train.padding_tokens / train.tokens,
+        # Tokens that shared prompts saved.
         "perf/shared_frac": 1 - train.tokens / train.unshared_tokens,
     }

@@ -98,6 +98,7 @@ class PolicyLoss(ABC):
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)
         clipped = self.is_clipped(ratio, advantages)  # (N, T)
         metrics = {
+            # Tokens that clipping limits, in all and by the lower and the upper bound.
             "policy/clip_frac": (mean_weights * clipped).sum(),
             "policy/clip_frac_low": (mean_weights * (clipped & (ratio < 1))).sum(),
             "policy/clip_frac_high": (mean_weights * (clipped & (ratio > 1))).sum(),

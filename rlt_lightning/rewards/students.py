@@ -13,7 +13,6 @@ from typing import Self
 from torch import Tensor
 
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.metrics.catalogue import build_student_metrics, register
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rollouts.step import POLICY, REFERENCE
@@ -140,12 +139,6 @@ class Students:
                 f"nothing, but model.students gives {weights}. List the names without weights, or set mean."
             )
         return cls(tuple(students), tuple(float(weights[name]) for name in students), reduction)
-
-    def register(self) -> Self:
-        """Add the metrics of several students to the catalogue; return the students."""
-        if len(self.names) > 1:
-            register(*(metric for label in self.labels for metric in build_student_metrics(label)))
-        return self
 
     def with_formats(self, formats: list[ChatFormat]) -> Self:
         """Return the students with the format of each."""

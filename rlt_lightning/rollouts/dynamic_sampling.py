@@ -52,9 +52,11 @@ class RefillCounts:
     def compute_metrics(self, num_equal: int) -> dict[str, float]:
         """Return the metrics; `num_equal` groups were kept that should have been replaced."""
         return {
+            # Problems of the step and in place of others; what was dropped for equal rewards.
             "rollout/sampled_problems": float(self.num_problems + self.dropped_groups),
             "rollout/dropped_groups": float(self.dropped_groups),
             "rollout/dropped_tokens": float(self.dropped_tokens),
+            # How often others were sampled, and equal groups that the step trains on all the same.
             "rollout/refill_rounds": float(self.rounds),
             "rollout/kept_equal_groups": float(num_equal),
         }

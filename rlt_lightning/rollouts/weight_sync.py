@@ -3,8 +3,8 @@
 An engine with SHARED_WEIGHTS uses the model's own parameters. With PER_RANK all ranks do what rank 0 does
 here. To a server, rank 0 pushes for all ranks; each ═ is a collective, where all ranks wait:
 
-    rank 0   health ═ prepare_push ═ update_weights ═ verify
-    rank 1          ═              ═ gather_weights ═
+    rank 0   health ═ update_weights ═ verify
+    rank 1          ═ gather_weights ═
 
 engines/push.py is what a push does with vLLM workers.
 """
@@ -85,7 +85,7 @@ class WeightSync:
         self.probe, self.verified_at, self.probe_log_probs = [], None, {}
 
     def make_current(self, trainer: Trainer, module: Policy) -> None:
-        """Push until all workers that can be reached, at least one, hold the weights; then verify."""
+        """Push until all workers hold the weights; then verify."""
         step, pushed = module.global_step, False
         if self.engine.placement is Placement.SHARED_WEIGHTS:
             parameters = list(module.policy.named_parameters())
@@ -100,8 +100,6 @@ class WeightSync:
 
         while self._agree(module, self.call(needs_push)):
             named_tensors = self._list_weights(module.policy)
-            # The other ranks wait here, and not in a collective of the model, while workers join a group.
-            self.call(self.engine.prepare_push)
             if is_server and not trainer.is_global_zero:
                 self.engine.gather_weights(named_tensors)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from rlt_lightning.checkpoints.folder import CHECKPOINT_CHOICES, find_checkpoint, list_checkpoints
+from rlt_lightning.checkpoints.folder import find_checkpoint, find_newest_checkpoint, list_checkpoints
 from rlt_lightning.types import InputError
 
 # Settings that may change when a prediction or evaluation resumes: they change the remaining rows by rounding
@@ -46,24 +46,21 @@ RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # 
 # What a run may leave in its folder, and all that --overwrite may delete.
 RUN_FILES = {
     *("config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json", "report.html"),
-    "catalogue.json",
-    *("traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md"),
-    *("groups.json", "comparison.jsonl", "comparison.md"),
+    *("traces.jsonl", "distillation.jsonl", "README.md"),
     *("responses.jsonl", "evaluation.json", "evaluation.md"),
 }
 RUN_ENTRIES = {
     *RUN_FILES,
     *(f"{Path(name).stem}.tmp" for name in RUN_FILES),  # half written
-    *("checkpoints", "model", "model.tmp", "model.old", "reference", "groups", "weights", "workers"),
+    *("checkpoints", "model", "model.tmp", "model.old", "reference", "weights", "workers"),
     *("validate", "predict", "test", "wandb", "tensorboard", "lightning_logs", ".writable"),
 }
 # What a start leaves whatever became of it; `is_leftover` says when the rest is nothing but a failed start's.
 ALWAYS_LEFTOVER = {
     *("config.tmp", "data_report.json", "data_report.tmp", ".writable"),
-    *("catalogue.json", "catalogue.tmp"),
     *("wandb", "tensorboard", "lightning_logs"),
 }
-# Matches what VLLMEngine calls a version of the weights, and DiskPush the folder that it writes it into.
+# Matches what VLLMEngine calls a version of the weights, and AdapterPush the folder that it writes it into.
 VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")
 # Settings that stand in every config.yaml of a run, and hardly together in a config that a person wrote.
 RUN_SETTINGS = {
@@ -106,14 +103,14 @@ def choose_run_folder(
 ) -> RunFolder:
     """Choose the run folder and the checkpoint from the command line and from what exists.
 
-    Nothing is written. `ckpt_path` "last" and "best" are looked for in the folder; verbs other than fit then
-    write into a folder of their name inside it, so that the run stays as it is.
+    Nothing is written. `ckpt_path` "last" is looked for in the folder; verbs other than fit then write
+    into a folder of their name inside it, so that the run stays as it is.
 
     Args:
         verb: fit, validate, predict or test.
         output_dir: The folder that the user named.
         default: The folder where the user named none.
-        ckpt_path: "last", "best", a checkpoint, or None.
+        ckpt_path: "last", a checkpoint, or None.
         resume: Whether the user said --resume true.
         overwrite: Whether the user said --overwrite true.
 
@@ -122,8 +119,8 @@ def choose_run_folder(
             replace a result.
     """
     is_fit = verb == "fit"
-    if ckpt_path in CHECKPOINT_CHOICES and not output_dir:
-        raise InputError(f"--ckpt_path {ckpt_path} needs --output_dir, the folder of the run.")
+    if ckpt_path == "last" and not output_dir:
+        raise InputError("--ckpt_path last needs --output_dir, the folder of the run.")
     if resume and not output_dir:
         raise InputError("--resume needs --output_dir, the folder of the run to resume.")
     folder = Path(output_dir or default)
@@ -132,15 +129,15 @@ def choose_run_folder(
     own = list_checkpoints(folder / "checkpoints") if is_fit else []
     if is_fit and resume:
         overwrite = True
-        if own or ckpt_path in CHECKPOINT_CHOICES:
+        if own:
             ckpt_path = "last"
     if is_fit and overwrite and ckpt_path == "last" and not own:
         ckpt_path = None
-    if ckpt_path in CHECKPOINT_CHOICES:
-        ckpt_path = str(CHECKPOINT_CHOICES[ckpt_path](folder / "checkpoints"))
+    if ckpt_path == "last":
+        ckpt_path = str(find_newest_checkpoint(folder / "checkpoints"))
         folder = folder if is_fit else folder / verb
     elif ckpt_path and not Path(ckpt_path).exists():
-        raise InputError(f"--ckpt_path must be last, best or a checkpoint that exists, but is {ckpt_path}.")
+        raise InputError(f"--ckpt_path must be last or a checkpoint that exists, but is {ckpt_path}.")
     elif ckpt_path and Path(ckpt_path).is_dir():
         ckpt_path = str(find_checkpoint(Path(ckpt_path)))
     if is_fit:  # a checkpoint of another run starts a new one
@@ -222,7 +219,7 @@ def list_changes(folder: Path, config: dict[str, Any]) -> list[str]:
     def select_fixed(settings: dict[str, Any]) -> dict[str, Any]:
         groups = ("model", "optimizer", "lr_scheduler", "data", "rollouts")
         found = flatten({name: settings.get(name) for name in groups})
-        found |= flatten((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
+        found |= flatten((settings.get("distillation") or {}).get("per_token"), ".distillation.per_token")
         return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
 
     old, new = select_fixed(before), select_fixed(config)

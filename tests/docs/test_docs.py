@@ -47,7 +47,7 @@ RUN: dict[str, list[str]] = {
     "rlt validate --config laptop/smollm2_rlt": ["--data.num_embedded_rows=4"],
     "rlt predict --config recipe_7b/rank --data.source FILE": [],
     "rlt plan --config laptop/smollm2_rlt": [],
-    "rlt explain runs/warmup --question": ["--rollouts.sampling.max_completion_length=4"],
+    "rlt explain runs/warmup": ["--sampling.max_completion_length=4"],
 }
 
 

@@ -68,8 +68,8 @@ def test_first_and_last_means_are_those_of_metrics_csv(tmp_path: Path) -> None:
     assert header == HEADER
     error = stdev(rewards[:2]) / math.sqrt(2)
     expected = [f"{fmean(rewards[:2])} ± {error:.2g}", f"{fmean(rewards[-2:])} ± 0.25", "+6.25"]
-    assert reward == ["Reward reward/mean", *expected]
-    assert held_out == ["Reward, held-out reward/val_mean", "-3.5", "2.25", "+5.75"]
+    assert reward == ["reward/mean", *expected]
+    assert held_out == ["reward/val_mean", "-3.5", "2.25", "+5.75"]
 
 
 def test_a_long_run_has_windows_of_ten_steps() -> None:
@@ -128,7 +128,7 @@ HIDDEN = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_its_curves(stage: str, tmp_path: Path) -> None:
     write_metrics(tmp_path, {name: [1.0, 2.0] for name in STAGES[stage]})
-    drawn = re.findall(r"<figcaption><code>(.*?)</code>", write_report(tmp_path).read_text())
+    drawn = re.findall(r"<figure><b>(.*?)</b>", write_report(tmp_path).read_text())
     assert drawn[0] == STAGES[stage][0]
     assert {*drawn} == {*STAGES[stage]} - HIDDEN.get(stage, {"policy/loss"})
 

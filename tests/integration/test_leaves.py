@@ -17,7 +17,6 @@ from trainers import bare_trainer
 from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules import StudentRLData, TeacherRLData
-from rlt_lightning.metrics import catalogue
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import GRPOLoss
@@ -34,8 +33,6 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("contrast_weights", "hurdle_reward", "joint_stage", "masked_ratio_loss", "pedagogical_reward")
     for name in names:
         sys.modules.pop(name, None)
-    # Students have metrics of their own, which pages that other tests of this process read must not show.
-    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
 
 
 def fit(rlt: Any, model: str, folder: Path, rows: Any = None) -> tuple[Any, dict[str, Any], Witness]:

@@ -118,7 +118,7 @@ def test_all_ranks_end_within_seconds_with_the_message_of_the_one_that_failed(
     output = "\n".join(ended.lines)
     assert ended.status == status, output
     # The other rank may be about to print its iteration when the cause is printed.
-    last = [line for line in ended.lines if not line.startswith("iteration ")][-1]
+    last = [line for line in ended.lines if not line.startswith("Epoch ")][-1]
     assert re.match(f"rlt: error: {message}", last), output
     assert output.count("rlt: error") == 1
     assert output.count("Traceback") == (1 if kind.startswith("bug") else 0)

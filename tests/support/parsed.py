@@ -12,7 +12,6 @@ from jsonargparse import ArgumentParser, capture_parser
 
 from rlt_lightning.cli import main as cli
 from rlt_lightning.cli import stages
-from rlt_lightning.cli.parser import split_words
 from rlt_lightning.commands.demo import build_demo_parser
 from rlt_lightning.run.shipped import find_config
 
@@ -47,9 +46,8 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
-    if verb == "explain":  # a folder's settings come first; here those of a config
-        _, named = split_words(options)
-        options = ["--config", "laptop/rlt", *(word for option in named for word in option)]
+    if verb == "explain":
+        options = cli.name_bare_word(options, cli.BARE[verb])
     command_line = cli.COMMAND_LINES.get(verb)
     words = (
         options

@@ -87,8 +87,6 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     if "min_reward" in settings.get("distillation", {}):
         # Random weights close no explanation.
         options += ["--distillation.min_reward=null"]
-    if "scores" in settings:
-        options += ["--scores.rank_groups=2"]
     return options
 
 

@@ -424,7 +424,7 @@ def test_workers_that_take_turns_wake_for_every_round(tiny_model: str, tmp_path:
             *("fit", "--config=tests/rlt.yaml", "--config=configs/add/vllm.yaml"),
             *(f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=1"),
             f"--rollouts.engine.init_args.urls=[{worker.url}]",
-            "--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush",
+            "--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush",
             *("--rollouts.engine.init_args.sleep=true", "--rollouts.dynamic_sampling={max_rounds: 2}"),
             # All that counts is the penalty, which no random model escapes.
             *("--model.reward.solution_weight=0", "--model.reward.kl_weight=0"),

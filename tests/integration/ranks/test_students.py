@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import pytest
 import torch
 from cases import full
 from commands import rlt
+from explanation_scorer import ExplanationScorer
 from lightning.pytorch import Callback, Trainer
 from miniatures import QWEN2, SEED1
 from ranks import run
@@ -25,10 +25,8 @@ from trainers import bare_trainer
 
 from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import Sampling
-from rlt_lightning.metrics import catalogue
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule, base
@@ -50,12 +48,6 @@ CHAINS: dict[str, Any] = {
     "teacher_system_prompt": "",
     "student_system_prompt": "",
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the entries of these students out of the pages that other tests of this process read."""
-    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
 
 
 def terms_of(solution: list[float], kl: list[float], closed: bool = True) -> dict[str, torch.Tensor]:
@@ -379,35 +371,21 @@ def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
             assert both == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
     verb("report", str(whole), f"--output={tmp_path / 'page.html'}")
     assert "<code>reward/mean/miniature_seed1</code>" in (tmp_path / "page.html").read_text()
-    shown = verb("explain", str(whole), "--question=start 3. add 4.", "--solution=7")
-    assert f"students miniature, {SEED1}" in shown
-    assert shown.count("The student's probability of the whole solution") == 2
 
 
-def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
+def test_scoring_and_ranking_against_several(tmp_path: Path) -> None:
     least = [*BOTH, f"--model.students=[miniature, {SEED1}]", "--model.student_reduction=min"]
     rank = [
         "--config=recipe_7b/rank",
         *least,
         "--data.max_rows=6",
-        "--scores.rank_groups=2",
-        "--scores.per_token=true",
+        "--distillation.per_token=true",
     ]
     verb("predict", *rank, f"--output_dir={tmp_path / 'run'}")
     rows = rows_in(tmp_path / "run/scores.jsonl")
     assert len(rows) == 6
     for row in rows:
         assert row["reward"] == min(row["reward/miniature"], row["reward/miniature_seed1"])
-    groups = json.loads((tmp_path / "run/groups.json").read_text())
-    assert groups[0]["reward"] >= groups[1]["reward"]
-    assert {"reward/miniature", "reward/miniature_seed1"} <= groups[0].keys()
-    text = verb("explain", "--config=recipe_7b/rank", *least, "--row=2")
-    [value] = re.findall(r"^reward ([-+][\d.]+) of all students", text, flags=re.MULTILINE)
-    assert float(value) == pytest.approx(rows[1]["reward"], abs=1e-4)
-    for label in ("miniature", "miniature_seed1"):
-        [value] = re.findall(rf"^{label}:.*?^reward +([-+][\d.]+)", text, flags=re.MULTILINE | re.DOTALL)
-        assert float(value) == pytest.approx(rows[1][f"reward/{label}"], abs=1e-4)
-    assert text.count("Explanation: KL of teacher from student (exact)") == 2
 
 
 def test_python_and_other_trainers_score_against_several(renumbered: str) -> None:

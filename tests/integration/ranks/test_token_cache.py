@@ -322,7 +322,6 @@ BESIDE_THE_KEY = {
     "console": "lines for people, and how often the hub is asked",
     "digests": "whether a file is as it was written",
     "metrics.answers": "names of figures",
-    "metrics.catalogue": "names of figures",
     "run.jsonl": "rows that a run writes",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
     "models.load": "which tokenizer a name stands for; what it holds is in the key",

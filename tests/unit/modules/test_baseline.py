@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from commands import rlt
 from compared import largest_difference, weights
+from explanation_scorer import ExplanationScorer
 from grpo import Witness, module, rollout_callback, slow_log_probs
 from ranks import run
-from tiny import CHAINS
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
-from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
@@ -236,16 +233,3 @@ def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> Non
     [score] = teachers[1].score([row])
     assert float(terms.rewards) == pytest.approx(score.reward, abs=1e-5)
     assert float(terms.table["term/solution"]) == pytest.approx(score.r_ss, abs=1e-5)
-
-
-def test_rlt_explain_prints_the_gain_as_the_term() -> None:
-    options = ["--config=configs/recipe_7b/rank.yaml", *CHAINS, "--row=1", "--trainer.accelerator=cpu"]
-    options += ["--model.teacher=miniature", "--model.student=miniature", "--data.tags=r1"]
-    plain, gaining = (rlt("explain", *options, *more) for more in ([], ["--model.reward.baseline=empty"]))
-    assert plain.returncode == gaining.returncode == 0, plain.stderr + gaining.stderr
-    solutions, rewards = (
-        [float(re.findall(rf"^ *{name} +(\S+)", run.stdout, re.M)[0]) for run in (plain, gaining)]
-        for name in ("solution", "reward")
-    )
-    assert solutions[0] < 0 < 0.1 < solutions[1]
-    assert rewards[1] - rewards[0] == pytest.approx(solutions[1] - solutions[0], abs=2e-4)

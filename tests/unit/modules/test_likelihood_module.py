@@ -22,7 +22,6 @@ from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
 from rlt_lightning.cli.stages import frozen_student
-from rlt_lightning.commands.explain import ExplainOptions, explain
 from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
@@ -399,9 +398,7 @@ def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -
         read(tags, prompt, student_system_prompt=given, force_format=True)
 
 
-def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be an RLTReward, but is LogProbReward"):
-        explain(module(), data(tmp_path), rollouts(), ExplainOptions())
+def test_tools_for_explanations_refuse_the_rewards() -> None:
     with pytest.raises(InputError, match="that judges explanations, but VeriFreeReward judges thoughts"):
         RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must have no KL term for TRL"):

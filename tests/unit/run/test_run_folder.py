@@ -8,16 +8,15 @@ import pytest
 import yaml
 from commands import Running, wait_until
 
-from rlt_lightning.checkpoints.folder import write_best
 from rlt_lightning.run import folder as run_folder
 from rlt_lightning.run.folder import RUN_SETTINGS, RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError
 
-LAST, BEST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
+LAST, FIRST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
 ELSEWHERE = "../other/step=000003.ckpt"
-# The run in the folder: nothing; checkpoints of two steps, the first the best; rows of a prediction; a model.
+# The run in the folder: nothing; checkpoints of two steps; rows of a prediction; a model.
 NOTHING: list[str] = []
-TRAINED, SCORED, EXPORTED = [BEST, LAST], ["scores.jsonl"], ["model/config.json"]
+TRAINED, SCORED, EXPORTED = [FIRST, LAST], ["scores.jsonl"], ["model/config.json"]
 
 # verb, what lies there, ckpt_path, resume, overwrite -> subfolder, ckpt_path, resume, overwrite
 CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | None, bool, bool]]] = [
@@ -28,16 +27,14 @@ CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | Non
     ("fit", TRAINED, None, False, False, ("", None, False, False)),
     ("fit", TRAINED, None, False, True, ("", None, False, True)),
     ("fit", TRAINED, None, True, False, ("", LAST, True, True)),
-    ("fit", TRAINED, "best", True, False, ("", LAST, True, True)),
-    ("fit", NOTHING, "best", True, False, ("", None, False, True)),
+    ("fit", NOTHING, "last", True, False, ("", None, False, True)),
     ("fit", NOTHING, ELSEWHERE, True, False, ("", ELSEWHERE, False, True)),
     ("fit", TRAINED, ELSEWHERE, True, False, ("", LAST, True, True)),
     ("fit", TRAINED, "last", False, False, ("", LAST, True, False)),
     ("fit", TRAINED, "last", False, True, ("", LAST, True, True)),
-    ("fit", TRAINED, "best", False, False, ("", BEST, True, False)),
-    ("fit", TRAINED, BEST, False, False, ("", BEST, True, False)),
+    ("fit", TRAINED, FIRST, False, False, ("", FIRST, True, False)),
     ("fit", TRAINED, ELSEWHERE, False, False, ("", ELSEWHERE, False, False)),
-    ("validate", TRAINED, "best", False, False, ("validate", BEST, False, False)),
+    ("validate", TRAINED, "last", False, False, ("validate", LAST, False, False)),
     ("predict", TRAINED, "last", False, False, ("predict", LAST, False, False)),
     ("predict", NOTHING, ELSEWHERE, False, False, ("", ELSEWHERE, False, False)),
     ("predict", NOTHING, None, True, False, ("", None, False, True)),
@@ -50,13 +47,11 @@ CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | Non
 # The same, and what the refusal says; None in place of what lies there: the user named no folder.
 REFUSALS: list[tuple[str, list[str] | None, str | None, bool, bool, str]] = [
     ("fit", None, "last", False, False, "--ckpt_path last needs --output_dir"),
-    ("predict", None, "best", False, False, "--ckpt_path best needs --output_dir"),
     ("fit", None, None, True, False, "--resume needs --output_dir"),
     ("test", None, None, True, False, "--resume needs --output_dir"),
     ("fit", NOTHING, "last", False, False, "--ckpt_path last needs a checkpoint"),
     ("validate", NOTHING, "last", False, True, "--ckpt_path last needs a checkpoint"),
-    ("fit", NOTHING, "best", False, False, "--ckpt_path best needs a checkpoint with a score"),
-    ("fit", NOTHING, "none.ckpt", False, False, "must be last, best or a checkpoint that exists"),
+    ("fit", NOTHING, "none.ckpt", False, False, "must be last or a checkpoint that exists"),
     ("fit", SCORED, None, True, False, "does not replace .*scores.jsonl"),
     ("fit", EXPORTED, None, True, False, "does not replace .*model"),
     ("predict", TRAINED, None, True, False, "does not replace .*step=000001.ckpt"),
@@ -68,8 +63,6 @@ def write(folder: Path, names: list[str]) -> None:
     for name in [*names, ELSEWHERE]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    if BEST in names:
-        write_best(folder / "checkpoints", {"checkpoint": Path(BEST).name})
 
 
 @pytest.mark.parametrize(("verb", "lies", "ckpt_path", "resume", "overwrite", "expected"), CHOICES)
@@ -94,7 +87,7 @@ def test_the_run_folder_follows_from_options_and_what_exists(
 @pytest.mark.parametrize("named", [".", "checkpoints"])
 def test_a_run_stands_for_its_newest_checkpoint(named: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write(run, [f"{BEST}/state.pt", f"{LAST}/state.pt"])
+    write(run, [f"{FIRST}/state.pt", f"{LAST}/state.pt"])
     for verb in ("fit", "predict"):
         choice = choose_run_folder(verb, str(tmp_path / "new"), "", str(run / named))
         assert choice == RunFolder(tmp_path / "new", str(run / LAST), resume=False, overwrite=False)
@@ -134,12 +127,12 @@ def start(folder: Path, overwrite: bool = False, given: tuple[Path, ...] = ()) -
 
 
 def leave_failed_start(folder: Path, output_dir: str | None = None) -> None:
-    """What a run leaves that failed at its first push: of two ranks, with W&B, launched workers, DiskPush."""
+    """What a run leaves that failed at its first push: two ranks, W&B, launched workers, AdapterPush."""
     for name in ("checkpoints", "workers", "wandb", "weights/76d9f89c-000000", "weights/76d9f89c-000001.tmp"):
         (folder / name).mkdir(parents=True)
     (folder / "workers" / "worker-8000.log").write_text("out of memory")
     (folder / "wandb" / "run_id").write_text("abc")
-    (folder / "weights" / "76d9f89c-000000" / "model-00000.safetensors").touch()
+    (folder / "weights" / "76d9f89c-000000" / "adapter_model.safetensors").touch()
     resolved = {name: None for name in RUN_SETTINGS} | {"output_dir": output_dir or str(folder)}
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved))
     (folder / "metrics.csv").touch()
