@@ -245,13 +245,11 @@ class RolloutCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the completions that no step was trained on yet: a resumed run trains on the same ones.
 
-        A synchronous run samples them again: nothing is awaited for its checkpoint. Dynamic sampling needs
-        the spread of earlier rewards too.
+        A synchronous run samples them again: nothing is awaited for its checkpoint.
         """
-        request, average = self.sampler.pending, self.sampler.reward_std.average
-        spread = {} if average is None else {"reward_std": average}
+        request = self.sampler.pending
         if request is None or not self.asynchronous:
-            return spread
+            return {}
 
         def collect() -> str | None:
             # This wait costs nothing: the next step would wait for the same completions.
@@ -265,13 +263,12 @@ class RolloutCallback(Callback):
         problem = self.dispatcher.call(collect)
         if problem is not None:
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
-        return spread | {"order": request.to_plain()}
+        return {"order": request.to_plain()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         is_saved = self.asynchronous and "order" in state_dict
         self.sampler.pending = RolloutRequest.from_plain(state_dict["order"]) if is_saved else None
-        self.sampler.reward_std.average = state_dict.get("reward_std")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
