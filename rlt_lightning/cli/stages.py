@@ -362,8 +362,6 @@ class RLTCommandLine(LightningCLI):
             if line := result.line():
                 print(wrap_line(f"First and last figures: {line}.", indent=2))
             self.print_end()
-            # A script must notice; the model lies in the run folder.
-            self.status = int(any(getattr(c, "upload_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def after_predict(self) -> None:
         """Print where the scores or traces are, and the next command."""
