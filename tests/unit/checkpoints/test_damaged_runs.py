@@ -35,6 +35,8 @@ def resume(folder: Path, step: int) -> dict[int, dict[str, float]]:
     """What metrics.csv holds after a resume from a step."""
     log = MetricsCSV(str(folder))
     log.resume_after(step)
+    if not log.path.exists():  # it had no whole row
+        return {}
     with log.path.open(newline="") as file:
         rows = [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
     return {int(row.pop("step")): row for row in rows}
