@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from rlt_lightning.checkpoints.card import CARD
 from rlt_lightning.checkpoints.export import (
     Adapter,
     export_model,
@@ -18,6 +19,7 @@ from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.checkpoints.io import NamedCheckpoints
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.weights import trained_tensors
+from rlt_lightning.run.redaction import redact
 
 
 class ModelExporter(Callback):
@@ -49,6 +51,8 @@ class ModelExporter(Callback):
                 tensors = load_pretrained_tensors(metadata)[1] | tensors
             adapter: Adapter = "merged" if module.lora is None else self.adapter
             export_model(policy, tensors, tokenizer, metadata, folder, adapter, strategy)
+            if trainer.is_global_zero:
+                hide_secrets(folder / CARD)
         self.has_written = True
 
     @override
@@ -59,4 +63,10 @@ class ModelExporter(Callback):
             return
         folder = Path(trainer.default_root_dir) / "model"
         write_model_folder(Path(trainer.ckpt_path), folder, adapter=self.adapter)
+        hide_secrets(folder / CARD)
         self.has_written = True
+
+
+def hide_secrets(card: Path) -> None:
+    """Hide secrets in a card, which people publish."""
+    card.write_text(redact(card.read_text(encoding="utf-8")), encoding="utf-8")
