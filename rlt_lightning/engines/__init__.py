@@ -2,12 +2,10 @@
 
 from rlt_lightning.engines.base import (
     Engine,
-    EngineDescription,
     EngineError,
     Placement,
     SampleRequest,
     Sampling,
-    WorkerSettings,
     WorkersLost,
     build_requests,
     sample_all,
@@ -25,7 +23,6 @@ __all__ = [
     "BudgetedCompletion",
     "DiskPush",
     "Engine",
-    "EngineDescription",
     "EngineError",
     "GlooPush",
     "HFEngine",
@@ -37,7 +34,6 @@ __all__ = [
     "Sampling",
     "VLLMEngine",
     "WeightPush",
-    "WorkerSettings",
     "WorkersLost",
     "build_requests",
     "sample_all",

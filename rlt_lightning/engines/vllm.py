@@ -28,11 +28,9 @@ from uuid import uuid4
 
 from rlt_lightning.engines.base import (
     Engine,
-    EngineDescription,
     NamedTensor,
     SampleRequest,
     Sampling,
-    WorkerSettings,
     WorkersLost,
     require_context,
 )
@@ -159,17 +157,6 @@ class VLLMEngine(Engine):
         return self.fleet.max_model_len
 
     # Start and stop
-
-    def describe(self) -> EngineDescription:
-        """Return the workers as the settings name them."""
-        workers = WorkerSettings(
-            num_workers=len(self.fleet.workers),
-            launch=self.fleet.launch,
-            push_backend=self.push.backend,
-            push_dtype=self.push.dtype,
-            push_bytes=self.push.gather_bytes,
-        )
-        return EngineDescription(workers=workers)
 
     def load_own_model(self, name: str) -> bool:
         """Let launched workers load the model `name`, unless the launch names one; with NoPush only."""
