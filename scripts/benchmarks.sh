@@ -5,12 +5,12 @@
 #   scripts/benchmarks.sh [NAME ...]     the default: reward optimise growth startup memory data
 #
 # Pages quote others too: divergence generate packing balance overlap asynchronous push push_disk push_workers quantised
-# plan dynamic_sampling, which takes half an hour. push and push_disk are benchmarks/push.py over gloo and over a disk;
+# dynamic_sampling, which takes half an hour. push and push_disk are benchmarks/push.py over gloo and over a disk;
 # they, generate and asynchronous need vLLM (make setup-vllm).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 default=(reward optimise growth startup memory data)
-known=("${default[@]}" divergence generate packing balance overlap asynchronous push push_disk push_workers quantised plan dynamic_sampling baseline)
+known=("${default[@]}" divergence generate packing balance overlap asynchronous push push_disk push_workers quantised dynamic_sampling baseline)
 names=("$@")
 [[ ${#names[@]} -gt 0 ]] || names=("${default[@]}")
 for name in "${names[@]}"; do

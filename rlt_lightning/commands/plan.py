@@ -373,9 +373,10 @@ class Plan:
         """Return whether DeepSpeed keeps its `optimizer` or `parameters` in main memory, not on a GPU."""
         return bool(self.strategy.get(f"offload_{what}")) and not self.on_cpu
 
-    def count_frozen_bytes(self, part: str) -> float:
-        """Return the bytes of whole frozen models."""
-        return float(sum(model.frozen * model.weight_bytes for model in self.frozen.get(part, [])))
+    def count_frozen_bytes(self, part: str, only: Model | None = None) -> float:
+        """Return the bytes of a part's frozen models, whole; of all or of one."""
+        chosen = [model for model in self.frozen.get(part, []) if only in (None, model)]
+        return float(sum(model.frozen * model.weight_bytes for model in chosen))
 
     def count_optimizer_bytes(self) -> float:
         """Return AdamW's two moments and, if weights are in half precision, the fp32 weights it steps."""
@@ -490,8 +491,9 @@ class Plan:
         return row_tokens - self.prompt_length if row_tokens > self.prompt_length else row_tokens
 
     def list_score_parts(self, model: Model, row_tokens: int) -> Sizes:
-        """Return what a forward without gradient needs; models that were offloaded are back for it."""
-        returned = {part: self.count_frozen_bytes(part) for part in self.frozen if self.offload_frozen}
+        """Return what a forward without gradient needs; a model that was offloaded is back for it."""
+        away = self.frozen if self.offload_frozen else {}
+        returned = {part: self.count_frozen_bytes(part, model) for part in away}
         states = self.count_scored_tokens(row_tokens) * model.hidden * 4
         return returned | {
             "activations": row_tokens * model.forward,

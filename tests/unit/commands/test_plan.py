@@ -120,12 +120,18 @@ def test_each_strategy_divides_what_it_shards() -> None:
 
 
 def test_frozen_models_can_wait_in_main_memory() -> None:
-    [plan] = planned([[*RECIPE, "--rollouts.engine=HFEngine", "--model.offload_frozen=true"]])
-    table = read_table(plan["page"])
-    # The student in bfloat16, and the reference in fp32.
-    assert table["score"]["student weights"] == near(2 * SEVEN)
+    small = 494_032_768
+    students = "--model.students=[Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen2.5-0.5B-Instruct]"
+    command = [*RECIPE, "--rollouts.engine=HFEngine", "--model.student=null", students]
+    here, away = planned([command, [*command, "--model.offload_frozen=true"]])
+    # Students in bfloat16, and the reference in fp32.
+    assert read_table(here["page"])["train"]["student weights"] == near(2 * (SEVEN + small))
+    table = read_table(away["page"])
+    # They come back one at a time, so the largest decides.
+    assert table["score"]["reference weights"] == near(4 * SEVEN)
     assert {"student weights", "reference weights"} & {*table["train"], *table["step"]} == set()
-    assert f"main memory: {6 * SEVEN / GIB:.1f} GiB" in plan["page"]
+    assert "student weights" not in table["score"]
+    assert f"main memory: {(6 * SEVEN + 2 * small) / GIB:.1f} GiB" in away["page"]
 
 
 def test_states_and_weights_can_wait_in_main_memory() -> None:
@@ -415,8 +421,8 @@ def test_memory_is_what_ten_measured_runs_needed(smollm2: str) -> None:
     found = dict(zip(MEASURED, tables(*MEASURED.values()), strict=True))
     assert [name for name, *_ in rows] == list(MEASURED)
     for name, predicted, measured in rows:
-        # This process is larger than that of a plan: 0.37 GiB, as the page says.
-        peak = max(phase["total (* the peak)"] - phase["runtime"] + 0.37 for phase in found[name].values())
+        # This process is larger than that of a plan: 0.42 GiB, as the page says.
+        peak = max(phase["total (* the peak)"] - phase["runtime"] + 0.42 for phase in found[name].values())
         assert peak == pytest.approx(float(measured), rel=0.15), name
         assert peak == pytest.approx(float(predicted), rel=0.01), name
 
