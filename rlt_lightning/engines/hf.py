@@ -23,7 +23,6 @@ from torch import Tensor
 
 from rlt_lightning.engines.base import (
     Engine,
-    EngineDescription,
     EngineError,
     NamedTensor,
     Placement,
@@ -74,10 +73,6 @@ class HFEngine(Engine):
         if model is not self.model:
             self.decoder = None
         self.model, self.tokenizer = model, tokenizer
-
-    def describe(self) -> EngineDescription:
-        """Return how many completions are sampled at once beside the model that trains."""
-        return EngineDescription(sequences_in_process=self.max_sequences)
 
     def use_sharded_model(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
         """Call the model through `run`, on every rank as often as on the rank that samples longest."""
