@@ -38,7 +38,7 @@ from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, ParsedRow, require_judgeable
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
-from rlt_lightning.datamodules.student_views import StudentViews
+from rlt_lightning.datamodules.views import StudentViews
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.modules.base import PolicyModule, count_steps

@@ -1329,8 +1329,7 @@ def read_step(
 
 def find_missing(data: StratosDataModule, scratch: Path) -> str | None:
     """Return a source or tokenizer that decides lengths and is not on this machine; None if all are."""
-    sources: list[Any] = [data.format_options.format_from, *data.sources]
-    for path in (source for source in sources if isinstance(source, str) and source not in EMBEDDED):
+    for path in (source for source in data.sources if isinstance(source, str) and source not in EMBEDDED):
         # A configuration's name may follow a file or a folder.
         if not any(Path(place).expanduser().exists() for place in (path, path.partition(":")[0])):
             return path

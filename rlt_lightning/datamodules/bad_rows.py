@@ -12,8 +12,6 @@ from typing import Any
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 SHOWN_ROWS = 5  # row numbers per reason in messages
-# A remedy: GBK stands for the encoding that the file has.
-TO_UTF8 = "convert the file to UTF-8, for example by `iconv -f GBK -t UTF-8 {source}`"
 TAG_FAULTS = (BadRowReason.EXTRA_TAG, BadRowReason.MISSING_TAGS)
 TOO_LONG = (BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG)
 
@@ -45,17 +43,6 @@ class BadRowReport:
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)  # rows that are used without their end
     filtered: list[tuple[int, FilterReason, str]] = field(default_factory=list)  # number, reason, detail
-    last_row: int = 0  # number of the last row, which in a JSONL file is that of its line
-
-    def add(self, row: int, error: BadRowError) -> None:
-        """Count a bad row, numbered as in its source."""
-        self.bad.append((row, error))
-
-    def sort(self) -> None:
-        """Sort the rows by number; rows of one number keep their order, and a row cut twice counts once."""
-        self.bad.sort(key=lambda entry: entry[0])
-        self.filtered.sort(key=lambda entry: entry[0])
-        self.truncated = sorted(set(self.truncated))
 
     @property
     def frac(self) -> float:
@@ -134,7 +121,7 @@ class BadRowReport:
         else:
             must = "At least one row must be usable"
         if any(error.reason == BadRowReason.WRONG_ENCODING for _, error in self.bad):
-            remedies.append(TO_UTF8.format(source=self.source))
+            remedies.append(f"convert the file, for example by `iconv -f GBK -t UTF-8 {self.source}`")
         if any(error.reason in TAG_FAULTS for _, error in self.bad):
             remedies.append("name a column of whole responses in data.raw.column")
         if any(error.reason in TOO_LONG for _, error in self.bad):

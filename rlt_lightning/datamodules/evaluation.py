@@ -84,10 +84,7 @@ class EvaluationDataModule(LightningDataModule):
             None: AIME 2024, MATH-500 and GPQA Diamond.
         tokenizer: Name of the model whose chat template is used; None: that of the run's module.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the model was trained, else stratos.
-        student_system_prompt: None: as the model was trained, else ours; '' for none, @FILE for the text of a
-            file.
-        format_from: Rows off which tags and system prompt of a model from outside are read: a file, folder or
-            hub id.
+        student_system_prompt: None: as the model was trained, else ours; '' for none.
         force_format: Use these settings although the model records that it was trained in others.
         max_rows: Most problems of each set, from its start.
         seed: Seed of the order of GPQA's options, and of the embedded sets.
@@ -104,7 +101,6 @@ class EvaluationDataModule(LightningDataModule):
         tokenizer: str | None = None,
         tags: str | TagStyle | None = None,
         student_system_prompt: str | None = None,
-        format_from: str | None = None,
         force_format: bool = False,
         max_rows: int | None = None,
         seed: int = 0,
@@ -121,12 +117,7 @@ class EvaluationDataModule(LightningDataModule):
         self.differences: dict[str, str | None] = {}
         self.follows_module = tokenizer is None
         self.tokenizer_name = tokenizer
-        self.format_options = FormatOptions(
-            tags,
-            student_system_prompt=student_system_prompt,
-            format_from=format_from,
-            force_format=force_format,
-        )
+        self.format_options = FormatOptions(tags, None, student_system_prompt, force_format)
         self.max_rows = max_rows
         self.seed = seed
         self.batch_size = batch_size
@@ -182,7 +173,6 @@ class EvaluationDataModule(LightningDataModule):
         """
         for spec in self.specs.values():
             spec.require_source()
-        self.format_options.require_files()
         if self.responses is not None:  # then no model is asked
             SourceReader().open(self.responses)
         elif self.tokenizer_name is not None:

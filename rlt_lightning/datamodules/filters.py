@@ -116,7 +116,6 @@ class RowFilter:
         self.tags = tags
         self.overlaps = Overlaps(filters.overlap_with or {}, filters.overlap_ngram)
         self.used: set[tuple[str, ...]] = set()
-        self.num_sources = 0  # sources whose rows have all passed
 
     def filter_rows(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
         """Return the rows of one source that no filter leaves out, and report the others."""
@@ -130,14 +129,9 @@ class RowFilter:
         overlaps = sorted(self.overlaps.runs)
         return {"filters": self.filters.list_active(), "overlaps": overlaps, "of": self.traces}
 
-    @property
-    def finds_duplicates(self) -> bool:
-        """Return whether a row is compared with those of earlier sources."""
-        return self.filters.duplicates is not None
-
     def is_duplicate(self, row: ParsedRow) -> bool:
         """Return whether a row that is used has the same question or, if so set, also the same traces."""
-        return self.finds_duplicates and self._key(row) in self.used
+        return self.filters.duplicates is not None and self._key(row) in self.used
 
     def remember(self, row: ParsedRow) -> None:
         """Remember a row that is used."""

@@ -24,7 +24,7 @@ ROW = {"question": "1+6?", "solution": "7", "reasoning_trace": "Count."}
 
 
 def load(source: str, **options: Any) -> StratosDataModule:
-    options = {"tokenizer": "miniature", "prompts_per_step": 1, "token_cache": False} | options
+    options = {"tokenizer": "miniature", "prompts_per_step": 1} | options
     data = options.pop("kind", TeacherRLData)(source, **options)
     data.setup("fit")
     return data
@@ -184,18 +184,6 @@ def test_another_encoding_is_named_in_one_line(tmp_path: Path, suffix: str, enco
         load(str(path))
     assert "iconv -f " in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-@pytest.mark.parametrize("place", ["file", "folder", "copy"])
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, suffix: str, place: str) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    path = tmp_path / f"train.{suffix}"
-    path.write_text(pointer)
-    if place == "copy":
-        (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n---\n")
-    with pytest.raises(InputError, match=r"Git LFS.*`git lfs pull`"):
-        load(str(path if place == "file" else tmp_path))
 
 
 @pytest.mark.parametrize("header", ["question,solution,solution", "question,question,solution,solution"])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions, swap_solutions
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, swap_solutions
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.numerics.divergence import Divergence
@@ -289,7 +289,7 @@ def test_another_tokenizer_trains_by_spans(miniature: str, tiny_model: str, tmp_
 
 def command(folder: Path, teacher: str, *options: str) -> Running:
     words = ["fit", "--config=configs/laptop/opd.yaml", f"--model.teacher={teacher}"]
-    words += ["--data.num_embedded_rows=16", "--data.prompts_per_step=4", "--data.token_cache=false"]
+    words += ["--data.num_embedded_rows=16", "--data.prompts_per_step=4"]
     words += ["--rollouts.sampling.max_completion_length=24", "--ckpt_path=last", "--overwrite=true"]
     return start(*words, *options, f"--output_dir={folder}", log=folder.with_suffix(".log"))
 

@@ -8,7 +8,7 @@ import torch
 from rlt_lightning.callbacks.rollout_checks import announce_unused
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.opd import per_token
