@@ -20,9 +20,6 @@ class FilterReason(StrEnum):
     """Why a filter leaves a usable row out; see `filters.py`."""
 
     PASS_RATE = "pass_rate"
-    SHORT_TRACE = "short_trace"
-    LONG_TRACE = "long_trace"
-    REPETITION = "repetition"
     OVERLAP = "overlap"
     NO_REFERENCE = "no_reference"
     WRONG_ANSWER = "wrong_answer"

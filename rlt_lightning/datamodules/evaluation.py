@@ -11,14 +11,11 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 
-from rlt_lightning.console import announce
 from rlt_lightning.datamodules.evaluation_sets import (
     SETS,
     EvaluationProblem,
     SetSettings,
     build_set,
-    compare_with_published,
-    explain_difference,
     read_set,
 )
 from rlt_lightning.datamodules.format_choice import (
@@ -113,8 +110,6 @@ class EvaluationDataModule(LightningDataModule):
         super().__init__()
         self.sets: dict[str, SetSettings] = dict.fromkeys(DEFAULT_SETS) if sets is None else sets
         self.specs = {name: build_set(name, settings) for name, settings in self.sets.items()}
-        # By set: why it is not the published set of that name; None where it is, or there is none.
-        self.differences: dict[str, str | None] = {}
         self.follows_module = tokenizer is None
         self.tokenizer_name = tokenizer
         self.format_options = FormatOptions(tags, None, student_system_prompt, force_format)
@@ -151,7 +146,6 @@ class EvaluationDataModule(LightningDataModule):
         sets = {
             name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
-        self._compare_with_published(sets)
         self.problems = [problem for problems in sets.values() for problem in problems]
         if self.responses is not None:
             self._read_responses(self.responses)
@@ -227,14 +221,6 @@ class EvaluationDataModule(LightningDataModule):
     def _with_prompt(self, problem: EvaluationProblem) -> EvaluationProblem:
         chat = self.chat_format.render_student_chat(problem.question)
         return replace(problem, prompt=encode(self.chat_format.tokenizer, chat))
-
-    def _compare_with_published(self, sets: dict[str, list[EvaluationProblem]]) -> None:
-        """Say now, and not only after hours of sampling, which sets get no place beside the paper."""
-        for name, problems in sets.items():
-            found = compare_with_published(name, [problem.plain_question for problem in problems])
-            self.differences[name] = found
-            if found is not None:
-                announce(explain_difference(name, found))
 
     def _finished_records(self) -> list[Row]:
         """Return the records of problems for which an interrupted run has all responses.

@@ -1,17 +1,15 @@
 """The evaluation sets: their sources, prompts, problems and right answers.
 
-    name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems ─ compare_with_published ─▶ why it is
-                                                                          another set than the paper's
+    name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems
 
 `data.filters.overlap_with` reads these sets too: it leaves their questions out of the training rows.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -101,38 +99,16 @@ PRIVATE_SETS = [name for name, spec in SETS.items() if spec.private]
 
 
 @dataclass(frozen=True)
-class PublishedSet:
-    """What identifies a set of the paper's Table 1: results on other rows are not compared with the paper's.
-
-    Args:
-        num_rows: Its rows.
-        digest: `hash_questions` of it; None where no copy of the rows could be read to compute it.
-    """
-
-    num_rows: int
-    digest: str | None
-
-
-PUBLISHED = {
-    "aime24": PublishedSet(30, "9ba0779372c9e7cb"),
-    "math500": PublishedSet(500, "e15712daa05eddc5"),
-    # Its rows are not public as plain text, so only their number is known.
-    "gpqa_diamond": PublishedSet(198, None),
-}
-
-
-@dataclass(frozen=True)
 class EvaluationProblem:
     """One question of an evaluation set, with its right answer.
 
     Example:
-        EvaluationProblem("gsm8k/17", "gsm8k", "2 + 3?", "2 + 3?", {"kind": "math", "answer": "5"}, False)
+        EvaluationProblem("gsm8k/17", "gsm8k", "2 + 3?", {"kind": "math", "answer": "5"}, False)
 
     Attributes:
         id: The name of the set, a slash, and the question's id in the set or, without ids, its row number.
         set_name: The name of the set.
         question: The user's message, made by the set's template.
-        plain_question: The question as the row has it, without template and options.
         reference: What the judge compares an answer with.
         private: Whether nothing may be written that could quote the question.
         prompt: Tokens through the opening of the assistant's turn; empty if responses are given.
@@ -141,7 +117,6 @@ class EvaluationProblem:
     id: str
     set_name: str
     question: str
-    plain_question: str
     reference: Reference
     private: bool
     prompt: list[int] = field(default_factory=list)
@@ -215,10 +190,7 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
             text = fill_template(spec.template, parts)
             if holds_half_pair(text):
                 raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
-            problem_id, plain_question = f"{name}/{row_id}", parts["question"]
-            problems.append(
-                EvaluationProblem(problem_id, name, text, plain_question, reference, spec.private)
-            )
+            problems.append(EvaluationProblem(f"{name}/{row_id}", name, text, reference, spec.private))
         except BadRowError as error:
             unusable.append((number, error))
     if unusable:
@@ -329,44 +301,6 @@ def read_question(row: dict[str, Any], strip: bool = True) -> str:
     if not has_text(question):
         raise BadRowError(BadRowReason.EMPTY_QUESTION, f"it has no text in {', '.join(QUESTIONS)}")
     return question.strip() if strip else question
-
-
-# The published sets
-
-
-def compare_with_published(name: str, questions: list[str]) -> str | None:
-    """Return how a set with a published name differs from the published set; None for others, or if equal.
-
-    Args:
-        name: Name of the set, such as math500.
-        questions: Its questions, without template.
-    """
-    published = PUBLISHED.get(name)
-    if published is None:
-        return None
-    if len(questions) < published.num_rows:
-        return f"{len(questions)} of {published.num_rows} rows"
-    if len(questions) > published.num_rows:
-        return f"{len(questions)} rows, where it has {published.num_rows}"
-    if published.digest is not None and hash_questions(questions) != published.digest:
-        return "its questions are others"
-    return None
-
-
-def hash_questions(questions: Iterable[str]) -> str:
-    """Return a hash of questions that depends on neither their order nor their white space."""
-    hashes = sorted(hashlib.sha256("".join(text.split()).encode()).hexdigest() for text in questions)
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
-
-
-def is_known_by_number(name: str) -> bool:
-    """Return whether a published set is recognised only by the number of its rows."""
-    return name in PUBLISHED and PUBLISHED[name].digest is None
-
-
-def explain_difference(name: str, difference: str) -> str:
-    """Say why results on a set with a published name are not compared with the paper's."""
-    return f"{name} is not {SET_TITLES[name]}: {difference}. So it has no place beside the paper's figures."
 
 
 # Settings of a set

@@ -141,18 +141,18 @@ def test_a_class_of_ones_own_gets_no_items_of_before(
 def test_one_table_holds_items_and_the_reasons_of_rejected_rows(
     make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows: list[Any] = [row_of(number) for number in range(30)]
-    rows[3]["solution"], rows[5]["question"], rows[9]["reasoning_trace"] = "", rows[4]["question"], "a " * 900
+    rows: list[Any] = [row_of(number) | {"pass_rate": 0.5} for number in range(30)]
+    rows[3]["solution"], rows[5]["question"], rows[9]["pass_rate"] = "", rows[4]["question"], 0.9
     source = write_rows(tmp_path / "rows.jsonl", rows)
     Path(source).write_text(Path(source).read_text() + '{"question"\n\n')  # a bad line, and a blank one
     options: dict[str, Any] = {"kind": StudentSFTData, "max_length": 400, "long_traces": "truncate"}
-    options["filters"] = Filters(duplicates="question", max_trace_chars=1000)
+    options["filters"] = Filters(duplicates="question", max_pass_rate=0.5)
     first = make_data(source, **options)
     assert len(entries(tmp_path)) == 1
     table = first.items.table
     rejected = table.filter(pyarrow.compute.is_valid(table["rejected"]))
     reasons = dict(zip(rejected["row"].to_pylist(), rejected["rejected"].to_pylist(), strict=True))
-    assert reasons == {4: "empty_solution", 6: "duplicate", 10: "long_trace", 31: "broken_json"}
+    assert reasons == {4: "empty_solution", 6: "duplicate", 10: "pass_rate", 31: "broken_json"}
     assert table.num_rows - rejected.num_rows == len(first.items) == 27
     monkeypatch.setattr(StudentSFTData, "build_items", no_items)
     [report] = make_data(source, **options).reports
@@ -236,7 +236,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "teacher's prompt": {"teacher_system_prompt": "Teach."},
     "student's prompt": {"student_system_prompt": "Learn."},
     "filter": {"filters": Filters(duplicates="question")},
-    "raw": {"raw": RawResponses(tidy=True)},
+    "raw": {"raw": RawResponses("solution"), "max_bad_frac": 1.0},
     "trace": {"kind": TeacherSFTData, "trace_columns": ["solution"]},
 }
 
