@@ -12,7 +12,6 @@ from typing import Any
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 SHOWN_ROWS = 5  # row numbers per reason in messages
-TAG_FAULTS = (BadRowReason.EXTRA_TAG, BadRowReason.MISSING_TAGS)
 TOO_LONG = (BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG)
 
 
@@ -111,19 +110,13 @@ class BadRowReport:
         if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
             return
         where = f" All of them are listed in {report_path}." if report_path else ""
-        remedies = ["Correct these rows"]
-        if len(self.bad) < self.num_rows:
-            must = f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable"
-            remedies.append("raise data.max_bad_frac")
-        else:
+        must = f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable"
+        if len(self.bad) == self.num_rows:
             must = "At least one row must be usable"
-        if any(error.reason == BadRowReason.WRONG_ENCODING for _, error in self.bad):
-            remedies.append(f"convert the file, for example by `iconv -f GBK -t UTF-8 {self.source}`")
-        if any(error.reason in TAG_FAULTS for _, error in self.bad):
-            remedies.append("name a column of whole responses in data.raw.column")
-        if any(error.reason in TOO_LONG for _, error in self.bad):
-            remedies.append("raise the length limits")
-        raise InputError(f"{must}, but {self.summary()}.{where} {', or '.join(remedies)}.")
+        raise InputError(
+            f"{must}, but {self.summary()}.{where} Correct these rows, raise data.max_bad_frac or the limits "
+            "of length, or name a column of whole responses in data.raw.column."
+        )
 
 
 def group_rows(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:

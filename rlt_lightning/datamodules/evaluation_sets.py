@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
 from rlt_lightning.datamodules.rows import find_question, has_text
@@ -53,7 +53,6 @@ class EvaluationSet:
         judge: How its answers are judged: math, choice or countdown.
         template: The user's turn, with `{question}` and, for choice, `{options}`. Other braces stay, as those
             of `\boxed{}` do.
-        option: One option of a choice, with `{letter}` and `{text}`.
         separator: Text between two options.
         options_seed: Seed of a single stream that shuffles the options of row after row; None: each problem
             has an order of its own, from data.seed and its id.
@@ -68,7 +67,6 @@ class EvaluationSet:
     split: str = "test"
     judge: AnswerKind = "math"
     template: str = "{question}"
-    option: str = "{letter}) {text}"
     separator: str = "\n"
     options_seed: int | None = None
     where: Mapping[str, str] = field(default_factory=dict)
@@ -137,26 +135,26 @@ def build_set(name: str, settings: SetSettings) -> EvaluationSet:
     Raises:
         InputError: If there is no such set and no source either, or a setting cannot be.
     """
-    fields = {"source": settings} if isinstance(settings, str) else dict(settings or {})
+    given = {"source": settings} if isinstance(settings, str) else dict(settings or {})
     known = SETS.get(name)
-    if known is None and (not fields.get("source") or name == OVERALL or not re.fullmatch(r"[\w-]+", name)):
+    if known is None and (not given.get("source") or name == OVERALL or not re.fullmatch(r"[\w-]+", name)):
         raise InputError(
             f"data.sets may name {', '.join(SETS)}, or a set of your own with its file, but names '{name}' "
             f"with {'none' if settings is None else repr(settings)}. Choose one of the sets, or give a name "
             "of letters, digits, - and _ with a file."
         )
-    fields = check_fields(name, fields)
-    if "source" in fields:
+    given = check_fields(name, given)
+    if "source" in given:
         # The published split belongs to the published source.
-        fields = {"split": "test"} | fields
+        given = {"split": "test"} | given
     if known is None:
-        prompt = {"template": CHOICE} if fields.get("judge") == "choice" else {}
-        chosen = EvaluationSet(**{"title": name} | prompt | fields)
+        prompt = {"template": CHOICE} if given.get("judge") == "choice" else {}
+        chosen = EvaluationSet(**{"title": name} | prompt | given)
     else:
-        chosen = replace(known, **fields)
+        chosen = replace(known, **given)
     require_template(name, chosen)
     must_be_private = chosen.source.partition(":")[0] in PRIVATE_SOURCES or name in PRIVATE_SETS
-    if must_be_private and fields.get("private") is False:
+    if must_be_private and given.get("private") is False:
         raise InputError(
             f"data.sets.{name} must stay private, since its authors ask not to publish its rows as plain "
             "text, but private is false. Remove it."
@@ -261,10 +259,7 @@ def read_choice(row: dict[str, Any], spec: EvaluationSet, order: OptionOrder) ->
     else:
         shuffled = random.Random(order).sample(CHOICE_COLUMNS, len(CHOICE_COLUMNS))
     texts = [str(row[column]).strip() if spec.strip else str(row[column]) for column in shuffled]
-    options = [
-        fill_template(spec.option, {"letter": letter, "text": text})
-        for letter, text in zip(LETTERS, texts, strict=True)
-    ]
+    options = [f"{letter}) {text}" for letter, text in zip(LETTERS, texts, strict=True)]
     parts = {"question": read_question(row, spec.strip), "options": spec.separator.join(options)}
     return parts, {"kind": "choice", "answer": LETTERS[shuffled.index(CHOICE_COLUMNS[0])]}
 
@@ -306,63 +301,35 @@ def read_question(row: dict[str, Any], strip: bool = True) -> str:
 # Settings of a set
 
 
-def is_text(value: Any) -> bool:
-    """Return whether a setting is a text that is not blank."""
-    return isinstance(value, str) and bool(value.strip())
-
-
-CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "title": (is_text, "a text"),
-    "source": (is_text, "a file, a folder, a hub id or an embedded source"),
-    "split": (is_text, "the name of a split"),
-    "judge": (lambda value: value in get_args(AnswerKind), f"one of {', '.join(get_args(AnswerKind))}"),
-    "template": (is_text, "a text"),
-    "option": (is_text, "a text"),
-    "separator": (lambda value: isinstance(value, str), "a text"),
-    "options_seed": (lambda value: type(value) is int, "a whole number"),
-    "where": (lambda value: isinstance(value, dict), "columns, each with a text"),
-    "strip": (lambda value: isinstance(value, bool), "true or false"),
-    "private": (lambda value: isinstance(value, bool), "true or false"),
-}
-
-
-def check_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+def check_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a user names for a set.
 
     Raises:
-        InputError: If there is no such field, or its value cannot be.
+        InputError: If there is no such field, or no such judge.
     """
-    if unknown := [key for key in fields if key not in CHECKS]:
+    known = [field.name for field in fields(EvaluationSet)]
+    if unknown := [key for key in given if key not in known]:
         raise InputError(
-            f"data.sets.{name} may set {', '.join(CHECKS)}, but sets {', '.join(unknown)}. "
-            "Check the spelling."
+            f"data.sets.{name} may set {', '.join(known)}, but sets {', '.join(unknown)}. Check the spelling."
         )
-    for key, value in fields.items():
-        accepts, what = CHECKS[key]
-        if not accepts(value):
-            raise InputError(f"data.sets.{name}.{key} must be {what}, but is {value!r}. Correct it.")
-    where = fields.get("where", {})
-    if faulty := [column for column, text in where.items() if not isinstance(text, str) or not text]:
+    if given.get("judge", "math") not in READERS:
         raise InputError(
-            f"data.sets.{name}.where must give a text for each column, but gives {where[faulty[0]]!r} for "
-            f"{faulty[0]}. Write it in quotes."
+            f"data.sets.{name}.judge must be one of {', '.join(READERS)}, but is {given['judge']!r}. "
+            "Correct it."
         )
-    return fields
+    return given
 
 
 def require_template(name: str, spec: EvaluationSet) -> None:
     """Raise InputError if a template lacks what it must hold, or holds what YAML made of an escape."""
-    options = ("{options}",) if spec.judge == "choice" else ()
-    needed = {"template": ("{question}", *options), "option": ("{letter}", "{text}")}
-    for key, places in needed.items():
-        template = getattr(spec, key)
-        if missing := [place for place in places if place not in template]:
-            raise InputError(
-                f"data.sets.{name}.{key} must contain {' and '.join(places)} for the judge {spec.judge}, but "
-                f"{template!r} lacks {' and '.join(missing)}. Add it."
-            )
-        if re.search(r"[\x00-\x09\x0b-\x1f\x7f]", template):
-            raise InputError(
-                f"data.sets.{name}.{key} must hold no control character but line breaks, but is "
-                f"{template!r}. Between double quotes YAML reads \\b of \\boxed as such: use single quotes."
-            )
+    needed = ("{question}", "{options}") if spec.judge == "choice" else ("{question}",)
+    if missing := [place for place in needed if place not in spec.template]:
+        raise InputError(
+            f"data.sets.{name}.template must contain {' and '.join(needed)} for the judge {spec.judge}, but "
+            f"{spec.template!r} lacks {' and '.join(missing)}. Add it."
+        )
+    if re.search(r"[\x00-\x09\x0b-\x1f\x7f]", spec.template):
+        raise InputError(
+            f"data.sets.{name}.template must hold no control character but line breaks, but is "
+            f"{spec.template!r}. Between double quotes YAML reads \\b of \\boxed as such: use single quotes."
+        )

@@ -155,28 +155,11 @@ class ViewOptions:
         kind: "explanation": what an RLT teacher sees, question and solution, and it judges the student's
             thought as its own explanation. "hint": the student's own chat with the solution in the question,
             and it judges the whole turn.
-        hint: The question of the second, with {question} and {solution}.
         wrong_solutions: Show it the solution of another row: the control, in which it knows nothing.
-
-    Raises:
-        InputError: If the hint lacks question or solution, or is not used.
     """
 
     kind: View = "explanation"
-    hint: str = HINT
     wrong_solutions: bool = False
-
-    def __post_init__(self) -> None:
-        if missing := [name for name in ("{question}", "{solution}") if name not in self.hint]:
-            raise InputError(
-                f"data.view.hint must hold {{question}} and {{solution}}, but lacks {', '.join(missing)}. "
-                "Add them."
-            )
-        if self.kind == "explanation" and self.hint != HINT:
-            raise InputError(
-                "data.view.hint is the question of the view hint, but data.view.kind is explanation. Set the "
-                "kind to hint, or leave the text out."
-            )
 
 
 class TeacherViews:
@@ -217,7 +200,7 @@ class TeacherViews:
         else:
             # In one pass: a question may hold "{solution}", as in \\frac{solution}{2}.
             given = {"{question}": texts.question, "{solution}": shown.strip()}
-            asked = re.sub("|".join(map(re.escape, given)), lambda name: given[name[0]], self.options.hint)
+            asked = re.sub("|".join(map(re.escape, given)), lambda name: given[name[0]], HINT)
             view = encode(self.teacher.tokenizer, self.teacher.render_student_chat(asked, system))
         return replace(problem, teacher_view=view)
 

@@ -153,7 +153,6 @@ def test_stored_tokens_are_of_one_view(
     rows = [columns for _, columns in read_rows("chains", num_embedded_rows=8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [ViewOptions(), ViewOptions("hint"), ViewOptions(wrong_solutions=True)]
-    options.append(ViewOptions("hint", hint="{question} {solution}"))
 
     def read(view: ViewOptions, **where: Any) -> list[list[int]]:
         made = data(tmp_path, view, tokenizer=miniature, **where)

@@ -177,12 +177,8 @@ def test_another_encoding_is_named_in_one_line(tmp_path: Path, suffix: str, enco
     table = f"question,solution\n{TEXTS[encoding]},7\n"
     text = {"jsonl": f"{row}\n" * 3, "csv": table, "json": f"[{row}]"}[suffix]
     path.write_bytes(text.encode(encoding))
-    if (suffix, encoding) == ("json", "utf-16"):
-        assert len(load(str(path)).items) == 1  # Python knows JSON in UTF-16
-        return
-    with pytest.raises(InputError, match="UTF-8") as raised:
+    with pytest.raises(InputError, match="wrong_encoding" if suffix == "jsonl" else "in UTF-8") as raised:
         load(str(path))
-    assert "iconv -f " in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

@@ -261,11 +261,6 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
         OPDModule(**options)
 
 
-def test_hint_without_solution_is_refused() -> None:
-    with pytest.raises(InputError, match=r"lacks \{solution\}"):
-        ViewOptions("hint", hint="{question}")
-
-
 def test_averaged_needs_the_callback(miniature: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="ReferenceSync need each other"):
         fit(tmp_path, module(miniature, teacher_weights="averaged"))

@@ -33,11 +33,6 @@ def test_early_scoring_says_that_nothing_is_scored(capsys: pytest.CaptureFixture
     assert "rollouts.score_early: not used, since OPDModule scores no" in capsys.readouterr().err
 
 
-def test_a_hint_that_nobody_reads_is_refused() -> None:
-    with pytest.raises(InputError, match="kind is explanation"):
-        ViewOptions(hint="{question} {solution}")
-
-
 def test_a_question_may_hold_the_name_of_the_solution(miniature: str) -> None:
     tokenizer = load_tokenizer(miniature)
     chat = ChatFormat(tokenizer, "r1", "", "")
