@@ -25,12 +25,12 @@ from rlt_lightning.models.load import load_tokenizer
 
 GOAL, MAX_BYTES = 5.0, 8.0  # how much faster a later start must be; bytes a token
 START = """
-import json, sys, time
+import json, os, sys, time
 from rlt_lightning.datamodules import StudentSFTData
 from rlt_lightning.modules.phases import resident_bytes
-source, cache, model, longest, lists = json.loads(sys.argv[1])
+source, os.environ["RLT_CACHE_DIR"], model, longest, lists = json.loads(sys.argv[1])
 before, start = resident_bytes(), time.perf_counter()
-data = StudentSFTData(source, tokenizer=model, token_cache=cache, max_length=longest)
+data = StudentSFTData(source, tokenizer=model, max_length=longest)
 data.setup("fit")
 seconds = time.perf_counter() - start
 after_setup = resident_bytes()

@@ -124,7 +124,6 @@ def train(side: str, model: str, rows: int, tokens: int) -> tuple[dict[str, Any]
             num_embedded_rows=2 * rows,
             tokenizer=model,
             prompts_per_step=rows,
-            token_cache=False,
             output_dir=folder,
         )
         trainer.fit(module, datamodule=data)

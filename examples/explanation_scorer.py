@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -41,9 +40,8 @@ class ExplanationScorer:
         teacher: The model that is trained, as it is when training starts: its tokenizer and its format.
         reward: The RLT reward and its options, or another one that judges explanations.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
-        teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
-            a file.
-        student_system_prompt: None: as the student was trained, else the row's, else ours; '' and @FILE too.
+        teacher_system_prompt: None: as the teacher was trained, else ours; '' for none.
+        student_system_prompt: None: as the student was trained, else the row's, else ours; '' for none.
         force_format: Use these settings although a model records that it was trained in others.
         student_reduction: How the rewards of several students become one: "mean", or the smallest, "min".
         student_dtype: Type of the students' weights.
@@ -93,7 +91,6 @@ class ExplanationScorer:
             max_prompt_length=sys.maxsize,
             max_length=sys.maxsize,
         )
-        self.data.format_options = replace(self.data.format_options, group="")  # for messages
         self.data.load_formats()
         self.student_views, self.format = self.data.student_views, self.data.format
         self.tokenizer = self.format.tokenizer

@@ -114,7 +114,6 @@ class Run:
             tags="r1",
             teacher_system_prompt="",
             student_system_prompt="",
-            token_cache=False,
         )
         engine = None
         if self.url is not None:

@@ -21,7 +21,7 @@ from rlt_lightning.datamodules.evaluation import (
     Response,
     get_evaluation_data,
 )
-from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem, is_known_by_number
+from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
 from rlt_lightning.engines.base import (
     PROBE_TOKENS,
     Engine,
@@ -272,10 +272,6 @@ def summarise(
         shows_prompt = not first.private and data.format is not None
         sets[name] = {
             **asdict(spec),
-            # Only the published set bears its name.
-            "title": spec.title if data.differences[name] is None else name,
-            "differs": data.differences[name],
-            "known_by_number": is_known_by_number(name),
             "num_samples": data.num_samples,
             **figures[name],
             "pass_at": module.pass_at[name],

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlt_lightning.datamodules.evaluation_sets import explain_difference
-
 PERCENTAGES = ("pass_at_k", "maj_at_k", "formatted_frac", "truncated_frac")
 HEADER = (
     *("set", "problems", "k", "pass@1, % ± s.e."),
@@ -18,15 +16,8 @@ HEADER = (
 def render(summary: dict[str, Any]) -> str:
     """Return the results as a Markdown page."""
     name, sets = summary["model"] or summary["responses"], summary["sets"]
-    page = f"# Evaluation of {name}\n\n{render_table([HEADER, *map(build_result_row, sets.values())])}"
-    page += f"\nJudged by {summary['judge']}.\n"
-    lines = [explain_difference(key, found["differs"]) for key, found in sets.items() if found.get("differs")]
-    lines += [
-        f"{found['title']} is recognised only by the number of its rows."
-        for found in sets.values()
-        if found.get("known_by_number") and not found.get("differs")
-    ]
-    return page + "".join(f"\n{line}\n" for line in lines)
+    table = render_table([HEADER, *map(build_result_row, sets.values())])
+    return f"# Evaluation of {name}\n\n{table}\nJudged by {summary['judge']}.\n"
 
 
 def build_result_row(found: dict[str, Any]) -> tuple[str, ...]:

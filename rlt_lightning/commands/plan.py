@@ -569,7 +569,7 @@ class Plan:
         if (number := checkpoint.save_top_k) == -1:
             return f"{text}; all checkpoints are kept."
         # The next one is whole before the oldest is deleted.
-        number += bool(number) + (checkpoint.best_metric is not None)
+        number += bool(number)
         return f"{text}: with {number} checkpoints {(number * size + model) / GIB:,.1f} GiB."
 
 
@@ -669,8 +669,7 @@ def read_sharding(strategy: Any, num_processes: int) -> tuple[str, dict[str, Any
 
 def find_missing(data: StratosDataModule, scratch: Path) -> str | None:
     """Return a source or tokenizer that decides lengths and is not on this machine; None if all are."""
-    sources: list[Any] = [data.format_options.format_from, *data.sources]
-    for path in (source for source in sources if isinstance(source, str) and source not in EMBEDDED):
+    for path in (source for source in data.sources if isinstance(source, str) and source not in EMBEDDED):
         # A configuration's name may follow a file or a folder.
         if not any(Path(place).expanduser().exists() for place in (path, path.partition(":")[0])):
             return path

@@ -12,9 +12,6 @@ from typing import Any
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 SHOWN_ROWS = 5  # row numbers per reason in messages
-# A remedy: GBK stands for the encoding that the file has.
-TO_UTF8 = "convert the file to UTF-8, for example by `iconv -f GBK -t UTF-8 {source}`"
-TAG_FAULTS = (BadRowReason.EXTRA_TAG, BadRowReason.MISSING_TAGS)
 TOO_LONG = (BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG)
 
 
@@ -22,9 +19,6 @@ class FilterReason(StrEnum):
     """Why a filter leaves a usable row out; see `filters.py`."""
 
     PASS_RATE = "pass_rate"
-    SHORT_TRACE = "short_trace"
-    LONG_TRACE = "long_trace"
-    REPETITION = "repetition"
     OVERLAP = "overlap"
     NO_REFERENCE = "no_reference"
     WRONG_ANSWER = "wrong_answer"
@@ -45,17 +39,6 @@ class BadRowReport:
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)  # rows that are used without their end
     filtered: list[tuple[int, FilterReason, str]] = field(default_factory=list)  # number, reason, detail
-    last_row: int = 0  # number of the last row, which in a JSONL file is that of its line
-
-    def add(self, row: int, error: BadRowError) -> None:
-        """Count a bad row, numbered as in its source."""
-        self.bad.append((row, error))
-
-    def sort(self) -> None:
-        """Sort the rows by number; rows of one number keep their order, and a row cut twice counts once."""
-        self.bad.sort(key=lambda entry: entry[0])
-        self.filtered.sort(key=lambda entry: entry[0])
-        self.truncated = sorted(set(self.truncated))
 
     @property
     def frac(self) -> float:
@@ -127,19 +110,13 @@ class BadRowReport:
         if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
             return
         where = f" All of them are listed in {report_path}." if report_path else ""
-        remedies = ["Correct these rows"]
-        if len(self.bad) < self.num_rows:
-            must = f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable"
-            remedies.append("raise data.max_bad_frac")
-        else:
+        must = f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable"
+        if len(self.bad) == self.num_rows:
             must = "At least one row must be usable"
-        if any(error.reason == BadRowReason.WRONG_ENCODING for _, error in self.bad):
-            remedies.append(TO_UTF8.format(source=self.source))
-        if any(error.reason in TAG_FAULTS for _, error in self.bad):
-            remedies.append("name a column of whole responses in data.raw.column")
-        if any(error.reason in TOO_LONG for _, error in self.bad):
-            remedies.append("raise the length limits")
-        raise InputError(f"{must}, but {self.summary()}.{where} {', or '.join(remedies)}.")
+        raise InputError(
+            f"{must}, but {self.summary()}.{where} Correct these rows, raise data.max_bad_frac or the limits "
+            "of length, or name a column of whole responses in data.raw.column."
+        )
 
 
 def group_rows(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:

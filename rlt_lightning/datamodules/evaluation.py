@@ -11,14 +11,11 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 
-from rlt_lightning.console import announce
 from rlt_lightning.datamodules.evaluation_sets import (
     SETS,
     EvaluationProblem,
     SetSettings,
     build_set,
-    compare_with_published,
-    explain_difference,
     read_set,
 )
 from rlt_lightning.datamodules.format_choice import (
@@ -82,10 +79,7 @@ class EvaluationDataModule(LightningDataModule):
             None: AIME 2024, MATH-500 and GPQA Diamond.
         tokenizer: Name of the model whose chat template is used; None: that of the run's module.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the model was trained, else stratos.
-        student_system_prompt: None: as the model was trained, else ours; '' for none, @FILE for the text of a
-            file.
-        format_from: Rows off which tags and system prompt of a model from outside are read: a file, folder or
-            hub id.
+        student_system_prompt: None: as the model was trained, else ours; '' for none.
         force_format: Use these settings although the model records that it was trained in others.
         max_rows: Most problems of each set, from its start.
         seed: Seed of the order of GPQA's options, and of the embedded sets.
@@ -102,7 +96,6 @@ class EvaluationDataModule(LightningDataModule):
         tokenizer: str | None = None,
         tags: str | TagStyle | None = None,
         student_system_prompt: str | None = None,
-        format_from: str | None = None,
         force_format: bool = False,
         max_rows: int | None = None,
         seed: int = 0,
@@ -115,16 +108,9 @@ class EvaluationDataModule(LightningDataModule):
         super().__init__()
         self.sets: dict[str, SetSettings] = dict.fromkeys(DEFAULT_SETS) if sets is None else sets
         self.specs = {name: build_set(name, settings) for name, settings in self.sets.items()}
-        # By set: why it is not the published set of that name; None where it is, or there is none.
-        self.differences: dict[str, str | None] = {}
         self.follows_module = tokenizer is None
         self.tokenizer_name = tokenizer
-        self.format_options = FormatOptions(
-            tags,
-            student_system_prompt=student_system_prompt,
-            format_from=format_from,
-            force_format=force_format,
-        )
+        self.format_options = FormatOptions(tags, None, student_system_prompt, force_format)
         self.max_rows = max_rows
         self.seed = seed
         self.batch_size = batch_size
@@ -158,7 +144,6 @@ class EvaluationDataModule(LightningDataModule):
         sets = {
             name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
-        self._compare_with_published(sets)
         self.problems = [problem for problems in sets.values() for problem in problems]
         if self.responses is not None:
             self._read_responses(self.responses)
@@ -180,7 +165,6 @@ class EvaluationDataModule(LightningDataModule):
         """
         for spec in self.specs.values():
             spec.require_source()
-        self.format_options.require_files()
         if self.responses is not None:  # then no model is asked
             SourceReader().open(self.responses)
         elif self.tokenizer_name is not None:
@@ -235,14 +219,6 @@ class EvaluationDataModule(LightningDataModule):
     def _with_prompt(self, problem: EvaluationProblem) -> EvaluationProblem:
         chat = self.chat_format.render_student_chat(problem.question)
         return replace(problem, prompt=encode(self.chat_format.tokenizer, chat))
-
-    def _compare_with_published(self, sets: dict[str, list[EvaluationProblem]]) -> None:
-        """Say now, and not only after hours of sampling, which sets get no place beside the paper."""
-        for name, problems in sets.items():
-            found = compare_with_published(name, [problem.plain_question for problem in problems])
-            self.differences[name] = found
-            if found is not None:
-                announce(explain_difference(name, found))
 
     def _finished_records(self) -> list[Row]:
         """Return the records of problems for which an interrupted run has all responses.

@@ -1,19 +1,17 @@
 """The evaluation sets: their sources, prompts, problems and right answers.
 
-    name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems ─ compare_with_published ─▶ why it is
-                                                                          another set than the paper's
+    name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems
 
 `data.filters.overlap_with` reads these sets too: it leaves their questions out of the training rows.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow, list_rows
 from rlt_lightning.datamodules.rows import find_question, has_text
@@ -54,7 +52,6 @@ class EvaluationSet:
         judge: How its answers are judged: math, choice or countdown.
         template: The user's turn, with `{question}` and, for choice, `{options}`. Other braces stay, as those
             of `\boxed{}` do.
-        option: One option of a choice, with `{letter}` and `{text}`.
         separator: Text between two options.
         options_seed: Seed of a single stream that shuffles the options of row after row; None: each problem
             has an order of its own, from data.seed and its id.
@@ -69,7 +66,6 @@ class EvaluationSet:
     split: str = "test"
     judge: AnswerKind = "math"
     template: str = "{question}"
-    option: str = "{letter}) {text}"
     separator: str = "\n"
     options_seed: int | None = None
     where: Mapping[str, str] = field(default_factory=dict)
@@ -99,38 +95,16 @@ PRIVATE_SETS = [name for name, spec in SETS.items() if spec.private]
 
 
 @dataclass(frozen=True)
-class PublishedSet:
-    """What identifies a set of the paper's Table 1: results on other rows are not compared with the paper's.
-
-    Args:
-        num_rows: Its rows.
-        digest: `hash_questions` of it; None where no copy of the rows could be read to compute it.
-    """
-
-    num_rows: int
-    digest: str | None
-
-
-PUBLISHED = {
-    "aime24": PublishedSet(30, "9ba0779372c9e7cb"),
-    "math500": PublishedSet(500, "e15712daa05eddc5"),
-    # Its rows are not public as plain text, so only their number is known.
-    "gpqa_diamond": PublishedSet(198, None),
-}
-
-
-@dataclass(frozen=True)
 class EvaluationProblem:
     """One question of an evaluation set, with its right answer.
 
     Example:
-        EvaluationProblem("gsm8k/17", "gsm8k", "2 + 3?", "2 + 3?", {"kind": "math", "answer": "5"}, False)
+        EvaluationProblem("gsm8k/17", "gsm8k", "2 + 3?", {"kind": "math", "answer": "5"}, False)
 
     Attributes:
         id: The name of the set, a slash, and the question's id in the set or, without ids, its row number.
         set_name: The name of the set.
         question: The user's message, made by the set's template.
-        plain_question: The question as the row has it, without template and options.
         reference: What the judge compares an answer with.
         private: Whether nothing may be written that could quote the question.
         prompt: Tokens through the opening of the assistant's turn; empty if responses are given.
@@ -139,7 +113,6 @@ class EvaluationProblem:
     id: str
     set_name: str
     question: str
-    plain_question: str
     reference: Reference
     private: bool
     prompt: list[int] = field(default_factory=list)
@@ -160,26 +133,26 @@ def build_set(name: str, settings: SetSettings) -> EvaluationSet:
     Raises:
         InputError: If there is no such set and no source either, or a setting cannot be.
     """
-    fields = {"source": settings} if isinstance(settings, str) else dict(settings or {})
+    given = {"source": settings} if isinstance(settings, str) else dict(settings or {})
     known = SETS.get(name)
-    if known is None and (not fields.get("source") or name == OVERALL or not re.fullmatch(r"[\w-]+", name)):
+    if known is None and (not given.get("source") or name == OVERALL or not re.fullmatch(r"[\w-]+", name)):
         raise InputError(
             f"data.sets may name {', '.join(SETS)}, or a set of your own with its file, but names '{name}' "
             f"with {'none' if settings is None else repr(settings)}. Choose one of the sets, or give a name "
             "of letters, digits, - and _ with a file."
         )
-    fields = check_fields(name, fields)
-    if "source" in fields:
+    given = check_fields(name, given)
+    if "source" in given:
         # The published split belongs to the published source.
-        fields = {"split": "test"} | fields
+        given = {"split": "test"} | given
     if known is None:
-        prompt = {"template": CHOICE} if fields.get("judge") == "choice" else {}
-        chosen = EvaluationSet(**{"title": name} | prompt | fields)
+        prompt = {"template": CHOICE} if given.get("judge") == "choice" else {}
+        chosen = EvaluationSet(**{"title": name} | prompt | given)
     else:
-        chosen = replace(known, **fields)
+        chosen = replace(known, **given)
     require_template(name, chosen)
     must_be_private = chosen.source.partition(":")[0] in PRIVATE_SOURCES or name in PRIVATE_SETS
-    if must_be_private and fields.get("private") is False:
+    if must_be_private and given.get("private") is False:
         raise InputError(
             f"data.sets.{name} must stay private, since its authors ask not to publish its rows as plain "
             "text, but private is false. Remove it."
@@ -213,10 +186,7 @@ def read_set(name: str, settings: SetSettings, max_rows: int | None, seed: int) 
             text = fill_template(spec.template, parts)
             if holds_half_pair(text):
                 raise BadRowError(BadRowReason.WRONG_TYPE, "its question holds half a surrogate pair")
-            problem_id, plain_question = f"{name}/{row_id}", parts["question"]
-            problems.append(
-                EvaluationProblem(problem_id, name, text, plain_question, reference, spec.private)
-            )
+            problems.append(EvaluationProblem(f"{name}/{row_id}", name, text, reference, spec.private))
         except BadRowError as error:
             unusable.append((number, error))
     if unusable:
@@ -287,10 +257,7 @@ def read_choice(row: dict[str, Any], spec: EvaluationSet, order: OptionOrder) ->
     else:
         shuffled = random.Random(order).sample(CHOICE_COLUMNS, len(CHOICE_COLUMNS))
     texts = [str(row[column]).strip() if spec.strip else str(row[column]) for column in shuffled]
-    options = [
-        fill_template(spec.option, {"letter": letter, "text": text})
-        for letter, text in zip(LETTERS, texts, strict=True)
-    ]
+    options = [f"{letter}) {text}" for letter, text in zip(LETTERS, texts, strict=True)]
     parts = {"question": read_question(row, spec.strip), "options": spec.separator.join(options)}
     return parts, {"kind": "choice", "answer": LETTERS[shuffled.index(CHOICE_COLUMNS[0])]}
 
@@ -329,104 +296,38 @@ def read_question(row: dict[str, Any], strip: bool = True) -> str:
     return question.strip() if strip else question
 
 
-# The published sets
-
-
-def compare_with_published(name: str, questions: list[str]) -> str | None:
-    """Return how a set with a published name differs from the published set; None for others, or if equal.
-
-    Args:
-        name: Name of the set, such as math500.
-        questions: Its questions, without template.
-    """
-    published = PUBLISHED.get(name)
-    if published is None:
-        return None
-    if len(questions) < published.num_rows:
-        return f"{len(questions)} of {published.num_rows} rows"
-    if len(questions) > published.num_rows:
-        return f"{len(questions)} rows, where it has {published.num_rows}"
-    if published.digest is not None and hash_questions(questions) != published.digest:
-        return "its questions are others"
-    return None
-
-
-def hash_questions(questions: Iterable[str]) -> str:
-    """Return a hash of questions that depends on neither their order nor their white space."""
-    hashes = sorted(hashlib.sha256("".join(text.split()).encode()).hexdigest() for text in questions)
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
-
-
-def is_known_by_number(name: str) -> bool:
-    """Return whether a published set is recognised only by the number of its rows."""
-    return name in PUBLISHED and PUBLISHED[name].digest is None
-
-
-def explain_difference(name: str, difference: str) -> str:
-    """Say why results on a set with a published name are not compared with the paper's."""
-    return f"{name} is not {SETS[name].title}: {difference}. So it has no place beside the paper's figures."
-
-
 # Settings of a set
 
 
-def is_text(value: Any) -> bool:
-    """Return whether a setting is a text that is not blank."""
-    return isinstance(value, str) and bool(value.strip())
-
-
-CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "title": (is_text, "a text"),
-    "source": (is_text, "a file, a folder, a hub id or an embedded source"),
-    "split": (is_text, "the name of a split"),
-    "judge": (lambda value: value in get_args(AnswerKind), f"one of {', '.join(get_args(AnswerKind))}"),
-    "template": (is_text, "a text"),
-    "option": (is_text, "a text"),
-    "separator": (lambda value: isinstance(value, str), "a text"),
-    "options_seed": (lambda value: type(value) is int, "a whole number"),
-    "where": (lambda value: isinstance(value, dict), "columns, each with a text"),
-    "strip": (lambda value: isinstance(value, bool), "true or false"),
-    "private": (lambda value: isinstance(value, bool), "true or false"),
-}
-
-
-def check_fields(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+def check_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that a user names for a set.
 
     Raises:
-        InputError: If there is no such field, or its value cannot be.
+        InputError: If there is no such field, or no such judge.
     """
-    if unknown := [key for key in fields if key not in CHECKS]:
+    known = [field.name for field in fields(EvaluationSet)]
+    if unknown := [key for key in given if key not in known]:
         raise InputError(
-            f"data.sets.{name} may set {', '.join(CHECKS)}, but sets {', '.join(unknown)}. "
-            "Check the spelling."
+            f"data.sets.{name} may set {', '.join(known)}, but sets {', '.join(unknown)}. Check the spelling."
         )
-    for key, value in fields.items():
-        accepts, what = CHECKS[key]
-        if not accepts(value):
-            raise InputError(f"data.sets.{name}.{key} must be {what}, but is {value!r}. Correct it.")
-    where = fields.get("where", {})
-    if faulty := [column for column, text in where.items() if not isinstance(text, str) or not text]:
+    if given.get("judge", "math") not in READERS:
         raise InputError(
-            f"data.sets.{name}.where must give a text for each column, but gives {where[faulty[0]]!r} for "
-            f"{faulty[0]}. Write it in quotes."
+            f"data.sets.{name}.judge must be one of {', '.join(READERS)}, but is {given['judge']!r}. "
+            "Correct it."
         )
-    return fields
+    return given
 
 
 def require_template(name: str, spec: EvaluationSet) -> None:
     """Raise InputError if a template lacks what it must hold, or holds what YAML made of an escape."""
-    options = ("{options}",) if spec.judge == "choice" else ()
-    needed = {"template": ("{question}", *options), "option": ("{letter}", "{text}")}
-    for key, places in needed.items():
-        template = getattr(spec, key)
-        if missing := [place for place in places if place not in template]:
-            raise InputError(
-                f"data.sets.{name}.{key} must contain {' and '.join(places)} for the judge {spec.judge}, but "
-                f"{template!r} lacks {' and '.join(missing)}. Add it."
-            )
-        if re.search(r"[\x00-\x09\x0b-\x1f\x7f]", template):
-            raise InputError(
-                f"data.sets.{name}.{key} must hold no control character but line breaks, but is "
-                f"{template!r}. Between double quotes YAML reads \\b of \\boxed as such: use single quotes."
-            )
+    needed = ("{question}", "{options}") if spec.judge == "choice" else ("{question}",)
+    if missing := [place for place in needed if place not in spec.template]:
+        raise InputError(
+            f"data.sets.{name}.template must contain {' and '.join(needed)} for the judge {spec.judge}, but "
+            f"{spec.template!r} lacks {' and '.join(missing)}. Add it."
+        )
+    if re.search(r"[\x00-\x09\x0b-\x1f\x7f]", spec.template):
+        raise InputError(
+            f"data.sets.{name}.template must hold no control character but line breaks, but is "
+            f"{spec.template!r}. Between double quotes YAML reads \\b of \\boxed as such: use single quotes."
+        )

@@ -1,4 +1,4 @@
-"""Filter usable rows: pass rate, length, repetition, overlap with evaluation sets, wrong answers, duplicates.
+"""Filter usable rows: pass rate, overlap with evaluation sets, wrong answers, duplicates.
 
 The same filters serve rows of any origin: raw traces, a student's own right answers, a teacher's
 explanations. Every filter is off by default. Filters are applied in the order of `FilterReason`, and a row
@@ -32,8 +32,6 @@ NO_SPACES = (
 # Words, and the operators that make two sums different questions.
 # 3.5 is one word, and relations and operations are words.
 WORD = re.compile(rf"\d+(?:[.,]\d+)*|[{NO_SPACES}]|[^\W{NO_SPACES}]+|[-+*/^=<>≤≥≠×÷·−%!|]")
-SPACED_WORD = re.compile(rf"[{NO_SPACES}]|[^\s{NO_SPACES}]+")
-LONG_WORD = 40  # characters; a text whose words are longer on average has no words
 JUDGED_ROWS = 1000  # that are judged, and in memory, at a time
 Rejection = tuple[FilterReason, str]  # with a detail that quotes no evaluation set
 
@@ -45,10 +43,6 @@ class Filters:
     Args:
         min_pass_rate: Least `pass_rate` of a row: the share of right answers that `rlt predict` has written.
         max_pass_rate: Most of it, to leave out problems that are too easy.
-        min_trace_chars: Least characters of a trace.
-        max_trace_chars: Most characters of a trace.
-        max_repetition: Most of a trace's n-grams that may repeat an earlier one, in [0, 1].
-        repetition_ngram: Length of these n-grams, words; characters in scripts without spaces.
         overlap_with: Evaluation sets with what `data.sets` of `rlt test` takes for them. A question is left
             out that has `overlap_ngram` words in a row with one of theirs, or all words of a shorter one.
         overlap_ngram: Length of these n-grams, words; characters in scripts without spaces.
@@ -58,35 +52,28 @@ class Filters:
 
     min_pass_rate: float | None = None
     max_pass_rate: float | None = None
-    min_trace_chars: int | None = None
-    max_trace_chars: int | None = None
-    max_repetition: float | None = None
-    repetition_ngram: int = 10
     overlap_with: dict[str, SetSettings] | None = None
     overlap_ngram: int = 13
     right_only: bool = False
     duplicates: Literal["question", "trace"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_pass_rate", "max_pass_rate", "max_repetition"):
+        for name in ("min_pass_rate", "max_pass_rate"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise InputError(f"data.filters.{name} must be in [0, 1], but is {value}. Correct it.")
-        for name in ("repetition_ngram", "overlap_ngram", "min_trace_chars", "max_trace_chars"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"data.filters.{name} must be at least 1, but is {value}. Raise it.")
+        if self.overlap_ngram < 1:
+            raise InputError(
+                f"data.filters.overlap_ngram must be at least 1, but is {self.overlap_ngram}. Raise it."
+            )
 
     def list_active(self) -> dict[str, Any]:
-        """Return the filters that are on, with the sizes of the n-grams that they use."""
+        """Return the filters that are on, with the size of the n-grams of overlaps."""
         found = {
-            name: value
-            for name, value in vars(self).items()
-            if value not in (None, {}) and value is not False
+            n: value for n, value in vars(self).items() if value not in (None, {}) and value is not False
         }
-        for size, name in (("repetition_ngram", "max_repetition"), ("overlap_ngram", "overlap_with")):
-            if name not in found:
-                del found[size]
+        if "overlap_with" not in found:
+            del found["overlap_ngram"]
         return found
 
 
@@ -104,19 +91,15 @@ class RowFilter:
     """
 
     def __init__(self, filters: Filters, traces: list[str], tags: TagStyle) -> None:
-        of_traces = {n for n in filters.list_active() if "trace" in n or n == "max_repetition"}
-        of_traces |= {"duplicates: trace"} if filters.duplicates == "trace" else set()
-        if of_traces and not traces:
+        if filters.duplicates == "trace" and not traces:
             raise InputError(
-                "These data read no traces, so data.filters may set no filter of traces, but sets "
-                f"{', '.join(sorted(of_traces))}. Remove it."
+                "These data read no traces, so data.filters.duplicates may not be trace. Set it to question."
             )
         self.filters = filters
         self.traces = traces
         self.tags = tags
         self.overlaps = Overlaps(filters.overlap_with or {}, filters.overlap_ngram)
         self.used: set[tuple[str, ...]] = set()
-        self.num_sources = 0  # sources whose rows have all passed
 
     def filter_rows(self, rows: Iterable[Row], report: BadRowReport) -> Iterator[Row]:
         """Return the rows of one source that no filter leaves out, and report the others."""
@@ -130,14 +113,9 @@ class RowFilter:
         overlaps = sorted(self.overlaps.runs)
         return {"filters": self.filters.list_active(), "overlaps": overlaps, "of": self.traces}
 
-    @property
-    def finds_duplicates(self) -> bool:
-        """Return whether a row is compared with those of earlier sources."""
-        return self.filters.duplicates is not None
-
     def is_duplicate(self, row: ParsedRow) -> bool:
         """Return whether a row that is used has the same question or, if so set, also the same traces."""
-        return self.finds_duplicates and self._key(row) in self.used
+        return self.filters.duplicates is not None and self._key(row) in self.used
 
     def remember(self, row: ParsedRow) -> None:
         """Remember a row that is used."""
@@ -154,23 +132,9 @@ class RowFilter:
 
     def _find_rejection(self, columns: dict[str, Any], row: ParsedRow) -> Rejection | None:
         """Return the first reason to leave a row out, as far as the row itself tells."""
-        filters, traces = self.filters, [row.traces[name].strip() for name in self.traces]
+        filters = self.filters
         if not is_within(read_number(columns, "pass_rate"), filters.min_pass_rate, filters.max_pass_rate):
             return FilterReason.PASS_RATE, f"pass_rate is {columns.get('pass_rate')!r}"
-        for trace in traces:
-            if not is_within(len(trace), filters.min_trace_chars, None):
-                return (
-                    FilterReason.SHORT_TRACE,
-                    f"{len(trace)} characters, at least {filters.min_trace_chars}",
-                )
-            if not is_within(len(trace), None, filters.max_trace_chars):
-                return FilterReason.LONG_TRACE, f"{len(trace)} characters, at most {filters.max_trace_chars}"
-            repeated = repetition(trace, filters.repetition_ngram)
-            if not is_within(repeated, None, filters.max_repetition):
-                return (
-                    FilterReason.REPETITION,
-                    f"{repeated:.2f} of its n-grams, at most {filters.max_repetition}",
-                )
         if (name := self.overlaps.find_overlap(row.question)) is not None:
             return FilterReason.OVERLAP, f"the question overlaps with one of {name}"
         return None
@@ -270,16 +234,6 @@ def split_words(text: str) -> list[str]:
 def list_ngrams(words: list[str], size: int) -> Iterable[tuple[str, ...]]:
     """Return all runs of so many words."""
     return zip(*(words[i:] for i in range(size)), strict=False) if size else ()
-
-
-def repetition(text: str, size: int) -> float:
-    """Return the part of a text's n-grams of words that repeat an earlier one; 0 for a shorter text.
-
-    Where a text has no words, its characters are counted.
-    """
-    words = SPACED_WORD.findall(text.casefold())
-    runs = list(list_ngrams(list(text) if len(text) > LONG_WORD * len(words) else words, size))
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def is_within(value: float | None, least: float | None, most: float | None) -> bool:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.types import InputError
 
@@ -362,49 +360,6 @@ class Weighted(EpochOrder):
             stream = [place for one in rounds for place in one]
             chosen += stream[first - begun * len(places) :][:count]
         return shuffle(chosen, f"order {self.seed} {epoch}")
-
-
-@dataclass(frozen=True)
-class Difficulty:
-    """An order by difficulty: rows with a higher number are easier.
-
-    Args:
-        column: The number: the share of right answers, or a reward, as `rlt predict` has written it.
-        first: Whether an epoch begins with the easiest rows or with the hardest.
-    """
-
-    column: Literal["pass_rate", "reward"] = "pass_rate"
-    first: Literal["easy", "hard"] = "easy"
-
-
-class ByDifficulty(EpochOrder):
-    """All items, sorted by a number of their rows; equal ones in a new order every epoch.
-
-    Args:
-        items: The items.
-        difficulty: The number, and which end comes first.
-        seed: Seed of the order of equal ones.
-
-    Raises:
-        InputError: If a row lacks the number.
-    """
-
-    def __init__(self, items: StoredItems, difficulty: Difficulty, seed: int) -> None:
-        self.shuffled = Shuffled(len(items), seed)
-        self.num_items = len(items)
-        self.name = f"{difficulty.first} first, by {difficulty.column}"
-        values = items.sum_columns(difficulty.column)
-        if without := items.rows[np.isnan(values)].tolist():
-            raise InputError(
-                f"data.order needs a number {difficulty.column} in every row, but {len(without)} of "
-                f"{len(items)} have none ({list_rows(without)}; a cell of a CSV file is a text). Score the "
-                "rows first, or drop data.order."
-            )
-        self.values = (values if difficulty.first == "hard" else -values).tolist()
-
-    @override
-    def list_epoch(self, epoch: int) -> list[int]:
-        return sorted(self.shuffled.list_epoch(epoch), key=self.values.__getitem__)
 
 
 def shuffle(numbers: Sequence[int], seed: str) -> list[int]:

@@ -292,8 +292,6 @@ def _text(value: Any, column: str) -> str:
 
 # Models that write no tags, such as QwQ-32B-Preview, begin their solution with such a line.
 HEADING = re.compile(r"^[ \t]*(?:#+ *|\*\*)final (?:answer|solution):?(?:\*\*)?:?[ \t]*$", re.M | re.I)
-BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
-LINE_END = re.compile(r"[ \t]*\r?\n")
 
 
 def find_tag(text: str, *styles: TagStyle) -> str | None:
@@ -345,22 +343,6 @@ def strip_both(thought: str, solution: str) -> tuple[str, str] | None:
     return (thought, solution) if thought and solution else None
 
 
-def tidy_response(thought: str, solution: str) -> tuple[str, str]:
-    """Reformat a response by rules: a part of what others let a language model rewrite.
-
-    White space at line ends and repeated blank lines are removed. The thought ends where it announces its
-    final answer, which the solution gives; the solution loses that line.
-    """
-    headings = list(HEADING.finditer(thought))
-    if headings and thought[: headings[-1].start()].strip():
-        thought = thought[: headings[-1].start()]
-    solution = HEADING.sub("", solution) if HEADING.sub("", solution).strip() else solution
-    thought, solution = (
-        BLANK_LINES.sub("\n\n", LINE_END.sub("\n", text)).strip() for text in (thought, solution)
-    )
-    return thought, solution
-
-
 @dataclass(frozen=True)
 class RawResponses:
     """How rows with a model's whole response are read: its parts replace `reasoning_trace` and `solution`.
@@ -368,11 +350,9 @@ class RawResponses:
     Args:
         column: Column of the response: a text, a list of texts (several responses), or a list of turns. None:
             rows have a trace and a solution of their own.
-        tidy: Whether responses are reformatted by rules; see `tidy_response`.
     """
 
     column: str | None = None
-    tidy: bool = False
 
     def split_rows(self, rows: Iterable[NumberedRow], tags: TagStyle) -> Iterator[NumberedRow]:
         """Return a row per response, with the number of the row that it came from."""
@@ -409,7 +389,7 @@ class RawResponses:
         if (parts := split_raw(response, tags)) is None:
             detail = f"{self.column} has no tags or heading that part a thought from a solution"
             return BadRowError(BadRowReason.MISSING_TAGS, detail)
-        thought, solution = tidy_response(*parts) if self.tidy else parts
+        thought, solution = parts
         kept = {n: v for n, v in columns.items() if n not in (self.column, "conversations")}
         # The right answer must outlive the solution that held it.
         if kept.get("kind", "math") != "countdown" and (answer := reference_answer(kept)) is not None:

@@ -26,7 +26,6 @@ from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     choose_format,
     choose_formats,
-    choose_thinking_format,
     require_model,
 )
 from rlt_lightning.datamodules.rows import (
@@ -46,8 +45,8 @@ from rlt_lightning.datamodules.stratos import (
     require_length,
     require_sizes,
 )
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions, build_views, swap_solutions
 from rlt_lightning.datamodules.token_cache import Item, describe_format
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, swap_solutions
 from rlt_lightning.models.format import Role
 from rlt_lightning.types import (
     BadRowReason,
@@ -238,7 +237,7 @@ class ScoringData(ReadData):
         self, source: Rows = "chains", *, trace_columns: Sequence[str] = (TRACE_COLUMN,), **common: Any
     ) -> None:
         # Nothing trains on these rows, and all of them are scored.
-        super().__init__(source, order=None, val_source=None, val_split="", val_rows=0, **common)
+        super().__init__(source, val_source=None, val_split="", val_rows=0, **common)
         self.trace_columns = read_trace_columns(trace_columns)
 
     @override
@@ -274,8 +273,8 @@ class StudentLikelihoodData(ReadData):
 
     @override
     def choose_formats(self, model: str) -> list[ChosenFormat]:
-        # Every scorer reads in the student's format; the first one's checks that of all.
-        chosen = choose_thinking_format(self.format_options, model, self.student_names)
+        # Every scorer reads in the student's format.
+        chosen = replace(choose_format(self.format_options, None, model), thinks=True)
         return [chosen] * max(1, len(self.student_names))
 
 
@@ -363,7 +362,8 @@ class StudentOPDData(StratosDataModule):
         super().load_formats()
         teacher = self.student_names[0] if self.student_names else None
         _, tokenizer = load_tokenizers(require_model(self.tokenizer_name), teacher, self.trust_remote_code)
-        self.views = build_views(self.student_views.chosen[0], self.format, tokenizer, self.view)
+        own = self.format if tokenizer is None else self.student_views.chosen[0].build_format(tokenizer)
+        self.views = TeacherViews(self.format, own, self.view)
 
     @override
     def change_rows(self, rows: Iterator[Row]) -> Iterator[Row]:

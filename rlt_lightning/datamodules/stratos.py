@@ -1,6 +1,6 @@
 """The base class of all stages' datamodules: it turns rows into items, and items into batches.
 
-    read ─ row ─▶ complete ─▶ parse ─▶ filters ─▶ build_items ─ MadeItem ─▶ cache     see `make_items`
+    read ─ row ─▶ complete ─▶ parse ─▶ filters ─▶ build_items ─▶ table                see `make_items`
                      └──────────┴─────────┴───────────┴──▶ BadRowReport: why a row is not used
 
 A stage is a subclass (stages.py). It says which columns its rows need, what becomes of a row and of a
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -21,7 +21,6 @@ from typing import Any, ClassVar, TypeVar, cast
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.console import show_count
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow, write_reports
 from rlt_lightning.datamodules.evaluation_sets import build_set
 from rlt_lightning.datamodules.filters import Filters, RowFilter
@@ -34,10 +33,7 @@ from rlt_lightning.datamodules.format_choice import (
 )
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.loader import (
-    ByDifficulty,
     DealtLoader,
-    Difficulty,
-    EpochOrder,
     OrderedLoader,
     StepLoader,
     Weighted,
@@ -59,23 +55,21 @@ from rlt_lightning.datamodules.sources import (
     parse_sources,
     parse_weights,
 )
-from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.datamodules.token_cache import (
     Item,
-    MadeItem,
     StoredItems,
-    StoredSource,
-    TokenCache,
-    count_system_prompts,
+    build_table,
     describe_format,
-    find_token_folder,
+    flatten_item,
     hash_code,
+    hash_columns,
     hash_value,
-    join_items,
+    read_reports,
 )
+from rlt_lightning.datamodules.views import StudentViews
 from rlt_lightning.models.format import ModelFormat, Role
 from rlt_lightning.models.load import require_model_name
-from rlt_lightning.tags import TagStyle
+from rlt_lightning.tags import TagStyle, escape_half_pairs
 from rlt_lightning.types import (
     BadRowError,
     BadRowReason,
@@ -108,10 +102,9 @@ class StratosDataModule(LightningDataModule, ABC):
         filters: Which usable rows of `source` are left out.
         tokenizer: Name of the trained model; None: that of the run's module.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
-        teacher_system_prompt: None: as the teacher was trained, else ours; '' for none, @FILE for the text of
-            a file. May hold placeholders such as {explanation_open}.
-        student_system_prompt: None: as the student was trained, else the row's, else ours; '' and @FILE too.
-        format_from: Source of rows off which tags and system prompt of a student from outside are read.
+        teacher_system_prompt: None: as the teacher was trained, else ours; '' for none. May hold placeholders
+            such as {explanation_open}.
+        student_system_prompt: None: as the student was trained, else the row's, else ours; '' for none.
         force_format: Use these settings although a model records that it was trained in others.
         prompts_per_step: Rows per optimizer step, over all processes.
         max_prompt_length: Most tokens of a prompt; longer rows are left out.
@@ -127,12 +120,6 @@ class StratosDataModule(LightningDataModule, ABC):
         seed: Decides the order, the held-out rows and the rows of embedded sources.
         output_dir: Folder of `data_report.json`; None writes none.
         trust_remote_code: Run code that comes with a tokenizer.
-        order: An order of training by difficulty; None: a new random order every epoch.
-        streaming: Read data sets of the hub row by row, with max_rows only those, and do not download them
-            first.
-        token_cache: Folder in which tokenised rows are kept for the other processes and for later starts.
-            True: a folder of the user's cache; False, and with a data class of your own: none, and every
-            process keeps its own in memory.
 
     Attributes:
         role: The model that a run of this stage trains, or whose work it scores.
@@ -163,7 +150,6 @@ class StratosDataModule(LightningDataModule, ABC):
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
-        format_from: str | None = None,
         force_format: bool = False,
         prompts_per_step: int = 16,
         max_prompt_length: int = 16384,
@@ -177,36 +163,25 @@ class StratosDataModule(LightningDataModule, ABC):
         seed: int = 0,
         output_dir: str | None = None,
         trust_remote_code: bool = False,
-        order: Difficulty | None = None,
-        streaming: bool = False,
-        token_cache: bool | str = True,
     ) -> None:
         super().__init__()
         self.sources, self.val_sources = parse_sources(source), parse_sources(val_source)
         self.weights, self.val_weights = parse_weights(source), parse_weights(val_source)
         self.source = name_sources(source)  # for messages
-        self.reader = SourceReader(split, num_embedded_rows, seed, max_rows, streaming)
+        self.reader = SourceReader(split, num_embedded_rows, seed, max_rows)
         self.raw, self.filters = raw, filters
         self.trace_columns: list[str] = []
         self.follows_module = tokenizer is None
         self.tokenizer_name = tokenizer
-        self.format_options = FormatOptions(
-            tags, teacher_system_prompt, student_system_prompt, format_from, force_format
-        )
+        self.format_options = FormatOptions(tags, teacher_system_prompt, student_system_prompt, force_format)
         self.prompts_per_step, self.max_prompt_length = prompts_per_step, max_prompt_length
         self.val_split, self.val_rows = val_split, val_rows
         self.val_batch_size = prompts_per_step if val_batch_size is None else val_batch_size
         self.max_bad_frac, self.seed = max_bad_frac, seed
         self.output_dir, self.trust_remote_code = output_dir, trust_remote_code
-        self.order, self.token_cache = order, token_cache
         require_settings(self)
 
     # Lightning's hooks
-
-    def prepare_data(self) -> None:
-        """Tokenise in one process of each node; the others wait, and then map what it has written."""
-        if self.token_cache is not False and self.trainer is not None and self.trainer.state.fn is not None:
-            self.setup(self.trainer.state.fn)
 
     def setup(self, stage: str) -> None:
         """Read, check and tokenise everything, so that bad data is reported before a model is loaded."""
@@ -222,19 +197,18 @@ class StratosDataModule(LightningDataModule, ABC):
         self.require_files()
         self.load_formats()
         row_filter = RowFilter(self.filters, self.trace_columns, self.format.tags)
-        sources = self._tokenize(self.sources, self.reader, row_filter)
-        items = join_items(sources)
+        items, self.reports = self._tokenize(self.sources, self.reader, row_filter)
         val_items = items[:0]
-        self.reports = [source.report for source in sources]
         if stage != "predict":
             if self.val_sources:
-                val_sources = self._tokenize(self.val_sources, replace(self.reader, split=self.val_split))
-                val_items = join_items(val_sources)[: self.val_rows or None]
-                self.reports += [source.report for source in val_sources]
+                reader = replace(self.reader, split=self.val_split)
+                val_items, reports = self._tokenize(self.val_sources, reader)
+                val_items = val_items[: self.val_rows or None]
+                self.reports += reports
             elif self.val_rows:
                 items, val_items = hold_out(items, self.val_rows, self.seed)
         self.items, self.val_items = items, val_items
-        self.system_prompts = count_system_prompts(items, sources)  # of the student
+        self.system_prompts = items.count_system_prompts()  # of the student
         self._check_rows()
         if stage == "validate" and not val_items:
             raise InputError(
@@ -256,7 +230,6 @@ class StratosDataModule(LightningDataModule, ABC):
             self.reader.open(source)
         for source in self.val_sources:
             replace(self.reader, split=self.val_split).open(source)
-        self.format_options.require_files()
         for name, settings in (self.filters.overlap_with or {}).items():
             build_set(name, settings).require_source()
         for name in filter(None, (self.tokenizer_name, *self.student_names)):
@@ -278,7 +251,6 @@ class StratosDataModule(LightningDataModule, ABC):
             tags=written.tags,
             teacher_system_prompt=written.teacher_system_prompt,
             student_system_prompt=written.student_system_prompt,
-            format_from=written.format_from,
             force_format=written.force_format,
             prompts_per_step=self.prompts_per_step,
             val_batch_size=self.val_batch_size,
@@ -286,7 +258,6 @@ class StratosDataModule(LightningDataModule, ABC):
             max_bad_frac=1.0,
             seed=self.seed,
             trust_remote_code=self.trust_remote_code,
-            token_cache=self.token_cache,
             **options,
         )
         data.student_names = self.student_names
@@ -308,11 +279,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return what `train_dataloader` returns, for callers that only ask for its length."""
-        order: EpochOrder | None = None
-        if self.weights:
-            order = Weighted(self.items.sources, self.weights, self.seed)
-        elif self.order:
-            order = ByDifficulty(self.items, self.order, self.seed)
+        order = Weighted(self.items.sources, self.weights, self.seed) if self.weights else None
         share = (self.seed, self._rank(), self._world_size(), order)
         return StepLoader(self.items, self.prompts_per_step, self.collate, *share)
 
@@ -511,48 +478,48 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def make_items(
         self, rows: Iterable[NumberedRow], report: BadRowReport, row_filter: RowFilter | None = None
-    ) -> Iterator[MadeItem]:
-        """Yield the items of a source, and report the rows that are not used.
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the items of a source, and then the rows that are not used, as fields of a table.
 
         Args:
             rows: Rows as they were read.
-            report: Gets the rows that are bad or left out; it is complete after the last item.
+            report: Gets the rows that are bad or left out.
             row_filter: The filters; None for rows that pass none.
 
         Raises:
             InputError: If no row has the columns that the stage needs.
         """
-        rows = self._complete_rows(rows, report)
+        rows = (
+            (number, columns if isinstance(columns, BadRowError) else self.complete(columns))
+            for number, columns in rows
+        )
         rows = check_columns(rows, report.source, self.trace_columns, self.takes_completions)
         parsed = self.change_rows(self._parse_rows(rows, report))
         if row_filter is not None:
             parsed = row_filter.filter_rows(parsed, report)
-        for number, columns, row in show_count(parsed, f"tokenising {report.source}"):
+        for number, columns, row in parsed:
             if row_filter is not None and row_filter.is_duplicate(row):
                 report.filtered.append((number, FilterReason.DUPLICATE, "an earlier row is used"))
                 continue
             try:
                 items = self.build_items(number, row, columns)
             except BadRowError as error:
-                report.add(number, error)
+                report.bad.append((number, error))
                 continue
             own_prompt = self.find_row_prompt(row)
-            prompt = self.format.student_system_prompt if own_prompt is None else own_prompt
-            yield from (MadeItem(item, prompt, columns) for item in items)
-            if any(isinstance(item, SFTExample) and item.num_cut for item in items):
-                report.truncated.append(number)
+            of_row = {
+                "row": number,
+                "system_prompt": self.format.student_system_prompt if own_prompt is None else own_prompt,
+                "content": hash_columns(columns),
+            }
+            for place, item in enumerate(items):
+                yield {**of_row, "is_first": place == 0, **flatten_item(item)}
             if row_filter is not None:
                 row_filter.remember(row)
-        report.sort()
-        if row_filter is not None:
-            row_filter.num_sources += 1
-
-    def _complete_rows(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[NumberedRow]:
-        """Yield rows with what the stage adds, and count them."""
-        for number, columns in rows:
-            report.num_rows += 1
-            report.last_row = number
-            yield number, columns if isinstance(columns, BadRowError) else self.complete(columns)
+        bad = [(number, error.reason, error.detail) for number, error in report.bad]
+        for number, reason, detail in (*bad, *report.filtered):
+            detail = escape_half_pairs(detail)
+            yield {"row": number, "is_first": True, "rejected": str(reason), "detail": detail}
 
     def _parse_rows(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[Row]:
         """Yield the rows that can be parsed, and report the others."""
@@ -562,7 +529,7 @@ class StratosDataModule(LightningDataModule, ABC):
                     raise columns
                 texts = self.parse(columns)
             except BadRowError as error:
-                report.add(number, error)
+                report.bad.append((number, error))
             else:
                 yield number, columns, texts
 
@@ -576,47 +543,34 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def _tokenize(
         self, sources: list[Source], reader: SourceReader, row_filter: RowFilter | None = None
-    ) -> list[StoredSource]:
+    ) -> tuple[StoredItems, list[BadRowReport]]:
         """Read and tokenise sources, or find them in the cache; row numbers continue from one to the next."""
-        # The key holds our code, but not that of a class of one's own: its items could be those of before.
-        is_ours = type(self).__module__.startswith("rlt_lightning.")
-        cache = TokenCache(find_token_folder(self.token_cache) if is_ours else None)
-        keys = [""] * len(sources)  # without a folder nothing is looked up
-        if cache.folder:
-            keys = self.build_keys(sources, reader, row_filter)
 
-        found: list[StoredSource] = []
-        first_row = 1
-        for number, (source, key) in enumerate(zip(sources, keys, strict=True)):
-            stored = cache.load(key, str(source))
-            if stored is None and row_filter is not None and row_filter.finds_duplicates:
-                for earlier in sources[row_filter.num_sources : number]:
-                    # It was in the cache, so that the filter has not seen its rows.
-                    rows = self._read(earlier, reader)
-                    deque(self.make_items(rows, BadRowReport(str(earlier)), row_filter), maxlen=0)
-            if stored is None:
-                report = BadRowReport(str(source))
+        def make_rows() -> Iterator[dict[str, Any]]:
+            before = last = 0
+            for number, source in enumerate(sources):
                 rows = self._read(source, reader)
-                stored = cache.save(key, self.make_items(rows, report, row_filter), report)
-            stored.report.first_row = first_row
-            first_row += stored.report.last_row
-            found.append(stored)
-        return found
+                for made in self.make_items(rows, BadRowReport(str(source)), row_filter):
+                    last = max(last, before + made["row"])
+                    yield {**made, "source": number, "row": before + made["row"]}
+                before = last
 
-    def build_keys(
+        table = build_table(make_rows, self.build_key(sources, reader, row_filter))
+        return StoredItems(table), read_reports(table, list(map(str, sources)))
+
+    def build_key(
         self, sources: Sequence[Source], reader: SourceReader, row_filter: RowFilter | None = None
-    ) -> list[str]:
-        """Return a hash of all that decides the items of each source: its key in the cache."""
+    ) -> str | None:
+        """Return a hash of all that decides the items: their key in the cache.
+
+        None for rows that are not in files, and for a class of one's own, whose code is not in the key.
+        """
+        rows = [reader.fingerprint(source) for source in sources]
+        if None in rows or not type(self).__module__.startswith("rlt_lightning."):
+            return None
         settings = {"code": hash_code(), "raw": asdict(self.raw), **self.describe()}
         settings["format"] = describe_format(self.format)
-        if row_filter is not None and row_filter.filters.list_active():
-            settings["filters"] = row_filter.describe()
-        keys: list[str] = []
-        for source in sources:
-            # A row may be the duplicate of one in an earlier source.
-            earlier = keys[-1:] if row_filter is not None and row_filter.finds_duplicates else []
-            keys.append(hash_value([settings, reader.fingerprint(source), earlier]))
-        return keys
+        return hash_value([settings, rows, row_filter and row_filter.describe()])
 
     def _read(self, source: Source, reader: SourceReader) -> Iterator[NumberedRow]:
         """Read the rows of a source; a row with several whole responses becomes several."""
@@ -665,11 +619,6 @@ def require_settings(data: StratosDataModule) -> None:
         raise InputError("data.source must name at least one source, but is an empty list. Name one.")
     if data.val_weights:
         raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
-    if data.weights and data.order:
-        raise InputError(
-            "Sources may have weights, or data.order may be set, but not both: an order by difficulty "
-            "mixes the sources in its own way. Drop one."
-        )
 
 
 def require_sizes(**sizes: int | None) -> None:

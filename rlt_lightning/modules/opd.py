@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rlt_lightning.datamodules.stages import StudentOPDData
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.datamodules.teacher_views import TeacherViews
+from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from trainers import bare_trainer
 from rlt_lightning.callbacks import ModelExporter, ReferenceSync
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints, read_whole_state
-from rlt_lightning.datamodules import token_cache
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.run.jsonl import append_rows, rewrite
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.types import InputError, naming_full_disk
@@ -128,13 +129,15 @@ def test_an_export_that_finds_no_room_keeps_the_model_before(
 def test_token_cache_that_finds_no_room_is_named(
     num_bytes: int, limit: Any, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 100)  # otherwise so few rows are not written
-    rows = data(tiny_model, tmp_path, token_cache=str(tmp_path / "tokens"))
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
+    row = {"question": "1+1?", "solution": "2"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    rows = TeacherRLData(str(tmp_path / "rows.jsonl"), tokenizer=tiny_model, prompts_per_step=4)
     limit(num_bytes)
-    with pytest.raises(InputError, match=f"{tmp_path / 'tokens'}, must .* have room.*data.token_cache"):
+    with pytest.raises(InputError, match=f"{tmp_path / 'tokens'}, must .* have room.*RLT_CACHE_DIR"):
         rows.setup("fit")
     limit(resource.RLIM_INFINITY)
-    assert not list((tmp_path / "tokens").glob("*.tmp"))
+    assert not list((tmp_path / "tokens").rglob("*.arrow"))
     rows.setup("fit")
 
 

@@ -308,24 +308,10 @@ def test_the_frozen_student_is_asked_in_its_own_format(tiny_model: str, tmp_path
     assert data.trained_format() == ModelFormat("teacher", R1, "Explain.")
 
 
-def test_settings_fill_in_for_models_from_outside(tiny_model: str, bespoke: str, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("From a file {thought_open}.\n")
-    by_file = choose_format(FormatOptions("r1", None, f"@{tmp_path / 'prompt.txt'}"), None, tiny_model)
-    tokenizer = load_tokenizer(tiny_model)
-    assert by_file.build_format(tokenizer).student_system_prompt == "From a file <think>."
-    assert by_file.guessed == {}
-    from_rows = choose_format(FormatOptions(format_from=bespoke), None, tiny_model)
-    assert (from_rows.student_tags, from_rows.guessed) == (STRATOS, {})
-    assert from_rows.student_system_prompt == rows_of(bespoke)[0]["system"]
-    with pytest.raises(
-        InputError, match=r"Either --data.student_system_prompt or --data.format_from.*'X'.*1312 char"
-    ):
-        choose_format(FormatOptions(None, None, "X", bespoke), None, tiny_model)
-    with pytest.raises(InputError, match="must name a readable text file after @, but '/no/file' is not"):
-        choose_format(FormatOptions(None, None, "@/no/file"), None, tiny_model)
-    plain = write(tmp_path / "plain.jsonl", [{"question": "1?", "solution": "1"}])
-    with pytest.raises(InputError, match=r"none of the first 1 rows of '.*' has"):
-        choose_format(FormatOptions(format_from=plain), None, tiny_model)
+def test_settings_fill_in_for_models_from_outside(tiny_model: str) -> None:
+    chosen = choose_format(FormatOptions("r1", None, "Begin with {thought_open}."), None, tiny_model)
+    assert chosen.build_format(load_tokenizer(tiny_model)).student_system_prompt == "Begin with <think>."
+    assert chosen.guessed == {}
 
 
 def test_an_unknown_model_warns_once(tiny_model: str, bespoke: str, tmp_path: Path) -> None:

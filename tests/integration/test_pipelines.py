@@ -28,8 +28,8 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition, split_words
-from rlt_lightning.datamodules.rows import RawResponses, split_raw, split_response, tidy_response
+from rlt_lightning.datamodules.filters import Filters, Overlaps, split_words
+from rlt_lightning.datamodules.rows import RawResponses, split_raw, split_response
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
@@ -248,7 +248,7 @@ def test_selections_of_answers_take_what_they_say() -> None:
     ("options", "expected"),
     [
         (["--rollouts.max_resamples=2"], "rollouts.max_resamples must be 0, since pass_rate counts every"),
-        (["--data.filters.max_repetition=0.5"], "data.filters may set no filter of traces"),
+        (["--data.filters.duplicates=trace"], "data.filters.duplicates may not be trace"),
         (["--data.filters.min_pass_rate=0.5"], "need rows with pass_rate, which `rlt predict` writes"),
     ],
 )
@@ -316,14 +316,6 @@ def test_a_response_with_a_second_tag_is_not_split() -> None:
     assert split_response(turn("<|end_of_thought|>", "2"), R1) is None
 
 
-def test_tidying_follows_its_rules_and_changes_nothing_else() -> None:
-    thought, solution = tidy_response(RAW, "**Final Answer**\n\nIt is\n\n\n2. ")
-    assert thought == "Okay, so 1 + 1.\n\nThat is 2."
-    assert solution == "It is\n\n2."
-    plain = ("One  line,\n  indented.\n\nThe final answer is near.", "So **Final Answer** 2.")
-    assert tidy_response(*plain) == plain
-
-
 def student_data(source: Path | str, model: str, **options: Any) -> StratosDataModule:
     settings: dict[str, Any] = {"prompts_per_step": 1, "tags": "r1", "student_system_prompt": ""} | options
     kind = settings.pop("kind", StudentSFTData)
@@ -367,13 +359,13 @@ def test_raw_responses_are_trained_on_as_they_are_or_post_processed(tiny_model: 
     processed = student_data(
         source,
         tiny_model,
-        raw=RawResponses("response", tidy=True),
+        raw=RawResponses("response"),
         filters=Filters(right_only=True),
         **options,
     )
     assert [example.row for example in processed.examples] == [1, 3]
     texts = [raw.format.tokenizer.decode(example.token_ids) for example in processed.examples]
-    assert turn("Okay, so 1 + 1.\n\nThat is 2.", "It is $\\boxed{2}$.") in texts[0]
+    assert turn(RAW, "It is $\\boxed{2}$.") in texts[0]
     assert turn("b", "4") in texts[1]
     report = processed.reports[0]
     assert report.rows_by_filter() == {"wrong_answer": [2, 3], "no_reference": [4]}
@@ -392,14 +384,6 @@ def custom(question: str, trace: str = "Count.", **columns: Any) -> dict[str, An
 @pytest.mark.parametrize(
     ("filters", "rows", "expected"),
     [
-        ({"min_trace_chars": 6}, [custom("a"), custom("b", "Look.")], {"short_trace": [2]}),
-        ({"max_trace_chars": 6}, [custom("a"), custom("b", "Look up.")], {"long_trace": [2]}),
-        # Six bigrams, of which "a b" comes three times and "b a" twice.
-        (
-            {"max_repetition": 0.4, "repetition_ngram": 2},
-            [custom("a", "a b a b a b"), custom("b", "a b c")],
-            {"repetition": [1]},
-        ),
         ({"duplicates": "question"}, [custom("a  B"), custom("A b\n", "x"), custom("c")], {"duplicate": [2]}),
         (
             {"duplicates": "trace"},
@@ -448,13 +432,14 @@ def test_a_filter_leaves_out_what_it_says(
 
 
 def test_a_row_that_is_not_used_makes_no_duplicate(tiny_model: str, tmp_path: Path) -> None:
-    rows = [custom("a", "long " * 400), custom("a", "Look up."), custom("a"), custom("a")]
-    filters = Filters(duplicates="question", max_trace_chars=6)
+    rows = [custom("a", "long " * 400), custom("a", pass_rate=0.9), custom("a"), custom("a")]
+    rows[2:] = [row | {"pass_rate": 0.5} for row in rows[2:]]
+    filters = Filters(duplicates="question", max_pass_rate=0.5)
     data = student_data(
         write(tmp_path / "rows.jsonl", rows), tiny_model, filters=filters, max_length=300, max_bad_frac=0.5
     )
     assert [example.row for example in data.examples] == [3]
-    assert data.reports[0].rows_by_filter() == {"long_trace": [1, 2], "duplicate": [4]}
+    assert data.reports[0].rows_by_filter() == {"pass_rate": [1, 2], "duplicate": [4]}
     data = student_data(
         write(tmp_path / "rows.jsonl", rows),
         tiny_model,
@@ -536,17 +521,14 @@ def test_a_private_set_is_compared_but_never_written(
         student_data(source, tiny_model, filters=filters)
 
 
-def test_repetition_is_the_part_of_runs_that_came_before() -> None:
-    assert repetition("a b c d", 2) == 0
-    assert repetition("a b a b a", 2) == pytest.approx(2 / 4)  # ab ba | ab ba
-    assert repetition("a b", 3) == 0
+def test_operators_are_words() -> None:
     assert split_words("If $x^2=4$, what IS x?") == ["if", "x", "^", "2", "=", "4", "what", "is", "x"]
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: Filters(max_repetition=1.5), r"max_repetition must be in \[0, 1\], but is 1.5"),
+        (lambda: Filters(max_pass_rate=1.5), r"max_pass_rate must be in \[0, 1\], but is 1.5"),
         (lambda: Filters(overlap_ngram=0), "overlap_ngram must be at least 1, but is 0"),
         (lambda: Overlaps({"nowhere": None}, 13), "names 'nowhere' with none"),
     ],
@@ -557,9 +539,9 @@ def test_a_filter_that_makes_no_sense_is_refused(make: Callable[[], object], exp
 
 
 def test_filters_that_leave_nothing_are_named(tiny_model: str, tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [custom("a"), custom("b")])
-    with pytest.raises(InputError, match=r"must leave at least one row, but 2 of 2 rows .* long_trace 2"):
-        student_data(source, tiny_model, filters=Filters(max_trace_chars=2))
+    source = write(tmp_path / "rows.jsonl", [custom("a", pass_rate=1), custom("b", pass_rate=1)])
+    with pytest.raises(InputError, match=r"must leave at least one row, but 2 of 2 rows .* pass_rate 2"):
+        student_data(source, tiny_model, filters=Filters(max_pass_rate=0.5))
 
 
 def test_filters_of_questions_serve_every_stage(tiny_model: str, tmp_path: Path) -> None:

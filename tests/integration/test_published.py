@@ -15,7 +15,6 @@ import yaml
 from commands import ROOT, rlt
 from tiny import tiny_options
 
-from rlt_lightning.datamodules.format_choice import FormatOptions, read_format
 from rlt_lightning.models.load import load_tokenizer
 
 QUESTION = "What is 3 + 4?"
@@ -74,6 +73,11 @@ def rows(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+def read_prompt(rows: str) -> str:
+    """Return the system prompt that the published student was trained with."""
+    return str(json.loads(Path(rows).read_text().splitlines()[0])["system"])
+
+
 def run(*words: str, text: str | None = None) -> str:
     """Run a command; return its standard output. It must not warn of an unknown format."""
     result = rlt(*words, **({} if text is None else {"text": text}))
@@ -94,19 +98,21 @@ def test_a_published_student_is_evaluated_as_it_was_trained(
 ) -> None:
     question = {"question": QUESTION, "answer": "7"}
     (tmp_path / "set.jsonl").write_text(json.dumps(question))
-    words = config("recipe_7b/evaluate.yaml", "test", published, f"--data.format_from={rows}")
+    words = config(
+        "recipe_7b/evaluate.yaml", "test", published, f"--data.student_system_prompt={read_prompt(rows)}"
+    )
     sets = json.dumps({"own": str(tmp_path / "set.jsonl")})
     run(*words, f"--data.sets={sets}", f"--output_dir={tmp_path / 'run'}")
     prompt = json.loads((tmp_path / "run/evaluation.json").read_text())["sets"]["own"]["prompt"]
-    system = read_format(rows, FormatOptions()).system_prompt
-    chat = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+    chat = [{"role": "system", "content": read_prompt(rows)}, {"role": "user", "content": QUESTION}]
     tokenizer = load_tokenizer(published)
     assert prompt == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
 
 @pytest.mark.full
 def test_a_published_student_scores_traces(published: str, rows: str, tmp_path: Path) -> None:
-    options = [f"--data.source={rows}", f"--data.format_from={rows}", "--data.teacher_system_prompt="]
+    options = [f"--data.source={rows}", f"--data.student_system_prompt={read_prompt(rows)}"]
+    options += ["--data.teacher_system_prompt="]
     run(*config("recipe_7b/rank.yaml", "predict", published), *options, f"--output_dir={tmp_path / 'run'}")
     assert len((tmp_path / "run/scores.jsonl").read_text().splitlines()) == 4
 
@@ -120,14 +126,14 @@ def test_training_continues_from_a_published_student(
     run(*config(name, "fit", published), *options)
     record = json.loads((tmp_path / "run/model/rlt_format.json").read_text())
     assert record["role"] == "student"
-    assert record["system_prompt"] == read_format(rows, FormatOptions()).system_prompt
+    assert record["system_prompt"] == read_prompt(rows)
     assert not (tmp_path / "run/model/training_args.bin").exists()
 
 
 @pytest.mark.full
 def test_stage_2_continues_from_a_released_teacher(published: str, rows: str, tmp_path: Path) -> None:
-    (tmp_path / "teacher.txt").write_text(TEACHER_PROMPT)
-    options = [f"--data.teacher_system_prompt=@{tmp_path / 'teacher.txt'}", f"--data.format_from={rows}"]
+    options = [f"--data.teacher_system_prompt={TEACHER_PROMPT.strip()}"]
+    options += [f"--data.student_system_prompt={read_prompt(rows)}"]
     options += [f"--data.source={rows}", f"--output_dir={tmp_path / 'run'}"]
     run(*config("recipe_7b/rlt.yaml", "fit", published), *options)
     record = json.loads((tmp_path / "run/model/rlt_format.json").read_text())

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, StudentOPDData
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -43,7 +43,7 @@ def teacher(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def data(folder: Path, view: ViewOptions = EXPLANATION, **options: Any) -> StratosDataModule:
     prompts = {"teacher_system_prompt": "", "student_system_prompt": ""}
-    settings = dict(source="chains", num_embedded_rows=8, prompts_per_step=4, tags="r1", token_cache=False)
+    settings = dict(source="chains", num_embedded_rows=8, prompts_per_step=4, tags="r1")
     settings |= prompts | {"view": view, "output_dir": str(folder)} | options
     return StudentOPDData(**settings)
 

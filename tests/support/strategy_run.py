@@ -30,7 +30,7 @@ from rlt_lightning.callbacks import (
 from rlt_lightning.checkpoints.export import Adapter
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StudentLikelihoodData, StudentOPDData, TeacherRLData
-from rlt_lightning.datamodules.teacher_views import ViewOptions
+from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import EngineError, HFEngine, Placement, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors

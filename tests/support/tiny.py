@@ -72,8 +72,6 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     else:
         options = [*TINY, f"--model.teacher={model}"]
         options += [f"--model.student={model}"] if arguments.get("student", "") is not None else []
-    if settings["data"].get("init_args", {}).get("format_from"):
-        options += ["--data.format_from=null"]  # rows of the hub
     options += ["--data.max_length=2048"] if is_sft else []
     if verb == "fit":
         options += ["--trainer.max_steps=1", "--data.val_rows=0"]

@@ -35,7 +35,7 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.datamodules.teacher_views import ViewOptions
+from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import HFEngine, Placement, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
@@ -132,7 +132,6 @@ def data(tokenizer: str, kind: type[StratosDataModule] = TeacherRLData, **option
         "source": "chains",
         "num_embedded_rows": NUM_ROWS,
         "prompts_per_step": 2,
-        "token_cache": False,
     }
     return kind(tokenizer=tokenizer, **defaults | options)
 

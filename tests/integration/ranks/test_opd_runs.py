@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules import TeacherSFTData
-from rlt_lightning.datamodules.teacher_views import ViewOptions
+from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
 from rlt_lightning.modules import OPDModule, base
 from rlt_lightning.modules.optimizer import OptimizerConfig

@@ -1,14 +1,12 @@
-"""Tokenised rows in Arrow files: equal items, made by one process, mapped by others, remade on a change."""
+"""Tokenised rows in a table: equal items, made by one process, mapped by others, remade on a change."""
 
 from __future__ import annotations
 
-import csv
 import datetime
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ import pyarrow.parquet
 import pytest
 import ranks
 from commands import ROOT, Running, python, wait_until
-from damage import count_unnoticed
 from imported import imports, module_name
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -39,7 +36,6 @@ from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.datamodules.rows import RawResponses
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stages import SFTData
-from rlt_lightning.datamodules.token_cache import TokenCache, delete_unused
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.types import InputError, Problem
 
@@ -69,11 +65,11 @@ def source(tmp_path: Path) -> str:
 
 @pytest.fixture
 def make_data(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeData:
-    """Build a datamodule whose cache lies in the test's folder and keeps small sources too."""
-    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 400)
+    """Build a datamodule whose cache lies in the test's folder."""
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
 
     def make(*sources: str, **options: Any) -> StratosDataModule:
-        settings = {"prompts_per_step": 4, "max_bad_frac": 0.2, "token_cache": str(tmp_path / "tokens")}
+        settings = {"prompts_per_step": 4, "max_bad_frac": 0.2}
         options = {"tokenizer": tiny_model, "kind": TeacherRLData, **settings, **options}
         data = options.pop("kind")(list(sources), **options)
         data.setup("fit")
@@ -83,8 +79,8 @@ def make_data(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def entries(folder: Path) -> set[str]:
-    """Names of all entries, without locks."""
-    return {path.name for path in (folder / "tokens").glob("*") if path.suffix != ".lock"}
+    """Folders of all entries that are complete."""
+    return {str(path.parent) for path in (folder / "tokens").rglob("dataset_info.json")}
 
 
 def no_items(*_: Any) -> Any:
@@ -126,10 +122,11 @@ def test_mapped_items_equal_those_just_made(
         [12] if issubclass(kind, SFTData) else [],
     )
     assert entries(tmp_path) == {entry}
-    assert (tmp_path / "tokens" / entry).is_file()
 
 
-def test_a_class_of_ones_own_gets_no_items_of_before(make_data: MakeData, tmp_path: Path) -> None:
+def test_a_class_of_ones_own_gets_no_items_of_before(
+    make_data: MakeData, source: str, tmp_path: Path
+) -> None:
     class Longer(TeacherRLData):
         def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
             return super().complete({**columns, "question": f"{columns['question']} Explain."})
@@ -141,48 +138,42 @@ def test_a_class_of_ones_own_gets_no_items_of_before(make_data: MakeData, tmp_pa
     assert len(entries(tmp_path)) == 1
 
 
-def test_one_file_holds_items_and_the_reasons_of_rejected_rows(
+def test_one_table_holds_items_and_the_reasons_of_rejected_rows(
     make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows: list[Any] = [row_of(number) for number in range(30)]
-    rows[3]["solution"], rows[5]["question"], rows[9]["reasoning_trace"] = "", rows[4]["question"], "a " * 900
+    rows: list[Any] = [row_of(number) | {"pass_rate": 0.5} for number in range(30)]
+    rows[3]["solution"], rows[5]["question"], rows[9]["pass_rate"] = "", rows[4]["question"], 0.9
     source = write_rows(tmp_path / "rows.jsonl", rows)
     Path(source).write_text(Path(source).read_text() + '{"question"\n\n')  # a bad line, and a blank one
     options: dict[str, Any] = {"kind": StudentSFTData, "max_length": 400, "long_traces": "truncate"}
-    options["filters"] = Filters(duplicates="question", max_trace_chars=1000)
+    options["filters"] = Filters(duplicates="question", max_pass_rate=0.5)
     first = make_data(source, **options)
-    [entry] = entries(tmp_path)
-    table = pyarrow.ipc.open_file(str(tmp_path / "tokens" / entry)).read_all()
+    assert len(entries(tmp_path)) == 1
+    table = first.items.table
     rejected = table.filter(pyarrow.compute.is_valid(table["rejected"]))
     reasons = dict(zip(rejected["row"].to_pylist(), rejected["rejected"].to_pylist(), strict=True))
-    assert reasons == {4: "empty_solution", 6: "duplicate", 10: "long_trace", 31: "broken_json"}
+    assert reasons == {4: "empty_solution", 6: "duplicate", 10: "pass_rate", 31: "broken_json"}
     assert table.num_rows - rejected.num_rows == len(first.items) == 27
     monkeypatch.setattr(StudentSFTData, "build_items", no_items)
     [report] = make_data(source, **options).reports
     assert report.as_dict() == first.reports[0].as_dict()
-    assert (report.last_row, report.num_rows) == (31, 31)
+    assert report.num_rows == 31
     assert "Expecting" in dict((row, error.detail) for row, error in report.bad)[31]
 
 
-def test_without_a_cache_items_are_the_same(make_data: MakeData, source: str, tmp_path: Path) -> None:
-    kept, unkept = make_data(source), make_data(source, token_cache=False)
+def test_rows_in_memory_and_in_files_are_alike(make_data: MakeData, source: str, tmp_path: Path) -> None:
+    rows = [columns for _, columns in read_rows(source)]
+    kept, unkept = make_data(source), make_data(rows)
     assert list(unkept.items) == list(kept.items)
+    assert unkept.fingerprint_rows() == kept.fingerprint_rows()
     assert len(entries(tmp_path)) == 1
-
-
-def test_a_small_source_stays_in_memory(
-    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 10**6)
-    assert len(make_data(source).items) == 38
-    assert not (tmp_path / "tokens").exists()
 
 
 def test_items_cost_their_token_ids(make_data: MakeData, source: str) -> None:
     items = make_data(source, kind=StudentSFTData, max_length=10**6).items
     num_bytes = items.table.nbytes
     num_tokens = int(items.sum_columns("token_ids").sum())
-    beside = 60 * len(items)  # numbers of each item
+    beside = 800 * len(items)  # numbers of each item, and the system prompt
     assert 4 * num_tokens <= num_bytes <= 4 * num_tokens + beside
 
 
@@ -226,17 +217,8 @@ def test_columns_that_only_json_knows_come_back(value: Any, make_data: MakeData,
     assert [list(columns.items()) for columns in found] == [list(row.items()) for row in rows]
 
 
-@pytest.mark.parametrize("value", [{1: "a"}, {1}, object()], ids=range(3))
-def test_a_value_that_nothing_can_hold_is_named(value: Any, make_data: MakeData) -> None:
-    rows = [row_of(number) | {"day": datetime.date(2025, 1, 2), "odd": value} for number in range(20)]
-    if value == {1}:
-        rows = [row | {1: "a column without a name"} for row in rows]
-    with pytest.raises(InputError, match="Columns"):
-        make_data(rows)
-
-
 def test_a_reason_that_quotes_half_a_pair_is_stored(make_data: MakeData, tmp_path: Path) -> None:
-    rows: list[Any] = [{"question": f"{n}?", "solution": r"\boxed{1}"} for n in range(2000)]
+    rows: list[Any] = [{"question": f"{n}?", "solution": r"\boxed{1}"} for n in range(9)]
     rows[3]["kind"] = "odd \ud83e"
     source = write_rows(tmp_path / "rows.jsonl", rows)
     [report] = make_data(source, kind=StudentRLData).reports
@@ -254,7 +236,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "teacher's prompt": {"teacher_system_prompt": "Teach."},
     "student's prompt": {"student_system_prompt": "Learn."},
     "filter": {"filters": Filters(duplicates="question")},
-    "raw": {"raw": RawResponses(tidy=True)},
+    "raw": {"raw": RawResponses("solution"), "max_bad_frac": 1.0},
     "trace": {"kind": TeacherSFTData, "trace_columns": ["solution"]},
 }
 
@@ -320,7 +302,6 @@ def test_an_edited_template_or_evaluation_set_is_noticed(
 # What decides tokens belongs into `token_cache.CODE`.
 BESIDE_THE_KEY = {
     "console": "lines for people, and how often the hub is asked",
-    "digests": "whether a file is as it was written",
     "metrics.answers": "names of figures",
     "run.jsonl": "rows that a run writes",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
@@ -350,9 +331,8 @@ def test_a_key_is_the_same_in_every_process(tiny_model: str, source: str) -> Non
     code = f"""
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.datamodules.filters import Filters
-from rlt_lightning.datamodules import stratos
-build_keys = stratos.build_keys
-stratos.build_keys = lambda *words: print(*build_keys(*words)) or exit()
+build_key = TeacherRLData.build_key
+TeacherRLData.build_key = lambda *words: print(build_key(*words)) or exit()
 filters = Filters(duplicates="question", overlap_with={{"chains": None}})
 TeacherRLData({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit")
 """
@@ -366,51 +346,18 @@ TeacherRLData({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit"
     assert len(key) == 32
 
 
-def test_rows_in_memory_are_kept_too(
-    make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [row_of(number) for number in range(40)]
-    first = make_data(rows)
-    assert first.source == "40 rows in memory"
-    with monkeypatch.context() as patch:
-        patch.setattr(TeacherRLData, "build_items", no_items)
-        assert list(make_data([dict(row) for row in rows]).items) == list(first.items)
-        assert list(make_data(datasets.Dataset.from_list(rows)).items) == list(first.items)
-    rows[5]["question"] = "5+2?"
-    assert make_data(rows).problems[5].question == "5+2?"
-    assert len(entries(tmp_path)) == 2
-
-
-def test_sources_have_entries_of_their_own(
-    make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [
-        write_rows(tmp_path / f"{name}.jsonl", [row_of(number) for number in range(start, start + 20)])
-        for name, start in (("a", 0), ("b", 10), ("c", 100))
-    ]
-    made = make_data(*paths[:2], token_cache=False)
-    make_data(paths[1])
-    make_data(paths[0])
-    monkeypatch.setattr(TeacherRLData, "build_items", no_items)
-    both = make_data(*paths[:2])
-    assert list(both.items) == list(made.items)
-    assert [item.row for item in both.items] == list(range(1, 41))
-    assert len(entries(tmp_path)) == 2
-
-
-def test_duplicates_are_found_in_sources_that_are_mapped(make_data: MakeData, tmp_path: Path) -> None:
+def test_duplicates_are_found_over_sources(make_data: MakeData, tmp_path: Path) -> None:
     paths = [
         write_rows(tmp_path / f"{name}.jsonl", [row_of(number) for number in range(start, start + 20)])
         for name, start in (("a", 0), ("b", 10), ("c", 15))
     ]
     options = {"filters": Filters(duplicates="question")}
     expected = list(range(1, 21)) + list(range(31, 41)) + list(range(56, 61))
-    assert make_data(*paths, **options, token_cache=False).items.rows.tolist() == expected
-    make_data(*paths[:2], **options)
-    assert len(entries(tmp_path)) == 2
-    assert make_data(*paths, **options).items.rows.tolist() == expected
-    assert make_data(*paths, **options).items.rows.tolist() == expected
-    assert len(entries(tmp_path)) == 3
+    for _ in range(2):
+        data = make_data(*paths, **options)
+        assert data.items.rows.tolist() == expected
+        assert [report.first_row for report in data.reports] == [1, 21, 41]
+    assert data.reports[1].rows_by_filter() == {"duplicate": list(range(1, 11))}
     # After other sources the same rows are others.
     assert make_data(paths[1], **options).items.rows.tolist() == list(range(1, 21))
 
@@ -418,21 +365,19 @@ def test_duplicates_are_found_in_sources_that_are_mapped(make_data: MakeData, tm
 # Processes
 
 
-def train(rank: int, model: str, source: str, folder: str, cached: bool) -> None:
+def train(rank: int, model: str, source: Any, folder: str) -> None:
     """Fine-tune for two steps as one of two ranks; write the loss and how many rows this rank tokenised."""
     counted: list[int] = []
     build_items = StudentSFTData.build_items
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache, "BATCH_TOKENS", 400)
+        patch.setenv("RLT_CACHE_DIR", folder)
         patch.setattr(
             StudentSFTData,
             "build_items",
             lambda self, *words: counted.append(1) or build_items(self, *words),
         )
         options = dict(prompts_per_step=4, max_bad_frac=0.2, max_length=400)
-        data = StudentSFTData(
-            source, tokenizer=model, token_cache=f"{folder}/tokens" if cached else False, **options
-        )
+        data = StudentSFTData(source, tokenizer=model, **options)
         module = SFTModule(pretrained=model)
         trainer = Trainer(
             default_root_dir=Path(folder),
@@ -452,50 +397,24 @@ def train(rank: int, model: str, source: str, folder: str, cached: bool) -> None
 
 
 def test_one_rank_tokenises_and_the_losses_are_the_same(tiny_model: str, source: str, tmp_path: Path) -> None:
-    def run(cached: bool) -> list[dict[str, Any]]:
-        ranks.call(train, tmp_path, tiny_model, source, str(tmp_path), cached)
+    rows = [columns for _, columns in read_rows(source)]
+
+    def run(source: Any) -> list[dict[str, Any]]:
+        ranks.call(train, tmp_path, tiny_model, source, str(tmp_path))
         return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
-    uncached, first, second = run(False), run(True), run(True)
-    tokenised = [[rank["tokenised"] for rank in run] for run in (uncached, first, second)]
-    assert tokenised == [[38, 38], [38, 0], [0, 0]]
+    uncached, first, second = run(rows), run(source), run(source)
+    tokenised = [sorted(rank["tokenised"] for rank in run) for run in (uncached, first, second)]
+    assert tokenised == [[38, 38], [0, 38], [0, 0]]
     assert len({rank["loss"] for run in (uncached, first, second) for rank in run}) == 1
     assert len(entries(tmp_path)) == 1
 
 
-FIT = """
-import sys, runpy
-from rlt_lightning.datamodules import token_cache
-token_cache.BATCH_TOKENS = 2000
-sys.argv = ["rlt", "fit", *{arguments}]
-try:
-    runpy.run_module("rlt_lightning", run_name="__main__", alter_sys=True)
-except SystemExit as ending:
-    assert not ending.code, ending.code
-"""
-
-
-@pytest.mark.full
-def test_metrics_of_a_run_do_not_depend_on_the_cache(tmp_path: Path) -> None:
-    metrics = []
-    for number, cache in enumerate(("false", tmp_path / "tokens", tmp_path / "tokens")):
-        folder = tmp_path / str(number)
-        arguments = ["--config=configs/laptop/warmup.yaml", "--trainer.max_steps=3"]
-        arguments += [f"--output_dir={folder}", f"--data.token_cache={cache}", "--data.num_embedded_rows=256"]
-        run = python(FIT.format(arguments=arguments), ROOT)
-        assert run.returncode == 0, run.stderr
-        rows = list(csv.DictReader((folder / "metrics.csv").open()))
-        metrics.append([(row["policy/loss"], row["policy/grad_norm"]) for row in rows])
-    assert len(metrics[0]) == 3
-    assert metrics[0] == metrics[1] == metrics[2]
-    assert not (ROOT / "false").exists()
-    assert len(entries(tmp_path)) == 1
-
-
 SETUP = """
-from rlt_lightning.datamodules import StudentSFTData, token_cache
-token_cache.BATCH_TOKENS = 2000
-data = StudentSFTData({source!r}, tokenizer={model!r}, token_cache={cache!r})
+import os
+from rlt_lightning.datamodules import StudentSFTData
+os.environ["RLT_CACHE_DIR"] = {cache!r}
+data = StudentSFTData({source!r}, tokenizer={model!r})
 data.setup("fit")
 print(len(data.items), sum(hash(tuple(item.token_ids)) for item in data.items))
 """
@@ -504,30 +423,27 @@ print(len(data.items), sum(hash(tuple(item.token_ids)) for item in data.items))
 @pytest.mark.full
 def test_a_kill_while_writing_leaves_nothing_broken(tiny_model: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [row_of(number) for number in range(4000)])
-    tokens = tmp_path / "tokens"
-    code = SETUP.format(source=source, model=tiny_model, cache=str(tokens))
-    whole = python(SETUP.format(source=source, model=tiny_model, cache=False), ROOT)
+    code = SETUP.format(source=source, model=tiny_model, cache=str(tmp_path / "killed"))
+    whole = python(SETUP.format(source=source, model=tiny_model, cache=str(tmp_path / "whole")), ROOT)
     for size in (1, 100_000):
         process = Running((), None, ROOT, "", {}, code)
 
         def writes(size: int = size, process: Running = process) -> bool:
             assert process.poll() is None, process.stderr
-            return any(path.stat().st_size >= size for path in tokens.glob("*.tmp"))
+            return any(path.stat().st_size >= size for path in (tmp_path / "killed").rglob("*.arrow"))
 
         wait_until(writes)
         process.killpg()
         process.wait()
-        [left] = entries(tmp_path)
-        assert left.endswith(".tmp")
+        assert entries(tmp_path / "killed") == set()
     again = python(code, ROOT)
     assert (again.returncode, again.stdout) == (0, whole.stdout), again.stderr
-    [entry] = entries(tmp_path)
-    assert entry.startswith(left.removesuffix(".tmp") + "-")
+    assert len(entries(tmp_path / "killed")) == 1
 
 
 def test_two_processes_at_once_make_one_entry(tiny_model: str, source: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [row_of(number) for number in range(1000)])
-    code = SETUP.format(source=source, model=tiny_model, cache=str(tmp_path / "tokens"))
+    code = SETUP.format(source=source, model=tiny_model, cache=str(tmp_path))
     both = [Running((), None, ROOT, "", {}, code) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0], [process.stderr for process in both]
     assert len({process.stdout for process in both}) == 1
@@ -545,50 +461,13 @@ def test_a_failed_source_leaves_no_entry(make_data: MakeData, tmp_path: Path) ->
     assert entries(tmp_path) == set()
 
 
-def test_a_damaged_entry_is_named(make_data: MakeData, source: str, tmp_path: Path) -> None:
-    make_data(source)
-    [name] = entries(tmp_path)
-    file = tmp_path / "tokens" / name
-    file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(InputError, match=rf"tokens/{name} must be as it was written, but .*Delete it"):
-        make_data(source)
-
-
-def test_every_flipped_bit_of_an_entry_is_noticed(make_data: MakeData, source: str, tmp_path: Path) -> None:
-    make_data(source)
-    [name] = entries(tmp_path)
-    folder, key = tmp_path / "tokens", name.partition("-")[0]
-    (folder / f"{key}.lock").unlink()
-    assert count_unnoticed(folder, lambda: TokenCache(folder).load(key, source)) == []
-
-
-def test_a_folder_that_cannot_be_written_is_named(make_data: MakeData, source: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(
+    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"file/tokens, must be writable.*data\.token_cache"):
-        make_data(source, token_cache=str(tmp_path / "file/tokens"))
-
-
-def test_the_cache_lies_where_the_setting_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
-    assert token_cache.find_token_folder(True) == tmp_path / "tokens"
-    assert token_cache.find_token_folder(False) is None
-    assert token_cache.find_token_folder("~/x") == Path.home() / "x"
-
-
-def test_what_is_long_unused_is_deleted(make_data: MakeData, source: str, tmp_path: Path) -> None:
-    make_data(source)
-    [old] = entries(tmp_path)
-    (tmp_path / f"tokens/{'0' * 32}.tmp").touch()
-    long_ago = time.time() - 61 * 24 * 3600
-    for path in (tmp_path / "tokens").iterdir():
-        os.utime(path, (long_ago, long_ago))
-    make_data(source)  # uses it
-    make_data(source, max_rows=30)
-    assert old in entries(tmp_path)
-    assert len(entries(tmp_path)) == 2
-    os.utime(tmp_path / "tokens" / old, (long_ago, long_ago))
-    make_data(source, max_rows=29)
-    assert old not in entries(tmp_path)
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(InputError, match=r"file/tokens, must be writable.*RLT_CACHE_DIR"):
+        make_data(source)
 
 
 def test_problems_are_built_when_they_are_asked_for(make_data: MakeData, source: str) -> None:
@@ -596,12 +475,3 @@ def test_problems_are_built_when_they_are_asked_for(make_data: MakeData, source:
     assert isinstance(data.problems[0], Problem)
     assert data.problems[0] is not data.problems[0]
     assert len(data.examples) == 0
-
-
-def test_only_old_entries_of_the_cache_are_deleted(tmp_path: Path) -> None:
-    names = ("thesis", f"{'0' * 32}-{'0' * 32}.arrow", f"{'1' * 32}.tmp", f"{'a' * 32}b")
-    for name in names:
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (0, 0))
-    delete_unused(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"thesis", f"{'a' * 32}b"}

@@ -147,7 +147,7 @@ def test_rows_with_control_tokens_are_used_as_text(kind: Any, tmp_path: Path) ->
         row = {"question": text, "solution": f"{text} \\boxed{{2}}", "reasoning_trace": text}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         source = str(tmp_path / "rows.jsonl")
-        data = kind(source, tokenizer="miniature", prompts_per_step=1, token_cache=False)
+        data = kind(source, tokenizer="miniature", prompts_per_step=1)
         data.setup("fit")
         [item] = data.items
         if isinstance(item, SFTExample):

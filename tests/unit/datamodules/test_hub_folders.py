@@ -85,21 +85,6 @@ def test_a_copied_folder_may_have_several_configurations(tmp_path: Path) -> None
         read_rows(str(folder))
 
 
-def test_rows_of_a_copied_folder_may_be_streamed(copied: Path) -> None:
-    (copied / "README.md").write_text(CARD)
-    assert list(SourceReader(streaming=True).read(str(copied))) == numbered("train")
-    assert list(SourceReader("test", max_rows=2, streaming=True).read(str(copied))) == numbered("test")[:2]
-
-
-def test_streaming_reads_only_the_files_of_the_rows_asked_for(copied: Path) -> None:
-    (copied / "README.md").write_text(CARD)
-    (copied / "data/train-00001-of-00002.parquet").write_text("broken")
-    assert list(SourceReader(max_rows=3, streaming=True).read(str(copied))) == numbered("train")
-    for streaming in (False, True):
-        with pytest.raises(InputError, match="could not be loaded"):
-            list(SourceReader(streaming=streaming).read(str(copied)))
-
-
 def test_a_folder_that_predict_has_written_loads_by_its_card(tmp_path: Path) -> None:
     folder = tmp_path / "generated"
     write_parquet(folder / "distillation.parquet", rows_of("made"))
@@ -119,35 +104,18 @@ def test_a_readme_without_configurations_changes_nothing(tmp_path: Path) -> None
         assert [number for number, _ in rows] == [1, 3]  # our reader: numbers of lines, a broken one kept
 
 
-def test_files_that_git_has_not_fetched_are_named(copied: Path) -> None:
-    (copied / "README.md").write_text(CARD)
-    path = copied / "data/train-00000-of-00001.parquet"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
-    with pytest.raises(
-        InputError, match=r"train-00000.*a pointer that Git LFS keeps in place of it.*git lfs pull"
-    ):
-        read_rows(str(copied))
-
-
-def test_a_changed_file_of_a_copy_is_noticed(copied: Path, tmp_path: Path) -> None:
+def test_a_changed_file_of_a_copy_is_noticed(copied: Path) -> None:
     (copied / "README.md").write_text(CARD)
     before = SourceReader().fingerprint(str(copied))
     assert SourceReader().fingerprint(str(copied)) == before
     assert SourceReader("test").fingerprint(str(copied)) != before
-    assert SourceReader(streaming=True).fingerprint(str(copied)) == before
     write_parquet(copied / "data/train-00000-of-00001.parquet", rows_of("train", 4))
     assert SourceReader().fingerprint(str(copied)) != before
     assert read_rows(str(copied)) == numbered("train", 4)
-    saved = tmp_path / "saved"
-    datasets.Dataset.from_list(rows_of("a")).save_to_disk(saved)
-    before = SourceReader().fingerprint(str(saved))
-    datasets.Dataset.from_list(rows_of("b")).save_to_disk(saved)
-    assert SourceReader().fingerprint(str(saved)) != before
 
 
-def test_training_reads_a_copied_folder(copied: Path, tiny_model: str, tmp_path: Path) -> None:
+def test_training_reads_a_copied_folder(copied: Path, tiny_model: str) -> None:
     (copied / "README.md").write_text(CARD)
-    cache = str(tmp_path / "tokens")
-    data = TeacherRLData(str(copied), tokenizer=tiny_model, prompts_per_step=1, token_cache=cache)
+    data = TeacherRLData(str(copied), tokenizer=tiny_model, prompts_per_step=1)
     data.setup("fit")
     assert [problem.question for problem in data.problems] == ["train 0?", "train 1?", "train 2?"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from distillation import answered, data
 from miniatures import PIECES
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules import token_cache
 from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.tags import TAG_STYLES, TagStyle, decode
@@ -148,10 +149,10 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
 def test_stored_tokens_are_of_one_view(
     miniature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_cache, "BATCH_TOKENS", 100)  # one batch is not worth a file
-    cache = tmp_path / "cache"
+    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
+    rows = [columns for _, columns in read_rows("chains", num_embedded_rows=8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [ViewOptions(), ViewOptions("hint"), ViewOptions(wrong_solutions=True)]
-    options.append(ViewOptions("hint", hint="{question} {solution}"))
 
     def read(view: ViewOptions, **where: Any) -> list[list[int]]:
         made = data(tmp_path, view, tokenizer=miniature, **where)
@@ -161,5 +162,5 @@ def test_stored_tokens_are_of_one_view(
     whole = [read(view) for view in options]
     assert all(a != b for i, a in enumerate(whole) for b in whole[:i])
     for _ in range(2):
-        assert [read(view, token_cache=str(cache)) for view in options] == whole
-        assert len(list(cache.rglob("*.arrow"))) == len(options)
+        assert [read(view, source=str(tmp_path / "rows.jsonl")) for view in options] == whole
+        assert len(list((tmp_path / "tokens").rglob("*.arrow"))) == len(options)

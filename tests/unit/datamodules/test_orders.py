@@ -1,4 +1,4 @@
-"""The order of an epoch: by weights of sources, by difficulty of rows, and the same after a resume."""
+"""The order of an epoch: by weights of sources, and the same after a resume."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from jsonargparse import ArgumentParser
 
-from rlt_lightning.datamodules import StratosDataModule, StudentSFTData, TeacherRLData
-from rlt_lightning.datamodules.loader import Difficulty, EpochOrder, Shuffled, StepLoader, Weighted
-from rlt_lightning.datamodules.sources import WeightedSource
+from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
+from rlt_lightning.datamodules.loader import EpochOrder, Shuffled, StepLoader, Weighted
 from rlt_lightning.types import InputError
 
 SIZES, WEIGHTS = (12, 30, 5), (3.0, 1.0, 1.0)
@@ -140,7 +139,7 @@ def rows_of(name: str, number: int, **columns: Any) -> list[dict[str, Any]]:
 def test_the_datamodule_mixes_its_sources(make_data: Callable[..., Any], tmp_path: Path) -> None:
     small = write_rows(tmp_path / "small.jsonl", rows_of("small", 10))
     large = write_rows(tmp_path / "large.jsonl", [{}, *rows_of("large", 50)])
-    sources = (WeightedSource(small, 1), WeightedSource(large, 3))
+    sources = ({"source": small, "weight": 1}, {"source": large, "weight": 3})
     data = make_data(*sources, max_bad_frac=0.1, val_rows=4)
     held_out = Counter(item.question[:5] for item in data.val_items)
     asked = Counter(p.question[:5] for batch in data.train_dataloader() for p in batch.problems)
@@ -159,65 +158,18 @@ def test_rows_in_memory_may_have_weights(make_data: Callable[..., Any]) -> None:
     assert asked == {"a": 4, "b": 12}
 
 
-def test_weights_are_of_all_sources_or_of_none(tiny_model: str) -> None:
-    with pytest.raises(InputError, match=r"'b' has none. Write it as \{source: b, weight: 1\}"):
-        TeacherRLData([WeightedSource("a", 1), "b"])
-    for weight in (0, -1, float("inf"), float("nan"), "2"):
-        with pytest.raises(InputError, match=r"weight of a source must be a number above 0, but 'a' has"):
-            WeightedSource("a", weight)
-    with pytest.raises(InputError, match="but not both"):
-        TeacherRLData([WeightedSource("a", 1)], order=Difficulty())
+def test_weights_are_of_all_sources_or_of_none() -> None:
+    weighted = {"source": "a", "weight": 1}
+    for other in ("b", *({"source": "b", "weight": w} for w in (0, -1, float("inf"), float("nan"), "2"))):
+        with pytest.raises(InputError, match="or each has a number above 0"):
+            TeacherRLData([weighted, other])
     with pytest.raises(InputError, match=r"data\.val_source take no weights"):
-        TeacherRLData("a", val_source=[WeightedSource("a", 1)])
+        TeacherRLData("a", val_source=[weighted])
 
 
-def test_weights_and_order_on_the_command_line() -> None:
+def test_weights_on_the_command_line() -> None:
     parser = ArgumentParser()
     parser.add_class_arguments(TeacherRLData, "data")
     words = ["--data.source=[{source: a.jsonl, weight: 2}, {source: 'b:main', weight: 0.5}]"]
     data = parser.instantiate(parser.parse_args(words)).data
     assert (data.sources, data.weights) == (["a.jsonl", "b:main"], [2.0, 0.5])
-    words = ["--data.source=[a.jsonl, b]", "--data.order={column: reward, first: hard}"]
-    data = parser.instantiate(parser.parse_args([*words, "--data.token_cache=false"])).data
-    assert (data.sources, data.weights, data.token_cache) == (["a.jsonl", "b"], [], False)
-    assert data.order == Difficulty("reward", "hard")
-
-
-@pytest.mark.parametrize("column", ["pass_rate", "reward"])
-def test_rows_come_by_difficulty(make_data: Callable[..., Any], tmp_path: Path, column: str) -> None:
-    values = [0.5, 1, 0.25, 0.5, 0, 0.5, 0.75, 0.5]
-    rows = [row | {column: value} for row, value in zip(rows_of("q", 8), values, strict=True)]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-
-    def epochs(first: str) -> list[list[float]]:
-        loader = make_data(source, order=Difficulty(column, first)).train_dataloader()  # type: ignore[arg-type]
-        return [[p.columns[column] for batch in loader for p in batch.problems] for _ in range(2)]
-
-    assert epochs("easy") == [sorted(values, reverse=True)] * 2
-    assert epochs("hard") == [sorted(values)] * 2
-    loader = make_data(source, order=Difficulty(column)).train_dataloader()
-    orders = [[p.row for batch in loader for p in batch.problems] for _ in range(3)]
-    assert len({tuple(order) for order in orders}) > 1  # equal ones are shuffled
-    assert [order[:2] for order in orders] == [[2, 7]] * 3
-    state = loader.state_dict()
-    with pytest.raises(InputError, match=f"order was easy first, by {column} and is hard first"):
-        make_data(source, order=Difficulty(column, "hard")).step_loader().load_state_dict(state)
-
-
-def test_examples_of_fine_tuning_come_by_difficulty_too(
-    make_data: Callable[..., Any], tmp_path: Path
-) -> None:
-    rows = [row | {"reasoning_trace": "t", "reward": i} for i, row in enumerate(rows_of("q", 8))]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-    data = make_data(source, kind=StudentSFTData, order=Difficulty("reward", "hard"))
-    assert [e.row for batch in data.train_dataloader() for e in batch.examples] == list(range(1, 9))
-
-
-def test_rows_without_the_number_are_named(make_data: Callable[..., Any], tmp_path: Path) -> None:
-    rows = rows_of("q", 6, pass_rate=0.5)
-    rows[2]["pass_rate"], rows[4]["pass_rate"] = None, "high"
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(
-        InputError, match=r"number pass_rate in every row, but 2 of 6 have none \(rows 3, 5; a cell of a CSV"
-    ):
-        make_data(source, order=Difficulty())

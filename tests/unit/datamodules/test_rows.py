@@ -14,7 +14,7 @@ import pytest
 
 from rlt_lightning.datamodules import StratosDataModule, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.evaluation_sets import read_question
-from rlt_lightning.datamodules.filters import Filters, Overlaps, repetition
+from rlt_lightning.datamodules.filters import Overlaps
 from rlt_lightning.datamodules.rows import RawResponses, parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.tags import R1, STRATOS
@@ -24,7 +24,7 @@ ROW = {"question": "1+6?", "solution": "7", "reasoning_trace": "Count."}
 
 
 def load(source: str, **options: Any) -> StratosDataModule:
-    options = {"tokenizer": "miniature", "prompts_per_step": 1, "token_cache": False} | options
+    options = {"tokenizer": "miniature", "prompts_per_step": 1} | options
     data = options.pop("kind", TeacherRLData)(source, **options)
     data.setup("fit")
     return data
@@ -177,25 +177,9 @@ def test_another_encoding_is_named_in_one_line(tmp_path: Path, suffix: str, enco
     table = f"question,solution\n{TEXTS[encoding]},7\n"
     text = {"jsonl": f"{row}\n" * 3, "csv": table, "json": f"[{row}]"}[suffix]
     path.write_bytes(text.encode(encoding))
-    if (suffix, encoding) == ("json", "utf-16"):
-        assert len(load(str(path)).items) == 1  # Python knows JSON in UTF-16
-        return
-    with pytest.raises(InputError, match="UTF-8") as raised:
+    with pytest.raises(InputError, match="wrong_encoding" if suffix == "jsonl" else "in UTF-8") as raised:
         load(str(path))
-    assert "iconv -f " in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-@pytest.mark.parametrize("place", ["file", "folder", "copy"])
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, suffix: str, place: str) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    path = tmp_path / f"train.{suffix}"
-    path.write_text(pointer)
-    if place == "copy":
-        (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n---\n")
-    with pytest.raises(InputError, match=r"Git LFS.*`git lfs pull`"):
-        load(str(path if place == "file" else tmp_path))
 
 
 @pytest.mark.parametrize("header", ["question,solution,solution", "question,question,solution,solution"])
@@ -226,31 +210,6 @@ def test_a_data_set_and_its_jsonl_are_alike(tmp_path: Path) -> None:
 
 # Texts without spaces
 
-SENTENCES = {
-    "Chinese": "我们先把两个数相加，然后检查结果。",
-    "Chinese without marks": "我们先把两个数相加然后检查结果",
-    "Japanese": "まず二つの数を足して、その結果を確かめます。",
-    "Thai": "เราบวกเลขสองตัวก่อนแล้วตรวจสอบผลลัพธ์",
-    "Lao": "ພວກເຮົາບວກສອງຕົວເລກກ່ອນ",
-    "Khmer": "យើងបូកលេខពីរជាមុនសិន",
-    "Burmese": "ကျွန်ုပ်တို့သည်ဂဏန်းနှစ်ခုကို",
-    "Tibetan": "ང་ཚོས་ཨང་ཀི་གཉིས་བསྡོམས་ནས་",
-    "letters": "wefirstaddthetwonumbersthencheck",
-    "English": "We first add the two numbers, and then we check the result. ",
-    "Korean": "먼저 두 수를 더하고 그 다음에 결과를 다시 한 번 천천히 확인합니다. ",
-}
-
-
-@pytest.mark.parametrize("language", SENTENCES)
-def test_repetition_is_found_in_every_script(language: str) -> None:
-    assert repetition(SENTENCES[language] * 60, 10) > 0.9
-    assert repetition(SENTENCES[language], 10) == 0
-
-
-def test_scripts_may_be_mixed() -> None:
-    assert repetition("设 x = 3，那么 x + 1 = 4。所以 solve it " * 60, 10) > 0.9
-
-
 QUESTIONS = {
     "Chinese": (
         "小明有三个苹果，又买了五个苹果，请问他一共有多少？",
@@ -272,13 +231,3 @@ def test_overlap_is_found_without_spaces(tmp_path: Path, language: str) -> None:
     overlaps = Overlaps({"mine": {"source": str(path), "judge": "math"}}, 13)
     assert overlaps.find_overlap(asked) == "mine"
     assert overlaps.find_overlap(asked[:9]) is None
-
-
-def test_filters_leave_repetitive_chinese_out(tmp_path: Path) -> None:
-    rows = [
-        ROW | {"reasoning_trace": "数一数就知道了，答案是七。"},
-        ROW | {"reasoning_trace": "等一下，再想想。" * 60},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = load(str(tmp_path / "rows.jsonl"), kind=StudentSFTData, filters=Filters(max_repetition=0.5))
-    assert [number for number, _, _ in data.reports[0].filtered] == [2]

@@ -147,12 +147,10 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path: Path):
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    dataset.save_to_disk(tmp_path / "saved")
-    datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "splits")
     (tmp_path / "folder/data").mkdir(parents=True)
     write_jsonl(tmp_path / "folder/data/1.jsonl", rows[:2])
     write_jsonl(tmp_path / "folder/data/2.jsonl", rows[2:])
-    for name in ("a.jsonl", "b.json", "c.json", "d.parquet", "e.csv", "saved", "splits", "folder"):
+    for name in ("a.jsonl", "b.json", "c.json", "d.parquet", "e.csv", "folder"):
         assert read_rows(str(tmp_path / name)) == list(enumerate(rows, start=1)), name
 
 
@@ -170,12 +168,11 @@ def test_a_fingerprint_is_of_the_rows_not_of_their_file(make_data: MakeData, tmp
 
     files = [write_jsonl(tmp_path / "a.jsonl", [{n: v for n, v in row.items() if v} for row in rows])]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "b.parquet")
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     (tmp_path / "folder").mkdir()
     for number in (0, 1):
         write_jsonl(tmp_path / "folder" / f"{number}.jsonl", rows[2 * number : 2 * number + 2])
-    files += [str(tmp_path / name) for name in ("b.parquet", "saved", "folder")]
-    expected = fingerprint(files[0], token_cache=False)
+    files += [str(tmp_path / name) for name in ("b.parquet", "folder")]
+    expected = fingerprint(files[0])
     for source in (*files, rows, datasets.Dataset.from_list(rows)):
         assert fingerprint(source) == expected
     assert fingerprint(rows, tags="r1") == expected
@@ -229,10 +226,6 @@ def test_sources_that_cannot_be_read_say_so_in_one_line(tmp_path: Path):
     table = (tmp_path / "whole.parquet").read_bytes()
     (tmp_path / "interrupted.parquet").write_bytes(table[: len(table) // 2])
     (tmp_path / "garbled.parquet").write_bytes(table[:4] + bytes(200) + table[204:])
-    whole.save_to_disk(tmp_path / "interrupted")
-    [arrow] = (tmp_path / "interrupted").glob("*.arrow")
-    arrow.write_bytes(arrow.read_bytes()[: arrow.stat().st_size // 2])
-    whole.select(range(0)).save_to_disk(tmp_path / "no_rows")
     whole.select(range(0)).to_parquet(tmp_path / "no_rows.parquet")
     (tmp_path / "no_rows.json").write_text("[]")
     (tmp_path / "header.csv").write_text("question,solution\n")
@@ -240,29 +233,25 @@ def test_sources_that_cannot_be_read_say_so_in_one_line(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "latin.csv").write_bytes("question,solution\né,1\n".encode("latin-1"))
-    datasets.DatasetDict({"test": datasets.Dataset.from_list([custom_row()])}).save_to_disk(
-        tmp_path / "splits"
-    )
+    datasets.Dataset.from_list([custom_row()]).save_to_disk(tmp_path / "saved")
     expected = {
         "none.jsonl": "must exist, but does not",
         "no/such/folder": "must exist, but does not",
-        "empty": "holds none",
-        "mixed": r"holds \.csv, \.jsonl",
+        "empty": "empty has none",
+        "mixed": r"has \.csv, \.jsonl",
         "broken.json": "must be valid JSON",
         "number.json": "must hold a list of objects",
         "broken.parquet": "could not be loaded.*footer",
         "interrupted.parquet": "could not be loaded.*footer",
         "garbled.parquet": "could not be loaded",
-        "interrupted": "could not be loaded",
-        "no_rows": "at least one row",
         "no_rows.parquet": "at least one row",
         "no_rows.json": "at least one row",
         "header.csv": "at least one row",
         "nothing.jsonl": "at least one row",
-        "notes.txt": r"must be \.jsonl, \.json, \.csv, \.parquet, \.arrow",
+        "notes.txt": r"of one kind .* has \.txt",
         "blank.jsonl": "at least one row",
-        "latin.csv": "must be readable",
-        "splits": r"split 'train', could not be loaded .*\['test'\]",
+        "latin.csv": "in UTF-8",
+        "saved": r"has \.arrow, \.json",
     }
     for name, message in expected.items():
         with pytest.raises(InputError, match=message) as error:

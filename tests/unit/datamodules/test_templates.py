@@ -17,7 +17,7 @@ from rlt_lightning.callbacks import Checkpoint
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.datamodules.formats import ChatFormat, encode
-from rlt_lightning.datamodules.teacher_views import find_thought
+from rlt_lightning.datamodules.views import find_thought
 from rlt_lightning.models import template
 from rlt_lightning.models.load import ensure_pad_token, load_tokenizer
 from rlt_lightning.models.template import find_eos_token_ids, find_turn_opening
@@ -300,7 +300,7 @@ def dated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit(model: Path, run: Path, steps: int) -> StratosDataModule:
-    data = StudentSFTData(ROWS, prompts_per_step=1, token_cache=False)
+    data = StudentSFTData(ROWS, prompts_per_step=1)
     options: dict[str, Any] = {"callbacks": [Checkpoint(every_n_train_steps=1)], "accelerator": "cpu"}
     trainer = Trainer(run, max_steps=steps, resume=True, enable_progress_bar=False, **options)
     trainer.fit(SFTModule(str(model), OptimizerConfig(1e-3)), data)

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import FIXED_PIECES
-from rlt_lightning.datamodules import TeacherRLData, student_views
+from rlt_lightning.datamodules import TeacherRLData, views
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines import Sampling
@@ -333,7 +333,7 @@ def test_equal_tokenizers_through_spans_give_todays_figures(
         assert none is None
         return tokenizer, tokenizer
 
-    monkeypatch.setattr(student_views, "load_tokenizers", other)
+    monkeypatch.setattr(views, "load_tokenizers", other)
     spans = teacher.score(rows)
     for ours, theirs, case in zip(spans, today, CASES, strict=True):
         assert ours.token_ids == theirs.token_ids

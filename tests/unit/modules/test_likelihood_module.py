@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from rlt_lightning.cli.stages import frozen_student
 from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
-from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -34,7 +32,7 @@ from rlt_lightning.rewards import LogProbReward, NOVERReward, RLPRReward, Soluti
 from rlt_lightning.rewards.explanations import read_solution
 from rlt_lightning.rewards.students import Student, Students
 from rlt_lightning.rollouts.step import StepBatch, columns_of
-from rlt_lightning.tags import R1, STRATOS, TagStyle
+from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
 
 __all__ = ["scored"]  # a fixture
@@ -377,25 +375,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
     with pytest.raises(InputError, match=r"With an answer term rollouts\.asynchronous must be false"):
         bare_trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
-
-
-def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -> None:
-    scorer = tmp_path / "scorer"
-    shutil.copytree(miniature, scorer)
-    rows, own = [stratos_row("1 + 1?", "One and one.", "2")], "Think, then answer."
-
-    def read(tags: TagStyle, prompt: str, **options: Any) -> None:
-        record = ModelFormat("student", tags, prompt).to_plain()
-        (scorer / "rlt_format.json").write_text(json.dumps(record))
-        known = {"student_tokenizer": str(scorer), "source": rows, "prompts_per_step": 1}
-        data(tmp_path, **known | {"student_system_prompt": None} | options).setup("fit")
-
-    read(R1, own)
-    message = rf"The scorer reads .* the system prompt '{own}'. But .*scorer was trained with"
-    for tags, prompt, given in ((STRATOS, own, None), (R1, "Act.", None), (R1, "Act.", own)):
-        with pytest.raises(InputError, match=message):
-            read(tags, prompt, student_system_prompt=given)
-        read(tags, prompt, student_system_prompt=given, force_format=True)
 
 
 def test_tools_for_explanations_refuse_the_rewards() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions, swap_solutions
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, swap_solutions
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.numerics.divergence import Divergence
@@ -261,11 +261,6 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
         OPDModule(**options)
 
 
-def test_hint_without_solution_is_refused() -> None:
-    with pytest.raises(InputError, match=r"lacks \{solution\}"):
-        ViewOptions("hint", hint="{question}")
-
-
 def test_averaged_needs_the_callback(miniature: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="ReferenceSync need each other"):
         fit(tmp_path, module(miniature, teacher_weights="averaged"))
@@ -289,7 +284,7 @@ def test_another_tokenizer_trains_by_spans(miniature: str, tiny_model: str, tmp_
 
 def command(folder: Path, teacher: str, *options: str) -> Running:
     words = ["fit", "--config=configs/laptop/opd.yaml", f"--model.teacher={teacher}"]
-    words += ["--data.num_embedded_rows=16", "--data.prompts_per_step=4", "--data.token_cache=false"]
+    words += ["--data.num_embedded_rows=16", "--data.prompts_per_step=4"]
     words += ["--rollouts.sampling.max_completion_length=24", "--ckpt_path=last", "--overwrite=true"]
     return start(*words, *options, f"--output_dir={folder}", log=folder.with_suffix(".log"))
 

@@ -8,7 +8,7 @@ import torch
 from rlt_lightning.callbacks.rollout_checks import announce_unused
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.teacher_views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.opd import per_token
@@ -31,11 +31,6 @@ def test_early_scoring_says_that_nothing_is_scored(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
     announce_unused(True, OPDModule())
     assert "rollouts.score_early: not used, since OPDModule scores no" in capsys.readouterr().err
-
-
-def test_a_hint_that_nobody_reads_is_refused() -> None:
-    with pytest.raises(InputError, match="kind is explanation"):
-        ViewOptions(hint="{question} {solution}")
 
 
 def test_a_question_may_hold_the_name_of_the_solution(miniature: str) -> None:
