@@ -102,10 +102,10 @@ def missing_package(what: str, package: str, extra: str, instead: str) -> InputE
     """Return the error for a package that is missing because its extra is not installed.
 
     Args:
-        what: What needs it, the beginning of the sentence.
+        what: The thing that needs it, the beginning of the sentence.
         package: Name of the package.
         extra: The extra of pyproject.toml that has it.
-        instead: What to do without it, the end of the sentence.
+        instead: The remedy without it, the end of the sentence.
     """
     return InputError(
         f"{what} needs the package {package}, but it is not installed. Run pip install "
@@ -230,7 +230,7 @@ class ModelView:
     Attributes:
         problem: The problem with the pieces of this model's context.
         completion: The completion.
-        token_ids: What it reads in place of the completion's tokens.
+        token_ids: Its tokens in place of the completion's.
         num_tokens: How many of the completion's tokens are compared, from `start`.
         num_own: How many of `token_ids` are compared with them: the first ones.
         start: The first of the completion's tokens that is compared.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
@@ -46,7 +46,6 @@ from rlt_lightning.modules.optimizer import (
     OptimizerConfig,
     build_optimizer,
     build_schedule,
-    require_usable,
     resume_schedule,
 )
 from rlt_lightning.modules.phases import PhaseTimer, count_weights
@@ -75,34 +74,10 @@ from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError, Rollouts, as_list
 
-Init = TypeVar("Init", bound=Callable[..., None])
-# What the progress bar shows of a step.
+# The progress bar shows these figures of a step.
 SHOWN = {
     *("reward/mean", "rollout/closed_frac", "rollout/truncated_frac", "policy/loss", "perf/tokens_per_s")
 }
-
-
-class PolicyOptions(TypedDict, total=False):
-    """The options that every module passes on to `PolicyModule`, which describes them."""
-
-    micro_batch_tokens: int
-    head: HeadOptions
-    dtype: Dtype
-    gradient_checkpointing: bool
-    attn_implementation: str | None
-    trust_remote_code: bool
-    seed: int
-    lora: LoRA | None
-    kernels: Kernels
-
-
-def follow_options(init: Init) -> Init:
-    """Let the parser look for what an `__init__` passes on as `**options` where that is declared.
-
-    There it finds defaults and descriptions. The TypedDict, which is for type checkers and editors, has none.
-    """
-    cast(Any, init).__annotations__["options"] = Any
-    return init
 
 
 class PolicyModule(LightningModule):
@@ -157,7 +132,7 @@ class PolicyModule(LightningModule):
         self.micro_batch_tokens = micro_batch_tokens
         # Once the models are loaded, the best layout in which all of them are right.
         self.layout = layout
-        # The user's options, and what the checks have made of them.
+        # The user's options, and the same after the checks.
         self.wanted_head = self.head = head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
@@ -167,7 +142,7 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.kernels = kernels
         self.phase = PhaseTimer()
-        # What a GPU that Lightning knows could train at its peak.
+        # The most that a GPU could train, if Lightning knows its peak.
         self.peak_tokens_per_s: float | None = None
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
@@ -304,7 +279,7 @@ class PolicyModule(LightningModule):
         return without_frozen(state, frozen)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` returned; the frozen weights stay."""
+        """Load the weights of a `state_dict`; frozen weights stay."""
         return super().load_state_dict(state_dict, strict and self.lora is None, assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -433,7 +408,6 @@ class PolicyModule(LightningModule):
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # No training changes a buffer, so all ranks have the same ones.
             trainer.strategy.model.broadcast_buffers = False
-        require_usable(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs])
         if not isinstance(trainer.strategy, DeepSpeedStrategy):  # which needs the names before
             name_parameters(trainer.optimizers[0], self.policy)
         self.get_ready()
@@ -454,13 +428,7 @@ class PolicyModule(LightningModule):
         if isinstance(loader, StepLoader):
             loader.begin_at(self.global_step)
         for schedule in as_list(self.lr_schedulers()) if self.global_step else []:
-            before, after = resume_schedule(schedule)
-            if before != after:
-                moves = "rises" if after > before else "falls"
-                announce(
-                    f"the learning rate {moves} from {before:g} to {after:g} in step {self.global_step + 1}: "
-                    f"its schedule is now that of {self.total_steps()} steps"
-                )
+            resume_schedule(schedule)
 
     def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
@@ -520,7 +488,7 @@ class PolicyModule(LightningModule):
         return numbers.tolist()
 
     def raise_together(self, step: StepBatch) -> None:
-        """Raise on all ranks what has failed on one of them; all ranks call this together.
+        """Raise an error on all ranks if one of them has failed; all ranks call this together.
 
         So no rank waits for one that has failed. The host waits for the device once.
 
@@ -558,7 +526,7 @@ class PolicyModule(LightningModule):
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
-        """Return what the step has cost so far on all ranks; `num_tokens` are this rank's."""
+        """Return the costs of the step on all ranks; `num_tokens` are this rank's."""
         metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_tokens_per_s)
         # They are logged as means over ranks.
         for name, value in metrics.items():
@@ -589,17 +557,6 @@ class PolicyModule(LightningModule):
         self.log_dict(figures)
         if figures:
             self.log("step", float(self.global_step))
-
-
-class OnPolicyOptions(PolicyOptions, total=False):
-    """The options that a module of this kind passes on to `OnPolicyModule` and `PolicyModule`."""
-
-    optimizer: OptimizerConfig
-    layout: Layout
-    mismatch_alarm: float | None
-    mismatch_limit: float | None
-    max_staleness: int
-    offload_frozen: bool
 
 
 def require_whole_models(offload_frozen: bool, sharded: bool) -> None:
@@ -676,7 +633,7 @@ class OnPolicyModule(PolicyModule):
 
     @torch.no_grad()
     def get_ready(self) -> None:
-        """Place frozen models too, since Lightning moves only what it trains."""
+        """Place frozen models too: Lightning moves only the trained one."""
         super().get_ready()
         get_frozen_ready(self, self.list_scoring_models())
 
@@ -700,7 +657,7 @@ class OnPolicyModule(PolicyModule):
         return self.sampler
 
     def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
-        """Return what each step on completions logs after its update, of this rank's completions."""
+        """Return the figures of this rank's completions, which each step logs after its update."""
         metrics: dict[str, Any] = rollout_metrics(rollouts)
         metrics["rollout/length_min"] = float(min(shards.lengths))
         metrics["rollout/length_max"] = float(max(shards.lengths))
@@ -723,7 +680,7 @@ class OnPolicyModule(PolicyModule):
             )
 
     def build_shards(self) -> Shards:
-        """Return what divides a step's completions over ranks; nothing is divided yet."""
+        """Return an empty load balancer."""
         shares_prefix = self.layout in ("auto", "shared_prefix")
         trainer = self.trainer
         return Shards(trainer.global_rank, trainer.world_size, self.group_size, shares_prefix)
@@ -813,7 +770,7 @@ def require_same_rows(data: StratosDataModule, before: list[str]) -> None:
 
     Args:
         data: The data.
-        before: What `fingerprint_rows` returned for the checkpoint.
+        before: The checkpoint's `fingerprint_rows`.
 
     Raises:
         InputError: If a source has other rows, or has them in another order.

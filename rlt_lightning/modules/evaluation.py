@@ -60,7 +60,7 @@ class EvaluationModule(LightningModule):
         self.sharding = Unsharded(None)
         self.judge: Judge | None = None
         self.answers: AnswerFigures | None = None
-        # Once all are judged what they come to, by set: figures and pass@k.
+        # Once all are judged, by set: figures and pass@k.
         self.figures: dict[str, Figures] = {}
         self.pass_at: dict[str, dict[int, float]] = {}
 

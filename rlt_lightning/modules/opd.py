@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from rlt_lightning.datamodules.teacher_views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.modules.base import OnPolicyModule, OnPolicyOptions, follow_options
+from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine, compute_loss
 from rlt_lightning.modules.reader import forward
@@ -73,7 +73,6 @@ class OPDModule(OnPolicyModule):
 
     data_classes = (StudentOPDData,)
 
-    @follow_options
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
@@ -86,7 +85,7 @@ class OPDModule(OnPolicyModule):
         *,
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
         teacher_dtype: Dtype = "float32",
-        **options: Unpack[OnPolicyOptions],
+        **options: Any,
     ) -> None:
         # The full divergence is no mean over samples of the engine that could be weighed.
         weights = importance_sampling if estimator == "sampled" else None
@@ -206,7 +205,7 @@ class OPDModule(OnPolicyModule):
 
     @property
     def views(self) -> TeacherViews:
-        """Return what the teacher sees."""
+        """Return the teacher's contexts."""
         data = get_stratos_data(self.trainer)
         assert isinstance(data, StudentOPDData), "as `require_data` has checked"
         return data.views
@@ -381,7 +380,7 @@ def find_first_judged(row: Rollout) -> int:
 
 
 def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
-    """Divide what each of the student's tokens has of its whole span, (M,), by the span's tokens."""
+    """Divide the value of each of the student's tokens, (M,), by the number of tokens in its span."""
     if spans is None:
         return values
     sizes = torch.tensor([span[1] for span in spans], dtype=torch.long, device="cpu")

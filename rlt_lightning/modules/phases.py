@@ -1,4 +1,4 @@
-"""Measure what a step costs: seconds, peak memory and tokens per phase."""
+"""Measure the cost of a step: seconds, peak memory and tokens per phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSe
 
 @dataclass
 class PhaseStats:
-    """What one phase of a step has cost so far.
+    """The cost of one phase of a step so far.
 
     Attributes:
         seconds: Time on the clock.
@@ -59,7 +59,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[PhaseStats]:
-        """Add what the block costs to `phase`."""
+        """Add the cost of the block to `phase`."""
         stats = self.phases.setdefault(phase, PhaseStats())
         # Otherwise the work of the phase before would count here.
         synchronise(self.device)
@@ -79,7 +79,7 @@ class PhaseTimer:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for what was launched on a GPU."""
+    """Wait until a GPU has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -116,7 +116,7 @@ def build_response_requests(
 
 
 def response_seed(seed: int, problem: EvaluationProblem) -> int:
-    """Return what decides the responses to a problem, whatever else is asked."""
+    """Return the seed of the responses to a problem, which depends on nothing else."""
     return mix_seed(seed, zlib.crc32(escape_half_pairs(problem.id).encode()))
 
 
@@ -139,7 +139,7 @@ def require_responses_fit(
         problems: The problems.
         sampling: Limits the response.
         context: The model's context.
-        advice: What to do if they do not fit.
+        advice: The remedy if they do not fit.
 
     Raises:
         InputError: Naming the longest question, the lengths and the advice.

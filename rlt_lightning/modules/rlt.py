@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ from rlt_lightning.engines.base import Placement
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.modules.base import OnPolicyModule, OnPolicyOptions, follow_options
+from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
     AnswerTerm,
@@ -117,7 +117,6 @@ class RLTModule(OnPolicyModule):
         *(StudentRLData, StudentLikelihoodData),
     )
 
-    @follow_options
     def __init__(
         self,
         teacher: str = DEFAULT_MODEL,
@@ -135,7 +134,7 @@ class RLTModule(OnPolicyModule):
         answer_weight: float | None = None,
         students: StudentNames | None = None,
         student_reduction: Reduction = "mean",
-        **options: Unpack[OnPolicyOptions],
+        **options: Any,
     ) -> None:
         super().__init__(
             pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
@@ -151,7 +150,7 @@ class RLTModule(OnPolicyModule):
         self.teacher_log_probs = teacher_log_probs
         self.updates_per_rollout = updates_per_rollout
         self.num_epochs = num_epochs
-        self.loss_terms: list[LossTerm] = []  # what `losses` has built for this step
+        self.loss_terms: list[LossTerm] = []  # built by `losses` for this step
         for name in ("updates_per_rollout", "num_epochs"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name} must be at least 1, but is {getattr(self, name)}. Raise it.")
@@ -188,7 +187,7 @@ class RLTModule(OnPolicyModule):
         require_scorable(self.reward, self.students)
 
     def require_data(self, data: Any) -> None:
-        """See `PolicyModule.require_data`; the reward must judge what is sampled."""
+        """See `PolicyModule.require_data`; the reward must fit the completions."""
         super().require_data(data)
         if data.samples not in self.reward.judges:
             raise InputError(
@@ -252,7 +251,7 @@ class RLTModule(OnPolicyModule):
         sampler, self.loss_terms = self.require_sampler(), self.losses
         step = self.collect(sampler.request(batch.problems))  # sampled, read and scored; alike on all ranks
         for _ in range(sampler.max_rounds):  # of dynamic sampling; 0 without it
-            others = sampler.request_others(step.find_flat_groups(sampler.find_min_std(self.global_step + 1)))
+            others = sampler.request_others(step.find_flat_groups())
             if others is None:
                 break
             step.replace(self.collect(others), others.places)
@@ -283,9 +282,9 @@ class RLTModule(OnPolicyModule):
 
     @property
     def divides_again(self) -> bool:
-        """Return whether the loss needs other shards than the reward, and so reads later.
+        """Return whether the loss needs other shards than the reward, and so runs its forwards later.
 
-        What dynamic sampling replaces needs no reference; each mini-batch is divided over all ranks.
+        Completions that are replaced need no reference; each mini-batch is divided over all ranks.
         """
         return bool(self.require_sampler().max_rounds) or self.updates_per_rollout > 1
 
@@ -349,9 +348,7 @@ class RLTModule(OnPolicyModule):
         batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
         sampler = self.require_sampler()
         if sampler.max_rounds:
-            kept = step.find_flat_groups(sampler.find_min_std(self.global_step))
-            metrics |= step.counts.compute_metrics(len(kept))
-            sampler.reward_std.add(torch.cat(step.stds).tolist(), self.global_step)
+            metrics |= step.counts.compute_metrics(len(step.find_flat_groups()))
         metrics |= reward_metrics(step)
         assert step.shards is not None
         metrics |= self.measure_rollouts(rollouts, step.shards)

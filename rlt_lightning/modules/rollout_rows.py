@@ -57,7 +57,7 @@ def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[Row]:
 
 
 def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
-    """Yield one row per scored completion: the columns of its source, and what is known of it.
+    """Yield one row per scored completion: the columns of its source, its text and its scores.
 
     A teacher's trace has its Bespoke-Stratos form, an answer its own thought and solution and how it was
     judged. An answer that cannot be split stands whole in `reasoning_trace`, with an empty `solution`.
@@ -102,7 +102,7 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
 
 
 def read_reference(problem: Problem) -> Row:
-    """Return what answers to a problem are judged by, as rows have it."""
+    """Return the columns by which answers to a problem are judged."""
     reference = {name: problem.columns[name] for name in REFERENCE if name in problem.columns}
     if reference.get("kind", "math") != "countdown":
         reference["answer"] = reference_answer(problem.reference)
@@ -113,7 +113,7 @@ def build_token_columns(tokens: Sequence[ReadTokens], students: Students) -> Row
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
-        tokens: What `Reward.list_tokens` gives, by each student.
+        tokens: The result of `Reward.list_tokens`, by each student.
         students: The students, with their formats.
 
     Returns:

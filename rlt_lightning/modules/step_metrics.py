@@ -111,12 +111,6 @@ def mismatch_metrics(
             "reports, such as that of another temperature. Start the worker with --logprobs-mode "
             "processed_logprobs, or set the engine's log_probs to trainer."
         )
-    if mismatch.num_masked == mismatch.num_tokens:
-        rank_zero_warn(
-            f"Step {step}: model.importance_sampling has masked all {mismatch.num_tokens:.0f} tokens, so the "
-            "step learns nothing from them. Raise its cap, lower its floor, or set its level to token; if "
-            f"{mismatch.mean:.3g} nats per token of mismatch are much, look at the engine first."
-        )
     return {
         # |d|, nats: the trainer's log-prob of a sampled token less the engine's.
         "rollout/mismatch_mean": mismatch.mean,
@@ -150,7 +144,7 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> Non
 
 
 def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:
-    """Return what the step cost, by phase.
+    """Return the cost of a step, by phase.
 
     Args:
         phases: The costs of the step's phases.

@@ -132,7 +132,7 @@ class PolicyLoss(ABC):
         return log_ratio.exp()
 
     def surrogate(self, ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> Tensor:
-        """Return what is to be maximised at each token, (N, T)."""
+        """Return the quantity to maximise at each token, (N, T)."""
         clipped_ratio = ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
         return torch.minimum(ratio * advantages, clipped_ratio * advantages)
 

@@ -77,9 +77,9 @@ class ReadTokens(NamedTuple):
 
 
 class Reward(ABC):
-    """What a completion is worth; `model.reward` is one."""
+    """The worth of a completion; `model.reward` is one."""
 
-    # What the reward judges: `samples` of the data that it fits.
+    # The kinds of completions that it judges: `samples` of the data.
     judges: ClassVar[tuple[str, ...]] = ("explanations", "answers")
     # Whether a student reads completions for it.
     asks_student: ClassVar[bool] = True
@@ -101,16 +101,16 @@ class Reward(ABC):
         Args:
             step: The step; it has the token columns of these rows.
             rows: Rows that this rank has read.
-            students: Who reads.
+            students: The models that score.
         """
 
     def score(self, table: dict[str, Tensor], group_size: int, students: Students) -> dict[str, Tensor]:
-        """Return the table of all N rows with their rewards, from what was measured of them, (N,) each.
+        """Return the table of all N rows with their rewards, (N,) each.
 
         Args:
-            table: What `measure` returned, of all rows; those of a group are adjacent.
+            table: The result of `measure` for all rows; those of a group are adjacent.
             group_size: Completions of a group.
-            students: Who reads.
+            students: The models that score.
         """
         return table
 

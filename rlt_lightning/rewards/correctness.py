@@ -36,7 +36,7 @@ class TextReward(Reward, ABC):
         """
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return the table; keep what was found in the texts."""
+        """Return the table; keep the findings in the texts."""
         table = self(step.rollouts(rows), students.formats[0].tags)
         for name, values in columns_of(table, "text/").items():
             step.texts.setdefault(name, {}).update(zip(rows, values, strict=True))
@@ -44,7 +44,7 @@ class TextReward(Reward, ABC):
 
 
 class CorrectnessReward(TextReward):
-    """What traditional RL trains on, and RLT is compared with (RLT, arXiv:2506.08388, section 2).
+    """The reward of traditional RL, with which RLT is compared (RLT, arXiv:2506.08388, section 2).
 
     Answers are judged as in evaluation: a row has `answer`, or a `solution` that holds one.
 

@@ -49,7 +49,7 @@ from rlt_lightning.types import Rollout
 
 @dataclass(frozen=True)
 class SolutionScores:
-    """What the scorer has computed of N thoughts.
+    """The scorer's values of N thoughts.
 
     Attributes:
         log_probs: Log-probs of the solution's tokens after the thought, (N, S), nats.
@@ -126,7 +126,7 @@ class LikelihoodReward(StudentReward, ABC):
         return reads
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return the terms by each scorer and, where thoughts are compared, what `score` reads."""
+        """Return the terms by each scorer and, where thoughts are compared, the figures for `score`."""
         rollouts, table = step.rollouts(rows), dict[str, Tensor]()
         for student in students:
             scores = self.build_scores(step, rows, student)
@@ -140,7 +140,7 @@ class LikelihoodReward(StudentReward, ABC):
         return table
 
     def build_scores(self, step: StepBatch, rows: Sequence[int], student: Student) -> SolutionScores:
-        """Return what a scorer has computed of n thoughts; each is its group."""
+        """Return a scorer's values of n thoughts; each is its own group."""
         rollouts = step.rollouts(rows)
         log_probs, token_mask = step.pad(student.name("solution"), rows)
         device, kl, kl_mask = log_probs.device, None, None
@@ -207,7 +207,7 @@ class LikelihoodReward(StudentReward, ABC):
         return None
 
     def score_baseline(self, scores: SolutionScores) -> Tensor | None:
-        """Return what the solution's term is measured from, (N,); None if nothing."""
+        """Return the baseline of the solution's term, (N,); None if there is none."""
         return None
 
     def __call__(self, scores: SolutionScores) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ class RLTReward(StudentReward):
         baseline: empty: r_SS is the gain over saying nothing, r_SS(explanation) - r_SS(empty explanation).
             Any other text is an explanation that says nothing, filler, and stands in place of the empty one.
             All completions of a problem lose the same, so advantages and gradients stay.
-        reduction: What stands in place of the mean in r_SS: one of the reductions of the released code.
+        reduction: The reduction in place of the mean in r_SS, one of the released code's.
         kl_reduction: The same in r_KL.
 
     Raises:
@@ -210,7 +210,7 @@ class RLTReward(StudentReward):
     def check_extra_terms(
         self, rollouts: Sequence[Rollout], device: torch.device, of_tokens: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return what `extra_terms` does and `token_terms` did, each (N,), in the order of the names.
+        """Return the terms of `extra_terms` and `token_terms`, each (N,), in the order of the names.
 
         Raises:
             InputError: If the terms have wrong names or shapes.
@@ -259,7 +259,7 @@ class RLTReward(StudentReward):
             kl: KL of teacher from student at each think token, raw, (N, K), nats.
             kl_mask: True on think tokens, (N, K). A row may have none.
             format_ok: False where the completion is badly formed, bool, (N,).
-            extra: What `extra_terms` returned, on the device of the others.
+            extra: The terms of `extra_terms`, on the device of the others.
             empty_log_probs: With a baseline, `solution_log_probs` after the explanation that says nothing,
                 (N, S), nats.
 
@@ -338,7 +338,7 @@ class RLTReward(StudentReward):
 def list_statistics(
     log_probs: Tensor, solution_mask: Tensor, kl: Tensor, kl_mask: Tensor
 ) -> dict[str, Tensor]:
-    """Return what is logged of the tokens of each completion, by name, (N,) each."""
+    """Return the statistics of each completion's tokens, by name, (N,) each."""
     return {
         "solution_log_prob_mean": mean_of_tokens(log_probs, solution_mask),
         "solution_log_prob_min": masked_min(log_probs, solution_mask),

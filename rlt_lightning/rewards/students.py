@@ -46,7 +46,7 @@ class Student:
 
     @property
     def prefix(self) -> str:
-        """Return how its columns of the table begin: `of/LABEL/`, or nothing if it is the only one."""
+        """Return the prefix of its columns in the table: `of/LABEL/`, or '' if it is the only one."""
         return f"of/{self.label}/" if self.label else ""
 
     def name_columns(self, table: Mapping[str, Tensor]) -> dict[str, Tensor]:

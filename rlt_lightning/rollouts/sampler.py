@@ -73,7 +73,7 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling, RewardStd
+from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.weight_sync import Policy, WeightSync
 from rlt_lightning.run.ranks import Collectives, gather_from_ranks, waiting_for_ranks
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
@@ -118,7 +118,7 @@ class RolloutRequest:
         sampling: Temperature and limits.
         num_completions: Completions per problem.
         stop: The end tag.
-        completions: What has come, by number.
+        completions: The completions that have arrived, by number.
         step: The training step that they are for, from 0; None: validation or prediction.
         problems: The problems themselves; a checkpoint holds none.
         places: Which of the step's problems each one is, or replaces.
@@ -144,17 +144,17 @@ class RolloutRequest:
 
     def __post_init__(self) -> None:
         self.delivered: set[int] = set()  # numbers that were in a chunk
-        self.rollouts: dict[int, Rollout] = {}  # what `build_rollout` has built
-        # On the rank that talks to the engine: what has come, and at its end None or the error.
+        self.rollouts: dict[int, Rollout] = {}  # built by `build_rollout`
+        # On the rank that talks to the engine: its completions, then None or its error.
         self.arrivals: SimpleQueue[tuple[int, Completion] | BaseException | None] = SimpleQueue()
         self.sampling_now = False
         self.ended_at = 0.0  # time.monotonic()
 
-    # What is there
+    # Completions
 
     @property
     def missing(self) -> list[int]:
-        """Return the problems without all of their completions, as far as this rank asks for them."""
+        """Return the problems of which this rank still awaits completions."""
         size = self.num_completions
         asked = range(len(self.prompts)) if self.asked is None else self.asked
         return [i for i in asked if any(i * size + j not in self.completions for j in range(size))]
@@ -190,10 +190,10 @@ class RolloutRequest:
     # From the engine
 
     def open(self) -> tuple[list[SampleRequest], list[int]]:
-        """Note that the engine is now asked for what is missing.
+        """Note that the engine now samples the missing completions.
 
         Returns:
-            What it is asked for, and the numbers of these completions.
+            The requests to the engine, and the numbers of their completions.
         """
         self.arrivals, self.sampling_now = SimpleQueue(), True
         missing, size = self.missing, self.num_completions
@@ -205,11 +205,11 @@ class RolloutRequest:
         return requests, numbers
 
     def receive(self, samples: Iterable[tuple[int, Completion]], numbers: Sequence[int]) -> None:
-        """Take what an engine yields until it ends; in a thread, unless the engine is in this process.
+        """Take an engine's completions until it ends; in a thread, unless the engine is in this process.
 
         Args:
             samples: Completions with their index in `numbers`.
-            numbers: What `open` returned.
+            numbers: The numbers that `open` returned.
         """
         arrivals, end = self.arrivals, None
         try:
@@ -221,18 +221,18 @@ class RolloutRequest:
         arrivals.put(end)
 
     def collect(self) -> None:
-        """Wait for what the engine was asked for, and keep it.
+        """Wait for the completions that the engine samples, and keep them.
 
-        What it did not finish, because it lost its workers, stays missing. Any other error is raised once:
+        Completions that were lost with workers stay missing. Any other error is raised once:
         afterwards the engine may be asked again.
         """
         self._take(math.inf)
 
     def next_chunk(self, min_tokens: float) -> Chunk:
-        """Wait until what has come has `min_tokens`, or the engine has no more; infinity: until all is there.
+        """Wait for completions of `min_tokens` or the engine's last one; infinity: for all.
 
         Returns:
-            What no chunk had before. With infinity it is empty if workers were lost before all was there.
+            The completions of no earlier chunk. With infinity none if workers were lost before all came.
         """
         self._take(min_tokens)
         complete = not self.missing
@@ -362,10 +362,10 @@ class Dispatcher:
         self.weights.close()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function of the engine where the engine is.
+        """Run a function on the ranks that own the engine.
 
         Returns:
-            Of a server what rank 0's call returned, on every rank; else what this rank's did.
+            The result of rank 0's call on every rank for a server; else that of this rank's call.
 
         Raises:
             Exception: Whichever that call raised.
@@ -390,7 +390,7 @@ class Dispatcher:
         return [place % num_problems for place in range(first, first + size)]
 
     def submit(self, request: RolloutRequest) -> None:
-        """Let the engine sample what a request lacks, with the weights of this step.
+        """Let the engine sample a request's missing completions, with the weights of this step.
 
         A server samples in the background; any other engine has finished when this returns.
         """
@@ -399,7 +399,7 @@ class Dispatcher:
         # Weights are pushed and verified as they are, wherever in a step this is.
         with module.phase("push"), torch.autocast(module.device.type, enabled=False):
             self.weights.make_current(trainer, module)
-        # Only the rank that talks to the engine knows what has come.
+        # Only the rank that talks to the engine knows its completions.
         if not self.call(lambda: bool(request.completions)):
             request.policy_version = module.global_step
         if not self.is_server:
@@ -410,9 +410,9 @@ class Dispatcher:
             run_in_background(self._sample(request))
 
     def stream(self, request: RolloutRequest, min_tokens: float = math.inf) -> Iterator[Chunk]:
-        """Yield what has come of a request, chunk by chunk, until nothing is missing.
+        """Yield a request's completions, chunk by chunk, until none is missing.
 
-        What is not sampled yet, or was lost with workers, is submitted. All ranks get the same chunks; but of
+        Missing completions, lost ones too, are submitted. All ranks get the same chunks; but of
         a request of its own (`RolloutRequest.asked` is None) a rank with its own engine gets that.
 
         Args:
@@ -439,7 +439,7 @@ class Dispatcher:
             pass
 
     def _next_chunk(self, request: RolloutRequest, min_tokens: float) -> Chunk:
-        """Return what has come since the chunk before, of a server alike on every rank."""
+        """Return the completions since the chunk before, of a server alike on every rank."""
         chunk = self.call(lambda: request.next_chunk(min_tokens))
         request.deliver(chunk)
         if chunk.complete and self.engine.takes_turns:
@@ -448,7 +448,7 @@ class Dispatcher:
         return chunk
 
     def _share(self, request: RolloutRequest, chunk: Chunk) -> Chunk:
-        """Give all ranks what each has sampled, at the end of a request; a server gave it to all."""
+        """Give all ranks the completions of each, at the end of a request; a server gave them to all."""
         trainer, _ = self._bound()
         if self.is_server or trainer.world_size == 1:
             return chunk
@@ -471,7 +471,7 @@ class Dispatcher:
         return self.trainer, self.module
 
     def _sample(self, request: RolloutRequest) -> Callable[[], None]:
-        """Return a function in which the engine samples what a request lacks."""
+        """Return a function in which the engine samples a request's missing completions."""
         samples, numbers = request.open()
         stream = stream_completions(self.engine, samples, request.sampling, request.stop)
         return lambda: request.receive(stream, numbers)
@@ -486,7 +486,7 @@ class Dispatcher:
 
 
 class SampledPolicy(Policy, Protocol):
-    """The module that trains on completions, an OnPolicyModule: what is used of it here."""
+    """The part of an OnPolicyModule that the sampler uses."""
 
     group_size: int
     micro_batch_tokens: int
@@ -508,9 +508,6 @@ class Settings(Protocol):
     dynamic_sampling: DynamicSampling | None
     seed: int
 
-    def sampling_at(self, step: int) -> Sampling:
-        """Return the sampling of the completions that a step, from 0, trains on."""
-
 
 class Sampler:
     """Brings completions to a module.
@@ -526,15 +523,13 @@ class Sampler:
     def __init__(self, dispatcher: Dispatcher, settings: Settings) -> None:
         self.dispatcher = dispatcher
         self.settings = settings
-        # What a checkpoint keeps: the request of this step or, once it was submitted, of the next.
+        # A checkpoint keeps the request of this step or, once it was submitted, of the next.
         self.pending: RolloutRequest | None = None
         self.problems_per_rank = 0  # that the loader gave this rank, as any other, in this step
-        self.reward_std = RewardStd()
 
     def bind(self, trainer: Trainer, module: SampledPolicy) -> None:
         """Bring completions to this module from now on; a request that an earlier run left is dropped."""
         self.trainer, self.module, self.pending = trainer, module, None
-        self.reward_std = RewardStd()
 
     @property
     def max_rounds(self) -> int:
@@ -542,15 +537,10 @@ class Sampler:
         dynamic = self.settings.dynamic_sampling
         return 0 if dynamic is None else dynamic.max_rounds
 
-    def find_min_std(self, step: int) -> float:
-        """Return the standard deviation of rewards below which a step, from 1, replaces a group too."""
-        dynamic = self.settings.dynamic_sampling
-        return 0.0 if dynamic is None else self.reward_std.find_bound(dynamic.min_std_frac, step)
-
     # Training
 
     def request(self, problems: list[Problem]) -> RolloutRequest:
-        """Return what this step asks for: G completions of each problem of all ranks.
+        """Return this step's request: G completions of each problem of all ranks.
 
         It may have been submitted already, and some of it may have come.
 
@@ -558,7 +548,7 @@ class Sampler:
             problems: Those of this rank.
         """
         step, group_size = self.module.global_step, self.module.group_size
-        request, expected = self.pending, (group_size, self.settings.sampling_at(step))
+        request, expected = self.pending, (group_size, self.settings.sampling)
         # A request from a checkpoint may be of other settings.
         if request is None or (request.num_completions, request.sampling) != expected:
             request = self._build_step(problems, step)
@@ -675,7 +665,7 @@ class Sampler:
     def _build_training(self, problems: list[Problem], step: int, problems_per_rank: int) -> RolloutRequest:
         """Return a request for problems that all ranks have alike."""
         request = self._build(
-            problems, step, self.settings.sampling_at(step), self.module.group_size, problems_per_rank
+            problems, step, self.settings.sampling, self.module.group_size, problems_per_rank
         )
         request.asked = self.dispatcher.list_asked(len(problems))
         return request

@@ -1,4 +1,4 @@
-"""`StepBatch`: a step's completions with everything that is known of them; nothing else carries a step.
+"""`StepBatch`: a step's completions and their values; nothing else carries a step.
 
 Read         what a model is to compute of one completion: rewards and losses declare it (rewards/base.py)
 tokens       what the models computed, (T,) per row: on the rank that ran them, which has these rows as shard
@@ -35,7 +35,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
+from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
@@ -67,7 +67,7 @@ class Read:
         scored: Positions in prefix + rest whose tokens are scored, first and end.
         family: Names the prefix, such as the problem's row.
         temperature: Divides the logits; None: that of sampling, or 1 where that is 0.
-        what: What the values are, for messages.
+        what: A name of the values, for messages.
         once: Rows with the same one share the value, such as that of an empty explanation.
         sampled: The scored tokens are these of the completion, first and end: where the engine reported their
             log-probs at this temperature, no model is asked.
@@ -154,7 +154,7 @@ class Shards:
 
 @dataclass
 class StepBatch:
-    """Completions and what is known of them; row `i` is completion `i % group_size` of its group.
+    """Completions and their values; row `i` is completion `i % group_size` of its group.
 
     Example:
         4 problems with 2 completions each on 2 ranks: rank 1 logs the rows 4 to 7, those of its own problems,
@@ -174,14 +174,13 @@ class StepBatch:
         table: By name one number per row, (N,); once it is shared alike on every rank. See above.
         known: Values that several rows share, by `Read.once`; they hold for the whole step.
         scored: Whether the table has the rewards of whole groups.
-        stds: Standard deviation of the rewards of each group, by request, replaced ones included.
-        counts: What dynamic sampling has cost.
+        counts: The cost of dynamic sampling.
         replaced: The sources of the completions that dynamic sampling replaced.
         advantages: One per row, (N,).
         metrics: Those of the update, added up over its micro-batches.
         mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
-        checks: What models have computed, which must be finite before it is used.
-        failure: What failed on this rank; all ranks raise it where they next tell each other of failures.
+        checks: Values of models, which must be finite before they are used.
+        failure: This rank's error; all ranks raise it together at the next `raise_together`.
         lacks_log_probs: Whether the engine did not report the log-probs of a completion, of any rank's.
     """
 
@@ -198,7 +197,6 @@ class StepBatch:
     table: dict[str, Tensor] = field(default_factory=dict)
     known: dict[Hashable, Tensor] = field(default_factory=dict)
     scored: bool = False
-    stds: list[Tensor] = field(default_factory=list)
     counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
     replaced: list[tuple[RolloutRequest, int] | Rollout | SFTExample] = field(default_factory=list)
     advantages: Tensor | None = None
@@ -251,7 +249,7 @@ class StepBatch:
         return [self.rollout(row) for row in rows]
 
     def list_rollouts(self, rows: Iterable[int]) -> Rollouts:
-        """Return completions with what they share, as callbacks get those of this rank's problems."""
+        """Return completions with their shared figures, as callbacks get those of this rank's problems."""
         return Rollouts(self.rollouts(rows), self.group_size, self.policy_version, self.temperature)
 
     def row_number(self, row: int) -> int:
@@ -300,7 +298,7 @@ class StepBatch:
     # Failures
 
     def keep_failure(self, error: Exception) -> None:
-        """Keep what a user's class raised here until ranks tell each other; raise it where no rank waits."""
+        """Keep an error of a user's class until all ranks raise it; raise it now where no rank waits."""
         if self.shards is None or self.shards.world_size == 1:
             raise error
         self.failure = self.failure or error
@@ -310,7 +308,7 @@ class StepBatch:
         return self.checks.find_bad() if self.failure is None else torch.tensor(True, device="cpu")
 
     def find_failure(self) -> Exception | None:
-        """Return what has failed on this rank; a value that is not finite comes first, as a cause."""
+        """Return this rank's error; a value that is not finite comes first, as a cause."""
         try:
             self.checks.require()
         except NonFiniteError as error:
@@ -359,7 +357,7 @@ class StepBatch:
             self.table[name] = column.to(self.table[name].dtype)
 
     def check_made(self, values: Tensor, what: str, maker: object, rows: Sequence[int]) -> None:
-        """Let all ranks check together what an object has computed of n rows, (n,)."""
+        """Let all ranks check together an object's values of n rows, (n,)."""
         numbers, what = [self.row_number(row) for row in rows], f"{what} of {type(maker).__name__}"
         self.checks.add(values, [1] * len(rows), what, numbers, choose_remedy(maker))
 
@@ -390,8 +388,6 @@ class StepBatch:
                 f"but one has {', '.join(unknown)}. Correct the names that its `measure` or `score` returns."
             )
         self.table, self.scored = table, True
-        if self.shards is not None and self.group_size > 1:  # whole groups, of training
-            self.stds = [split_groups(table["reward"], self.group_size).std(dim=1)]
 
     def choose(self, rows: Sequence[int], label: str = "") -> dict[str, Tensor]:
         """Return the table of some rows, in this order, by all students or by one of several."""
@@ -411,7 +407,7 @@ class StepBatch:
 
         Args:
             micro: The micro-batch.
-            values: What the policy has computed, (M,); checked before the optimizer steps.
+            values: The policy's values, (M,); checked before the optimizer steps.
             output: The LossOutput.
         """
         counts = [read.num_scored for read in micro.reads]
@@ -425,10 +421,9 @@ class StepBatch:
 
     # Dynamic sampling
 
-    def find_flat_groups(self, min_std: float) -> list[int]:
-        """Return the places of the groups whose rewards are all equal, or differ by less than `min_std`."""
+    def find_flat_groups(self) -> list[int]:
+        """Return the places of the groups whose rewards are all equal."""
         flat = zero_std_groups(self.rewards, self.group_size)
-        flat |= split_groups(self.rewards, self.group_size).std(dim=1) < min_std
         return [place for place, is_flat in enumerate(flat.tolist()) if is_flat]
 
     def replace(self, others: StepBatch, places: Sequence[int]) -> None:
@@ -448,7 +443,6 @@ class StepBatch:
         self.measured = sorted({*self.measured} - replaced | {target[row] for row in others.measured})
         for name, values in self.table.items():
             self.table[name] = values.index_copy(0, upload(target, values.device), others.table[name])
-        self.stds += others.stds
         self.counts.rounds += 1
         self.counts.dropped_groups += len(places)
 

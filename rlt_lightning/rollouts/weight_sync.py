@@ -25,7 +25,7 @@ from rlt_lightning.models.packed import sequence_log_probs
 
 
 class Policy(Protocol):
-    """The module whose weights sample, a PolicyModule: what is used of it here."""
+    """The part of a PolicyModule that a push uses."""
 
     @property
     def policy(self) -> Any:
@@ -119,7 +119,7 @@ class WeightSync:
         return flag
 
     def _list_weights(self, policy: Any) -> list[NamedTensor]:
-        """Return what the engine is pushed: a LoRA's matrices, or whole weights with the LoRA merged in."""
+        """Return the weights for the engine: a LoRA's matrices, or whole weights with the LoRA merged in."""
         tensors = dict(policy.named_parameters())
         if self.engine.takes_adapters:
             return list_adapter_weights(tensors)

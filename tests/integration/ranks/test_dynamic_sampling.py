@@ -36,8 +36,6 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
-from rlt_lightning.rollouts import dynamic_sampling
-from rlt_lightning.rollouts.dynamic_sampling import RewardStd
 from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
 from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
@@ -98,20 +96,6 @@ def test_equal_completions_get_the_same_numbers() -> None:
 def test_at_least_one_round_is_allowed() -> None:
     with pytest.raises(InputError, match="max_rounds must be at least 1, but is 0"):
         DynamicSampling(max_rounds=0)
-    with pytest.raises(InputError, match="min_std_frac must be at least 0, but is -1"):
-        DynamicSampling(min_std_frac=-1)
-
-
-def test_the_average_spread_begins_as_a_mean_and_then_moves() -> None:
-    spread = RewardStd()
-    for step in range(1, 6):
-        spread.add([100.0], step)
-    for step in range(6, 11):
-        assert spread.find_bound(0.5, step) == 0
-        spread.add([float(step), float(step) + 2], step)  # 7, 8, 9, 10, 11
-    assert spread.find_bound(0.5, 11) == pytest.approx(9 / 2)
-    spread.add([19.0, 19.0, 19.0], 11)
-    assert spread.average == pytest.approx(0.99 * 9 + 0.01 * 19)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -194,15 +178,14 @@ def fit(
     teacher: str = "",
     kl_coef: float = 0.04,
     length: int = 8,
-    source: str = "arithmetic",
+    source: str = "chains",
     steps: int = STEPS,
     epochs: int = -1,
     every: int = 1,
-    min_std_frac: float = 0.0,
 ) -> tuple[Seen, StratosDataModule]:
     """Train; rounds None is without dynamic sampling."""
     seen = seen or Seen()
-    dynamic = None if rounds is None else DynamicSampling(rounds, min_std_frac)
+    dynamic = None if rounds is None else DynamicSampling(rounds)
     callback = RolloutCallback(
         engine, Sampling(max_completion_length=length), score_early=score_early, dynamic_sampling=dynamic
     )
@@ -469,27 +452,6 @@ def test_a_resumed_run_draws_the_same_problems(
         fit(tiny_model, tmp_path, seen=stopped)
     resumed, _ = fit(tiny_model, tmp_path, resume=tmp_path / "checkpoints" / f"step={done:06d}.ckpt")
     assert_same(stopped, resumed, whole=whole)
-
-
-def test_groups_of_little_spread_are_replaced_and_a_resume_repeats_it(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dynamic_sampling, "STD_FROM_STEP", 1)
-    monkeypatch.setattr(dynamic_sampling, "STD_ACTS_FROM_STEP", 3)
-    options: dict[str, Any] = {"reward": RLTReward(), "rounds": 1, "min_std_frac": 0.9}
-    whole, _ = fit(tiny_model, tmp_path / "whole", **options)
-    dropped = [dropped for _, dropped, _, _ in whole.counts]
-    assert dropped[:2] == [0, 0]
-    assert sum(dropped[2:]) > 0
-    # Without drops the average is the plain mean of the first two steps' groups.
-    stds = [b.step.rewards.view(PROMPTS, GROUP_SIZE).std(dim=1) for b in whole.batches]
-    bound = 0.9 * float(torch.stack(stds[:2]).mean())
-    assert whole.counts[2][3] == int((stds[2] < bound).sum())
-    resume = tmp_path / "whole" / "checkpoints" / "step=000003.ckpt"
-    resumed, _ = fit(tiny_model, tmp_path / "resumed", resume=resume, **options)
-    for seen in (whole.rows, whole.counts):
-        del seen[:3]
-    assert_same(resumed, whole=whole)
 
 
 @pytest.mark.full
