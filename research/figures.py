@@ -11,9 +11,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from arms import LEAD, NUM_GROUPS, TRAINED, VOTED, WITHOUT_TRACES, Arms, Setting, measure_kinds, read
+from trace_kinds import chain_kind
 
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.stepwise import chain_kind
 
 NAMES = {  # of arms, for people
     "base": "untrained student",

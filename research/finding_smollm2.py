@@ -42,8 +42,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
+from trace_kinds import TRACE_KINDS, word_sum_kind
 
-from rlt_lightning.tasks.stepwise import TRACE_KINDS, word_sum_kind, word_sum_rows
+from rlt_lightning.tasks.stepwise import word_sum_rows
 
 ARMS = ("raw", "warmup", "greedy", "best_of_4", "rlt", "solution_only", "shuffled", "oracle")
 WRITTEN: dict[str, dict[str, Any]] = {  # how the warm-up teacher writes the traces of an arm

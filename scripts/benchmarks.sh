@@ -5,12 +5,12 @@
 #   scripts/benchmarks.sh [NAME ...]     the default: reward optimise growth startup memory data
 #
 # Pages quote others too: divergence generate packing balance overlap asynchronous push push_ipc quantised
-# plan dynamic_sampling, which takes half an hour. push and push_ipc are benchmarks/push.py over gloo and by shared memory;
+# dynamic_sampling, which takes half an hour. push and push_ipc are benchmarks/push.py over gloo and by shared memory;
 # they, generate and asynchronous need vLLM (make setup-vllm).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 default=(reward optimise growth startup memory data)
-known=("${default[@]}" divergence generate packing balance overlap asynchronous push push_ipc quantised plan dynamic_sampling baseline)
+known=("${default[@]}" divergence generate packing balance overlap asynchronous push push_ipc quantised dynamic_sampling baseline)
 names=("$@")
 [[ ${#names[@]} -gt 0 ]] || names=("${default[@]}")
 for name in "${names[@]}"; do

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from rlt_lightning.console import announce
@@ -16,7 +17,7 @@ PATIENCE = 5  # iterations in a row with a negative KL: the mean of a few sample
 
 
 class Alarms(Callback):
-    """Say on the terminal when training goes wrong in a way that a setting mends.
+    """Say on the terminal, and to W&B, when training goes wrong in a way that a setting mends.
 
     Args:
         enabled: Whether to raise alarms.
@@ -58,6 +59,9 @@ class Alarms(Callback):
             if step - self.sent_at.get(title, -self.quiet_steps) >= self.quiet_steps:
                 self.sent_at[title] = step
                 announce(f"rlt: alarm: {title}. Iteration {step}: {text}")
+                for logger in trainer.loggers:
+                    if isinstance(logger, WandbLogger):
+                        logger.experiment.alert(title, f"Iteration {step}: {text}")
 
     def find_alarms(self, metrics: dict[str, float]) -> Iterator[tuple[str, str]]:
         """Record an iteration's metrics; yield title and text of every alarm."""

@@ -2,14 +2,14 @@
 
 An evaluation runs after the optimizer step and before the step's checkpoint:
 
-    EvaluateEvery (every rank)           engine of the run, or its own         rank 0
+    EvaluateEvery (every rank)           engine of the run                     rank 0
       one request for all problems, prompts and seeds as in `rlt test`
       wait for completions in flight
       weights, if they changed ────────▶ load them; they are verified
       prompts, seeds ──────────────────▶ sample
       completions of all ranks ──────────────────────────────────────────────▶ judge, count
       eval/SET/pass_at_1, … ◀─────────────────────────────────────────────────┘
-      callback_metrics ─▶ MetricsResume, Checkpoint (which come after this callback)
+      callback_metrics ─▶ Checkpoint (which comes after this callback)
       metrics.csv and the other loggers
 
 modules/responses.py has what this shares with `rlt test`; rollouts/sampler.py says how ranks share an engine.
@@ -23,7 +23,6 @@ import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm import tqdm
 from typing_extensions import override
@@ -35,11 +34,10 @@ from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.engines.base import Engine, EngineError, Sampling
-from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
-from rlt_lightning.metrics.answers import OVERALL, OVERALL_FIGURES, SET_FIGURES, name_figures
+from rlt_lightning.metrics.answers import name_figures
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.responses import (
@@ -50,7 +48,7 @@ from rlt_lightning.modules.responses import (
 )
 from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest
 from rlt_lightning.run.ranks import Collectives
-from rlt_lightning.types import InputError, Problem, SFTExample
+from rlt_lightning.types import InputError
 
 SECONDS = "perf/evaluate_s"
 
@@ -58,8 +56,8 @@ SECONDS = "perf/evaluate_s"
 class EvaluateEvery(Callback):
     """Log the trained student's accuracy on evaluation sets, as `rlt test` would report it for its export.
 
-    Only for students, whose data are StudentSFTData, StudentRLData and the like. It leaves
-    training as it is.
+    Only for students, whose data are StudentSFTData, StudentRLData and the like. It leaves training as it is.
+    The engine of RolloutCallback samples.
 
     Args:
         every_n_steps: Optimizer steps between evaluations.
@@ -69,11 +67,8 @@ class EvaluateEvery(Callback):
         seed: Decides the sampling, and the rows of embedded sets: `--seed` of `rlt test`.
         max_rows: Most problems of each set, from its start.
         at_start: Whether to evaluate the model before the first step too.
-        engine: Where answers come from; None: the run's `rollouts.engine`, which gets the
-            weights pushed before each evaluation unless it is HFEngine.
         judge_deadline_s: Seconds for judging one answer; an answer that takes longer counts as wrong.
-        deadline_s: How long ranks wait for rank 0 to judge, and with an engine of its own for each other; see
-            RolloutCallback.
+        deadline_s: How long ranks wait for rank 0 to judge.
     """
 
     def __init__(
@@ -85,7 +80,6 @@ class EvaluateEvery(Callback):
         seed: int = 0,
         max_rows: int | None = None,
         at_start: bool = True,
-        engine: Engine | None = None,
         judge_deadline_s: float = 10.0,
         deadline_s: float = 14400.0,
     ) -> None:
@@ -100,23 +94,13 @@ class EvaluateEvery(Callback):
         self.seed = seed
         self.max_rows = max_rows
         self.at_start = at_start
-        self.engine = engine
         self.judge_deadline_s = judge_deadline_s
         self.deadline_s = deadline_s
         self.collectives = Collectives(deadline_s, EngineError)
-        # Each fit sets these four.
+        # Each fit sets these three.
         self.questions = self._build_questions()
-        self.separate_dispatcher: Dispatcher | None = None
         self.dispatcher: Dispatcher | None = None
         self.judge: Judge | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the figures that this logs, pass@1 first."""
-        found = [f"eval/{name}/{figure}" for figure in SET_FIGURES for name in self.sets]
-        if len(self.sets) > 1:
-            found += [f"eval/{OVERALL}/{figure}" for figure in OVERALL_FIGURES]
-        return sorted(found, key=lambda name: not name.endswith("/pass_at_1"))
 
     # Lightning's hooks
 
@@ -132,21 +116,8 @@ class EvaluateEvery(Callback):
         context = context_length(module.pretrained, module.trust_remote_code)
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
         require_responses_fit(self.questions.problems, self.sampling, context, advice)
-        self.dispatcher = self.separate_dispatcher = None
-        if self.engine is not None or RolloutCallback.find(trainer) is None:
-            self.separate_dispatcher = Dispatcher(self.engine or HFEngine(), 1, self.deadline_s)
-            require_gathering(self.separate_dispatcher.engine, trainer)
-        if self.every_n_steps > module.total_steps():
-            rank_zero_warn(
-                f"EvaluateEvery evaluates every {self.every_n_steps} optimizer steps, but the run has only "
-                f"{module.total_steps()}. Lower its every_n_steps."
-            )
-        if known := count_known_problems(self.questions, data):
-            rank_zero_warn(
-                f"EvaluateEvery should ask what training does not show, but {known} of its "
-                f"{len(self.questions.problems)} problems are in the training rows, word for word. Remove "
-                "them there, or do not take the accuracy for one on unseen problems."
-            )
+        self.dispatcher = None
+        require_gathering(RolloutCallback.of(trainer).engine, trainer)
 
     @override
     def on_train_batch_start(
@@ -171,19 +142,13 @@ class EvaluateEvery(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.close()
+        if self.judge is not None:
+            self.judge.close()
+        self.judge = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the judge's processes, and close an engine that nobody else uses; safe to call twice."""
-        if self.judge is not None:
-            self.judge.close()
-        if self.dispatcher is not None and self.dispatcher is self.separate_dispatcher:
-            self.dispatcher.close()
-        self.dispatcher = self.judge = None
+        self.teardown(trainer, pl_module, "fit")
 
     # Evaluation
 
@@ -229,14 +194,12 @@ class EvaluateEvery(Callback):
         self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]
     ) -> Dispatcher:
         """Return what asks the engine, which is started and samples nothing else."""
-        rollouts = RolloutCallback.find(trainer)
+        rollouts = RolloutCallback.of(trainer)
         if self.dispatcher is None:
-            assert self.separate_dispatcher is not None or rollouts is not None
-            self.dispatcher = self.separate_dispatcher or rollouts.dispatcher  # type: ignore[union-attr]
+            self.dispatcher = rollouts.dispatcher
             longest = max(map(len, prompts)) + self.sampling.max_completion_length
             self.dispatcher.start(trainer, module, prompts[0], longest)
-        if rollouts is not None and self.dispatcher is rollouts.dispatcher:
-            rollouts.sampler.wait()
+        rollouts.sampler.wait()
         return self.dispatcher
 
     def _judge_responses(self, responses: dict[int, list[Response]]) -> dict[str, float]:
@@ -304,16 +267,3 @@ def require_student(data: StratosDataModule) -> None:
             "by held-out rows: data.val_rows, trainer.val_check_interval and checkpoint.monitor "
             "(reward/val_mean, or policy/val_loss with checkpoint.mode min)."
         )
-
-
-def count_known_problems(questions: EvaluationDataModule, data: StratosDataModule) -> int:
-    """Count the problems whose prompt, system prompt included, is also that of a training row."""
-    shown: set[tuple[int, ...]] = set()
-    # Where the student thinks, a prompt ends with the tag that an answer begins with.
-    opened = len(data.format.thought_opening) if data.format.thinks else 0
-    for item in data.items:
-        if isinstance(item, SFTExample):
-            shown.add(tuple(item.token_ids[: item.loss_mask.index(True)]))
-        elif isinstance(item, Problem):
-            shown.add(tuple(item.teacher_prompt[: len(item.teacher_prompt) - opened]))
-    return sum(tuple(problem.prompt) in shown for problem in questions.problems)

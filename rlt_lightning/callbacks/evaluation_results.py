@@ -1,32 +1,12 @@
-"""Format the results of an evaluation as tables, next to the paper's results."""
+"""Format the results of an evaluation as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rlt_lightning.datamodules.evaluation_sets import SETS, explain_difference
+from rlt_lightning.datamodules.evaluation_sets import explain_difference
 
-PAPER_SETS = ("aime24", "math500", "gpqa_diamond")
-PAPER_SOURCE = "Table 1 of arXiv:2506.08388, pass@1 in %, as published"
-# Model, size of its data, and percent for each set and their mean.
-PAPER_ROWS: tuple[tuple[str, str, tuple[float, float, float, float]], ...] = (
-    ("QwQ-32B", "N.A.", (50.00, 90.60, 54.50, 65.03)),
-    ("DeepSeek-R1", "800K+", (79.80, 97.30, 71.50, 82.87)),
-    ("Qwen2.5-7B-Instruct", "N.A.", (10.00, 74.20, 33.30, 39.17)),
-    ("Bespoke-7B-1K", "1K", (13.30, 80.00, 33.80, 42.37)),
-    ("RLT-7B-1K", "1K", (20.00, 80.40, 41.90, 47.43)),
-    ("Bespoke-7B", "17K", (20.00, 82.00, 37.80, 46.60)),
-    ("RLT-7B", "17K", (23.30, 82.80, 42.40, 49.50)),
-    ("Qwen2.5-32B-Instruct", "N.A.", (26.70, 84.00, 49.00, 53.23)),
-    ("s1-32B", "1K", (50.00, 92.60, 56.60, 66.40)),
-    ("s1-32B + budget forcing", "1K", (56.70, 93.00, 59.60, 69.77)),
-    ("Bespoke-32B-1K", "1K", (46.70, 92.60, 57.50, 65.60)),
-    ("RLT-32B-1K", "1K", (60.00, 94.00, 60.10, 71.37)),
-    ("Sky-T1-32B", "17K", (43.30, 82.40, 56.80, 60.83)),
-    ("Bespoke-32B", "17K", (63.30, 93.00, 58.10, 71.47)),
-    ("RLT-32B", "17K", (66.70, 93.40, 59.60, 73.23)),
-)
 PERCENTAGES = ("pass_at_k", "maj_at_k", "formatted_frac", "truncated_frac")
 HEADER = (
     *("set", "problems", "k", "pass@1, % ± s.e."),
@@ -36,26 +16,17 @@ HEADER = (
 
 
 def render(summary: dict[str, Any]) -> str:
-    """Return the results as a Markdown page, next to the paper's for the sets that it reports."""
+    """Return the results as a Markdown page."""
     name, sets = summary["model"] or summary["responses"], summary["sets"]
     page = f"# Evaluation of {name}\n\n{render_table([HEADER, *map(build_result_row, sets.values())])}"
     page += f"\nJudged by {summary['judge']}.\n"
-    comparable = find_comparable_sets(summary)
-    if comparable:
-        page += f"\nBeside {PAPER_SOURCE}:\n\n{build_comparison(summary, name)}"
     lines = [explain_difference(key, found["differs"]) for key, found in sets.items() if found.get("differs")]
     lines += [
-        f"{SETS[key].title} is recognised only by the number of its rows."
-        for key in PAPER_SETS
-        if key in comparable and sets[key].get("known_by_number")
+        f"{found['title']} is recognised only by the number of its rows."
+        for found in sets.values()
+        if found.get("known_by_number") and not found.get("differs")
     ]
     return page + "".join(f"\n{line}\n" for line in lines)
-
-
-def find_comparable_sets(summary: dict[str, Any]) -> set[str]:
-    """Return the names of the evaluated sets whose results are comparable with the paper's."""
-    found = summary["sets"]
-    return {name for name in PAPER_SETS if name in found and not found[name].get("differs")}
 
 
 def build_result_row(found: dict[str, Any]) -> tuple[str, ...]:
@@ -69,24 +40,6 @@ def build_result_row(found: dict[str, Any]) -> tuple[str, ...]:
         *(format_percent(found.get(name)) for name in PERCENTAGES),
         "" if tokens is None else f"{tokens:.0f}",
     )
-
-
-def build_paper_table() -> list[tuple[str, ...]]:
-    """Return Table 1 of the paper as rows of text, the header first."""
-    header = ("model", "data", *(SETS[key].title for key in PAPER_SETS), "overall")
-    rows = ((model, size, *(f"{value:.2f}" for value in values)) for model, size, values in PAPER_ROWS)
-    return [header, *rows]
-
-
-def build_comparison(summary: dict[str, Any], name: str) -> str:
-    """Return the paper's Table 1 with the run as its last row; sets that are not the paper's stay empty."""
-    header, *rows = build_paper_table()
-    comparable = find_comparable_sets(summary)
-    own = [format_accuracy(summary["sets"][key]) if key in comparable else "" for key in PAPER_SETS]
-    overall = (
-        format_accuracy(summary["overall"]) if comparable == set(summary["sets"]) == set(PAPER_SETS) else ""
-    )
-    return render_table([header, *rows, (f"**{name}**", "", *own, overall)])
 
 
 def format_accuracy(found: dict[str, Any]) -> str:

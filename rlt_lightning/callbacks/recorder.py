@@ -1,4 +1,4 @@
-"""Record the completions of training in `rollouts.jsonl`.
+"""Record the completions of training in `rollouts.jsonl`, and some of them in W&B.
 
 A resumed run repeats the iterations after its checkpoint, so it first drops their rows from the file.
 """
@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from rlt_lightning.modules.rollout_rows import build_token_columns, rollout_rows
@@ -28,15 +29,19 @@ class RolloutRecorder(Callback):
         every_n_steps: Record the completions of every n-th iteration; 0 is off.
         tokens: Completions whose tokens are recorded with the student's value of each: every problem's best
             and worst, all, or none.
+        wandb_rows: Completions of an iteration in the table `completions` of W&B, spread over its problems;
+            0 shows none.
     """
 
     def __init__(
         self,
         every_n_steps: int = 1,
         tokens: Literal["extremes", "all", "none"] = "extremes",
+        wandb_rows: int = 4,
     ) -> None:
         self.every_n_steps = every_n_steps
         self.tokens = tokens
+        self.wandb_rows = wandb_rows
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,6 +61,16 @@ class RolloutRecorder(Callback):
         rows = [row for _, row in sorted(measured, key=lambda numbered: numbered[0])]
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
+            self._show(rows, trainer)
+
+    def _show(self, rows: list[Row], trainer: Trainer) -> None:
+        """Send some of an iteration's rows to W&B, without the values of single tokens."""
+        shown = rows[:: max(1, len(rows) // self.wandb_rows)][: self.wandb_rows] if self.wandb_rows else []
+        columns = [name for name, value in (shown or [{}])[0].items() if not isinstance(value, list)]
+        data = [[row.get(name) for name in columns] for row in shown]
+        for logger in trainer.loggers:
+            if data and isinstance(logger, WandbLogger):
+                logger.log_table("completions", columns, data, step=trainer.global_step)
 
     def _build_rows(self, number: int, step: StepBatch, module: Any) -> list[tuple[int, Row]]:
         """Return what is recorded of the completions that this rank has measured, with their rows."""

@@ -10,7 +10,7 @@ Completions are sampled inside training_step, validation_step and predict_step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout_checks import (
     FIXED_PIECES,
-    announce_unused,
     choose_weights,
     list_model_contexts,
     require_comparable,
@@ -40,9 +39,6 @@ from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
 from rlt_lightning.types import InputError
-
-# schedule(the config's sampling, optimizer step) is the sampling of that step.
-Schedule = Callable[[Sampling, int], Sampling]
 
 
 class RolloutCallback(Callback):
@@ -89,7 +85,6 @@ class RolloutCallback(Callback):
         self.is_engine_chosen = engine is not None
         self.engine: Engine = HFEngine() if engine is None else engine
         self.sampling = sampling
-        self.schedule: Schedule | None = None  # set by `follow`
         self.val_sampling = val_sampling or sampling
         self.val_completions = val_completions
         self.num_traces = num_traces
@@ -155,47 +150,6 @@ class RolloutCallback(Callback):
         self.sampler.dispatcher = self.dispatcher
         return reason
 
-    def follow(self, schedule: Schedule) -> None:
-        """Let the sampling of training depend on the step; call it in another callback's `setup`.
-
-        Validation and prediction sample as before. Nothing may grow beyond the settings that were checked:
-        `max_completion_length` of the config is the most that a step may have.
-
-        Args:
-            schedule: schedule(sampling, step) returns the sampling of the completions that step `step`, from
-                0, trains on. It must depend on nothing else: it is called again after a resume, and
-                one step ahead where rollouts are asynchronous.
-
-        Raises:
-            InputError: If another schedule is followed already.
-        """
-        if self.schedule not in (None, schedule):
-            raise InputError(
-                f"Rollouts can follow one schedule, but {schedule} comes after {self.schedule}. Remove one "
-                "of the callbacks, or make one of both."
-            )
-        self.schedule = schedule
-
-    def sampling_at(self, step: int) -> Sampling:
-        """Return the settings of the completions that a step, from 0, trains on.
-
-        Raises:
-            InputError: If the schedule gives what was not checked.
-        """
-        if self.schedule is None:
-            return self.sampling
-        sampling = self.schedule(self.sampling, step)
-        longest = self.sampling.max_completion_length
-        loosened = sampling.truncates and not self.sampling.truncates
-        if sampling.max_completion_length > longest or sampling.temperature == 0 or loosened:
-            raise InputError(
-                f"A schedule must keep to rollouts.sampling, which was checked: at most {longest} tokens, a "
-                "temperature above 0, and no top_p, top_k, min_p or repetition_penalty that is off there. "
-                f"But at step {step} it gave {sampling}. Correct it, or raise "
-                "rollouts.sampling.max_completion_length."
-            )
-        return sampling
-
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
@@ -218,7 +172,6 @@ class RolloutCallback(Callback):
         if stage == "fit":
             require_rewarded(self.dynamic_sampling, pl_module)
             require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
-            announce_unused(self.score_early, pl_module)
         if stage in ("fit", "validate"):
             require_comparable(self.val_completions, trainer, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)

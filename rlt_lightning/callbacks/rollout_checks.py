@@ -96,12 +96,6 @@ def require_comparable(val_completions: int, trainer: Trainer, module: OnPolicyM
         )
 
 
-def announce_unused(score_early: bool, module: OnPolicyModule) -> None:
-    """Say that scoring cannot overlap with sampling, if the module scores nothing."""
-    if score_early and not isinstance(module, RLTModule):
-        announce(f"rollouts.score_early: not used, since {type(module).__name__} scores no completions")
-
-
 def knows_log_probs(sampling: Sampling, engine: Engine) -> bool:
     """Return whether completions come with the policy's log-probs, as the engine computes them."""
     return engine.reports_log_probs and not sampling.truncates

@@ -104,7 +104,7 @@ def run_command(verb: str, words: Sequence[str]) -> int:
     usage, line, _ = VERBS[verb]
     auto_cli(
         COMMANDS[verb],
-        args=name_bare_word(words, BARE[verb]) if verb in BARE else list(words),
+        args=name_bare_word(verb, words) if verb in BARE else list(words),
         as_positional=False,
         parser_class=OneLineParser,
         prog=f"rlt {verb}",
@@ -114,12 +114,12 @@ def run_command(verb: str, words: Sequence[str]) -> int:
     return 0
 
 
-def name_bare_word(words: Sequence[str], name: str) -> list[str]:
+def name_bare_word(verb: str, words: Sequence[str]) -> list[str]:
     """Return `RUN --output FILE` as the parser reads it: --run_dir=RUN --output FILE."""
     bare, options = split_words(words)
     if len(bare) > 1:
-        raise InputError(f"One {name} is taken, but got {', '.join(bare)}. Put texts between quotes.")
-    return [*(f"--{name}={word}" for word in bare), *(word for option in options for word in option)]
+        raise InputError(f"rlt {verb} takes one run, but got {', '.join(bare)}. Put texts between quotes.")
+    return [*(f"--{BARE[verb]}={word}" for word in bare), *(word for option in options for word in option)]
 
 
 def explain_resume(verb: str, words: Sequence[str]) -> str:

@@ -352,8 +352,6 @@ class RLTCommandLine(LightningCLI):
         if self.trainer.is_global_zero:
             print(f"\nDone: {self.trainer.global_step} steps.")
             self.print_end()
-            # A script must notice; the model lies in the run folder.
-            self.status = int(any(getattr(c, "upload_failed", False) for c in self.trainer.callbacks))  # type: ignore[attr-defined]
 
     def after_predict(self) -> None:
         """Print where the scores or traces are, and the next command."""

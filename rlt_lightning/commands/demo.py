@@ -278,7 +278,7 @@ def show_accuracies(folder: Path) -> None:
     for name, arm in ARMS.items():
         accuracy = read_accuracy(folder / name / "answers")
         print(f"  {arm.name:<31} {100 * accuracy:5.0f}  {'#' * round(30 * accuracy)}".rstrip())
-    print(f"\nOne seed, ± 4 points. {CHEAPER}")
+    print(f"\n{textwrap.fill(f'One seed, at most ± 4 points (95 %). {CHEAPER}', 80)}")
 
 
 def read_accuracy(folder: Path) -> float:

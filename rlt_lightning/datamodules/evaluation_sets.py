@@ -91,7 +91,6 @@ SETS = {
     "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main", template=IN_A_BOX),
     "amc23": EvaluationSet("AMC 2023", "math-ai/amc23", template=IN_A_BOX),
     "countdown": EvaluationSet("Countdown", "countdown", judge="countdown"),
-    "arithmetic": EvaluationSet("arithmetic", "arithmetic"),
     "chains": EvaluationSet("last-digit chains", "chains"),
     "new_chains": EvaluationSet("last-digit chains with a new last step", "new_chains"),
     "word_sums": EvaluationSet("three-step word sums", "word_sums"),

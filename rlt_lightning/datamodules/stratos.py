@@ -100,10 +100,9 @@ class StratosDataModule(LightningDataModule, ABC):
     out, counted, and listed in `data_report.json`.
 
     Args:
-        source: "arithmetic", one kind of it such as "arithmetic:addition", "chains", "new_chains",
-            "word_sums" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, a hub id,
-            rows themselves (a list of dictionaries or a `datasets.Dataset`), or a list of such sources, each
-            with a weight or none, whose row numbers continue.
+        source: "chains", "new_chains", "word_sums" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV
+            file, a folder, a hub id, rows themselves (a list of dictionaries or a `datasets.Dataset`), or a
+            list of such sources, each with a weight or none, whose row numbers continue.
         split: Split of each source, where it has any.
         raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
         filters: Which usable rows of `source` are left out.
@@ -156,7 +155,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def __init__(
         self,
-        source: Rows = "arithmetic",
+        source: Rows = "chains",
         split: str = "train",
         raw: RawResponses = RawResponses(),
         filters: Filters = Filters(),

@@ -2,12 +2,10 @@
 
 from rlt_lightning.engines.base import (
     Engine,
-    EngineDescription,
     EngineError,
     Placement,
     SampleRequest,
     Sampling,
-    WorkerSettings,
     WorkersLost,
     build_requests,
     sample_all,
@@ -20,7 +18,6 @@ from rlt_lightning.engines.vllm import VLLMEngine
 __all__ = [
     "AdapterPush",
     "Engine",
-    "EngineDescription",
     "EngineError",
     "GlooPush",
     "HFEngine",
@@ -32,7 +29,6 @@ __all__ = [
     "Sampling",
     "VLLMEngine",
     "WeightPush",
-    "WorkerSettings",
     "WorkersLost",
     "build_requests",
     "sample_all",

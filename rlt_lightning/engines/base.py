@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rlt_lightning.console import make_printable
-from rlt_lightning.engines.launch import Launch
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.types import Completion, InputError, require_limits
 
@@ -154,27 +153,6 @@ def require_context(num_tokens: int, max_model_len: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """The workers of an engine, as far as its settings name them."""
-
-    num_workers: int
-    launch: Launch | None  # how they are started; None: they run already
-    push_backend: str | None  # how weights travel; None: nothing is pushed
-    push_bytes: int  # weights that the trainer's ranks gather at once
-
-
-@dataclass(frozen=True)
-class EngineDescription:
-    """What `rlt plan` has to know of an engine before anything is started.
-
-    HFEngine(max_sequences=64) is EngineDescription(sequences_in_process=64).
-    """
-
-    sequences_in_process: int = 0  # completions sampled at once by the processes that train
-    workers: WorkerSettings | None = None
-
-
 class Placement(Enum):
     """Where an engine samples, and with whose weights.
 
@@ -270,10 +248,6 @@ class Engine(Protocol):
             log_probs: The trainer's log-probs of all its tokens but the first at temperature 1, nats, by
                 policy version: the current one and, to recognise a stale worker, earlier ones.
         """
-
-    def describe(self) -> EngineDescription:
-        """Return what `rlt plan` has to know; the default: the engine needs nothing of the machine."""
-        return EngineDescription()
 
     def load_own_model(self, name: str) -> bool:
         """Let workers load a trained model themselves, if nothing is pushed to them.

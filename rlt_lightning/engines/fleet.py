@@ -2,11 +2,9 @@
 
 All workers hold the same weights, and serve together or not at all:
 
-            bring back           push              verify
-      ┌───▶ down ───▶ up ──────────────▶ current ────────▶ verified
-      │                │                   │ ▲  │ push       │  ▲ │ push
-      └── lose, close ─┴───────────────────┘ └──┘            │  └─┘
-      └──────────────────────────────────────────────────────┘
+    down ──── bring back ───▶ up ──── push ───▶ current ──── verify ───▶ verified
+      ▲                        │                   │                        │
+      └────── lose, close ─────┴───────────────────┴────────────────────────┘
 
 A worker that dies, hangs or sends garbage takes all to down, and ends what is sampled; what has come stays
 valid. `health` starts a launched worker again, waits for the others, and a push follows. A second loss before

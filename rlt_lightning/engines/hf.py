@@ -23,7 +23,6 @@ from torch import Tensor
 
 from rlt_lightning.engines.base import (
     Engine,
-    EngineDescription,
     EngineError,
     NamedTensor,
     Placement,
@@ -42,7 +41,10 @@ PREFILL_TOKENS = 8192
 
 
 class HFEngine(Engine):
-    """Sample with the teacher itself: a prompt's keys and values are computed once and shared by its group.
+    """Sample with the teacher itself: on CPUs, for small models, and as the reference of other engines.
+
+    A prompt's keys and values are computed once and shared by its group. A GPU idles most of the time, since
+    it waits for the host once per token, so vLLM samples there.
 
     Every completion draws from its own seeded stream by inverting the cumulative distribution, so a
     completion does not depend on its neighbours in the batch, on the number of ranks, or on the random state
@@ -72,26 +74,12 @@ class HFEngine(Engine):
             self.decoder = None
         self.model, self.tokenizer = model, tokenizer
 
-    def describe(self) -> EngineDescription:
-        """Return how many completions are sampled at once beside the model that trains."""
-        return EngineDescription(sequences_in_process=self.max_sequences)
-
     def use_sharded_model(self, run: Callable[..., Any], on_any_rank: Callable[[bool], bool]) -> None:
         """Call the model through `run`, on every rank as often as on the rank that samples longest."""
         self.run, self.on_any_rank = run, on_any_rank
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Copy the tensors that are not the model's own."""
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_tensors:
-                if name not in own:
-                    raise EngineError(
-                        f"HFEngine has no weight named '{name}'. Push the weights of the model it was "
-                        "started with."
-                    )
-                if own[name] is not tensor:
-                    own[name].copy_(tensor)
+        """Take note of the step: the weights are the model's own."""
         self.policy_version = policy_version
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:

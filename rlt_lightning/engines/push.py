@@ -43,7 +43,6 @@ from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
 from rlt_lightning.ipc import GPUBuffer, HostBuffer
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import gather_in_groups
-from rlt_lightning.run.folder import VERSION_FOLDER
 from rlt_lightning.types import InputError
 
 T = TypeVar("T")
@@ -367,17 +366,14 @@ class AdapterPush(WeightPush):
 
     Args:
         timeout_s: As in `WeightPush`.
-        folder: Where the folders are written; every worker must see it under this path. None: in the run
-            folder.
     """
 
     backend = "adapter"
     takes_adapters = True
 
-    def __init__(self, timeout_s: float = 300.0, folder: str | None = None) -> None:
+    def __init__(self, timeout_s: float = 300.0) -> None:
         super().__init__(timeout_s=timeout_s)
-        self.own_folder = Path(folder) if folder else None
-        self.folder = self.own_folder or Path("weights")
+        self.folder = Path("weights")
         self.model: Any = None
 
     @property
@@ -386,8 +382,8 @@ class AdapterPush(WeightPush):
         return sys.maxsize
 
     def open(self, model: Any, folder: Path) -> None:
-        """Require a model with an adapter; write into the run folder, unless another was given."""
-        self.folder = self.own_folder or folder
+        """Require a model with an adapter."""
+        self.folder = folder
         if not hasattr(model, "peft_config"):
             raise InputError(
                 "AdapterPush needs a teacher with an adapter, but model.lora is not set. Set it, or leave "
@@ -422,9 +418,8 @@ class AdapterPush(WeightPush):
         scratch.rename(target)
         call_each(workers, lambda worker: self.load(worker, target, version))
         call_each(workers, self.resume)
-        own = version.rpartition("-")[0] if self.own_folder else ""  # a given folder may serve several runs
         for other in parent.iterdir():
-            if other != target and VERSION_FOLDER.fullmatch(other.name) and other.name.startswith(own):
+            if other != target:
                 shutil.rmtree(other, ignore_errors=True)
 
     def load(self, worker: WorkerClient, folder: Path, version: str) -> None:

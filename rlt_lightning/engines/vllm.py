@@ -25,11 +25,9 @@ import torch
 
 from rlt_lightning.engines.base import (
     Engine,
-    EngineDescription,
     NamedTensor,
     SampleRequest,
     Sampling,
-    WorkerSettings,
     WorkersLost,
     require_context,
 )
@@ -149,16 +147,6 @@ class VLLMEngine(Engine):
         return min(worker.max_model_len for worker in self.fleet.workers)
 
     # Start and stop
-
-    def describe(self) -> EngineDescription:
-        """Return the workers as the settings name them."""
-        workers = WorkerSettings(
-            num_workers=len(self.fleet.workers),
-            launch=self.fleet.launch,
-            push_backend=self.push.backend,
-            push_bytes=self.push.gather_bytes,
-        )
-        return EngineDescription(workers=workers)
 
     def load_own_model(self, name: str) -> bool:
         """Let launched workers load the model `name`, unless the launch names one; with NoPush only."""

@@ -508,9 +508,6 @@ class Settings(Protocol):
     dynamic_sampling: DynamicSampling | None
     seed: int
 
-    def sampling_at(self, step: int) -> Sampling:
-        """Return the sampling of the completions that a step, from 0, trains on."""
-
 
 class Sampler:
     """Brings completions to a module.
@@ -551,7 +548,7 @@ class Sampler:
             problems: Those of this rank.
         """
         step, group_size = self.module.global_step, self.module.group_size
-        request, expected = self.pending, (group_size, self.settings.sampling_at(step))
+        request, expected = self.pending, (group_size, self.settings.sampling)
         # A request from a checkpoint may be of other settings.
         if request is None or (request.num_completions, request.sampling) != expected:
             request = self._build_step(problems, step)
@@ -668,7 +665,7 @@ class Sampler:
     def _build_training(self, problems: list[Problem], step: int, problems_per_rank: int) -> RolloutRequest:
         """Return a request for problems that all ranks have alike."""
         request = self._build(
-            problems, step, self.settings.sampling_at(step), self.module.group_size, problems_per_rank
+            problems, step, self.settings.sampling, self.module.group_size, problems_per_rank
         )
         request.asked = self.dispatcher.list_asked(len(problems))
         return request

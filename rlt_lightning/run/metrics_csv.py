@@ -91,6 +91,8 @@ class MetricsCSV(Logger):
         """
         self.rows = {number: row for number, row in read_rows(self.path) if number <= step}
         self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
+        if not self.rows:
+            self.path.unlink(missing_ok=True)
         self.save()
 
 

@@ -10,18 +10,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import generate
-import plan
 import pytest
 from commands import ROOT, Running, make_forked_python
-from jsonargparse import capture_parser
 from vllm_runs import EXECUTABLE
-
-from rlt_lightning.cli import main as cli
 
 FOLDER = ROOT / "benchmarks"
 HELPERS = {
@@ -33,7 +28,7 @@ HELPERS = {
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 NEEDS = {"quantised": "bitsandbytes", "optimise": "trl"}
 OPTIONS = {"optimise": ["--against", "trl"]}  # which must agree in loss and gradients
-STARTS_PYTHON = {"asynchronous", "data", "plan"}  # several times, by sys.executable
+STARTS_PYTHON = {"asynchronous", "data"}  # several times, by sys.executable
 # Its judges would import all that the script imports, each in a process of its own: most of the work.
 HIDDEN = {"dynamic_sampling"}
 MARKS = {"push": [pytest.mark.vllm]}
@@ -126,13 +121,3 @@ def test_the_goals_of_generate_are_at_16_sequences() -> None:
     assert generate.figures_of(results) == {"to_plain": 16, "to_vLLM": 48} | goals
     del results["16"]
     assert generate.figures_of(results) == {"to_plain": 8, "to_vLLM": 24}
-
-
-def test_the_set_ups_of_the_plan_need_no_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["rlt", "fit"])
-    monkeypatch.chdir(ROOT)
-    parser = capture_parser(cli.run)
-    for name, arguments in plan.SETUPS.items():
-        config = parser.parse_args(["fit", *arguments]).fit
-        models = {config.model.init_args.get(key) for key in ("teacher", "student", "pretrained")}
-        assert models <= {"smollm2-135m", None}, name

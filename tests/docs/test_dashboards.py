@@ -63,6 +63,24 @@ def test_wandb_gets_the_metrics_of_the_csv(resumed: Path) -> None:
         assert shown[step] == pytest.approx(row)
 
 
+def test_wandb_shows_some_completions_of_each_iteration(resumed: Path) -> None:
+    recorded = [json.loads(line) for line in (resumed / "rollouts.jsonl").open()]
+    first, second = runs_in(resumed)
+    assert {row["step"] for row in first.table()} == {
+        3
+    }  # a table of one iteration; the last one is read here
+    [*shown] = second.table()
+    assert [row["completion"] for row in shown] == [r["completion"] for r in recorded if r["step"] == 4][::2]
+    for row in shown:
+        [source] = [
+            r
+            for r in recorded
+            if (r["step"], r["row"], r["completion"]) == (4, row["row"], row["completion"])
+        ]
+        assert row["explanation"] == source["explanation"]
+        assert row["kl_reward"] == pytest.approx(source["kl_reward"])
+
+
 def test_the_configuration_and_the_code_version_are_in_the_run(resumed: Path) -> None:
     config = runs_in(resumed)[0].config
     written = yaml.safe_load((resumed / "config.yaml").read_text())
@@ -83,7 +101,7 @@ def test_a_run_leaves_nothing_in_the_home_folder_and_tells_nothing_of_the_machin
 @pytest.mark.full
 def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    options = ["--data.source=arithmetic", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
+    options = ["--data.source=chains", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
     options += ["--data.max_length=2048", "--trainer.accelerator=cpu", "--trainer.precision=32-true"]
     options += [f"--model.pretrained={tiny_model}", "--trainer.max_steps=1", "--export.enabled=false"]
     result = rlt(

@@ -3,7 +3,7 @@
 The layers, from low to high; a module may import from its own layer and those below:
 
     types gloo ipc version allocator → tags numerics → models judging → checkpoints strategies → run → metrics
-    → datamodules tasks engines → rollouts → rewards → modules → callbacks → trainer → commands → teacher
+    → datamodules tasks engines → rollouts → rewards → modules → callbacks → trainer → teacher → commands
     → cli → __main__ and __init__, which exports what scripts use
 """
 
@@ -33,8 +33,8 @@ LAYERS = [
     {"modules"},
     {"callbacks"},
     {"trainer"},
-    {"commands"},
     {"teacher"},
+    {"commands"},
     {"cli"},
     {"__main__", "__init__"},
 ]

@@ -188,6 +188,14 @@ def test_the_heat_is_that_of_the_tokens() -> None:
     assert render_heat(["a"], [-2.5], (1.0,), sign=-1) == '<span class="w1" title="-2.5 nats">a</span>'
 
 
+def test_columns_of_the_source_are_no_figures(tmp_path: Path) -> None:
+    scored = {"question": "Q", "solution": "S", "reasoning_trace": "T", "level": 3, "reward": -1.0}
+    write_rows(tmp_path / "scores.jsonl", [scored | {"brevity_reward": -0.5, "kl_mean/other": 0.25}])
+    page = write_report(tmp_path).read_text()
+    assert "reward -1 · brevity_reward -0.5 · kl_mean/other 0.25" in page
+    assert "level" not in page
+
+
 def hostile_run(folder: Path) -> Path:
     row = completion(1, 0, 0, -1.0, question=EVIL, solution=EVIL, explanation=EVIL)
     told = (

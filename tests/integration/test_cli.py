@@ -225,7 +225,7 @@ def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) 
         "--config=configs/recipe_7b/warmup.yaml",
         f"--model.pretrained={tiny_model}",
         "--model.optimizer.lr=3e-3",
-        "--data.source=arithmetic",
+        "--data.source=chains",
         "--data.num_embedded_rows=24",
         "--data.prompts_per_step=4",
         "--data.val_rows=4",
@@ -473,7 +473,7 @@ def test_a_failed_prediction_or_evaluation_is_not_in_the_way(
 ) -> None:
     run = tmp_path / "runs" / "run"
     if verb == "predict":
-        command = ["predict", "--config=configs/recipe_7b/score.yaml", "--data.source=arithmetic"]
+        command = ["predict", "--config=configs/recipe_7b/score.yaml", "--data.source=chains"]
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
         command += ["--data.num_embedded_rows=2", "--trainer.accelerator=cpu"]
         mistake, expected = "--data.max_length=10", "At least one row must be usable"
@@ -498,10 +498,10 @@ def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model:
     }
     command = [verb, f"--config={ROOT / config[verb]}", "--trainer.accelerator=cpu", "--output_dir=run"]
     if verb == "test":
-        command += [f"--model.pretrained={tiny_model}", "--data.sets={arithmetic: null}", "--data.max_rows=2"]
+        command += [f"--model.pretrained={tiny_model}", "--data.sets={chains: null}", "--data.max_rows=2"]
     else:
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-        command += ["--data.source=arithmetic", "--data.num_embedded_rows=2", "--data.tags=r1"]
+        command += ["--data.source=chains", "--data.num_embedded_rows=2", "--data.tags=r1"]
         command += ["--model.dtype=float32"]
     command += ["--model.mismatch_alarm=null", "--trainer.max_steps=1"] if verb == "fit" else []
     command += ["--rollouts.sampling.max_completion_length=8"]

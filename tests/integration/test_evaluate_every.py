@@ -77,6 +77,7 @@ def evaluations(every: int = 2, **options: Any) -> EvaluateEvery:
 def trainer_of(folder: Path, *callbacks: Callback, steps: int = STEPS, **options: Any) -> Trainer:
     """A trainer with the callbacks in the command line's order."""
     folder.mkdir(exist_ok=True)
+    missing = [] if any(isinstance(part, RolloutCallback) for part in callbacks) else [RolloutCallback()]
     return Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -88,7 +89,7 @@ def trainer_of(folder: Path, *callbacks: Callback, steps: int = STEPS, **options
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        callbacks=[*callbacks],
+        callbacks=[*callbacks, *missing],
         **{"log_every_n_steps": 1, **options},
     )
 
@@ -292,7 +293,7 @@ def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: P
         with worker_of(tiny_model) as worker:
             rollouts = RolloutCallback(workers_engine(worker.url), short, asynchronous=True)
             callbacks = [evaluations(max_rows=3)] if name == "with" else []
-            options: dict[str, Any] = {"steps": 4, "source": "arithmetic"}
+            options: dict[str, Any] = {"steps": 4, "source": "chains"}
             seen[name] = reinforce(tiny_model, tmp_path / name, rollouts, *callbacks, **options)
             asked = [body for body in worker.bodies if body["max_tokens"] == SAMPLING.max_completion_length]
             # 3 problems, 3 times, two completions that are requests of their own.
@@ -303,8 +304,8 @@ def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: P
 
 def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model) as worker:
-        engine = workers_engine(worker.url)
-        fit(tiny_model, tmp_path / "run", evaluations(max_rows=3, engine=engine), Checkpoint(), steps=4)
+        rollouts = RolloutCallback(workers_engine(worker.url))
+        fit(tiny_model, tmp_path / "run", evaluations(max_rows=3), rollouts, Checkpoint(), steps=4)
         # 3 problems, 3 times, each completion a request of its own.
         assert len(worker.bodies) == 18
         assert worker.tensors
@@ -435,22 +436,6 @@ def test_a_mistake_ends_before_a_model_is_loaded(name: str, miniature: str, tmp_
     with pytest.raises(InputError, match=message):
         trainer_of(tmp_path, *callbacks).fit(module, datamodule=data_of(miniature, **options))
     assert module.entry is None
-
-
-@pytest.mark.filterwarnings("default::UserWarning")
-def test_it_warns_of_problems_in_the_training_rows_and_of_a_short_run(miniature: str, tmp_path: Path) -> None:
-    data = data_of(miniature)
-    data.setup("fit")
-    shown = data.format.tokenizer.decode(data.items[0].token_ids)  # type: ignore[union-attr]
-    question = shown.split("user\n")[1].split("<|im_end|>")[0]
-    rows = [{"question": question, "answer": "1"}, {"question": "How much is 1 + 1?", "answer": "2"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    callback = evaluations(9, sets={"own": str(tmp_path / "rows.jsonl")}, at_start=False)
-    with pytest.warns(UserWarning, match="1 of its 2 problems are in the training rows"):
-        fit(miniature, tmp_path / "run", callback, steps=1)
-    with pytest.warns(UserWarning, match="every 9 optimizer steps, but the run has only 1"):
-        fit(miniature, tmp_path / "again", callback, steps=1)
-    assert rows_of(tmp_path / "run") == {}
 
 
 # Seeing

@@ -32,7 +32,7 @@ from rlt_lightning.metrics.answers import (
     single_precision_mean,
     standard_error,
 )
-from rlt_lightning.tasks.arithmetic import arithmetic_rows
+from rlt_lightning.tasks.stepwise import chain_rows
 from rlt_lightning.types import InputError
 
 
@@ -42,7 +42,7 @@ def evaluate(model: str | Path, folder: Path, *options: str) -> CompletedProcess
         "test",
         "--config=configs/recipe_7b/evaluate.yaml",
         f"--model.pretrained={model}",
-        "--data.sets={arithmetic: null}",
+        "--data.sets={chains: null}",
         "--data.max_rows=4",
         "--data.batch_size=3",
         "--rollouts.num_samples=2",
@@ -218,26 +218,26 @@ def test_an_evaluation_leaves_table_figures_and_records(finished: Path, tiny_mod
     assert summary["model"] == tiny_model
     assert summary["rollouts"]["sampling"]["max_completion_length"] == 8
     assert (summary["rollouts"]["seed"], summary["data_seed"]) == (0, 0)
-    found = summary["sets"]["arithmetic"]
+    found = summary["sets"]["chains"]
     assert (found["num_problems"], found["num_samples"], found["tokens_mean"]) == (4, 2, 8)
     assert found["pass_at"].keys() == {"1", "2"}
     assert found["prompt"].endswith("<|im_start|>assistant\n")
-    [row] = arithmetic_rows(1, seed=0, split="test")
+    [row] = chain_rows(1, seed=0, split="test")
     assert f"user\n{row['question']}<|im_end|>" in found["prompt"]  # as students are trained on it
     assert summary["overall"] is None
     records = read(finished / "responses.jsonl")
     assert [(r["id"], r["sample"]) for r in records] == [
-        (f"arithmetic/{row}", sample) for row in range(1, 5) for sample in range(2)
+        (f"chains/{row}", sample) for row in range(1, 5) for sample in range(2)
     ]
     assert len({r["response"] for r in records}) == 8
     page = (finished / "evaluation.md").read_text()
-    assert "| arithmetic | 4        | 2 |" in page
+    assert "| last-digit chains | 4        | 2 |" in page
     assert re.fullmatch(r"rlt_lightning \S+, math-verify \S+", summary["judge"])
     assert f"Judged by {summary['judge']}." in page
 
 
 def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
-    answers = [str(q.reference["answer"]) for q in read_set("arithmetic", None, 4, 0)]
+    answers = [str(q.reference["answer"]) for q in read_set("chains", None, 4, 0)]
     said = {
         0: [answers[0]] * 3,
         1: [answers[1], "no", "no"],
@@ -252,7 +252,7 @@ def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
     ]
     options = [f"--data.responses={write(tmp_path / 'given.jsonl', given)}"]
     summary = evaluated("/not/there", tmp_path / "run", *options)
-    found = summary["sets"]["arithmetic"]
+    found = summary["sets"]["chains"]
     accuracies = [1, 1 / 3, 0, 2 / 3]
     assert summary["model"] is None
     assert found["pass_at_1"] == pytest.approx(1 / 2)
@@ -265,8 +265,8 @@ def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
 
 def test_a_runs_own_responses_can_be_judged_again(finished: Path, tmp_path: Path) -> None:
     again = evaluated("/not/there", tmp_path / "run", f"--data.responses={finished / 'responses.jsonl'}")
-    first = json.loads((finished / "evaluation.json").read_text())["sets"]["arithmetic"]
-    assert again["sets"]["arithmetic"] == {**first, "prompt": None}
+    first = json.loads((finished / "evaluation.json").read_text())["sets"]["chains"]
+    assert again["sets"]["chains"] == {**first, "prompt": None}
 
 
 def test_a_resumed_run_refuses_other_problems(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_killed_run_goes_on_and_samples_nothing_twice(
     )  # problem 2 has one and a torn one
     summary = evaluated(tiny_model, run, "--resume=true")
     assert (run / "responses.jsonl").read_text() == "".join([*marked[:2], *lines[2:]])
-    assert summary["sets"]["arithmetic"]["num_problems"] == 4
+    assert summary["sets"]["chains"]["num_problems"] == 4
 
     before = (run / "evaluation.json").read_text()
     (run / "evaluation.json").unlink()
@@ -337,7 +337,7 @@ def test_rows_of_another_judge_are_not_resumed(finished: Path, tiny_model: str, 
     run = tmp_path / "run"
     run.mkdir()
     rows = read(finished / "responses.jsonl")
-    data = partial(EvaluationDataModule, {"arithmetic": None}, tiny_model, max_rows=4, num_samples=2)
+    data = partial(EvaluationDataModule, {"chains": None}, tiny_model, max_rows=4, num_samples=2)
     write(run / "responses.jsonl", [rows[0], rows[1] | {"judge": "another 1.0"}])
     with pytest.raises(InputError, match=r"judge .*responses\.jsonl is by another 1\.0, .*--output_dir"):
         data(output_dir=str(run)).setup("test")
@@ -489,11 +489,11 @@ def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_pa
         (["--data.sets={gsm8k: FOLDER/broken.parquet}"], "could not be loaded .*Parquet"),
         (
             ["--data.responses=FOLDER/one.jsonl"],
-            "has none to 3 of 4: arithmetic/2, arithmetic/3, arithmetic/4",
+            "has none to 3 of 4: chains/2, chains/3, chains/4",
         ),
         (
             ["--data.responses=FOLDER/uneven.jsonl"],
-            "equally many .* has 1 different ones to arithmetic/2 and 2",
+            "equally many .* has 1 different ones to chains/2 and 2",
         ),
         (["--data.responses=FOLDER/no_answers.jsonl"], "must have an id and a response, a text, but row 1"),
         (
@@ -510,7 +510,7 @@ def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_pa
         ),
         (
             ["--rollouts.sampling.max_completion_length=2048"],
-            r"context of 2048 tokens, but arithmetic/\d needs",
+            r"context of 2048 tokens, but chains/\d needs",
         ),
         (
             ["--trainer.devices=2", "--rollouts.engine=VLLMEngine", "--rollouts.engine.urls=[http://x]"],
@@ -526,10 +526,10 @@ def test_bad_input_is_one_clear_line(options: list[str], line: str, tiny_model: 
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     write(tmp_path / "no_answers.jsonl", [{"problem": "1 + 1?", "solution": "Two."}] * 2)
-    write(tmp_path / "one.jsonl", [{"id": "arithmetic/1", "response": "5"}])
-    write(tmp_path / "odd.jsonl", [{"id": "arithmetic/1", "response": "5", "num_tokens": "many"}])
+    write(tmp_path / "one.jsonl", [{"id": "chains/1", "response": "5"}])
+    write(tmp_path / "odd.jsonl", [{"id": "chains/1", "response": "5", "num_tokens": "many"}])
     write(tmp_path / "halved.jsonl", [{"problem": "1 + \ud800", "answer": "1"}])
-    uneven = [{"id": f"arithmetic/{i}", "response": "5"} for i in (1, 1, 2, 3, 4)]
+    uneven = [{"id": f"chains/{i}", "response": "5"} for i in (1, 1, 2, 3, 4)]
     write(tmp_path / "uneven.jsonl", uneven)
     shutil.copytree(tiny_model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
     places = {"FOLDER": str(tmp_path), "WEIGHTLESS": str(tmp_path / "weightless")}

@@ -17,11 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from async_runs import Witness, assert_same, fit
 from commands import ROOT, rlt
-from fake_worker import worker_of
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from misfits import Terms
 from wandb_run import runs_in
@@ -34,7 +31,6 @@ from rlt_lightning.commands.report import write_report
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import (
     Engine,
-    EngineDescription,
     EngineError,
     HFEngine,
     Placement,
@@ -131,22 +127,13 @@ def rows(path: Path) -> list[JSON]:
 def test_every_block_of_the_page_is_a_file_a_command_or_an_illustration() -> None:
     opened = re.findall(r"^```(\S.*)$", PAGE, re.MULTILINE)
     assert {fence for fence in opened if " title=" not in fence} == {"sh", "text"}
-    assert len(FILES) == sum(" title=" in fence for fence in opened) == 13
-    classes = {"brevity", "unclipped", "distinct", "curriculum", "generate_engine", "answers"}
+    assert len(FILES) == sum(" title=" in fence for fence in opened) == 12
+    classes = {"brevity", "unclipped", "distinct", "generate_engine", "answers"}
     assert {*COMMANDS} == {*classes, "together", "as_file"}
     assert all(words[:4] == ["rlt", "fit", "--config", "laptop/rlt"] for words in COMMANDS.values())
 
 
 # The callbacks, the loss, the engine, the data
-
-
-@pytest.mark.full
-def test_completions_obey_the_curriculum(installed: Path, outside: Path) -> None:
-    run(COMMANDS["curriculum"], installed, outside, "--trainer.max_steps=4")
-    folder = outside / "runs" / "curriculum"
-    for number, row in enumerate(metrics(folder), 1):
-        assert float(row["rollout/length_max"]) <= 12 * number
-    assert float(metrics(folder)[0]["rollout/length_max"]) == 12
 
 
 @pytest.mark.full
@@ -198,42 +185,6 @@ def test_data_of_ones_own_name_their_columns(installed: Path, outside: Path) -> 
     recorded = rows(outside / "runs" / "answers" / "rollouts.jsonl")
     assert {row["question"] for row in recorded} == {"start 4, add 3, times 7?", "start 5, times 3, add 4?"}
     assert {row["solution"].strip() for row in recorded} == {"\\boxed{9}"}
-
-
-@pytest.mark.full
-def test_a_curriculum_wastes_no_completion_that_is_sampled_ahead_and_repeats_itself_when_resumed(
-    outside: Path, tiny_model: str, tmp_path: Path
-) -> None:
-    curriculum = module_of("curriculum", outside)
-
-    class Growing(Witness):
-        def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-            curriculum.LengthCurriculum(start=2, over_steps=3).setup(trainer, pl_module, stage)
-
-    with worker_of(tiny_model) as worker:
-        whole = fit(tiny_model, tmp_path, worker, witness=Growing(), steps=4)
-        assert [body["max_tokens"] for body in worker.bodies] == [2] * 4 + [4] * 4 + [6] * 4 + [8] * 4
-        checkpoint = tmp_path / "checkpoints" / "step=000002.ckpt"
-        resumed = fit(tiny_model, tmp_path, worker, witness=Growing(), steps=4, resume=checkpoint)
-        assert [body["max_tokens"] for body in worker.bodies[16:]] == [
-            8
-        ] * 4  # step 3's are in the checkpoint
-    first = Witness()
-    first.steps = whole.steps[:2]
-    assert_same(first, resumed, whole=whole)
-
-
-def test_a_schedule_keeps_to_what_was_checked() -> None:
-    def other(sampling: Sampling, step: int) -> Sampling:
-        return sampling
-
-    for changed in ({"max_completion_length": 9}, {"temperature": 0.0}, {"top_p": 0.9}):
-        callback = RolloutCallback(sampling=Sampling(max_completion_length=8))
-        callback.follow(lambda sampling, step, changed=changed: Sampling(**vars(sampling) | changed))
-        with pytest.raises(InputError, match=r"must keep to rollouts\.sampling.*at step 3 it gave Sampling"):
-            callback.sampling_at(3)
-    with pytest.raises(InputError, match="can follow one schedule"):
-        callback.follow(other)
 
 
 # The reward term
@@ -354,7 +305,7 @@ def test_four_methods_make_an_engine() -> None:
     config = parser.parse_args([f"--engine={__name__}.FourMethods"])
     engine = parser.instantiate_classes(config).engine
     assert isinstance(engine, FourMethods)
-    assert (engine.policy_version, engine.describe()) == (-1, EngineDescription())
+    assert engine.policy_version == -1
     assert engine.placement is Placement.SERVER
     assert not engine.load_own_model("teacher")
 

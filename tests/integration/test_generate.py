@@ -36,7 +36,7 @@ def command(model: str, folder: Path, *options: str) -> list[str]:
         f"--model.student={model}",
         "--model.dtype=float32",
         "--model.student_dtype=float32",
-        "--data.source=arithmetic",
+        "--data.source=chains",
         f"--data.num_embedded_rows={PROBLEMS}",
         "--data.prompts_per_step=2",
         "--data.tags=r1",

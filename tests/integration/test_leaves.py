@@ -97,7 +97,7 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
     students = [tiny_model, shifted(tiny_model, tmp_path)]
     rlt = RLTModule(tiny_model, None, students=students, group_size=4, reward=reward)
     options = {"prompts_per_step": 2, "tokenizer": tiny_model, "student_tokenizer": students}
-    rows = TeacherRLData("arithmetic", num_embedded_rows=8, output_dir=str(tmp_path), **options)
+    rows = TeacherRLData("chains", num_embedded_rows=8, output_dir=str(tmp_path), **options)
     batch, metrics, _ = fit(rlt, tiny_model, tmp_path, rows)
     models = [module(tiny_model).load(name, "float32").model for name in students]
     for number, row in enumerate(batch.rollouts.rollouts):
@@ -211,7 +211,7 @@ def test_hints_weigh_the_tokens_of_a_step(tiny_model: str, tmp_path: Path) -> No
     witness, answers = (
         Witness(),
         StudentRLData(
-            "arithmetic",
+            "chains",
             num_embedded_rows=8,
             tokenizer=tiny_model,
             prompts_per_step=3,

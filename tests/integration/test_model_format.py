@@ -363,7 +363,7 @@ OTHER = "--data.student_system_prompt=Other."
 TAGS = "--data.tags=stratos"
 CONTRADICTIONS = {
     "fit": ["fit", "--config=configs/laptop/rlt.yaml", "--data.teacher_system_prompt=Other."],
-    "fit student_rl": ["fit", "--config=research/configs/correctness.yaml", OTHER],
+    "fit student_rl": ["fit", "--config=research/configs/correctness.yaml", "--data.source=chains", OTHER],
     "fit student_sft": ["fit", "--config=configs/laptop/sft.yaml", OTHER],
     "validate": ["validate", "--config=configs/laptop/rlt.yaml", TAGS, "--data.val_rows=2"],
     "predict": ["predict", "--config=configs/laptop/generate.yaml", TAGS],

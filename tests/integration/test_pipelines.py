@@ -179,7 +179,7 @@ def turn(thought: str, solution: str) -> str:
     return f"<think>\n{thought}\n</think>\n\n<solution>\n{solution}\n</solution>"
 
 
-@pytest.mark.parametrize("source", ["arithmetic:addition", "word_sums"])
+@pytest.mark.parametrize("source", ["chains", "word_sums"])
 def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str, tmp_path: Path) -> None:
     data = StudentRLData(
         source,
@@ -479,7 +479,7 @@ def test_duplicates_are_found_across_sources(tiny_model: str, tmp_path: Path) ->
     assert [report.rows_by_filter() for report in data.reports] == [{}, {"duplicate": [2]}]
 
 
-@pytest.mark.parametrize("source", ["arithmetic", "word_sums", "chains"])
+@pytest.mark.parametrize("source", ["word_sums", "chains"])
 def test_planted_duplicates_and_test_problems_are_found_and_nothing_else(
     source: str, tiny_model: str, tmp_path: Path
 ) -> None:

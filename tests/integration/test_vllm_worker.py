@@ -490,8 +490,8 @@ def run_with_faults(
     Args:
         faults: Seconds after an iteration, the signal, and its target: server 0, engine 1 or worker 2.
     """
-    engine: dict[str, Any] = {"call_timeout_s": 10.0}
-    engine["push"] = {"class_path": "rlt_lightning.engines.IPCPush", "init_args": {"timeout_s": 10.0}}
+    engine: dict[str, Any] = {"call_timeout_s": 30.0}
+    engine["push"] = {"class_path": "rlt_lightning.engines.IPCPush", "init_args": {"timeout_s": 30.0}}
     command = run_config(folder, model, IPCPush, engine=engine)
     process = start(*command, f"--trainer.max_steps={steps}")
     run = folder / "run"

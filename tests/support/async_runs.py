@@ -95,7 +95,7 @@ def fit(
         optimizer=OptimizerConfig(lr=1e-3),
     )
     datamodule = TeacherRLData(
-        source="arithmetic",
+        source="chains",
         num_embedded_rows=8 + (data or {}).get("val_rows", 0),
         tokenizer=model,
         student_tokenizer=model,

@@ -47,7 +47,7 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
     if verb == "explain":
-        options = cli.name_bare_word(options, cli.BARE[verb])
+        options = cli.name_bare_word(verb, options)
     command_line = cli.COMMAND_LINES.get(verb)
     words = (
         options

@@ -309,7 +309,7 @@ def run_job(
         of_stage = {"teacher_tokenizer": model, "view": ViewOptions("hint")}
     kind = StudentLikelihoodData if likelihood else TeacherRLData if opd is None else StudentOPDData
     data = kind(
-        source="chains" if students else "arithmetic",
+        source="chains",
         num_embedded_rows=rows,
         tokenizer=model,
         prompts_per_step=prompts,

@@ -59,6 +59,8 @@ class Run:
             if record.HasField("config"):
                 self.config |= nested(record.config.update)
         self.history = [nested(r.history.item) for r in records if r.HasField("history")]
+        self.alerts = [record.alert for record in records if record.HasField("alert")]
+        self.folder = folder
 
     def scalars(self) -> dict[int, dict[str, float]]:
         """By iteration."""
@@ -67,6 +69,13 @@ class Run:
             numbers = {n: v for n, v in row.items() if not isinstance(v, dict) and n[0] != "_"}
             found.setdefault(numbers.pop("trainer/global_step"), {}).update(numbers)
         return found
+
+    def table(self) -> list[dict[str, Any]]:
+        """The last that was sent, which replaces those before it."""
+        entry = [row["completions"] for row in self.history if "completions" in row][-1]
+        table = json.loads((self.folder / "files" / entry["path"]).read_text())
+        assert entry["nrows"] == len(table["data"])
+        return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
 
 
 def runs_in(folder: Path) -> list[Run]:

@@ -178,7 +178,7 @@ def fit(
     teacher: str = "",
     kl_coef: float = 0.04,
     length: int = 8,
-    source: str = "arithmetic",
+    source: str = "chains",
     steps: int = STEPS,
     epochs: int = -1,
     every: int = 1,

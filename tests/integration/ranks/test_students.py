@@ -410,32 +410,6 @@ def test_python_and_other_trainers_score_against_several(renumbered: str) -> Non
     assert terms.rewards.item() == pytest.approx(score.reward, abs=1e-5)
 
 
-def plan_of(tmp_path: Path, tiny_model: str, *options: str) -> dict[str, Any]:
-    models = [f"--model.teacher={tiny_model}", "--model.student=null", *CHAIN_OPTIONS, "--plan.device=H100"]
-    verb("plan", "--config=tests/rlt.yaml", *models, *options, "--trainer.accelerator=gpu",
-         f"--plan.json={tmp_path / 'plan.json'}")  # fmt: skip
-    found: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text())
-    return found
-
-
-@pytest.mark.full
-def test_a_plan_counts_every_student(tiny_model: str, tmp_path: Path) -> None:
-    one, other, both = (
-        plan_of(tmp_path, tiny_model, f"--model.students=[{names}]")
-        for names in (tiny_model, SEED1, f"{tiny_model}, {SEED1}")
-    )
-
-    def frozen(plan: dict[str, Any], phase: str, where: str = "device") -> float:
-        return float(plan["phases"][phase][where]["student weights"])
-
-    assert frozen(both, "train") == frozen(one, "train") + frozen(other, "train")
-    names = f"--model.students=[{tiny_model}, {SEED1}]"
-    away = plan_of(tmp_path, tiny_model, names, "--model.offload_frozen=true")
-    assert frozen(away, "train") == 0
-    assert frozen(away, "score") == max(frozen(one, "score"), frozen(other, "score"))
-    assert frozen(away, "train", "host") == frozen(both, "train")
-
-
 def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:
     texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
     problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}

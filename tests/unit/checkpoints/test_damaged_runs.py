@@ -34,7 +34,9 @@ def write_metrics(folder: Path) -> bytes:
 def resume(folder: Path, step: int) -> dict[int, dict[str, float]]:
     """What metrics.csv holds after a resume from a step."""
     log = MetricsCSV(str(folder))
-    log.resume_after(step, {"loss": 1.25 * step, "reward": -10.5 - step})
+    log.resume_after(step)
+    if not log.path.exists():  # it had no whole row
+        return {}
     with log.path.open(newline="") as file:
         rows = [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
     return {int(row.pop("step")): row for row in rows}

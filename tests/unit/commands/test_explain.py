@@ -63,7 +63,7 @@ def test_given_texts_are_scored_by_token(tiny_model: str) -> None:
     ("words", "message"),
     [
         (["--question=Why?", "--solution=4", "--explanation=So."], "A score needs a student"),
-        (["--question=Why?", "--solution=4", "Why?"], "One teacher is taken"),
+        (["--question=Why?", "--solution=4", "Why?"], "rlt explain takes one run"),
         (["--question=" + "add 1, " * 1000, "--solution=4"], "leave room for an explanation"),
         (["--question=Why?", "--solution= "], "solution"),
     ],

@@ -120,7 +120,7 @@ def test_an_endless_stream_is_read_as_far_as_max_rows() -> None:
     assert reader.fingerprint(source) == reader.fingerprint(source)
 
 
-@pytest.mark.parametrize("source", ["arithmetic", "rows.jsonl", [{"question": "q", "solution": "s"}]])
+@pytest.mark.parametrize("source", ["chains", "rows.jsonl", [{"question": "q", "solution": "s"}]])
 def test_a_part_is_refused_where_there_are_none(source: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "solution": "s"}\n')
     [source] = parse_sources(str(tmp_path / source) if source == "rows.jsonl" else source)

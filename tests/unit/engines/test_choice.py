@@ -34,9 +34,7 @@ def test_gpus_with_vllm_sample_with_it(
         assert ("rlt-lightning[vllm]" in str(reason)) is not installed
         return
     assert isinstance(engine, VLLMEngine)
-    settings = engine.describe().workers
-    assert settings is not None
-    assert settings.launch is not None
-    assert settings.launch.gpus == workers
+    assert engine.fleet.launch is not None
+    assert engine.fleet.launch.gpus == workers
     assert engine.takes_turns is pushes
-    assert (settings.push_backend is not None) is pushes
+    assert (engine.push.backend is not None) is pushes

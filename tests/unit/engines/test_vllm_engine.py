@@ -615,17 +615,20 @@ def test_an_adapter_is_loaded_by_its_version_and_the_one_before_dropped(
     model = load_model(tiny_model)
     add_adapter(model, LoRA(rank=2, alpha=4.0), seed=0)
     tensors = list_adapter_weights(dict(model.named_parameters()))
-    push = AdapterPush(folder=str(tmp_path / "pushed"))
-    with FakeWorker() as worker, closing(VLLMEngine([worker.url], push=push)) as engine:
+    endings = ("eos", "length")
+    with (
+        FakeWorker(endings=endings) as worker,
+        closing(VLLMEngine([worker.url], push=AdapterPush())) as engine,
+    ):
         engine.start(model, FakeTokenizer(), tmp_path)
         for step in (3, 4):
             engine.update_weights(tensors, step)
             [adapter] = worker.adapters
             assert adapter == worker.version
             worker.bodies.clear()
-            assert token_ids(generate(engine)) == undisturbed()
+            assert token_ids(generate(engine)) == undisturbed(endings=endings)
             assert {body["model"] for body in worker.bodies} == {adapter}
-        [folder] = (tmp_path / "pushed").iterdir()
+        [folder] = (tmp_path / "weights").iterdir()
         pushed = load_file(folder / "adapter_model.safetensors")
         assert pushed.keys() == dict(tensors).keys()
         assert all(torch.equal(pushed[name], tensor) for name, tensor in tensors)

@@ -42,7 +42,7 @@ def in_tags(solution: str) -> str:
 
 
 def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
-    settings = {"source": "arithmetic", "num_embedded_rows": 8, "prompts_per_step": 2}
+    settings = {"source": "chains", "num_embedded_rows": 8, "prompts_per_step": 2}
     kind = options.pop("kind", StudentRLData)
     return kind(tokenizer=model, output_dir=str(folder), **settings | options)
 
@@ -52,6 +52,8 @@ def student_fit(model: str, folder: Path, *options: str) -> list[str]:
     return [
         "fit",
         "--config=research/configs/correctness.yaml",
+        "--data.source=chains",
+        "--data.val_source=chains",
         f"--model.teacher={model}",
         "--model.group_size=2",
         "--model.optimizer.lr=1e-3",
@@ -353,7 +355,7 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
             "judges answers, but the completions of TeacherRLData are explanations",
         ),
         (["--model.reward.wrong=2"], "reward.right must be above wrong"),
-        (["--data.source=arithmetic:geometry"], "'arithmetic:KIND' such as 'arithmetic:addition'"),
+        (["--data.source=chains:geometry"], "'chains' (the default)"),
     ],
 )
 def test_what_does_not_go_together_is_one_clear_line(
@@ -385,7 +387,7 @@ def test_settings_of_the_rlt_reward_are_still_named_directly(tiny_model: str, tm
 
 def test_traditional_rl_is_planned_without_a_student(tiny_model: str) -> None:
     command = ["plan", "--config=configs/recipe_7b/grpo.yaml", f"--model.teacher={tiny_model}"]
-    found = rlt(*command, "--data.source=arithmetic:addition", "--trainer.devices=8")
+    found = rlt(*command, "--data.source=chains", "--trainer.devices=8")
     assert found.returncode == 0, found.stderr
     assert f"policy {tiny_model}" in found.stdout
     assert "student" not in found.stdout
