@@ -5,7 +5,7 @@ return its values from `extra_terms`, made of texts, or from `token_terms`, made
 (docs/extend.md has an example).
 
 To add a term inside this file, give RLTReward an option with its weight and its check, the term a name in
-`TERMS`, and its values a place in `__call__`; then describe its metric, `reward/NAME`.
+`TERMS`, and its values a place in `__call__`; then describe its metric, `reward/NAME`, in docs/metrics.md.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
 # micro-batch or per metric.
 WAITS = {
     "modules/phases.py:synchronise": 18,  # at either end of nine phases
-    "modules/rollout_rows.py:<dictcomp>": 8,  # one for each column of rollouts.jsonl
+    "modules/rollout_rows.py:score_rows": 8,  # one for each column of rollouts.jsonl
     "modules/base.py:raise_together": 2,  # that log-probs are finite: of all passes, and of the update
     "numerics/transfers.py:download": 1,  # recorded tokens
     "callbacks/recorder.py:_build_rows": 1,  # rewards, of which the extremes are recorded with tokens
