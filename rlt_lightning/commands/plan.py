@@ -45,7 +45,7 @@ from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.engines import Engine
 from rlt_lightning.engines.slots import find_architecture_fault
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
-from rlt_lightning.models.kernels import find_blocks, packing_pays
+from rlt_lightning.models.kernels import find_blocks
 from rlt_lightning.models.load import meta_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
@@ -678,15 +678,6 @@ def list_generate_parts(setup: Setup, lasting: Sizes) -> Sizes | None:
         "kv cache": count_kv_bytes(setup),
         "gathered": count_gathered_bytes(setup, setup.policy, backward=False),
     }
-    rows = min(setup.hf_sequences, setup.step.num_sequences)
-    exact = setup.policy.weight_bytes == setup.policy.kv_bytes == 4
-    if (
-        setup.device.is_cpu
-        and setup.shards == 1
-        and exact
-        and packing_pays(rows, setup.step.completion_length)
-    ):
-        parts["packed weights"] = float(setup.policy.shape.weights * 4)
     return parts
 
 

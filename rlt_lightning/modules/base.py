@@ -30,7 +30,7 @@ from rlt_lightning.engines import EngineError
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.file_names import PretrainedFiles
-from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
+from rlt_lightning.models.kernels import Kernels, prepare_model, steps_fused
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
@@ -229,7 +229,6 @@ class PolicyModule(LightningModule):
             self.is_configured = True
             self.sharding = get_sharding(self.trainer.strategy)
             self.fingerprints = self.fingerprint_models()
-            announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
         if self.entry is None:
             self.load_policy()
         elif isinstance(self.sharding, Sharded):
@@ -252,10 +251,6 @@ class PolicyModule(LightningModule):
 
     def load_frozen_models(self) -> None:
         """Load the models that are only read."""
-
-    def types(self) -> dict[str, str]:
-        """Return the settings that choose the types in which the models compute, by name."""
-        return {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
 
     def load(self, name: str, dtype: Dtype, role: str = "", lora: LoRA | None = None) -> ModelEntry:
         """Load a model with this module's options, with or without adapter, sharded like the strategy.

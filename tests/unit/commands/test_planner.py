@@ -77,15 +77,6 @@ def test_cache_of_the_engine_stores_a_prompt_once() -> None:
     assert planner.count_kv_bytes(repeated) == pytest.approx(8 * 18 * (1 + 1 / 6) * 48 + drawing)
 
 
-def test_packed_weights_are_counted_where_the_engine_packs_them() -> None:
-    long = replace(SETUP, step=replace(STEP, completion_length=64))
-    on_cpu = replace(long, device=replace(GPU, name="cpu"))
-    assert planner.list_generate_parts(on_cpu, {})["packed weights"] == 400  # 100 weights of 4 bytes
-    others = [long, replace(on_cpu, hf_sequences=3), replace(on_cpu, step=STEP), on(on_cpu, "zero3")]
-    for setup in others:
-        assert "packed weights" not in planner.list_generate_parts(setup, {})
-
-
 @pytest.mark.parametrize(
     ("sharding", "weights", "grads", "states", "buckets"),
     [  # bytes of 100 weights on 4 processes; DeepSpeed steps fp32 copies of 2-byte weights: 3 * 4 per weight
