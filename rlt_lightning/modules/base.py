@@ -32,7 +32,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.kernels import Kernels, prepare_model, steps_fused
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
-from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
@@ -262,7 +262,6 @@ class PolicyModule(LightningModule):
             model, read = empty_model(*options)
             if lora is not None:
                 read = add_adapter(model, lora, self.seed, read)
-                announce(describe_adapter(model))
             announce_model(name, dtype, role)
             entry = self.sharding.fill(model, read)
             entry.read = read
@@ -275,7 +274,6 @@ class PolicyModule(LightningModule):
                 # The export merges into weights that it reads from the files.
                 PretrainedFiles(model, WeightFiles(name))
                 add_adapter(model, lora, self.seed)
-                announce(describe_adapter(model))
         return ModelEntry(model)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
