@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from lightning.pytorch.utilities import rank_zero_only
 
-LARGE_BYTES = 10**9  # smaller weights are checked and written within a second or two
 LARGE_FILE_BYTES = 5 * 10**7
 COUNT_EVERY_S = 10.0
 # Seconds between two lines of a log file, at most.
@@ -36,17 +35,10 @@ def announce(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def announce_writing(path: Path, num_bytes: int) -> None:
-    """Say that a checkpoint or a model folder is written next, if it is large."""
-    if num_bytes > LARGE_BYTES:
-        announce(f"writing {path} ({size_text(num_bytes)})")
-
-
 def announce_reading(path: Path) -> None:
-    """Say that a file of rows, or the folder of a checkpoint, is read next, if it is large."""
-    files = path.rglob("*.safetensors") if path.is_dir() else [path]
-    num_bytes = sum(file.stat().st_size for file in files)
-    if num_bytes > (LARGE_BYTES if path.is_dir() else LARGE_FILE_BYTES):
+    """Say that a file of rows is read next, if it is large."""
+    num_bytes = path.stat().st_size
+    if num_bytes > LARGE_FILE_BYTES:
         announce(f"reading {path} ({size_text(num_bytes)})")
 
 

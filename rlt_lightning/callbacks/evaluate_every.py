@@ -264,6 +264,5 @@ def require_student(data: StratosDataModule) -> None:
         raise InputError(
             f"EvaluateEvery asks a student, but {type(data).__name__} is for a teacher, which explains "
             "given solutions and answers no question. Remove it from trainer.callbacks, and watch a teacher "
-            "by held-out rows: data.val_rows, trainer.val_check_interval and checkpoint.monitor "
-            "(reward/val_mean, or policy/val_loss with checkpoint.mode min)."
+            "by held-out rows: data.val_rows and trainer.val_check_interval."
         )

@@ -129,7 +129,6 @@ class ResponseCallback(Callback):
             self.engine.use_sharded_model(pl_module.run, pl_module.on_any_rank)
         if self.fit_context:
             self._fit_context(trainer, self.engine.max_model_len)
-            self._announce_limits(trainer)
         else:
             longest = max(len(problem.prompt) for problem in data.problems)
             require_context(longest + self.sampling.max_completion_length, self.engine.max_model_len)
@@ -194,17 +193,6 @@ class ResponseCallback(Callback):
         if not self.fit_context:
             return [longest] * len(problems)
         return [min(longest, self.context - len(problem.prompt)) for problem in problems]
-
-    def _announce_limits(self, trainer: Trainer) -> None:
-        """Say how many responses the context makes shorter."""
-        limits = self._limits(trainer, get_evaluation_data(trainer).problems)
-        shorter = [limit for limit in limits if limit < self.sampling.max_completion_length]
-        if shorter:
-            announce(
-                f"rollouts.fit_context: a context of {self.context} tokens leaves responses to "
-                f"{len(shorter)} of {len(limits)} questions fewer than {self.sampling.max_completion_length} "
-                f"tokens, at least {min(shorter)}."
-            )
 
     def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
         """Push the weights to workers, unless they serve their own or the engine has the trainer's."""

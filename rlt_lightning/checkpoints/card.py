@@ -10,7 +10,7 @@ import yaml
 
 from rlt_lightning.console import announce
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES
-from rlt_lightning.types import InputError
+from rlt_lightning.types import first_line
 from rlt_lightning.version import __version__
 
 CARD = "README.md"
@@ -69,6 +69,8 @@ def inherited_header(pretrained: str) -> dict[str, Any]:
     base of that folder's card: the nearest ancestor with an id. The licence of a hub id is not read,
     since a training needs no network.
     """
+    from huggingface_hub import ModelCard
+
     folder = Path(pretrained).expanduser()
     if pretrained in EMBEDDED_HEADERS:
         return EMBEDDED_HEADERS[pretrained]
@@ -77,28 +79,12 @@ def inherited_header(pretrained: str) -> dict[str, Any]:
     if not (folder / CARD).is_file():
         return {}
     try:
-        header = read_header(folder / CARD)
-    except InputError as error:
+        header = ModelCard((folder / CARD).read_text(encoding="utf-8-sig")).data.to_dict()
+    except (ValueError, yaml.YAMLError) as error:
         # A training of days must not end without its model because of another model's card.
-        announce(f"{error} Until then the new model's card names neither base nor licence.")
+        announce(
+            f"The header of {folder / CARD} must be YAML as the hub reads it, but is not "
+            f"({first_line(error)}). The new model's card names neither base nor licence."
+        )
         return {}
     return {name: header[name] for name in ("base_model", *LICENCE) if header.get(name)}
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """Return the header of a card as `huggingface_hub` reads it.
-
-    Raises:
-        InputError: If the header is no YAML mapping, or its results have another form than `model-index`.
-    """
-    from huggingface_hub import ModelCard
-
-    try:
-        header: dict[str, Any] = ModelCard(path.read_text(encoding="utf-8-sig")).data.to_dict()
-    except (ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"The header of {path}, between its --- lines, must be YAML as the hub reads it, but is not "
-            f"({reason:.200}). Correct it."
-        ) from error
-    return header

@@ -18,7 +18,6 @@ from rlt_lightning.checkpoints.folder import (
     read_whole_state,
     replace_folder,
 )
-from rlt_lightning.console import announce_writing
 from rlt_lightning.digests import write_digests
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.file_names import to_file_names
@@ -44,7 +43,6 @@ from rlt_lightning.models.weights import (
     WeightFiles,
     stored_once,
     trained_tensors,
-    weights_size,
     write_weights,
 )
 from rlt_lightning.types import InputError, as_list
@@ -186,7 +184,6 @@ def write_model_folder(
     tokenizer = load_tokenizer(
         metadata["tokenizer"], metadata["trust_remote_code"], metadata["chat_template"]
     )
-    announce_writing(folder, weights_size(tensors.values()))
     with replace_folder(folder, ONE_PROCESS) as scratch:
         export_model(model, tensors, tokenizer, metadata, scratch, adapter)
 

@@ -32,7 +32,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import WEIGHTS, discard, read_whole_state, write_checkpoint
-from rlt_lightning.console import announce_reading
 from rlt_lightning.models.weights import NamedTensor, WeightFiles, fill_in_place, set_whole, trained_tensors
 from rlt_lightning.types import InputError
 
@@ -89,7 +88,6 @@ class FolderCheckpointIO(TorchCheckpointIO):
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
     """Return a checkpoint of any strategy without the optimizer's moments, as Lightning has it."""
-    announce_reading(folder)
     state = read_whole_state(folder)
     weights = {module_name(n): t for n, t in read_all(folder / WEIGHTS)}
     state["state_dict"] = weights | {n: weights[other] for n, other in state.pop("aliases").items()}
@@ -174,7 +172,6 @@ class NamedCheckpoints:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill the weights and, when training resumes, the optimizer's moments."""
         folder = Path(checkpoint_path)
-        announce_reading(folder)
         state = read_whole_state(folder)
         # Lightning calls it only after the weights have been filled.
         self.lightning_module.on_load_checkpoint(state)

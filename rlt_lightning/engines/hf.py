@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from rlt_lightning.engines.base import (
     Sampling,
 )
 from rlt_lightning.engines.slots import Decoder, build_decoder, choose_decoder, find_device
-from rlt_lightning.models.kernels import packed_weights, packing_pays
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.tags import StopWatcher
@@ -117,18 +115,10 @@ class HFEngine(Engine):
             batch = ContinuousBatch(
                 groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues
             )
-            with self._pack_weights(max_rows, max(limits, default=0)):
-                batch.run()
+            batch.run()
         finally:
             self.model.train(was_training)
         yield from enumerate(draft.to_completion() for group in groups for draft in group.drafts)
-
-    def _pack_weights(self, max_rows: int, longest: int) -> AbstractContextManager[Any]:
-        """Return a context in which weights are laid out for a CPU's kernels, if that saves time."""
-        exact = not torch.is_autocast_enabled(find_device(self.model).type)
-        if self.run is None and exact and packing_pays(max_rows, longest):
-            return packed_weights(self.model)
-        return nullcontext()
 
     def _call(self, **inputs: Any) -> Any:
         """Run the model."""

@@ -3,36 +3,27 @@
                chosen where nothing is set                   checked against
     attention  FA3, flash-attn or PyTorch's: the first       a loop over segments in fp32 (value, gradients)
                that is installed and suits the GPU
-    liger      on a GPU with liger-kernel                    plain functions in fp32 (value, gradients); the
-                                                             model's log-probs without it
+    liger      on a GPU with liger-kernel                    the model's log-probs without it
     blocks     not compiled                                  the model's log-probs without it
     head       compiled on a GPU                             the head as it is (value, gradients), with the
                                                              divergence that the run computes
     AdamW      fused on a GPU                                nothing
 
-A kernel that was chosen by default and fails its check is left out with a warning. If the settings ask for
-it, the run ends with an error.
+An attention kernel or a head that was chosen by default and fails its check is left out with a warning. If
+the settings ask for it, or if blocks are wrong, the run ends with an error.
 
 One attention kernel serves all models of a process, since FlashAttention-3 takes the place of PyTorch's own
-for all of them. So each choice is checked with the heads of every model prepared so far. Blocks are
-fused by replacing forwards of single modules: hooks that gather sharded weights (FSDP2, ZeRO-3) run as
-before, and other models of the same architecture stay as they are.
-
-While a CPU samples, fp32 linear layers run from weights laid out as oneDNN's kernels read them: PyTorch's
-products of few rows rearrange the weights in every call. On a Zen 4 core they are 1.2 to 1.4 times as fast
-for 4 to 64 rows, and 1.6 to 2.2 times for the head.
+for all of them. So each choice is checked with the heads of every model prepared so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -64,10 +55,6 @@ ATTENTION_KERNELS: tuple[AttentionKernel, ...] = ("fa3", "flash_attn", "torch")
 LOOP = "a loop over segments"
 # Architectures whose norms multiply by the weight after rounding, as Liger's "llama" mode does.
 LIGER_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-ROTATION = "apply_rotary_pos_emb"
-# Rearranging takes the time that about 20 steps save; a single row gains nothing.
-FEWEST_ROWS, FEWEST_STEPS = 4, 64
-TYPICAL_ROWS = 16  # for which oneDNN chooses the layout; others run with it too
 
 
 @dataclass(frozen=True)
@@ -78,8 +65,8 @@ class Kernels:
         attention: The kernel of our attention on an NVIDIA GPU in half precision: "fa3" (FlashAttention-3 in
             place of PyTorch's kernel), "flash_attn" (the package flash-attn) or "torch"; None: the first of
             them that is installed, suits the GPU and is right.
-        liger: Compute RMSNorm, RoPE and SwiGLU with liger-kernel; None: on a GPU where it is installed, suits
-            the architecture and is right.
+        liger: Compute RMSNorm, RoPE and SwiGLU with liger-kernel; None: on a GPU where it is installed and
+            suits the architecture.
         compiled_blocks: Compile every transformer block with torch.compile; not with DeepSpeed ZeRO-3.
         fused_adamw: Step all weights in one pass over memory; None: on a GPU, and for offloaded steps.
     """
@@ -100,10 +87,6 @@ class Kernels:
 # How a fault is found
 
 
-class Refused(Exception):
-    """A kernel is missing, or computes wrong results."""
-
-
 def find_failure(function: Callable[[], str | None]) -> str | None:
     """Return the fault that a check finds, or the error that it raises.
 
@@ -111,8 +94,6 @@ def find_failure(function: Callable[[], str | None]) -> str | None:
     """
     try:
         return function()
-    except (Refused, InputError) as reason:
-        return str(reason)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return f"it fails with {type(error).__name__}: {lines[0][:150]}"
@@ -287,59 +268,27 @@ def fuse_blocks(run: Callable[..., Any], name: str, kernels: Kernels, device: to
         device: The device that computes.
 
     Raises:
-        InputError: If a fusion that the settings ask for is not available or is wrong.
+        InputError: If a fusion that the settings ask for is not available, or if one is wrong.
     """
     liger = kernels.liger
     if liger is None:
-        liger = (
-            device.type == "cuda" and not kernels.compiled_blocks and find_spec("liger_kernel") is not None
-        )
-    fusions: list[tuple[str, bool, Callable[[Any], Callable[[], None]], bool]] = [
-        (f"RMSNorm, RoPE and SwiGLU by Liger {package_version('liger-kernel')}", liger, use_checked_liger,
-         kernels.liger is True),
-        ("blocks by torch.compile", kernels.compiled_blocks, compile_blocks, True),
-    ]  # fmt: skip
-    fused = []
-    for what, is_on, fuse, asked in fusions:
-        if not is_on:
-            continue
-        fault = find_failure(partial(fusion_fault, run, fuse))
-        if fault is None:
-            fused.append(what)
-        elif asked:
-            raise InputError(
-                f"'{name}' must compute the same with {what} as without, but {fault}. "
-                "Turn it off in model.kernels."
-            )
-        else:
-            rank_zero_warn(f"'{name}' runs without {what}: {fault}.")
-    return fused
-
-
-def use_checked_liger(model: Any) -> Callable[[], None]:
-    """Use Liger in a model, after checking that its functions are right for the model's sizes and type."""
-    parameter = next(model.parameters())
-    config = model.config.get_text_config()
-    if fault := liger_fault(liger_functions(), config, computing_dtype(model), parameter.device):
-        raise Refused(fault)
-    return use_liger(model)
-
-
-def fusion_fault(run: Callable[..., Any], fuse: Callable[[Any], Callable[[], None]]) -> str | None:
-    """Fuse a model, and take it back if its log-probs change; return the fault, or None."""
+        installed = device.type == "cuda" and find_spec("liger_kernel") is not None
+        liger = installed and not kernels.compiled_blocks and call_model(run, suits_liger)
+    if not liger and not kernels.compiled_blocks:
+        return []
+    setting, fuse = ("liger", use_liger) if liger else ("compiled_blocks", compile_blocks)
     plain = run(sample_log_probs)
-    undo = call_model(run, fuse)
-    fault: str | None = "its check did not end"
-    try:
-        difference = (run(sample_log_probs) - plain).abs().mean().item()
-        half = call_model(run, computing_dtype) in (torch.bfloat16, torch.float16)
-        bound = 0.1 if half else 1e-3  # nats
-        # NaN is a fault too.
-        fault = None if difference <= bound else f"its log-probs change by {difference:.2g} nats"
-    finally:
-        if fault is not None:
-            undo()
-    return fault
+    call_model(run, fuse)
+    difference = (run(sample_log_probs) - plain).abs().mean().item()
+    half = call_model(run, computing_dtype) in (torch.bfloat16, torch.float16)
+    if not difference <= (0.1 if half else 1e-3):  # nats; NaN is a fault too
+        raise InputError(
+            f"'{name}' must compute the same with model.kernels.{setting} as without, but its log-probs "
+            f"change by {difference:.2g} nats. Set it to false."
+        )
+    if not liger:
+        return ["blocks by torch.compile"]
+    return [f"RMSNorm, RoPE and SwiGLU by Liger {package_version('liger-kernel')}"]
 
 
 @torch.no_grad()
@@ -358,125 +307,38 @@ def find_blocks(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
-def use_liger(model: Any) -> Callable[[], None]:
-    """Compute a model's norms, rotations and SwiGLU with Liger's kernels; return a function to undo it.
+def suits_liger(model: Any) -> bool:
+    """Return whether Liger's norms, rotations and SwiGLU are right for a model's architecture."""
+    config = model.config.get_text_config()
+    return config.model_type in LIGER_ARCHITECTURES and config.hidden_act in ("silu", "swish")
+
+
+def use_liger(model: Any) -> None:
+    """Compute a model's norms, rotations and SwiGLU with Liger's kernels.
+
+    Liger replaces the rotation for all models of the architecture in this process, which share the settings.
 
     Raises:
         InputError: If Liger is not installed, or is not right for the architecture.
     """
-    functions = liger_functions()
-    config = model.config.get_text_config()
-    if config.model_type not in LIGER_ARCHITECTURES or config.hidden_act not in ("silu", "swish"):
-        raise InputError(
-            f"model.kernels.liger is for {', '.join(LIGER_ARCHITECTURES)} with SwiGLU, but this model is "
-            f"{config.model_type} with {config.hidden_act}. Leave it out."
-        )
-    forwards: dict[Any, Callable[..., Any]] = {}
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            forwards[module] = partial(liger_norm, functions, module)
-        elif kind.endswith("MLP"):
-            forwards[module] = partial(liger_swiglu, functions, module)
-        elif kind.endswith("Attention"):
-            forwards[module] = with_rotation(module, functions.liger_rope)
-    for module, forward in forwards.items():
-        module.forward = forward
-
-    def undo() -> None:
-        for module in forwards:
-            del module.forward
-
-    return undo
-
-
-def liger_functions() -> Any:
-    """Return Liger's module of functions."""
     try:
-        return import_module("liger_kernel.transformers.functional")
+        apply_to = import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
     except ImportError as error:
         raise InputError(
             "model.kernels.liger needs liger-kernel and Triton (pip install 'rlt-lightning[liger]'), but "
             f"importing them fails: {error}"
         ) from error
+    if not suits_liger(model):
+        config = model.config.get_text_config()
+        raise InputError(
+            f"model.kernels.liger is for {', '.join(LIGER_ARCHITECTURES)} with SwiGLU, but this model is "
+            f"{config.model_type} with {config.hidden_act}. Leave it out."
+        )
+    apply_to(model, fused_linear_cross_entropy=False)
 
 
-def liger_norm(functions: ModuleType, norm: Any, hidden: Tensor) -> Tensor:
-    """Return the RMSNorm of hidden states; its backward pass does not overwrite the incoming gradient."""
-    return functions.liger_rms_norm(hidden, norm.weight, norm.variance_epsilon, in_place=False)
-
-
-def with_rotation(attention: nn.Module, rotation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention layer's forward with another function for its rotations.
-
-    The forward looks the rotation up among the names of its file, which all models of the architecture
-    share. So this is the same code with names of its own.
-
-    Raises:
-        Refused: If the forward does not use the rotation by its name, so that nothing would be replaced.
-    """
-    plain: Any = type(attention).forward
-    code = getattr(plain, "__code__", None)
-    if code is None or ROTATION not in code.co_names:
-        raise Refused(f"the forward of {type(attention).__name__} does not call {ROTATION}")
-    names = plain.__globals__ | {ROTATION: rotation}
-    copy = FunctionType(code, names, plain.__name__, plain.__defaults__, plain.__closure__)
-    copy.__kwdefaults__ = plain.__kwdefaults__
-    return MethodType(copy, attention)
-
-
-def liger_swiglu(functions: ModuleType, mlp: Any, hidden: Tensor) -> Tensor:
-    """Return what an MLP with SwiGLU computes."""
-    return mlp.down_proj(functions.liger_swiglu(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
-
-
-@torch.inference_mode(False)
-def liger_fault(functions: Any, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Compare values and gradients of Liger's functions with plain ones; return the fault, or None."""
-    generator = torch.Generator().manual_seed(0)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    heads = (1, 24, config.num_attention_heads, size), (1, 24, config.num_key_value_heads, size)
-    angles = torch.randn(1, 24, size // 2, generator=generator).repeat(1, 1, 2).to(device)
-    cos, sin, epsilon = angles.cos().to(dtype), angles.sin().to(dtype), config.rms_norm_eps
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return weight * x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-
-    def rotation(q: Tensor, k: Tensor) -> Tensor:
-        heads = torch.cat([q, k], dim=2)  # (1, L, heads, D)
-        swapped = torch.cat([-heads[..., size // 2 :], heads[..., : size // 2]], dim=-1)
-        return heads * cos.to(heads).unsqueeze(2) + swapped * sin.to(heads).unsqueeze(2)
-
-    def liger_rotation(q: Tensor, k: Tensor) -> Tensor:
-        # Liger's kernel writes into its arguments, which in a model are fresh too.
-        turned = functions.liger_rope((q * 1).transpose(1, 2), (k * 1).transpose(1, 2), cos, sin)
-        return torch.cat([x.transpose(1, 2) for x in turned], dim=2)
-
-    cases: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]] = {
-        "RMSNorm": (
-            lambda x, w: functions.liger_rms_norm(x, w, epsilon, in_place=False),
-            norm,
-            (random(24, config.hidden_size), random(config.hidden_size)),
-        ),
-        "SwiGLU": (
-            functions.liger_swiglu,
-            lambda a, b: nn.functional.silu(a) * b,
-            (random(24, config.intermediate_size), random(24, config.intermediate_size)),
-        ),
-        "RoPE": (liger_rotation, rotation, (random(*heads[0]), random(*heads[1]))),
-    }
-    for name, (fused, plain, inputs) in cases.items():
-        if (distance := relative_distance(fused, plain, inputs)) is not None:
-            return f"its {name} is off by {distance:.2g} of the result or a gradient"
-    return None
-
-
-def compile_blocks(model: Any) -> Callable[[], None]:
-    """Compile the forward of every block with torch.compile; return a function to undo it.
+def compile_blocks(model: Any) -> None:
+    """Compile every block with torch.compile.
 
     Raises:
         InputError: If ZeRO-3 gathers the weights of single layers, which a compiled block would not wait for.
@@ -486,36 +348,8 @@ def compile_blocks(model: Any) -> Callable[[], None]:
             "model.kernels.compiled_blocks is for whole models and FSDP2, but DeepSpeed ZeRO-3 gathers "
             "weights layer by layer. Set it to false; model.kernels.liger works with ZeRO-3."
         )
-    replaced = find_blocks(model)
-    for block in replaced:
-        block.forward = CompiledBlock(block)
-
-    def undo() -> None:
-        for block in replaced:
-            del block.forward
-
-    return undo
-
-
-class CompiledBlock:
-    """The compiled forward of a block, with gradient checkpointing where transformers would use it.
-
-    transformers wraps a block's forward so that it is checkpointed; the function inside is compiled.
-    """
-
-    def __init__(self, block: Any) -> None:
-        plain = type(block).forward
-        while hasattr(plain, "__wrapped__"):
-            plain = plain.__wrapped__
-        self.block = block
-        self.compiled = torch.compile(partial(plain, block), dynamic=True)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the block computes."""
-        block = self.block
-        if getattr(block, "gradient_checkpointing", False) and block.training:
-            return block._gradient_checkpointing_func(partial(self.compiled, **options), *arguments)
-        return self.compiled(*arguments, **options)
+    for block in find_blocks(model):
+        block.compile(dynamic=True)
 
 
 # Head
@@ -578,54 +412,6 @@ def compiled_head_fault(
     return f"a value or gradient is off by {bad[0]:.2g} of its norm" if bad else None
 
 
-# Linear layers of a CPU that samples
-
-
-def packing_pays(num_rows: int, num_steps: int) -> bool:
-    """Return whether this many steps of this many rows are faster with packed weights, packing included."""
-    return num_rows >= FEWEST_ROWS and num_steps >= FEWEST_STEPS
-
-
-@contextmanager
-def packed_weights(model: nn.Module) -> Iterator[int]:
-    """Run the fp32 linear layers of a model on a CPU from packed copies of their weights.
-
-    The copies take as much memory as the weights, until the block ends. No gradient flows through them.
-
-    Yields:
-        The number of layers that use a packed copy.
-    """
-    chosen = [module for module in model.modules() if takes_packing(module)]
-    try:
-        for module in chosen:
-            module.forward = build_packed_forward(module)
-        yield len(chosen)
-    finally:
-        for module in chosen:
-            vars(module).pop("forward", None)
-
-
-def takes_packing(module: nn.Module) -> bool:
-    """Return whether a module is a plain fp32 linear layer on a CPU, whose forward nobody has replaced."""
-    if type(module) is not nn.Linear or "forward" in vars(module) or not torch.backends.mkldnn.is_available():
-        return False
-    weight = module.weight
-    plain = type(weight) in (Tensor, nn.Parameter)
-    return plain and weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() > 0
-
-
-def build_packed_forward(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the forward of a linear layer with its weight packed now."""
-    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), TYPICAL_ROWS)
-    bias = None if module.bias is None else module.bias.detach()
-
-    def forward(states: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(states.detach(), weight, bias, "none", [], "")
-        return product
-
-    return forward
-
-
 # All of it, and the optimizer
 
 
@@ -665,25 +451,3 @@ def steps_fused(kernels: Kernels, device: torch.device, steps_on_cpu: bool) -> b
     if kernels.fused_adamw is not None:
         return kernels.fused_adamw
     return True if steps_on_cpu or device.type == "cuda" else None
-
-
-def announce_slow_bfloat16(device: torch.device, types: dict[str, str]) -> None:
-    """Name the settings by which a CPU would compute in bfloat16 without having instructions for it.
-
-    Args:
-        device: The device that computes.
-        types: The values of the settings that choose a type, by name.
-    """
-    found = [name for name, value in types.items() if value.startswith("bf")]
-    if device.type == "cpu" and found and not cpu_has_bfloat16():
-        advice = [f"{name} to {'32-true' if name == 'trainer.precision' else 'float32'}" for name in found]
-        announce(
-            "This CPU has no bfloat16 instructions (AVX512-BF16, AMX): float32 is several times faster. "
-            f"Set {' and '.join(advice)}."
-        )
-
-
-def cpu_has_bfloat16() -> bool:
-    """Return whether this CPU multiplies in bfloat16; True for processors other than x86."""
-    found = torch.cpu.get_capabilities()
-    return found.get("architecture") != "x86_64" or bool(found.get("avx512_bf16") or found.get("amx_bf16"))

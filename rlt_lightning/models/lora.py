@@ -180,22 +180,6 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(n, m) for n, m in model.named_modules() if isinstance(m, adapted_layer_class())]
 
 
-def describe_adapter(model: nn.Module) -> str:
-    """Return a line that says what is adapted, and which stacked experts stay as they are."""
-    adapted = {name_base_weight(name, layer) for name, layer in adapted_layers(model)}
-    experts = {n for n, p in model.named_parameters() if len(full_shape(p)) == 3 and "experts" in n}
-    line = f"model.lora adapts {len(adapted)} weights: {list_short_names(adapted)}"
-    if frozen := list_short_names(experts - adapted):
-        line += f". Its targets do not name {frozen}, which stay as they are"
-    return line
-
-
-def list_short_names(names: set[str]) -> str:
-    """Return the last words of weights' names, each once: q_proj, experts.down_proj."""
-    words = [unadapted_name(name).removesuffix(".weight").split(".") for name in names]
-    return ", ".join(sorted({".".join(w[-2:] if w[-2] == "experts" else w[-1:]) for w in words}))
-
-
 def cast_unless_autocast(states: Tensor, dtype: torch.dtype) -> Tensor:
     """Give states the type of an adapter's weights, in place of peft's method.
 

@@ -11,9 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from rlt_lightning.console import LARGE_BYTES, announce, size_text
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
-from rlt_lightning.models.weights import weights_size
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.log_probs import linear_log_probs
@@ -262,7 +260,6 @@ def verify_layout(
     """
     call_model(run, require_fixed_positions)
     architecture, attention = run(lambda model: (type(model).__name__, model.config._attn_implementation))
-    call_model(run, lambda model: announce_check(name, model))
     candidates = [(attention, layout) for layout in FALLBACKS[wanted]]
     if attention != SEGMENT_ATTENTION and attention_chosen and wanted == "auto":
         # The user's own choice rules out shared prefixes: nothing to warn of.
@@ -397,14 +394,41 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
     except FORWARD_ERRORS as error:
         # The model takes no positions, segments or 4-D mask, or lacks something.
         return f"its forward fails ({first_line(error)})"
-    differences = Differences(
-        again=theirs[0] - again,
-        later=theirs[0][:-1] - changed[:-1],
-        own=singly - torch.cat(theirs),
-        neighbour=(packed - beside_others)[len(theirs[0]) :],
-        packed=packed - singly,
-    )
-    return differences.fault(exact=computing_dtype(model) in (torch.float32, torch.float64))
+    # Of log-probs that ought to be equal.
+    differences = {
+        "again": theirs[0] - again,
+        "later": theirs[0][:-1] - changed[:-1],
+        "own": singly - torch.cat(theirs),
+        "neighbour": (packed - beside_others)[len(theirs[0]) :],
+        "packed": packed - singly,
+    }
+    return find_difference(differences, exact=computing_dtype(model) in (torch.float32, torch.float64))
+
+
+def find_difference(differences: dict[str, Tensor], exact: bool) -> str | None:
+    """Return the first difference that is no rounding, or None.
+
+    In half precision single log-probs differ by rounding, most where the model's own head rounds, so means
+    are compared. How much a model rounds shows in `own`, whose two sides compute the same in two ways;
+    `packed` may be rounded as much, up to 0.1 nats: a wrong prefix shows only there. Rounding does not show
+    in `neighbour`: only a leak between sequences changes it.
+    """
+    size = torch.max if exact else torch.mean
+    sizes = {name: size(d.abs()).item() if len(d) else 0.0 for name, d in differences.items()}
+    faults = {  # the bound in half precision, nats, and the fault
+        "again": (
+            0.01,
+            "its own change by {:.2g} nats from one forward to the next: it draws random numbers in training",
+        ),
+        "later": (0.05, "its own change by {:.2g} nats with a token that comes later"),
+        "own": (0.2, "they differ by {:.2g} nats even one by one"),
+        "neighbour": (0.005, "they change by {:.2g} nats with the tokens of another sequence"),
+        "packed": (min(max(0.03, 2 * sizes["own"]), 0.1), "they differ by {:.2g} nats"),
+    }
+    for name, (bound, text) in faults.items():
+        if not sizes[name] <= (1e-3 if exact else bound):  # NaN is a fault too
+            return text.format(sizes[name])
+    return None
 
 
 def find_longest_reach(config: Any, most: int) -> int:
@@ -428,43 +452,3 @@ def find_longest_checked(model: Any, device: torch.device) -> int:
     flops = 2 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     affordable = (1e12 if device.type == "cpu" else 1e15) / (10 * flops)
     return min(LONGEST_CHECKED, int(affordable))
-
-
-class Differences(NamedTuple):
-    """Differences of log-probs that ought to be equal, nats."""
-
-    later: Tensor  # of the model's own, with another last token
-    own: Tensor  # between ours one by one and the model's own
-    neighbour: Tensor  # of ours in a row, with other tokens in the sequence before
-    packed: Tensor  # between ours in a row and one by one
-    again: Tensor = torch.empty(0)  # of the model's own, computed twice
-
-    def fault(self, exact: bool) -> str | None:
-        """Return the first difference that is no rounding, or None.
-
-        In half precision single log-probs differ by rounding, most where the model's own head rounds, so
-        means are compared. How much a model rounds shows in `own`, whose two sides compute the same in two
-        ways; `packed` may be rounded as much, up to 0.1 nats: a wrong prefix shows only there. Rounding does
-        not show in `neighbour`: only a leak between sequences changes it.
-        """
-        size = torch.max if exact else torch.mean
-        in_order = (self.again, self.later, self.own, self.neighbour, self.packed)
-        sizes = [size(difference.abs()).item() if len(difference) else 0.0 for difference in in_order]
-        bounds = [1e-3] * 5 if exact else [0.01, 0.05, 0.2, 0.005, min(max(0.03, 2 * sizes[2]), 0.1)]  # nats
-        faults = (
-            "its own change by {:.2g} nats from one forward to the next: it draws random numbers in training",
-            "its own change by {:.2g} nats with a token that comes later",
-            "they differ by {:.2g} nats even one by one",
-            "they change by {:.2g} nats with the tokens of another sequence",
-            "they differ by {:.2g} nats",
-        )
-        for found, bound, text in zip(sizes, bounds, faults, strict=True):
-            if not found <= bound:  # NaN is a fault too
-                return text.format(found)
-        return None
-
-
-def announce_check(name: str, model: Any) -> None:
-    """Say that a model's log-probs are checked next, if the model is large."""
-    if (num_bytes := weights_size(model.parameters())) > LARGE_BYTES:
-        announce(f"checking the log-probs of packed rows of {name} ({size_text(num_bytes)})")

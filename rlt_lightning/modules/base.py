@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters
-from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
@@ -29,15 +28,9 @@ from rlt_lightning.engines import EngineError
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
-from rlt_lightning.models.kernels import (
-    Kernels,
-    announce_slow_bfloat16,
-    fuse_blocks,
-    prepare_model,
-    steps_fused,
-)
+from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model, steps_fused
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
-from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
+from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
@@ -217,7 +210,6 @@ class PolicyModule(LightningModule):
         if self._trainer is not None:
             self.is_configured = True
             self.sharding = get_sharding(self.trainer.strategy)
-            announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
         if self.entry is None:
             self.load_policy()
         elif isinstance(self.sharding, Sharded):
@@ -241,10 +233,6 @@ class PolicyModule(LightningModule):
     def load_frozen_models(self) -> None:
         """Load the models that are only read."""
 
-    def types(self) -> dict[str, str]:
-        """Return the settings that choose the types in which the models compute, by name."""
-        return {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
-
     def load(self, name: str, dtype: Dtype, role: str = "", lora: LoRA | None = None) -> ModelEntry:
         """Load a model with this module's options, with or without adapter, sharded like the strategy.
 
@@ -255,7 +243,6 @@ class PolicyModule(LightningModule):
             model, read = empty_model(*options)
             if lora is not None:
                 read = add_adapter(model, lora, self.seed, read)
-                announce(describe_adapter(model))
             announce_model(name, dtype, role)
             entry = self.sharding.fill(model, read)
             entry.read = read
@@ -268,7 +255,6 @@ class PolicyModule(LightningModule):
                 # The export merges into weights that it reads from the files.
                 PretrainedFiles(model, WeightFiles(name))
                 add_adapter(model, lora, self.seed)
-                announce(describe_adapter(model))
         return ModelEntry(model)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

@@ -18,7 +18,6 @@ from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import Figures, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.kernels import announce_slow_bfloat16
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.modules.responses import Sample, evaluate
 from rlt_lightning.run.ranks import make_ranks_end_together
@@ -85,8 +84,6 @@ class EvaluationModule(LightningModule):
         """Load the weights if they are needed, once the data are checked, as the strategy stores them."""
         if not self.needs_model or self.entry is not None:
             return
-        types = {"trainer.precision": str(self.trainer.precision), "model.dtype": self.dtype_name}
-        announce_slow_bfloat16(self.trainer.strategy.root_device, types)
         options = (self.pretrained, self.dtype_name, self.attn_implementation, self.trust_remote_code)
         self.sharding = get_sharding(self.trainer.strategy)
         if isinstance(self.sharding, Sharded):

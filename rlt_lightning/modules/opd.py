@@ -139,11 +139,6 @@ class OPDModule(OnPolicyModule):
             role = "the teacher: the student at its start"
             self.reference = self.load_frozen(self.pretrained, self.dtype_name, role)
 
-    def types(self) -> dict[str, str]:
-        """Add the teacher's type."""
-        named = {} if self.teacher_name is None else {"model.teacher_dtype": self.teacher_dtype}
-        return super().types() | named
-
     def build_metadata(self) -> dict[str, Any]:
         """See `PolicyModule.build_metadata`."""
         metadata = super().build_metadata()

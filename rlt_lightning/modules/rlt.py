@@ -217,11 +217,6 @@ class RLTModule(OnPolicyModule):
         """Return the names of the students that have weights of their own."""
         return self.students.frozen_names
 
-    def types(self) -> dict[str, str]:
-        """Add the type of the students."""
-        frozen = {"model.student_dtype": self.student_dtype} if self.frozen_names else {}
-        return super().types() | frozen
-
     def build_metadata(self) -> dict[str, Any]:
         """See `PolicyModule.build_metadata`."""
         metadata = super().build_metadata()

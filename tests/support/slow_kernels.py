@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library, nn
+from torch import Tensor, library
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
@@ -154,22 +154,13 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, module: types.ModuleType
 
 
 def liger(monkeypatch: pytest.MonkeyPatch, error: float = 0.0) -> None:
-    """Liger's functions, computed plainly."""
-    functions: Any = types.ModuleType("liger_kernel.transformers.functional")
+    """A package that leaves a model as it is, or scales what its last norm returns."""
+    package: Any = types.ModuleType("liger_kernel.transformers")
 
-    def rms_norm(x: Tensor, w: Tensor, eps: float, *, in_place: bool) -> Tensor:
-        assert not in_place
-        return w * (x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+    def apply(model: Any, fused_linear_cross_entropy: bool) -> None:
+        assert not fused_linear_cross_entropy
+        model.model.norm.weight.data *= 1 + error
 
-    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        def turned(x: Tensor) -> Tensor:
-            half = x.shape[-1] // 2
-            return x * cos.unsqueeze(1) + torch.cat([-x[..., half:], x[..., :half]], -1) * sin.unsqueeze(1)
-
-        return turned(q), turned(k)
-
-    functions.liger_rms_norm, functions.liger_rope = rms_norm, rope
-    functions.liger_swiglu = lambda a, b: nn.functional.silu(a) * b * (1 + error)
+    package._apply_liger_kernel_to_instance = apply
     install(monkeypatch, "liger_kernel")
-    install(monkeypatch, "liger_kernel.transformers")
-    install(monkeypatch, "liger_kernel.transformers.functional", functions)
+    install(monkeypatch, "liger_kernel.transformers", package)

@@ -154,7 +154,7 @@ def paper_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def test_the_paper_config_is_greedy_and_fills_the_context(paper_run: tuple[Path, list[Row], str]) -> None:
-    folder, bodies, said = paper_run
+    folder, bodies, _ = paper_run
     rollouts = yaml.safe_load((folder / "config.yaml").read_text())["rollouts"]
     sampling = rollouts["sampling"]
     assert (sampling["temperature"], sampling["top_p"], rollouts["num_samples"]) == (0, 1, 1)
@@ -162,7 +162,6 @@ def test_the_paper_config_is_greedy_and_fills_the_context(paper_run: tuple[Path,
     assert len(bodies) == 1 + len(MATH) + len(GPQA)
     assert {body["temperature"] for body in bodies} == {0}
     assert {len(body["prompt"]) + body["max_tokens"] for body in bodies} == {2048}  # the worker's context
-    assert "leaves responses to 8 of 8 questions fewer than 32768 tokens" in said
 
 
 def test_what_the_model_reads_is_the_protocols_turn(paper_run: tuple[Path, list[Row], str]) -> None:
@@ -209,7 +208,6 @@ def test_a_response_ends_where_the_context_does(tiny_model: str, tmp_path: Path)
         (room, "length"),
         (100, "length"),
     ]
-    assert f"responses to 1 of 2 questions fewer than 100 tokens, at least {room}." in result.stderr
 
 
 def test_a_set_of_ones_own_is_asked_as_its_mapping_says(miniature: str, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw
 from rlt_lightning.engines.slots import Prompts, attend, choose_decoder, decode_attention
 from rlt_lightning.models.attention import register_segment_attention
-from rlt_lightning.models.kernels import build_packed_forward, packed_weights
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.types import InputError
@@ -284,42 +283,6 @@ def test_attention_by_products_equals_the_kernel_of_a_cpu() -> None:
     both, other_lse = attend(query, key, wider, bias, 0.3)
     torch.testing.assert_close(both, torch.cat([output, output], dim=-1))
     torch.testing.assert_close(other_lse, lse)
-
-
-def test_packed_weights_give_the_same_products_and_leave_again() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.ReLU(), torch.nn.Linear(40, 8, bias=False))
-    states = torch.randn(5, 1, 24)
-    with torch.no_grad():
-        expected = model(states)
-        with packed_weights(model) as count:
-            assert count == 2
-            torch.testing.assert_close(model(states), expected)
-            model[0].weight.mul_(2)
-            torch.testing.assert_close(model(states), expected)  # of the copies
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert model(states).requires_grad
-    with pytest.raises(RuntimeError, match="stop"), packed_weights(model):
-        raise RuntimeError("stop")
-    assert "forward" not in vars(model[0])
-
-
-def test_long_sampling_on_a_cpu_uses_packed_weights(miniature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = load_model(miniature), load_tokenizer(miniature)
-    packed: list[int] = []
-    monkeypatch.setattr(
-        "rlt_lightning.models.kernels.build_packed_forward",
-        lambda module: packed.append(1) or build_packed_forward(module),
-    )
-    prompts, sampling = random_prompts([9, 5], 300), Sampling(0.8, max_completion_length=64)
-    asked: tuple[Any, ...] = (prompts, sampling, 2, "", [1, 2])
-    ours = sample_groups(started(HFEngine, model, tokenizer), *asked)
-    assert len(packed) == sum(type(module) is torch.nn.Linear for module in model.modules())
-    assert_same(ours, sample_groups(started(PlainEngine, model, tokenizer), *asked))
-    packed.clear()
-    sample_groups(
-        started(HFEngine, model, tokenizer), prompts, Sampling(0.8, max_completion_length=8), 2, "", [1, 2]
-    )
-    assert not packed
 
 
 @pytest.mark.full

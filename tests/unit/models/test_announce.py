@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from rlt_lightning import console
-from rlt_lightning.models import kernels, packed, weights
 from rlt_lightning.models import load as pretrained
+from rlt_lightning.models import weights
 
 Captured = pytest.CaptureFixture[str]
 
@@ -46,54 +46,11 @@ def test_many_rows_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPat
     assert "tokenising: 4,999 rows so far" in capsys.readouterr().err.splitlines()
 
 
-def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Captured) -> None:
-    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
-    small.touch()
-    with large.open("wb") as file:
-        file.truncate(123_456_789)
-    checkpoint = tmp_path / "step=000002.ckpt"
-    for moment in ("weights", "exp_avg"):
-        (checkpoint / moment).mkdir(parents=True)
-        with (checkpoint / moment / "model.safetensors").open("wb") as file:
-            file.truncate(6 * 10**8)
-    for path in (small, large, checkpoint):
-        console.announce_reading(path)
-    console.announce_writing(tmp_path / "model", 10**9)
-    console.announce_writing(tmp_path / "model", 42 * 10**9)
-    packed.announce_check("tiny", torch.nn.Linear(2, 2))
-    packed.announce_check("big", torch.nn.Linear(10**5, 10**5, device="meta"))
-    named = [(str(large), "123.5 MB"), (str(checkpoint), "1.2 GB"), ("model", "42.0 GB"), ("big", "40.0 GB")]
-    for line, (what, size) in zip(capsys.readouterr().err.splitlines(), named, strict=True):
-        assert what in line
-        assert size in line
-
-
-@pytest.mark.parametrize(
-    ("device", "types", "has", "advice"),
-    [
-        (
-            "cpu",
-            {"trainer.precision": "bf16-mixed", "model.dtype": "float32"},
-            False,
-            "to 32-true.",
-        ),
-        ("cpu", {"trainer.precision": "32-true", "model.dtype": "bfloat16"}, False, "to float32."),
-        ("cpu", {"trainer.precision": "32-true", "model.dtype": "float32"}, False, ""),
-        ("cpu", {"trainer.precision": "bf16-mixed"}, True, ""),
-        ("cuda", {"trainer.precision": "bf16-mixed"}, False, ""),
-    ],
-)
-def test_a_cpu_that_is_slow_in_bfloat16_is_told(
-    device: str,
-    types: dict[str, str],
-    has: bool,
-    advice: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-) -> None:
-    found = {"architecture": "x86_64", "avx512_bf16": has, "amx_bf16": False}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
-    kernels.announce_slow_bfloat16(torch.device(device), types)
-    said = capsys.readouterr().err
-    assert said.strip().endswith(advice)
-    assert bool(said) == bool(advice)
+def test_only_large_files_are_announced(tmp_path: Path, capsys: Captured) -> None:
+    for name, size in (("small.jsonl", 0), ("large.jsonl", 123_456_789)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+        console.announce_reading(tmp_path / name)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "large.jsonl" in line
+    assert "123.5 MB" in line

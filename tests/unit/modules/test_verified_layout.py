@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.models.load import load_model
-from rlt_lightning.models.packed import Differences, verify_layout
+from rlt_lightning.models.packed import find_difference, verify_layout
 from rlt_lightning.modules import SFTModule, base
 from rlt_lightning.numerics.attention import Segments, looped_attention
 from rlt_lightning.types import InputError
@@ -40,22 +40,22 @@ def test_the_check_runs_in_the_precision_of_the_run(
         assert seen.pop() == expected
 
 
-def differences(**sizes: float) -> Differences:
-    zeros = {"later": 0.0, "own": 0.0, "neighbour": 0.0, "packed": 0.0}
-    return Differences(**{name: torch.full((9,), size) for name, size in (zeros | sizes).items()})
+def fault(exact: bool = False, **sizes: float) -> str | None:
+    zeros = dict.fromkeys(("again", "later", "own", "neighbour", "packed"), 0.0)
+    return find_difference({name: torch.full((9,), n) for name, n in (zeros | sizes).items()}, exact)
 
 
 def test_rounding_of_a_deep_model_is_no_fault_and_a_small_leak_is():
     # 28 layers in bf16: ours and the model's own differ by 0.06 nats already where nothing is packed.
-    assert differences(own=0.06, packed=0.05).fault(exact=False) is None
-    assert differences(own=0.01, packed=0.05).fault(exact=False) == "they differ by 0.05 nats"
-    fault = differences(own=0.06, packed=0.05, neighbour=0.01).fault(exact=False)
-    assert fault == "they change by 0.01 nats with the tokens of another sequence"
-    assert differences(own=0.3).fault(exact=False) == "they differ by 0.3 nats even one by one"
+    assert fault(own=0.06, packed=0.05) is None
+    assert fault(own=0.01, packed=0.05) == "they differ by 0.05 nats"
+    leak = fault(own=0.06, packed=0.05, neighbour=0.01)
+    assert leak == "they change by 0.01 nats with the tokens of another sequence"
+    assert fault(own=0.3) == "they differ by 0.3 nats even one by one"
     # However much a model rounds, 0.3 nats are a wrong prefix.
-    assert differences(own=0.19, packed=0.3).fault(exact=False) == "they differ by 0.3 nats"
-    assert differences(own=0.19, packed=0.09).fault(exact=False) is None
-    assert differences(packed=0.002).fault(exact=True) == "they differ by 0.002 nats"
+    assert fault(own=0.19, packed=0.3) == "they differ by 0.3 nats"
+    assert fault(own=0.19, packed=0.09) is None
+    assert fault(exact=True, packed=0.002) == "they differ by 0.002 nats"
 
 
 def leaking(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
