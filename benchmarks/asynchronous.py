@@ -5,8 +5,8 @@
 Three comparisons in one run, with the settings of configs/laptop/smollm2_rlt.yaml:
 
 * scoring early: synchronous steps with `rollouts.score_early` off and on. The worker is a stand-in that does
-  not compute. Its completions come one after another, over twice the time that scoring takes here, the same
-  ratio as in benchmarks/overlap.py. Rewards of both sides must agree.
+  not compute. Its completions come one after another, over twice the time that scoring takes here. Rewards of
+  both sides must agree.
 * two machines: asynchronous against synchronous. The stand-in plays a second machine: it waits for as long
   as scoring and training take here, then returns made-up completions all at once. This shows the overlap
   itself, at the point where sampling and training take equally long.

@@ -37,8 +37,6 @@ from rlt_lightning.modules.phases import peak_memory, reset_peak_memory, residen
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
-# Set where pairs.py runs a script: `alternate` then runs a side when told to, and marks results with it.
-SERVES = "BENCHMARK_SERVES"
 PACKAGES = ("torch", "transformers", "lightning", "deepspeed", "vllm", "triton", "liger-kernel", "flash-attn")
 
 
@@ -113,8 +111,6 @@ def alternate(
     sides: dict[str, Callable[[], dict[str, float]]], rounds: int, warm_up: int = 1
 ) -> dict[str, dict[str, Any]]:
     """Run the sides in turns, so that disturbances meet all of them; return medians after the warm-up."""
-    if SERVES in os.environ:
-        serve(sides)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(warm_up + rounds):
         for name, side in sides.items():
@@ -125,13 +121,6 @@ def alternate(
         | {"all_seconds": [run["seconds"] for run in found[warm_up:]]}
         for name, found in runs.items()
     }
-
-
-def serve(sides: dict[str, Callable[[], dict[str, float]]]) -> None:
-    """Run the side that each line of the standard input names, for pairs.py, and end."""
-    for line in sys.stdin:
-        print(SERVES + json.dumps(sides[line.rstrip("\n")]()), flush=True)
-    raise SystemExit
 
 
 def run_text(*command: str) -> str:

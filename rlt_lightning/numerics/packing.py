@@ -16,7 +16,7 @@ from rlt_lightning.numerics.transfers import upload
 Layout = Literal["auto", "shared_prefix", "packed", "single"]
 
 # What sharing adds for a token after the prefix (a second attention call, and merging the two), as a fraction
-# of a token's whole cost. benchmarks/growth.py measures it; research/speed.md has the figures.
+# of a token's whole cost. research/speed.md has the figures.
 SHARING_COST = 0.02
 
 

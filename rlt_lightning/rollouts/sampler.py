@@ -83,7 +83,7 @@ T = TypeVar("T")
 # In seeds these stand in place of the optimizer step.
 VALIDATION, PREDICTION = -1, -2
 # Sampled tokens of a chunk, in full forwards of each rank: a smaller chunk would fill no forward, a larger
-# one would leave more to score after the last completion (benchmarks/overlap.py).
+# one would leave more to score after the last completion: research/speed.md.
 CHUNK_FORWARDS = 1
 
 

@@ -26,11 +26,9 @@ HELPERS = {
     "unpadded": "an attention of that side, on a GPU",
 }
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
-NEEDS = {"quantised": "bitsandbytes", "optimise": "trl"}
+NEEDS = {"optimise": "trl"}
 OPTIONS = {"optimise": ["--against", "trl"]}  # which must agree in loss and gradients
 STARTS_PYTHON = {"asynchronous", "data"}  # several times, by sys.executable
-# Its judges would import all that the script imports, each in a process of its own: most of the work.
-HIDDEN = {"dynamic_sampling"}
 MARKS = {"push": [pytest.mark.vllm]}
 # A matplotlib that fails when it is used, as one without its fonts or its disk would.
 BROKEN = "def __getattr__(name):\n    raise RuntimeError('no picture can be drawn')\n"
@@ -52,10 +50,7 @@ def run_benchmark(name: str, output: Path, first: str = "") -> subprocess.Comple
         code += f"sys.executable = {make_forked_python(output.parent)!r}\n"
     if first:
         code += f"sys.path.insert(0, {first!r}); {FORGET}\n"
-    if name in HIDDEN:
-        code += "exec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'), {'__name__': '__main__'})"
-    else:
-        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     process = Running((), None, ROOT, "", environment, code)
     return subprocess.CompletedProcess(words, process.wait(), process.stdout, process.stderr)

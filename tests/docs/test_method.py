@@ -32,7 +32,7 @@ PAGE = (ROOT / "docs" / "method.md").read_text()
 
 @pytest.fixture(scope="module")
 def faults() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(ROOT / "research"))
     try:
         import faults
     finally:
@@ -78,7 +78,7 @@ def test_agreements_name_tests_that_exist() -> None:
 
 
 def test_script_prints_the_line() -> None:
-    words = [sys.executable, "examples/faults.py", "wrong_template"]
+    words = [sys.executable, "research/faults.py", "wrong_template"]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=570)
     assert result.stdout.splitlines()[1].startswith("Noticed after step 0 (")
     assert "The chat template must render the user message" in result.stdout

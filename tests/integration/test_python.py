@@ -1,7 +1,4 @@
-"""Use from Python: the scripts of examples/python/ equal the command line; rows in memory; the notebook.
-
-A script and the command of the same stage run in two folders, with the same names inside.
-"""
+"""Use from Python: a script equals the command line; rows in memory; the notebook."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import ROOT, python, rlt
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import SaveConfigCallback
@@ -41,73 +39,27 @@ from rlt_lightning.types import InputError
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 SHOWN = dict(re.findall(r'^```python title="([\w.]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
-SCRIPTS = {path.name: path.read_text() for path in sorted((ROOT / "examples" / "python").glob("*.py"))}
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
-# Numbers of the scripts, and those of the tests.
-SMALLER = {
-    "num_embedded_rows=2048": "num_embedded_rows=64",
-    "num_embedded_rows=512": "num_embedded_rows=24",
-    "max_steps=40": "max_steps=3",
-    "every_n_train_steps=10": "every_n_train_steps=1",
-    "max_rows=512": "max_rows=16",
-    "prompts_per_step=64": "prompts_per_step=8",
-    "batch_size=128": "batch_size=8",
-}
-EVERY = "--checkpoint.every_n_train_steps=1"
-MODEL = "--model.teacher=runs/teacher/model"
-COMMANDS = {  # a stage's script -> its run folder, and the command with the same settings
-    "stage1.py": ("warmup", ["fit", "laptop/warmup", "--data.num_embedded_rows=64", EVERY]),
-    "stage2.py": (
-        "teacher",
-        [
-            *("fit", "laptop/rlt", "--model.teacher=runs/warmup/model", "--data.num_embedded_rows=24"),
-            *("--trainer.max_steps=3", EVERY),
-        ],
-    ),
-    "stage3.py": (
-        "traces",
-        ["predict", "laptop/generate", MODEL, "--data.num_embedded_rows=24", "--data.prompts_per_step=8"],
-    ),
-    "stage4.py": (
-        "student",
-        ["fit", "laptop/sft", "--data.source=runs/traces/distillation.jsonl", EVERY],
-    ),
-    "stage5.py": (
-        "evaluation",
-        [
-            *("test", "laptop/evaluate", "--model.pretrained=runs/student/model"),
-            *("--data.max_rows=16", "--data.batch_size=8"),
-        ],
-    ),
-}
+# The same run by script and by command.
+SCRIPT = """
+from rlt_lightning import OptimizerConfig, RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
+from rlt_lightning.callbacks import Checkpoint, ReferenceSync
+
+optimizer = OptimizerConfig(lr=2e-4, scheduler="linear", warmup_frac=0.1)
+module = RLTModule("miniature-teacher", "miniature", optimizer=optimizer, micro_batch_tokens=4096)
+data = TeacherRLData("chains", num_embedded_rows=24, prompts_per_step=8, student_system_prompt="")
+callbacks = [
+    RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=48)),
+    ReferenceSync(),
+    Checkpoint(every_n_train_steps=1),
+]
+trainer = Trainer("runs/teacher", max_steps=3, accelerator="cpu", callbacks=callbacks, devices=1)
+trainer.fit(module, data)
+"""
+COMMAND = ["fit", "--config", str(ROOT / "configs" / "laptop" / "rlt.yaml")]
+COMMAND += ["--model.teacher=miniature-teacher", "--data.num_embedded_rows=24", "--trainer.max_steps=3"]
+COMMAND += ["--checkpoint.every_n_train_steps=1", "--output_dir=runs/teacher"]
 CHAINS: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
-
-
-def small(script: str) -> str:
-    for name, value in SMALLER.items():
-        script = script.replace(name, value)
-    return script
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The runs of all stages by script, and by command."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("script", "command")}
-    for name, (folder, words) in COMMANDS.items():
-        path = folders["script"] / name
-        path.write_text(small(SCRIPTS[name]))
-        done = python(path.read_text(), folders["script"])
-        if name == "stage5.py":
-            assert "of the questions are answered right" in done.stdout, done.stderr
-            # Started as a file, its judges would import it: test_judge.py has a small script for that.
-            assert 'if __name__ == "__main__":\n' in SCRIPTS[name]
-        assert done.returncode == 0, done.stderr
-        assert "Warning" not in done.stderr, done.stderr
-        verb, config, *options = words
-        config = str(ROOT / "configs" / f"{config}.yaml")
-        named = rlt(verb, "--config", config, *options, f"--output_dir=runs/{folder}", cwd=folders["command"])
-        assert named.returncode == 0, named.stderr
-    return {name: folder / "runs" for name, folder in folders.items()}
 
 
 def metrics(run: Path) -> list[dict[str, str]]:
@@ -124,43 +76,28 @@ def files(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("stage", COMMANDS)
-def test_a_script_equals_the_command(both: dict[str, Path], stage: str) -> None:
-    script, command = (runs / COMMANDS[stage][0] for runs in both.values())
-    assert files(script).keys() == files(command).keys()
-    for name, content in files(script).items():
-        assert content == files(command)[name], name
-    if (script / "metrics.csv").exists() or (command / "metrics.csv").exists():
-        assert metrics(script) == metrics(command)
-
-
-def test_stage_scripts_have_fifteen_lines() -> None:
-    assert [*COMMANDS] == [*SCRIPTS]
-    code = {name: script.split('"""')[2].strip() for name, script in SCRIPTS.items()}
-    lines = {name: len(text.replace("\n\n", "\n").splitlines()) for name, text in code.items()}
-    assert max(lines.values()) <= 15, lines
-
-
-@pytest.mark.full
-def test_a_script_in_two_processes_equals_the_command(both: dict[str, Path]) -> None:
-    code = small(SCRIPTS["stage2.py"]).replace('accelerator="cpu"', 'accelerator="cpu", devices=2')
-    folder = both["script"].parent
-    (folder / "two.py").write_text(code.replace("runs/teacher", "runs/two"))
-    done = subprocess.run([sys.executable, "two.py"], cwd=folder, capture_output=True, text=True)
+@pytest.mark.parametrize("devices", [1, full(2)])
+def test_a_script_equals_the_command(devices: int, tmp_path: Path) -> None:
+    folders = tmp_path / "script", tmp_path / "command"
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "run.py").write_text(SCRIPT.replace("devices=1", f"devices={devices}"))
+    # A second process runs the file again.
+    done = subprocess.run([sys.executable, "run.py"], cwd=folders[0], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    _, [verb, config, *options] = COMMANDS["stage2.py"]
-    words = [verb, "--config", str(ROOT / "configs" / f"{config}.yaml"), *options, "--trainer.devices=2"]
-    named = rlt(*words, "--output_dir=runs/two", cwd=both["command"].parent)
+    assert "Warning" not in done.stderr, done.stderr
+    named = rlt(*COMMAND, f"--trainer.devices={devices}", cwd=folders[1])
     assert named.returncode == 0, named.stderr
-    script, command = (files(runs / "two") for runs in both.values())
-    assert script == command
+    script, command = (folder / "runs" / "teacher" for folder in folders)
+    assert files(script) == files(command)
+    assert metrics(script) == metrics(command)
 
 
 @pytest.mark.docs
-def test_the_scripts_of_the_page_run(both: dict[str, Path], tiny_model: str) -> None:
+def test_the_scripts_of_the_page_run(tmp_path: Path, tiny_model: str) -> None:
     for name in ("own_rows.py", "ask.py"):
         code = SHOWN[name].replace("smollm2-135m", tiny_model)
-        done = python(code, both["script"].parent)
+        done = python(code, tmp_path)
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr
 
@@ -429,6 +366,15 @@ def test_every_name_of_the_package_can_be_imported() -> None:
 
 # The notebook
 
+SMALLER = {  # its numbers, and those of the test
+    "num_embedded_rows=2048": "num_embedded_rows=64",
+    "num_embedded_rows=512": "num_embedded_rows=24",
+    "max_steps=40": "max_steps=3",
+    "max_rows=512": "max_rows=16",
+    "prompts_per_step=64": "prompts_per_step=8",
+    "batch_size=128": "batch_size=8",
+}
+
 
 def outputs(notebook: Any) -> list[str]:
     """The kinds of output of a notebook's cells."""
@@ -450,7 +396,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason="needs the extra dev")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
-        cell.source = small(cell.source)
+        for name, value in SMALLER.items():
+            cell.source = cell.source.replace(name, value)
     client = nbclient.NotebookClient(notebook, timeout=570, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     assert {"image/png", "text/html"} <= set(outputs(notebook))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import ranks
 import torch
 from cases import full, slow
-from commands import ROOT, rlt
+from commands import rlt
 from compared import STOP, largest_difference, weights
 from miniatures import PIECES
 from ranks import STEPS, Runs, run
@@ -231,13 +230,15 @@ def test_zero2_alone_warns_of_wrong_gradients() -> None:
             DeepSpeed(stage=stage)
 
 
+EVERY: dict[str, Any] = {"every": True, "last": False, "auto": "auto"}  # reduce_every_micro_batch
+
+
 def train_and_count(rank: int, model: str, output: str, *sides: str) -> None:
-    """Train by `benchmarks/reductions.py`; rank 0 writes what a step took, and the weights."""
-    sys.path.append(str(ROOT / "benchmarks"))
+    """Train by FSDP2; rank 0 writes what a step counted, and the weights."""
     from reductions import train
 
     for side in sides:
-        counted, module = train(side, model, rows=8, tokens=100)
+        counted, module = train(EVERY[side], model, rows=8, tokens=100)
         whole = {}
         for name, tensor in stored_once(module.policy).items():
             with whole_tensors([tensor]) as [value]:
@@ -248,14 +249,14 @@ def train_and_count(rank: int, model: str, output: str, *sides: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("rlt_lightning.strategies.sharding.measure_free_bytes", lambda *_: 0.0)
-        counted, _ = train("fsdp2_auto", model, rows=8, tokens=100)
+        counted, _ = train("auto", model, rows=8, tokens=100)
     Path(f"{output}/full{rank}.json").write_text(json.dumps(counted))
 
 
 def test_fsdp2_adds_up_gradients_once_per_update_or_in_every_micro_batch(
     miniature: str, tmp_path: Path
 ) -> None:
-    sides = ("fsdp2_every", "fsdp2_last", "fsdp2_auto")
+    sides = tuple(EVERY)
     ranks.call(train_and_count, tmp_path, miniature, str(tmp_path), *sides)
     every, last, auto = (json.loads((tmp_path / f"{side}.json").read_text()) for side in sides)
     groups = 4  # three blocks, and what is outside of them
@@ -266,7 +267,7 @@ def test_fsdp2_adds_up_gradients_once_per_update_or_in_every_micro_batch(
     for rank in (0, 1):  # rank 1 has no memory left: so both reduce every time
         full = json.loads((tmp_path / f"full{rank}.json").read_text())
         assert full["reductions"] == every["reductions"]
-    expected = load_file(tmp_path / "fsdp2_every.safetensors")
+    expected = load_file(tmp_path / "every.safetensors")
     for side in sides[1:]:
         assert largest_difference(load_file(tmp_path / f"{side}.safetensors"), expected) < 1e-6
 

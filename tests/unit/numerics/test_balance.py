@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
-from balance import GROUP_SIZE, lengths_of_step
 
 from rlt_lightning.numerics.balance import balance_shards, compute_room, imbalance
+
+GROUP_SIZE = 64
+
+
+def lengths_of_step(seed: int) -> list[list[int]]:
+    """Return the tokens of each problem's completions; problems differ as well as completions."""
+    draws = random.Random(seed)
+    groups = []
+    for _ in range(16):
+        typical = draws.lognormvariate(math.log(3500), 0.5)
+        drawn = (draws.lognormvariate(math.log(typical), 0.5) for _ in range(GROUP_SIZE))
+        groups.append([int(min(16384, length)) for length in drawn])
+    return groups
 
 
 def lognormal_step(seed: int) -> tuple[list[list[int]], list[int]]:

@@ -1,7 +1,7 @@
 """Plant a fault known from other trainers into a small run, and show which line of code notices it.
 
-    python examples/faults.py                  the names of the faults
-    python examples/faults.py stale_weights    the sound run, then the same run with this fault
+    python research/faults.py                  the names of the faults
+    python research/faults.py stale_weights    the sound run, then the same run with this fault
 
 Only vLLM itself is replaced. `Worker` serves vLLM's HTTP routes, and samples with a copy of the model of
 184,000 parameters that comes with the package, so a run takes seconds on a CPU:
