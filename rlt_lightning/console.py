@@ -8,23 +8,20 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
-from typing import TypeVar
 
 from lightning.pytorch.utilities import rank_zero_only
 
 LARGE_FILE_BYTES = 5 * 10**7
-COUNT_EVERY_S = 10.0
 # Seconds between two lines of a log file, at most.
 LOG_EVERY_S = 60.0
 ERASE_LINE = "\r\x1b[2K"
 # The waits that have begun and not ended. Only the last one prints, since it says most.
 waits: list[Event] = []
-T = TypeVar("T")
 
 
 @rank_zero_only
@@ -40,16 +37,6 @@ def announce_reading(path: Path) -> None:
     num_bytes = path.stat().st_size
     if num_bytes > LARGE_FILE_BYTES:
         announce(f"reading {path} ({size_text(num_bytes)})")
-
-
-def show_count(rows: Iterable[T], what: str) -> Iterator[T]:
-    """Yield rows as they are read, and say every few seconds how many are done."""
-    said_at = time.monotonic()
-    for number, row in enumerate(rows):
-        if time.monotonic() > said_at + COUNT_EVERY_S:
-            announce(f"{what}: {number:,} rows so far")
-            said_at = time.monotonic()
-        yield row
 
 
 @contextmanager

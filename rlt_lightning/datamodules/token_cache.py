@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.sources import shorten_error
 from rlt_lightning.models.embedded import cache_folder
 from rlt_lightning.types import (
     BadRowError,
@@ -129,8 +130,8 @@ def build_table(make_rows: Callable[[], Iterator[dict[str, Any]]], key: str | No
         if not isinstance(cause, OSError):
             raise cause from None
         raise InputError(
-            f"The folder of tokenised rows, {folder}, must be writable and have room, but is not ({cause}). "
-            "Set RLT_CACHE_DIR to another folder."
+            f"The folder of tokenised rows, {folder}, must be writable and have room, but is not "
+            f"({shorten_error(cause)}). Set RLT_CACHE_DIR to another folder."
         ) from error
 
 

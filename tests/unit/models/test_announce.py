@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -38,19 +36,3 @@ def test_only_rank_zero_announces(monkeypatch: pytest.MonkeyPatch, capsys: Captu
     assert capsys.readouterr() == ("", "")
 
 
-def test_many_rows_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    assert list(console.show_count(iter(range(5000)), "tokenising")) == list(range(5000))
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(console, "COUNT_EVERY_S", 0.0)
-    assert list(console.show_count(iter(range(5000)), "tokenising")) == list(range(5000))
-    assert "tokenising: 4,999 rows so far" in capsys.readouterr().err.splitlines()
-
-
-def test_only_large_files_are_announced(tmp_path: Path, capsys: Captured) -> None:
-    for name, size in (("small.jsonl", 0), ("large.jsonl", 123_456_789)):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(size)
-        console.announce_reading(tmp_path / name)
-    [line] = capsys.readouterr().err.splitlines()
-    assert "large.jsonl" in line
-    assert "123.5 MB" in line
