@@ -53,17 +53,13 @@ def write_page(text: str) -> str:
 
 def write_verbs() -> str:
     """Return the table of all commands."""
-    rows = ((f"[`rlt {verb}`](#rlt-{verb})", line) for verb, (_, line, _) in VERBS.items())
+    rows = ((f"[`rlt {verb}`](#rlt-{verb})", text.partition("\n")[0]) for verb, text in VERBS.items())
     return write_markdown(("command", "what it does"), rows)
 
 
 def write_options(_: str) -> str:
-    """Return, for every command, what `rlt VERB --help` says: its usage, and what most people set."""
-    parts = []
-    for verb, (usage, _, options) in VERBS.items():
-        text = f"rlt {verb} {usage}\n" + (f"\n{options}" if options else "")
-        parts.append(f"### rlt {verb}\n\n```text\n{text}```\n")
-    return "\n".join(parts)
+    """Return, for every command, what `rlt VERB --help` says."""
+    return "\n".join(f"### rlt {verb}\n\n```text\n{text}```\n" for verb, text in VERBS.items())
 
 
 def write_configs(folder: str) -> str:

@@ -20,7 +20,6 @@ from rlt_lightning.modules.rollout_rows import (
 )
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
-from rlt_lightning.run.ranks import waiting_for_ranks
 from rlt_lightning.types import InputError, PromptBatch
 
 T = TypeVar("T")
@@ -174,6 +173,5 @@ def gather_rows(rows: list[T], trainer: Trainer) -> list[T]:
     if trainer.world_size == 1:
         return rows
     parts: list[list[T]] | None = [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
-    with waiting_for_ranks(trainer, "rank 0 to take the rows", "the rows of all ranks"):
-        torch.distributed.gather_object(rows, parts, dst=0)
+    torch.distributed.gather_object(rows, parts, dst=0)
     return [row for part in parts or [] for row in part]

@@ -22,7 +22,7 @@ from jsonargparse import ArgumentParser
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.commands.report import KEY, render_completion, require_replaceable, write_page
 from rlt_lightning.commands.scoring import score_problems
-from rlt_lightning.console import make_printable, wrap_line
+from rlt_lightning.console import make_printable
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.datamodules.sources import parse_sources, read_rows
 from rlt_lightning.datamodules.stages import TeacherRLData
@@ -296,9 +296,7 @@ def describe_worth(row: Row, empty: Row, parts: dict[str, float], reward: RLTRew
         "",
         f"{'reward':<{width + 2}}{row['reward']:+.4f}",
         *(
-            wrap_line(
-                f"  {name:<{width}}{value:+.4f}  {find_metric(f'reward/{name}').meaning}", width + 11, 110
-            )
+            f"  {name:<{width}}{value:+.4f}  {find_metric(f'reward/{name}').meaning}"
             for name, value in parts.items()
         ),
         "",

@@ -145,7 +145,7 @@ class ScoreCollector(Callback):
         if isinstance(get_stratos_data(trainer), TeacherRLData):
             number = len(batch.problems)
             what = "the explanation" if number == 1 else f"explanations of {number} problems"
-            self.waiting.enter_context(waiting_for(what, on_terminal=not self.progress))
+            self.waiting.enter_context(waiting_for(what))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

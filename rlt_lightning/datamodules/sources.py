@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.console import announce, announce_reading, is_offline, try_hub, without_hub_retries
+from rlt_lightning.console import announce, announce_reading, is_offline
 from rlt_lightning.datamodules.bad_rows import TO_UTF8, NumberedRow
 from rlt_lightning.datamodules.rows import has_texts
 from rlt_lightning.tasks import EMBEDDED
@@ -612,7 +612,6 @@ class DatasetRows:
         import datasets
 
         if not self.local_files:
-            try_hub()
             announce(f"loading the data set {self.source} from the Hugging Face hub or its cache")
         for path in self.local_files:
             if path.suffix in SUFFIXES:
@@ -644,7 +643,6 @@ class DatasetRows:
 
         files = self.local_files
         if not files and self.streaming:
-            try_hub()
             with name_unloadable(self.source, self.split, is_hub=True):
                 builder = datasets.load_dataset_builder(self.name, self.configuration or None)
             return [f"{builder.hash} {builder.config.data_files}"]
@@ -715,8 +713,7 @@ def name_unloadable(name: str, split: str, is_hub: bool = False) -> Iterator[Non
     import pyarrow  # type: ignore[import-untyped]
 
     try:
-        with without_hub_retries():
-            yield
+        yield
     except (
         OSError,
         ValueError,

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, TypeVar, cast
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.console import show_count
 from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow, write_reports
 from rlt_lightning.datamodules.evaluation_sets import build_set
 from rlt_lightning.datamodules.filters import Filters, RowFilter
@@ -216,7 +215,7 @@ class StratosDataModule(LightningDataModule, ABC):
             if hasattr(module, "require_data"):
                 module.require_data(self)
             if self.follows_module:
-                self.tokenizer_name, self.student_names = find_models(self.trainer)
+                self.tokenizer_name, self.student_names = find_models(self.trainer.lightning_module)
         wanted = (stage, self.tokenizer_name, self.student_names)
         if self._prepared_for == wanted:
             return
@@ -531,7 +530,7 @@ class StratosDataModule(LightningDataModule, ABC):
         parsed = self.change_rows(self._parse_rows(rows, report))
         if row_filter is not None:
             parsed = row_filter.filter_rows(parsed, report)
-        for number, columns, row in show_count(parsed, f"tokenising {report.source}"):
+        for number, columns, row in parsed:
             if row_filter is not None and row_filter.is_duplicate(row):
                 report.filtered.append((number, FilterReason.DUPLICATE, "an earlier row is used"))
                 continue
@@ -724,9 +723,8 @@ def longest_sequence(problem: Problem, num_completion: int, num_read: int) -> in
     return max(len(problem.teacher_prompt) + num_completion, student)
 
 
-def find_models(trainer: Trainer) -> tuple[str | None, tuple[str, ...]]:
-    """Return the names of a run's trained or evaluated model, and of the frozen ones that read for it."""
-    module: Any = trainer.lightning_module
+def find_models(module: Any) -> tuple[str | None, tuple[str, ...]]:
+    """Return the names of a module's trained or evaluated model, and of the frozen ones that read for it."""
     students, teacher = getattr(module, "students", None), getattr(module, "teacher_name", None)
     frozen = students.names if students else (teacher,) if teacher else ()
     return getattr(module, "pretrained", None), frozen

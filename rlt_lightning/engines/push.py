@@ -16,6 +16,7 @@ GlooPush copies weights from a GPU, or to another data type, into one buffer whi
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import socket
 import sys
@@ -39,10 +40,11 @@ from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
 from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import full_shape, gather_in_groups
-from rlt_lightning.run.folder import VERSION_FOLDER
 from rlt_lightning.types import InputError
 
 Failures = dict[str, Exception]  # URL of a worker -> what went wrong there
+# Matches what VLLMEngine calls a version of the weights, and DiskPush the folder that it writes it into.
+VERSION_FOLDER = re.compile(r"[0-9a-f]{8}-\d{6}(\.tmp)?")
 # The ranks that --max-lora-rank takes.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 

@@ -17,9 +17,7 @@ from rlt_lightning.console import (
     announce,
     is_offline,
     size_text,
-    try_hub,
     waiting_for,
-    without_hub_retries,
 )
 from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
@@ -112,7 +110,7 @@ def find_file(kind: str, name: str, file_name: str) -> Path | None:
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     options: dict[str, Any] = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
     path = None
-    with quiet_hub(kind, name), contextlib.suppress(OSError):
+    with waiting_for_hub(kind, name), contextlib.suppress(OSError):
         path = cached_file(Path(resolve(name)).expanduser(), file_name, **options)
     return None if path is None else Path(path)
 
@@ -327,7 +325,7 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
             f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
         )
     try:
-        with quiet_hub(kind, name):
+        with waiting_for_hub(kind, name):
             yield
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
@@ -340,13 +338,6 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def quiet_hub(kind: str, name: str) -> Iterator[None]:
-    """Name a wait for the hub, in place of the hub's own warnings."""
-    with without_hub_retries(), waiting_for_hub(kind, name):
-        yield
-
-
 def is_local(name: str) -> bool:
     """Return whether a model is in the package or in a folder, so that the hub is not asked for it."""
     return name in (DEFAULT_MODEL, *MINIATURES) or Path(name).expanduser().is_dir()
@@ -356,7 +347,6 @@ def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[N
     """Say on rank 0 that the block waits for the hub; say nothing for a model that lies in a folder."""
     if is_local(name):
         return contextlib.nullcontext()
-    try_hub()
     if getattr(rank_zero_only, "rank", None):
         return contextlib.nullcontext()
     return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")

@@ -21,7 +21,6 @@ from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.step import Shards, StepBatch
-from rlt_lightning.run.ranks import waiting_for_ranks
 from rlt_lightning.types import InputError, Rollouts
 
 T = TypeVar("T")
@@ -168,8 +167,7 @@ class OnPolicyModule(PolicyModule):
         """Return the sum over all ranks of a tensor; Lightning's own sum would also wait at a barrier."""
         values = upload(values, self.device)
         if self.trainer.world_size > 1:
-            with waiting_for_ranks(self.trainer, "the rewards of all ranks"):
-                torch.distributed.all_reduce(values)
+            torch.distributed.all_reduce(values)
         return values
 
     # The policy update

@@ -195,7 +195,7 @@ class RolloutRequest:
         def describe() -> str:
             return f"the engine's completions, {len(self.completions)} of {total} are there"
 
-        with waiting_for(describe, on_terminal=False):
+        with waiting_for(describe):
             while self.sampling_now:
                 try:
                     arrival = self.arrivals.get(block=num_tokens < min_tokens)

@@ -15,7 +15,6 @@ import lightning
 import pytest
 import torch
 from commands import ROOT, python, rlt
-from fits import assert_one_clear_line
 from safetensors.torch import load_file
 
 from rlt_lightning import (
@@ -227,36 +226,6 @@ def fit_command(folder: Path, *options: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_optimizer_and_a_scheduler_by_name_train_and_resume_exactly(tmp_path: Path) -> None:
-    fit_command(tmp_path / "whole", *SGD, *COSINE, "--trainer.max_steps=3")
-    fit_command(tmp_path / "part", *SGD, *COSINE, "--trainer.max_steps=2")
-    config = f"--config={tmp_path / 'part' / 'config.yaml'}"
-    fit_command(tmp_path / "part", config, "--trainer.max_steps=3", "--resume=true")
-    assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))
-    # A module that makes the same two itself takes the same steps.
-    rows = data(num_embedded_rows=16)
-    options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1.0), "micro_batch_tokens": 4096}
-    own = trainer(tmp_path / "own", max_steps=3)
-    own.callbacks[0].sampling = Sampling(0.7, max_completion_length=16)  # type: ignore[attr-defined]
-    own.fit(module(WithSGD, **options), rows)
-    assert own.optimizers[0].param_groups[0]["lr"] == pytest.approx(
-        0.5 * 0.5 * (1 + torch.tensor(0.3 * torch.pi).cos())
-    )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3", "deepspeed_stage_1"])
-def test_an_optimizer_by_name_resumes_exactly_on_two_ranks(tmp_path: Path, strategy: str) -> None:
-    ranks = [f"--trainer.strategy={strategy}", "--trainer.devices=2", *SGD, *COSINE]
-    fit_command(tmp_path / "whole", *ranks, "--trainer.max_steps=3")
-    fit_command(tmp_path / "part", *ranks, "--trainer.max_steps=2")
-    fit_command(tmp_path / "part", *ranks, "--trainer.max_steps=3", "--resume=true")
-    assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))
-    loaded = RLTModule.load_from_checkpoint(tmp_path / "part")
-    weights = exported(tmp_path / "part")
-    assert equal({name: loaded.policy.state_dict()[name] for name in weights}, weights)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3"])
 def test_an_unmodified_trainer_on_two_ranks(tmp_path: Path, strategy: str) -> None:
@@ -282,9 +251,3 @@ def test_an_unmodified_trainer_on_two_ranks(tmp_path: Path, strategy: str) -> No
 def test_what_cannot_step_is_refused(tmp_path: Path, kind: type[RLTModule], match: str) -> None:
     with pytest.raises(InputError, match=match):
         trainer(tmp_path, logger=False, enable_checkpointing=False).fit(module(kind), data())
-
-
-def test_an_optimizer_that_refuses_the_weights_is_one_line(tmp_path: Path) -> None:
-    words = ["--data.num_embedded_rows=8", "--optimizer=Muon", f"--output_dir={tmp_path}"]
-    done = rlt("fit", "--config=laptop/rlt", *words)
-    assert_one_clear_line(done, "--optimizer and --lr_scheduler")

@@ -38,14 +38,6 @@ def test_only_rank_zero_announces(monkeypatch: pytest.MonkeyPatch, capsys: Captu
     assert capsys.readouterr() == ("", "")
 
 
-def test_many_rows_are_counted_while_they_are_read(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    assert list(console.show_count(iter(range(5000)), "tokenising")) == list(range(5000))
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(console, "COUNT_EVERY_S", 0.0)
-    assert list(console.show_count(iter(range(5000)), "tokenising")) == list(range(5000))
-    assert "tokenising: 4,999 rows so far" in capsys.readouterr().err.splitlines()
-
-
 def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Captured) -> None:
     small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
     small.touch()
