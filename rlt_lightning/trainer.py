@@ -85,8 +85,6 @@ STRAY = (
     ".*defined a `validation_step` but have no `val_dataloader`.*",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ".*gradient_checkpointing_enable` is deprecated.*",
-    # It tells to use `srun`; `require_processes` does where too few processes were started.
-    ".*`srun` command is available on your system but is not used.*",
     # DeepSpeed calls these two.
     ".*all_gather_into_tensor.*deprecated.*",
     ".*reduce_scatter_tensor.*deprecated.*",

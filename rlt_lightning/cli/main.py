@@ -10,11 +10,13 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jsonargparse import auto_cli
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from rlt_lightning.checkpoints.export import export_checkpoint
+from rlt_lightning.cli.parser import ConfigParser
 from rlt_lightning.cli.shared_settings import COMMANDS as SETTINGS_COMMANDS
 from rlt_lightning.cli.shared_settings import SettingsCommandLine
 from rlt_lightning.cli.stages import RLTCommandLine
@@ -42,7 +44,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_while_imported()
         if verb in COMMANDS:
-            auto_cli(COMMANDS[verb], args=words, as_positional=verb == "report", prog=f"rlt {verb}")
+            options: dict[str, Any] = {"as_positional": verb == "report", "parser_class": ConfigParser}
+            auto_cli(COMMANDS[verb], args=words, prog=f"rlt {verb}", **options)
             return 0
         kind = SettingsCommandLine if verb in SETTINGS_COMMANDS else RLTCommandLine
         return kind([verb, *words]).status

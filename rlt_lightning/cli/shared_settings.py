@@ -47,7 +47,7 @@ class SettingsCommandLine(RLTCommandLine):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line; a run or a model that stands first names settings, as a config does."""
-        self.names_teacher = self.typed_verb == "explain" and not "".join(self.words).startswith("-")
+        self.names_teacher = self.typed_verb == "explain" and not (self.words or ["-"])[0].startswith("-")
         if self.names_teacher:
             self.words[:1] = ["--config", json.dumps(find_settings(self.words[0]))]
         super().parse_arguments(parser, args)

@@ -25,7 +25,6 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning import __main__ as program
-from rlt_lightning.callbacks import EvaluateEvery
 from rlt_lightning.callbacks.rollout_checks import require_trainable
 from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
@@ -197,12 +196,6 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "a set, before the hub": (lambda: evaluate({"math500": None, "mine": "rows.jsonl"}), "'rows.jsonl'"),
     "responses, before the hub": (
         lambda: evaluate({"math500": None}, responses="rows.jsonl"),
-        "'rows.jsonl' must exist",
-    ),
-    "a set of a callback, before the hub": (
-        lambda: Trainer("run", accelerator="cpu", callbacks=[EvaluateEvery(1, {"mine": "rows.jsonl"})]).fit(
-            SFTModule("nobody/nothing"), StudentSFTData(ROWS)
-        ),
         "'rows.jsonl' must exist",
     ),
     "a column": (lambda: train(data=make_data([{"question": "1?", "answer": "2"}])), "lacks solution"),
