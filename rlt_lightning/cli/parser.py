@@ -12,19 +12,25 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.run.shipped import list_shipped_configs
 
+# Of jsonargparse 4: it keeps what fits of the arguments of a class that another one replaces.
+keep_arguments = typehints.discard_init_args_on_class_path_change
 
-def drop_replaced_arguments(parser: Any, before: Any, value: Any) -> None:
-    """When another class is named, drop the arguments of the class that it replaces.
 
-    jsonargparse 4 keeps those that fit: `--model.reward LogProbReward` would get RLTReward's `kl_weight`.
+def keep_chosen_arguments(parser: Any, before: Any, value: Any) -> None:
+    """When another class is named, keep only arguments that somebody set, not the old class's defaults.
+
+    Else `--model.reward LogProbReward` would have RLTReward's `kl_weight` and `reduction`.
     """
-    if isinstance(before, Namespace) and "init_args" in before:
-        find = typehints.import_object  # a class has several paths
-        if find(before.class_path) is not find(value["class_path"]):
-            before.init_args = Namespace()
+    arguments = before.get("init_args") if isinstance(before, Namespace) else None
+    if arguments and before.class_path != value["class_path"]:
+        defaults = typehints.ActionTypeHint.get_class_parser(before.class_path, {}).get_defaults()
+        for name, argument in [*arguments.items()]:
+            if argument == defaults.get(name):
+                arguments.pop(name)
+    keep_arguments(parser, before, value)
 
 
-typehints.discard_init_args_on_class_path_change = drop_replaced_arguments
+typehints.discard_init_args_on_class_path_change = keep_chosen_arguments
 
 
 def replace_config_names(words: Sequence[str]) -> list[str]:

@@ -21,13 +21,13 @@ class Trained:
     [
         (["--model.reward=LogProbReward"], LogProbReward()),
         (["--model.reward=LogProbReward", "--model.reward.kl_weight=1"], LogProbReward(kl_weight=1)),
-        ([f"--model.reward={CHOSEN}", "--model.reward=LogProbReward"], LogProbReward()),
+        ([f"--model.reward={CHOSEN}", "--model.reward=LogProbReward"], LogProbReward(kl_weight=2)),
         ([f"--model.reward={CHOSEN}", "--model.reward=RLTReward"], RLTReward(kl_weight=2)),
         (["--model.reward.kl_weight=2"], RLTReward(kl_weight=2)),
     ],
     ids=["default", "its own", "chosen before", "short name", "same class"],
 )
-def test_no_argument_of_a_replaced_class_is_kept(words: list[str], reward: Reward) -> None:
+def test_only_chosen_arguments_are_kept(words: list[str], reward: Reward) -> None:
     parser = ConfigParser()
     parser.add_subclass_arguments(Trained, "model")
     config = parser.parse_args([f"--model={Trained.__module__}.Trained", *words])
