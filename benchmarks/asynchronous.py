@@ -171,11 +171,8 @@ def main() -> None:
 
 def compare_all(options: Any, setting: Setting, results: dict[str, Any]) -> None:
     """Run all comparisons, one machine only where vLLM is installed."""
-    with (
-        Staggered(score=first_log_probs(setting.model), endings=("length",)) as worker,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        push = {"class_path": "rlt_lightning.engines.DiskPush", "init_args": {"folder": folder}}
+    with Staggered(score=first_log_probs(setting.model), endings=("length",)) as worker:
+        push = {"class_path": "rlt_lightning.engines.IPCPush"}
         engine = {"urls": [worker.url], "push": push}
         few = {} if options.tiny else {"length": 64, "group_size": 4}
         chunks = replace(setting, **few, micro_batch_tokens=32 if options.tiny else 256)

@@ -15,8 +15,9 @@ Without a GPU it runs a tiny shape on the CPU, to show that it works, and says s
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_a
 from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.lora import LoRA, add_adapter, without_adapter
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
-from rlt_lightning.modules.phases import forward_flops, matmul_rate
+from rlt_lightning.modules.phases import count_weights, synchronise
 from rlt_lightning.numerics import GRPOLoss
 from rlt_lightning.numerics.attention import KERNELS
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence, to_padded
@@ -162,6 +163,27 @@ class Group:
                 ref_log_probs = self.full_log_probs(self.reference, sequence)
             log_probs = self.full_log_probs(self.policy, sequence)
             self.loss(log_probs, ref_log_probs, advantage[None]).backward()
+
+
+@cache
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the device's best rate of matrix products, FLOP/s; only once."""
+    # A GPU's clock takes a second to rise.
+    size, enough_s = (8192, 1.0) if device.type == "cuda" else (1024, 0.05)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    seconds: list[float] = []
+    while len(seconds) < 3 or sum(seconds) < enough_s:
+        synchronise(device)
+        start = time.perf_counter()
+        a @ a
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
+
+
+def forward_flops(model: Any, packed: PackedSequences) -> float:
+    """Return the floating-point operations of a forward's products with weights, but for the head's."""
+    return 2 * count_weights(model) * packed.input_ids.shape[1]
 
 
 def profile(function: Any, path: Path) -> None:

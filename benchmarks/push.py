@@ -1,10 +1,10 @@
 """What a weight push costs, against a plain copy of the same bytes through the same channel.
 
-    .venv/bin/python benchmarks/push.py [--backend gloo|disk] [--rounds 10]
+    .venv/bin/python benchmarks/push.py [--backend ipc|gloo] [--rounds 10]
 
 Needs scripts/setup_vllm_cpu.sh. Pushes SmolLM2-135M (538 MB in fp32) into a launched vLLM worker, and in turn
-copies the same tensors to a process that only stores them in memory: over a gloo broadcast, or by writing a
-safetensors file and reading it. A push is timed as the trainer waits for it, from pausing the worker to
+copies the same tensors to a process that only stores them in memory: through a shared buffer, or by a gloo
+broadcast. A push is timed as the trainer waits for it, from pausing the worker to
 resuming it, so it includes the reload, the repacking for the CPU's kernels and all HTTP calls. Also measures,
 in buckets, how far the trainer's memory rises during a push.
 """
@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 from side_by_side import benchmark_parser, finish, read_options
 from torch.distributed import TCPStore
 
-from rlt_lightning.engines import DiskPush, GlooPush, Launch, VLLMEngine
+from rlt_lightning.engines import GlooPush, IPCPush, Launch, VLLMEngine
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
+from rlt_lightning.ipc import HostBuffer, open_buffer
 from rlt_lightning.models.load import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 GOAL = 1.5
-BUCKET_MIB = {"gloo": 64, "disk": 128}  # the largest tensor has 113 MB
+BUCKET_MIB = 256  # the default; the largest tensor has 113 MB
 
 
 def receive_gloo(port: int, shapes: list[torch.Size], rounds: int) -> None:
@@ -48,15 +48,16 @@ def receive_gloo(port: int, shapes: list[torch.Size], rounds: int) -> None:
         group.barrier().wait()
 
 
-def receive_disk(path: str, arrived: Any, shapes: list[torch.Size], rounds: int) -> None:
-    """Read the file and put every tensor in its place."""
+def receive_ipc(info: Any, arrived: Any, shapes: list[torch.Size], rounds: int) -> None:
+    """Take every tensor out of the buffer and put it in its place."""
     torch.set_num_threads(1)
+    content = open_buffer(info, torch.device("cpu")).view(torch.float32)
     places = [torch.zeros(shape) for shape in shapes]
     for _ in range(rounds):
-        arrived.wait()
-        for place, tensor in zip(places, load_file(path).values(), strict=True):
-            place.copy_(tensor)
-        arrived.wait()
+        for place in places:
+            arrived.wait()
+            place.view(-1).copy_(content[: place.numel()])
+            arrived.wait()
 
 
 class GlooCopy:
@@ -75,20 +76,21 @@ class GlooCopy:
         self.group.barrier().wait()
 
 
-class DiskCopy:
-    """Write one file, let one process read it."""
+class IPCCopy:
+    """Put tensor after tensor into a shared buffer, let one process take it out."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], rounds: int, folder: str) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], rounds: int) -> None:
         self.tensors = tensors
-        self.path = f"{folder}/copy.safetensors"
+        self.buffer = HostBuffer(max(tensor.nbytes for tensor in tensors.values()))
         self.arrived = multiprocessing.get_context("spawn").Barrier(2)
-        shapes = [tensors[name].shape for name in sorted(tensors)]
-        start_process(receive_disk, (self.path, self.arrived, shapes, rounds))
+        shapes = [tensor.shape for tensor in tensors.values()]
+        start_process(receive_ipc, (self.buffer.share(""), self.arrived, shapes, rounds))
 
     def __call__(self) -> None:
-        save_file(self.tensors, self.path)
-        self.arrived.wait()
-        self.arrived.wait()
+        for tensor in self.tensors.values():
+            self.buffer.tensor[: tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
+            self.arrived.wait()
+            self.arrived.wait()
 
 
 def start_process(target: Any, arguments: tuple[Any, ...]) -> None:
@@ -127,14 +129,13 @@ def timed(function: Any) -> float:
 
 def main() -> None:
     parser = benchmark_parser(__doc__, rounds=10)
-    parser.add_argument("--backend", choices=["gloo", "disk"], default="gloo")
+    parser.add_argument("--backend", choices=["ipc", "gloo"], default="ipc")
     parser.add_argument("--model", default="smollm2-135m")
     options = read_options(parser, model="miniature")
     model = load_model(options.model, "float32", None, False)
     named_tensors = list(model.named_parameters())
     tensors = {name: tensor.detach() for name, tensor in named_tensors}
-    bucket_mib = BUCKET_MIB[options.backend]
-    push = GlooPush(bucket_mib) if options.backend == "gloo" else DiskPush(bucket_mib)
+    push = (GlooPush if options.backend == "gloo" else IPCPush)(BUCKET_MIB)
     overlay = yaml.safe_load((ROOT / "configs/add/vllm_launch.yaml").read_text())
     launch = Launch(**overlay["rollouts"]["engine"]["init_args"]["launch"])
     engine = VLLMEngine(launch=launch, push=push)
@@ -144,14 +145,12 @@ def main() -> None:
         try:
             engine.start(model, load_tokenizer(options.model), Path(folder))
             rounds = warm_up + options.rounds
-            copy = (
-                GlooCopy(tensors, rounds) if options.backend == "gloo" else DiskCopy(tensors, rounds, folder)
-            )
+            copy = (GlooCopy if options.backend == "gloo" else IPCCopy)(tensors, rounds)
             for number in range(rounds):
                 copies.append(timed(copy))
                 with PeakMemory() as peak:
                     pushes.append(timed(lambda number=number: engine.update_weights(named_tensors, number)))
-                memory.append(peak.peak / (bucket_mib * 2**20))
+                memory.append(peak.peak / (BUCKET_MIB * 2**20))
                 figures = f"copy {copies[-1]:.2f} s, push {pushes[-1]:.2f} s, {memory[-1]:.2f} buckets"
                 print(f"round {number}: {figures}")
             assert engine.policy_version == rounds - 1
@@ -161,7 +160,7 @@ def main() -> None:
     result = {
         "backend": options.backend,
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "bucket_mib": bucket_mib,
+        "bucket_mib": BUCKET_MIB,
         "copy_s": statistics.median(copies[warm_up:]),
         "push_s": statistics.median(pushes[warm_up:]),
         "ratios": sorted(ratios),

@@ -58,7 +58,7 @@ class ContrastModule(RLTModule):
     def collect(self, request: Any) -> StepBatch:
         """Make each completion a hint."""
         step, build = super().collect(request), self.trainer.datamodule.format.build_student_problem
-        for row, correct in enumerate(step.score.columns["correct"].tolist()):
+        for row, correct in enumerate(step.table["level/correct"].tolist()):
             text, problem = step.rollout(row).text, step.rollout(row).problem
             shown = build(row, TEMPLATE.format(problem.question, text), "", problem.student_system_prompt)
             self.hints[problem.row].append((step.token_ids(row), correct == 1, shown.teacher_prompt))

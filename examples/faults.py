@@ -7,7 +7,7 @@ Only vLLM itself is replaced. `Worker` serves vLLM's HTTP routes, and samples wi
 184,000 parameters that comes with the package, so a run takes seconds on a CPU:
 
     RLTModule ── VLLMEngine ── HTTP ──▶ Worker: HFEngine with a copy of the weights
-                     └────── DiskPush ──▶ loads each push into its copy
+                     └────── IPCPush ──▶ loads each push into its copy
 
 research/faults.md tells where each fault comes from.
 """
@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
 
@@ -46,7 +45,8 @@ from rlt_lightning import (
 from rlt_lightning.checkpoints.folder import STATE, find_newest_checkpoint
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.digests import SUFFIX, write_digests
-from rlt_lightning.engines import DiskPush, EngineError, HFEngine, SampleRequest, VLLMEngine
+from rlt_lightning.engines import EngineError, HFEngine, IPCPush, SampleRequest, VLLMEngine
+from rlt_lightning.ipc import TensorReader, open_buffer
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
@@ -118,8 +118,8 @@ class Run:
         )
         engine = None
         if self.url is not None:
-            push = DiskPush(timeout_s=self.push_timeout_s)
-            engine = VLLMEngine([self.url], push=push, max_restarts=1, recovery_timeout_s=30.0)
+            push = IPCPush(timeout_s=self.push_timeout_s)
+            engine = VLLMEngine([self.url], push=push, recovery_timeout_s=30.0)
         printed, trainer, error = io.StringIO(), None, None
         logged = logging.StreamHandler(printed)
         logging.getLogger("rlt_lightning").addHandler(logged)
@@ -154,6 +154,7 @@ class Worker:
         self.model = load_model(resolve("miniature"))
         self.engine = HFEngine()
         self.engine.start(self.model, load_tokenizer("miniature"), Path())
+        self.reader = TensorReader(torch.device("cpu"))
         self.version = "default"
         self.lock = Lock()
         self.closed = Event()
@@ -162,9 +163,10 @@ class Worker:
         """Take the weights of a push."""
         self.model.load_state_dict(tensors, strict=False)
 
-    def update(self, folder: Path) -> None:
-        """Read the files of a push."""
-        self.load({name: tensor for file in folder.iterdir() for name, tensor in load_file(file).items()})
+    def update(self, info: JSON) -> None:
+        """Read the weights of a push."""
+        content = open_buffer(info["buffer"], torch.device("cpu"))
+        self.load(dict(self.reader.read(content, info["parts"])))
 
     def sample(self, body: JSON) -> JSON:
         """Sample one completion."""
@@ -206,13 +208,11 @@ class Worker:
             case "/v1/completions":
                 return self.complete(body)
             case "/update_weights":
-                self.update(Path(body["update_info"]["folder"]))
+                self.update(body["update_info"])
             case "/finish_weight_update":
                 self.version = body["weight_version"]
             case "/weight_info":
                 return {"weight_version": self.version}
-            case "/is_paused":
-                return {"is_paused": False}
             case "/v1/models":
                 return {"data": [{"id": "miniature"}]}
             case "/version":
@@ -301,10 +301,10 @@ class HangingWorker(Worker):
     """Takes the first push; the second one never ends."""
 
     @override
-    def update(self, folder: Path) -> None:
+    def update(self, info: JSON) -> None:
         if self.version != "default":
             self.closed.wait()
-        super().update(folder)
+        super().update(info)
 
 
 def sample_with(kind: type[Worker], folder: Path, push_timeout_s: float = 30.0) -> Outcome:

@@ -8,9 +8,10 @@
 set -euo pipefail
 rows=${1:?'usage: examples/own_rows.sh ROWS [FOLDER]'} run=${2:-runs/own_rows}
 model=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} configs=${CONFIGS:-own_rows/}
-source "$(dirname "$0")/stage.sh"
+here=$(dirname "$0")
+source "$here/stage.sh"
 
-python -m rlt_lightning.commands.own_rows split "$rows" "$run/rows"
+python "$here/own_rows.py" split "$rows" "$run/rows"
 train=$run/rows/train.jsonl
 
 # 0: the untrained model explains; 1: the teacher learns from what is worth more than filler.
@@ -35,7 +36,7 @@ explain() {  # explain NAME TEACHER TEMPERATURE OPTION...: 3, traces of a teache
         --model.student "$model" --data.source "$train" --rollouts.sampling.temperature "$3" "${@:4}" ${SAMPLE:-}
     learn "$1" "$run/traces_$1/distillation.jsonl"
 }
-table() { python -m rlt_lightning.commands.own_rows table "$run"; }
+table() { python "$here/own_rows.py" table "$run"; }
 
 # From cheap to expensive. What comes before 2, RLT, is what RLT must beat.
 answer base "$model"

@@ -18,7 +18,7 @@ from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards import Reward
 from rlt_lightning.rewards.explanations import list_views, read_explanation
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import Read, Score, StepBatch
+from rlt_lightning.rollouts.step import Read, StepBatch
 from rlt_lightning.types import Rollout
 
 
@@ -41,7 +41,7 @@ class PedagogicalReward(Reward):
         return reads
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return whether the answer is right, and the mean surprise over the threshold, nats."""
+        """Return the sum of both terms: a right answer, and the mean surprise over the threshold."""
         self.judge = self.judge or Judge(students.formats[0].tags)
         verdicts = self.judge.judge_all((r.text, r.problem.reference) for r in step.rollouts(rows))
         spikes = []
@@ -50,13 +50,8 @@ class PedagogicalReward(Reward):
             over = (-log_probs - self.threshold).clamp(min=0) * mask
             spikes.append(over.sum(dim=1) / mask.sum(dim=1).clamp(min=1))
         correct = upload([float(verdict.correct) for verdict in verdicts], spikes[0].device)
-        return {"correct": correct, "spikes": torch.stack(spikes).mean(dim=0)}
-
-    def score(self, step: StepBatch, students: Students) -> Score:
-        """Return the sum of both terms."""
-        terms = {"correct": step.numbers["correct"], "spikes": -self.weight * step.numbers["spikes"]}
-        rewards = terms["correct"] + terms["spikes"]
-        return Score(rewards, terms, {}, {}, {"reward": rewards, **terms})
+        surprise = -self.weight * torch.stack(spikes).mean(dim=0)
+        return {"reward": correct + surprise, "term/correct": correct, "term/spikes": surprise}
 
     def close(self) -> None:
         """End the judge's processes."""

@@ -3,7 +3,8 @@
 # extra vllm (docs/hardware.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
 # skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a training stage fits.
 # It trains with FSDP2; STRATEGY=zero3 trains with DeepSpeed's ZeRO-3, as the paper's code did. TRAIN has options of
-# stages 1, 2 and 4, ALL those of all stages, as in examples/own_rows.sh. We have not run it yet.
+# stages 1, 2 and 4, EVALUATE those of stage 5, ALL those of all stages; ROWS=FOLDER replaces the hub's problems. We have
+# not run it yet.
 #
 #   examples/pipeline_8gpu.sh [FOLDER]      # runs/released by default
 set -euo pipefail
@@ -13,13 +14,13 @@ rlt=.venv/bin/rlt
 source examples/stage.sh
 
 stage teacher_sft model/config.json $rlt fit --config recipe_7b/warmup --config "hardware/$strategy" \
-    --trainer.devices 8 ${TRAIN:-}
+    --trainer.devices 8 ${ROWS:+--data.source "$ROWS"} ${TRAIN:-}
 stage teacher_rlt model/config.json $rlt fit --config recipe_7b/rlt --config "hardware/${strategy}_8gpu" \
-    --model.teacher "$run/teacher_sft/model" ${TRAIN:-}
+    --model.teacher "$run/teacher_sft/model" ${ROWS:+--data.source "$ROWS"} ${TRAIN:-}
 stage generate README.md $rlt predict --config recipe_7b/generate --config hardware/generate_8gpu \
-    --model.teacher "$run/teacher_rlt/model"
+    --model.teacher "$run/teacher_rlt/model" ${ROWS:+--data.source "$ROWS"}
 stage student_sft model/config.json $rlt fit --config recipe_7b/sft --config "hardware/$strategy" \
     --data.source "$run/generate/distillation.jsonl" ${TRAIN:-}
 stage evaluate evaluation.json $rlt test --config recipe_7b/evaluate_paper --config hardware/evaluate_8gpu \
-    --model.pretrained "$run/student_sft/model"
+    --model.pretrained "$run/student_sft/model" ${EVALUATE:-}
 cat "$run/evaluate/evaluation.md"

@@ -22,18 +22,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from explanation_scorer import ExplanationScorer  # beside this file
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import StudentLikelihoodData
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.load import Dtype, can_replace_attention
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.rewards import LikelihoodReward, LogProbReward
-from rlt_lightning.rollouts.step import POLICY
+from rlt_lightning.rollouts.step import POLICY, columns_of
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
@@ -118,11 +118,11 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         device = next(model.parameters()).device
         group_size = self.find_group_size(rollouts, model.training)
         with prepare_to_score(model), torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):
-            score = self.score(rollouts, ModelEntry(model), device, group_size)
+            step = self.score(rollouts, ModelEntry(model), device, group_size)
         if log_metric is not None:
-            for name, values in score.terms.items():
+            for name, values in columns_of(step.table, "term/").items():
                 log_metric(f"{self.__name__}/{name}", values.mean().item())
-        return score.rewards.tolist()
+        return step.rewards.tolist()
 
     def find_group_size(self, rollouts: Sequence[Rollout], training: bool) -> int:
         """Return how many completions in adjacent places are compared; 1 where none are."""

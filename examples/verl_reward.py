@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from explanation_scorer import ExplanationScorer  # beside this file
 
-from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.models.load import load_model
+from rlt_lightning.rollouts.step import columns_of
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import InputError
 
@@ -142,8 +143,10 @@ class RLTRewardFunction(ExplanationScorer):
             self.build_rollout(problem, self.format.completion_from_text(problem, text))
             for problem, text in zip(self.build_problems(rows), texts, strict=True)
         ]
-        score = self.score(rollouts, teacher, device)
-        columns = {name: v.tolist() for name, v in {"score": score.rewards, **score.terms}.items()}
+        step = self.score(rollouts, teacher, device)
+        columns = {
+            name: v.tolist() for name, v in {"score": step.rewards, **columns_of(step.table, "term/")}.items()
+        }
         return [{name: values[i] for name, values in columns.items()} for i in range(len(texts))]
 
     def _ready_teacher(self) -> tuple[ModelEntry, torch.device]:

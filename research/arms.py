@@ -579,7 +579,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def measure_kinds(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the share of each kind of trace, in percent."""
-    from rlt_lightning.tasks.stepwise import TRACE_KINDS, chain_kind
+    from trace_kinds import TRACE_KINDS, chain_kind
 
     counts = Counter(chain_kind(row["question"], row["reasoning_trace"])[0] for row in rows)
     return {kind: 100 * counts[kind] / len(rows) for kind in TRACE_KINDS}

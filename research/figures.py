@@ -11,9 +11,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from arms import LEAD, NUM_GROUPS, TRAINED, VOTED, WITHOUT_TRACES, Arms, Setting, measure_kinds, read
+from trace_kinds import chain_kind
 
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.stepwise import chain_kind
 
 NAMES = {  # of arms, for people
     "base": "untrained student",
@@ -53,7 +53,7 @@ NAMES = {  # of arms, for people
 WITHOUT_RL = ("warmup", "warmup_t0", "best_of_equal")
 # Student's t at 97.5 %, for 1 to 9 degrees of freedom.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-TERMS = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
+TERMS = ("reward", "solution_reward", "kl_reward", "format_reward")
 
 
 # Figures of an arm

@@ -42,8 +42,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
+from trace_kinds import TRACE_KINDS, word_sum_kind
 
-from rlt_lightning.tasks.stepwise import TRACE_KINDS, word_sum_kind, word_sum_rows
+from rlt_lightning.tasks.stepwise import word_sum_rows
 
 ARMS = ("raw", "warmup", "greedy", "best_of_4", "rlt", "solution_only", "shuffled", "oracle")
 WRITTEN: dict[str, dict[str, Any]] = {  # how the warm-up teacher writes the traces of an arm
@@ -201,7 +202,7 @@ def reward_by_kind(path: Path) -> dict[str, dict[str, float]]:
     rows = defaultdict(list)
     for row in read_rows(path):
         rows[word_sum_kind(row["question"], row["reasoning_trace"])[0]].append(row)
-    names = {"reward": "reward", "solution": "solution_log_prob_reward", "kl": "kl_reward"}
+    names = {"reward": "reward", "solution": "solution_reward", "kl": "kl_reward"}
     return {
         kind: {"num": len(rows[kind]), **{k: fmean(row[v] for row in rows[kind]) for k, v in names.items()}}
         for kind in TRACE_KINDS

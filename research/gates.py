@@ -16,13 +16,7 @@ from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.numerics.log_probs import token_entropy
 from rlt_lightning.run.jsonl import read_json_rows, rewrite
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.stepwise import (
-    CHAIN_WORDING,
-    StepwiseProblem,
-    TraceKind,
-    draw_chains,
-    draw_ending,
-)
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, StepwiseProblem, TraceKind, draw_chains, draw_ending
 from rlt_lightning.types import SFTExample
 
 MAX_STEPS = 5  # of a chain

@@ -35,7 +35,7 @@ def report(before: list[Row], after: list[Row]) -> str:
     parts = [f"reward {mean(r['reward'] for r in before):.2f} -> {mean(r['reward'] for r in after):.2f}"]
     parts.append(f"rise {difference:+.2f} +- {error:.2f} ({difference / error:+.1f} standard errors)")
     for term, name in (
-        ("solution_log_prob_reward", "r_SS"),
+        ("solution_reward", "r_SS"),
         ("kl_reward", "r_KL"),
         ("format_reward", "format"),
     ):

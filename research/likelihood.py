@@ -45,12 +45,13 @@ from jobs import read_seeds
 from plots import legend_below
 from stages import StageError, Stages
 from tables import KIND_COLORS, kinds_text, mean_kinds, plus_minus
+from trace_kinds import parse_chain
 from ways import build_parser, cost, cost_table, require_names, run_in_turn
 
 from rlt_lightning.judging.answers import solution_block
 from rlt_lightning.run.jsonl import rewrite
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.stepwise import CHAIN_WORDING, parse_chain
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING
 from rlt_lightning.types import InputError
 
 NUM_WARM = 128  # traces of the start `warm`

@@ -51,17 +51,11 @@ from jobs import read_seeds
 from plots import draw_accuracies
 from stages import StageError, Stages
 from tables import kinds_text, mean_kinds, plus_minus
+from trace_kinds import parse_chain
 from ways import NEW, build_parser
 
 from rlt_lightning.run.jsonl import format_line, rewrite
-from rlt_lightning.tasks.stepwise import (
-    CHAIN_WORDING,
-    NEW_MIXTURE,
-    TraceKind,
-    chain_rows,
-    draw_ending,
-    parse_chain,
-)
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_MIXTURE, TraceKind, chain_rows, draw_ending
 from rlt_lightning.types import InputError
 
 MAIN_ARMS = (

@@ -28,9 +28,9 @@ from jobs import read_seeds
 from rounds import EXACT, NEW, Rounds, name_arm, read_number, show_wrong
 from stages import StageError, Stages
 from tables import kinds_text, mean_kinds
+from trace_kinds import chain_kind, parse_chain
 
 from rlt_lightning.run.jsonl import format_line, rewrite
-from rlt_lightning.tasks.stepwise import chain_kind, parse_chain
 from rlt_lightning.types import InputError
 
 ARMS = ("s64", "s512", "rlt_s64", "reject4_s64", "pool4_s64")  # whose students are asked further

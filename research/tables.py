@@ -14,8 +14,7 @@ from typing import Any
 from arms import LEAD, SAMPLED_ARMS, TRAINED, Arms, read
 from figures import NAMES, compute_difference, compute_interval
 from stages import Stages
-
-from rlt_lightning.tasks.stepwise import chain_kind
+from trace_kinds import chain_kind
 
 KIND_COLORS = {
     "steps": "#2a7f62",

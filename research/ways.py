@@ -40,9 +40,10 @@ from figures import compute_difference, count_right_steps, read_accuracy
 from plots import draw_accuracies
 from stages import StageError, Stages
 from tables import kinds_text, mean_kinds, plus_minus
+from trace_kinds import parse_chain
 
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_MIXTURE, NEW_OPERATIONS, parse_chain
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_MIXTURE, NEW_OPERATIONS
 
 KNOWN = Setting("known", student_lr=5e-4)
 NEW = Setting(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlt_lightning.modules import EvaluationModule, OPDModule, RLTModule, SFTModule
     from rlt_lightning.modules.optimizer import OptimizerConfig
     from rlt_lightning.rewards import RLTReward
-    from rlt_lightning.teacher import Explanation, Score, Teacher, score
+    from rlt_lightning.teacher import Explanation, Score, Teacher
     from rlt_lightning.trainer import Trainer
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
     "TeacherRLData",
     "TeacherSFTData",
     "Trainer",
-    "score",
 ]
 
 # In a notebook, tqdm asks for widgets when it is imported; our bars need none.
@@ -71,7 +70,7 @@ PLACES = {
     "modules": ("EvaluationModule", "OPDModule", "RLTModule", "SFTModule"),
     "modules.optimizer": ("OptimizerConfig",),
     "rewards": ("RLTReward",),
-    "teacher": ("Explanation", "Score", "Teacher", "score"),
+    "teacher": ("Explanation", "Score", "Teacher"),
     "trainer": ("Trainer",),
 }
 

@@ -19,7 +19,6 @@ LIGHT = {"demo": run_demo, "configs": run_configs}
 FIRST_CONFIGS = dict.fromkeys(("fit", "validate", "plan", "check"), "laptop/rlt") | {
     "predict": "laptop/generate",
     "test": "laptop/evaluate",
-    "explain": "recipe_7b/rank",
 }
 
 

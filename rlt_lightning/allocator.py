@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 # The variable of PyTorch's allocator, and its older name: of the trainer's processes, not of workers
-# (`LocalServer`).
+# (`start_server`).
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 ALLOCATOR_NAMES = {ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF"}
 

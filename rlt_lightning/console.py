@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,16 +76,3 @@ def make_printable(text: str) -> str:
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes as MB, or as GB from one GB on."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def redraws_lines() -> bool:
-    """Return whether standard error is a terminal on which a line can be redrawn: one that has a size.
-
-    Terminals of containers and of some editors are 0 columns wide. They get lines, as a log does.
-    """
-    if not sys.stderr.isatty():
-        return False
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    except (OSError, ValueError):  # a stream that is no file, such as a notebook's
-        return True

@@ -20,7 +20,6 @@ import xxhash
 from rlt_lightning.types import InputError
 
 SUFFIX = ".xxh128"
-END_BYTES = 2**20
 
 
 def write_digests(folder: Path, files: Iterable[Path], rank: int = 0) -> None:
@@ -70,24 +69,6 @@ def require_digests(folder: Path, remedy: str, names: list[str] | None = None) -
         else:
             continue
         raise InputError(f"Every file of {folder} must be as it was written, but {path} {fault}. {remedy}")
-
-
-def fingerprint_weights(folder: Path) -> str | None:
-    """Return a digest of a model's weight files, from their sizes and ends; None if the folder has none.
-
-    It reads 2 MiB of a file, so it is for a model that is replaced, not for a damaged one.
-    """
-    files = [path for suffix in ("safetensors", "gguf", "bin") for path in sorted(folder.glob(f"*.{suffix}"))]
-    if not files:
-        return None
-    digest = xxhash.xxh3_128()
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-            digest.update(file.read(END_BYTES))
-            file.seek(max(0, path.stat().st_size - END_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()
 
 
 def compute_digest(path: Path) -> str:

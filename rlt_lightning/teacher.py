@@ -1,42 +1,63 @@
-"""Use a teacher from Python: let it explain solutions, or score what explanations are worth to a student.
+"""Use a teacher: let it explain solutions, or score what explanations are worth to a student.
 
-score(rows, teacher, student)       one Score per row; the same as `rlt predict --config recipe_7b/rank`
-Teacher(teacher, student)           loads the models at its first use and keeps them
-  .explain(question, solution)      one Explanation with its Score; the same as `rlt explain TEACHER`
-  .score(rows)
+Teacher(teacher, student)   loads the models at its first use and keeps them
+  .explain, .score          rows ─▶ score_problems, as `rlt predict` does ─▶ Score: reward, terms, tokens
+explain                     the same for `rlt explain`, as text
+score_problems              rows ─▶ their completions, or sampled ones ─▶ scored steps; also for `rlt check`
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from typing_extensions import override
 
 from rlt_lightning.callbacks.predictions import warn_of_foreign_traces
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.commands.scoring import NoReward, score_problems
+from rlt_lightning.callbacks.rollout_checks import list_model_contexts
+from rlt_lightning.console import make_printable
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
-from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.students import Reduction
-from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rewards.base import ReadTokens
 from rlt_lightning.rewards.students import Student, StudentNames, split_student_setting
-from rlt_lightning.rollouts.step import Score as StepScore
+from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.tags import TagStyle, decode_each
 from rlt_lightning.trainer import TRAINER_DEFAULTS, quiet_third_parties
-from rlt_lightning.types import FinishReason, InputError, Rollout
+from rlt_lightning.types import (
+    FinishReason,
+    InputError,
+    PromptBatch,
+    Rollout,
+)
 
 # For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
 EXACT = RLTReward(kl_estimator="exact")
 ROWS_AT_ONCE = 8  # as configs/recipe_7b/rank.yaml
+
+
+class NoReward(TextReward):
+    """The reward that `Teacher` uses if it has no student; its zeros are not shown."""
+
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
+        """See `TextReward`."""
+        return {"reward": torch.zeros(len(rollouts))}
 
 
 @dataclass(frozen=True)
@@ -76,29 +97,32 @@ class Score:
     @classmethod
     def of(
         cls,
-        score: StepScore,
+        step: StepBatch,
         row: int,
         reward: RLTReward,
         students: Sequence[Student],
         tokens: Sequence[ReadTokens],
+        label: str = "",
     ) -> Score:
         """Return the score of one rollout of a step.
 
         Args:
-            score: The scores of the step.
+            step: The step.
             row: Its row there.
             reward: What scored it.
             students: Who read it.
             tokens: What each student read.
+            label: Which of several students' score; '': that of all.
         """
         student, read = students[0], tokens[0]
-        columns = {name: float(values[row]) for name, values in score.columns.items()}
+        table = step.choose([row], label)
+        columns = {name: float(values) for name, values in columns_of(table, "record/").items()}
         solution = columns["solution_log_prob_mean"] + reward.min_coef * columns["solution_log_prob_min"]
         return cls(
-            reward=float(score.rewards[row]),
-            r_ss=solution - columns.get("baseline", 0.0),
+            reward=float(table["reward"]),
+            r_ss=solution - float(table.get("level/baseline", 0.0)),
             r_kl=columns["kl_mean"] + reward.max_coef * columns["kl_max"],
-            terms={name: float(values[row]) for name, values in score.terms.items()},
+            terms={name: float(values) for name, values in columns_of(table, "term/").items()},
             token_ids=read.thought,
             tokens=decode_each(student.format.tokenizer, read.thought),
             kl=read.kl,
@@ -106,8 +130,8 @@ class Score:
             solution_tokens=decode_each(student.format.student_tokenizer, read.solution),
             solution_log_probs=read.solution_log_probs,
             by_student={
-                label: cls.of(by_student, row, reward, students[number:], tokens[number:])
-                for number, (label, by_student) in enumerate(score.by_student.items())
+                other: cls.of(step, row, reward, students[number:], tokens[number:], other)
+                for number, other in enumerate([] if label else step.labels)
             },
         )
 
@@ -256,46 +280,17 @@ class Teacher:
         quiet_third_parties()
         rollouts = RolloutCallback(HFEngine(), sampling=self.sampling, seed=seed)
         settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
-        batches = score_problems(self.module, data, rollouts, **settings)
+        steps = score_problems(self.module, data, rollouts, **settings)
         students = list(self.module.students)
         scored: list[tuple[Rollout, Score | None]] = []
-        for batch in batches:
-            for row, rollout in enumerate(batch.rollouts):
+        for step in steps:
+            for row, rollout in enumerate(step.rollouts(step.shard)):
                 score = None
                 if students:
-                    assert batch.step.score is not None
-                    tokens = self.reward.list_tokens(batch.step, row, self.module.students)
-                    score = Score.of(batch.step.score, row, self.reward, students, tokens)
+                    tokens = self.reward.list_tokens(step, row, self.module.students)
+                    score = Score.of(step, row, self.reward, students, tokens)
                 scored.append((rollout, score))
         return scored
-
-
-def score(
-    rows: Iterable[dict[str, Any]],
-    teacher: str | Path,
-    student: str | StudentNames,
-    *,
-    reward: RLTReward = EXACT,
-    student_reduction: Reduction = "mean",
-    trace_column: str = TRACE_COLUMN,
-    tags: str | TagStyle | None = None,
-) -> list[Score]:
-    """Return what the explanation of each row is worth to a student; `Teacher.score` keeps the models loaded.
-
-    Args:
-        rows: Rows with question, solution and a trace, or Bespoke-Stratos rows.
-        teacher: Run, or local folder, hub id, or a name such as miniature.
-        student: The frozen student: folder, hub id, or a name such as miniature; or several, see `Teacher`.
-        reward: The reward and its options.
-        student_reduction: See `Teacher`.
-        trace_column: The column of the explanation.
-        tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
-
-    Raises:
-        InputError: If a row cannot be used.
-    """
-    options: dict[str, Any] = {"reward": reward, "student_reduction": student_reduction, "tags": tags}
-    return Teacher(teacher, student, **options).score(rows, trace_column)
 
 
 def shade_html(tokens: list[str], surprise: list[float]) -> str:
@@ -306,3 +301,148 @@ def shade_html(tokens: list[str], surprise: list[float]) -> str:
         style = f"background:rgba(214,69,65,{0.8 * opacity:.2f})"
         spans.append(f'<span style="{style}" title="{value:.3f} nats">{escape(token)}</span>')
     return f'<div style="white-space:pre-wrap;font-family:monospace">{"".join(spans)}</div>'
+
+
+def explain(
+    teacher: str,
+    question: str,
+    solution: str,
+    student: str | None = None,
+    explanation: str = "",
+    reward: RLTReward = EXACT,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    student_system_prompt: str | None = None,
+) -> None:
+    """Print an explanation and what it is worth to a student, by term and by token.
+
+    Args:
+        teacher: Run, or local folder, hub id, or a name such as miniature.
+        question: The question.
+        solution: Its solution, which the teacher sees.
+        student: The frozen student; without one nothing is scored.
+        explanation: The explanation; without one the teacher writes it.
+        reward: The reward and its options.
+        sampling: How the teacher writes.
+        seed: Another seed samples another explanation.
+        student_system_prompt: None: as the student was trained, else ours; '' for none.
+
+    Raises:
+        InputError: If the texts are not usable, or an explanation is given without a student.
+    """
+    models = Teacher(
+        teacher, student, reward=reward, sampling=sampling, student_system_prompt=student_system_prompt
+    )
+    score: Score | None
+    if explanation:
+        text = explanation
+        [score] = models.score([{"question": question, "solution": solution, TRACE_COLUMN: explanation}])
+    else:
+        written = models.explain(question, solution, seed)
+        text, score = written.text, written.score
+    lines = [f"Question: {question}", f"Solution: {solution}", "", *text.strip().split("\n")]
+    print("\n".join(map(make_printable, lines)))
+    if score is not None:
+        print("\n" + "\n".join(describe_score(score)))
+
+
+def describe_score(score: Score) -> Iterator[str]:
+    """Yield lines: the reward, its terms, and the value of each token."""
+    yield f"reward        {score.reward:+.4f}"
+    yield from (f"  {name:<12}{value:+.4f}" for name, value in score.terms.items())
+    tables = {
+        "Explanation: KL of teacher from student, nats": (score.tokens, score.kl),
+        "Solution: the student's log-prob, nats": (score.solution_tokens, score.solution_log_probs),
+    }
+    for title, (tokens, values) in tables.items():
+        yield from ("", title)
+        for token, value in zip(tokens, values, strict=True):
+            yield f"{value:>10.4f}  {make_printable(json.dumps(token, ensure_ascii=False))}"
+
+
+# Score rows
+
+
+def score_problems(
+    module: RLTModule,
+    data: StratosDataModule,
+    rollouts: RolloutCallback,
+    progress: bool = False,
+    **trainer: Any,
+) -> list[StepBatch]:
+    """Score completions of rows as `rlt predict` does, in one process, and leave no files.
+
+    Args:
+        module: The teacher, its students and the reward.
+        data: The rows; those of ScoringData bring their completions. Of a TeacherRLData with one row
+            completions end where the models' contexts do.
+        rollouts: How completions are sampled, if the rows bring none.
+        progress: Whether a bar counts the batches of data.val_batch_size rows.
+        trainer: Further arguments of Lightning's Trainer, such as accelerator and precision.
+
+    Raises:
+        InputError: If a row cannot be used, or the models' contexts leave no room for an explanation.
+    """
+    collector = ScoreCollector()
+    with TemporaryDirectory(prefix="rlt-") as folder:
+        settings = trainer | {
+            # The collector first: RolloutCallback checks in its setup whether completions fit.
+            "callbacks": [collector, rollouts],
+            "default_root_dir": folder,
+            "devices": 1,
+            "num_nodes": 1,
+            "strategy": "auto",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": progress,
+        }
+        LightningTrainer(**settings).predict(module, datamodule=data, return_predictions=False)
+    return collector.scored
+
+
+class ScoreCollector(Callback):
+    """Keep the scored batches of a prediction, and fit completions into the models' contexts."""
+
+    def __init__(self) -> None:
+        self.scored: list[StepBatch] = []
+
+    @override
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        data = get_stratos_data(trainer)
+        if isinstance(data, TeacherRLData) and len(data.items) == 1:
+            fit_context(trainer, cast(RLTModule, pl_module))
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: LightningTrainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.scored.append(batch.step)
+
+
+def fit_context(trainer: LightningTrainer, module: RLTModule) -> None:
+    """Limit completions to the room that the only problem leaves in the models' contexts.
+
+    Args:
+        trainer: The trainer, whose RolloutCallback is changed.
+        module: The RLTModule.
+
+    Raises:
+        InputError: If there is no room for an explanation.
+    """
+    models = list_model_contexts(module, get_stratos_data(trainer))
+    room = min(model.context - int(model.fixed[0]) for model in models)
+    if room < 1:
+        raise InputError(
+            "Question and solution must leave room for an explanation, but with their prompts they are "
+            f"{1 - room} tokens too long for the models' contexts. Shorten them."
+        )
+    rollouts = RolloutCallback.of(trainer)
+    if room < rollouts.sampling.max_completion_length:
+        rollouts.sampling = replace(rollouts.sampling, max_completion_length=room)
+    rollouts.val_sampling = rollouts.sampling

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -27,25 +26,21 @@ from typing import Any
 import lightning.pytorch
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from typing_extensions import override
 
 from rlt_lightning.callbacks import (
     Alarms,
     Checkpoint,
-    CompletionsTable,
     DistillationWriter,
     EvaluationWriter,
     ModelExporter,
     ResponseCallback,
     RolloutCallback,
     RolloutRecorder,
-    ScoreWriter,
 )
-from rlt_lightning.callbacks.checkpoint import MetricsResume
-from rlt_lightning.callbacks.progress import IterationBar, IterationLines, has_terminal
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import EvaluationDataModule
-from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.modules.base import require_strategy
 from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.run.metrics_csv import MetricsCSV
@@ -59,9 +54,7 @@ TRAINING: dict[str, type[Callback]] = {
     "checkpoint": Checkpoint,
     "export": ModelExporter,
     "recorder": RolloutRecorder,
-    "completions": CompletionsTable,
     "alarms": Alarms,
-    "scores": ScoreWriter,
     "distillation": DistillationWriter,
 }
 # Arguments of Lightning's Trainer that a run has unless others are set.
@@ -98,6 +91,15 @@ ENVIRONMENT = {
     "WANDB_HOST": "-",
     "WANDB_X_DISABLE_META": "true",
 }
+
+
+class Bar(TQDMProgressBar):
+    """Lightning's bar that also shows progress in a log; a message that ends the run gets its own line."""
+
+    @override
+    def on_exception(self, *_: Any) -> None:
+        if self.is_enabled:
+            print(flush=True)
 
 
 def quiet_third_parties() -> None:
@@ -143,7 +145,7 @@ class Trainer(lightning.pytorch.Trainer):
         overwrite: Replace the run in output_dir.
         options: Arguments of `lightning.pytorch.Trainer`. `callbacks` add to those of `TRAINING`, or of
             `TESTING` for `test`, or replace one of the same class; `logger` and `plugins` add to the run's
-            own. Where there is no terminal, a line per iteration is printed in place of a bar.
+            own.
 
     Raises:
         InputError: If a callback of every run is there twice, or a strategy does not work.
@@ -167,17 +169,15 @@ class Trainer(lightning.pytorch.Trainer):
         self._is_open = False
         named = as_list(options.pop("callbacks", None))
         missing = build_missing(named, with_checkpoints=options.get("enable_checkpointing") is not False)
-        if options.get("enable_progress_bar") is None and not any(isinstance(p, ProgressBar) for p in named):
-            options["enable_progress_bar"] = has_terminal()
-            if not has_terminal():
-                named.insert(0, IterationLines())
-            elif find_spec("rich"):  # else Lightning takes the bar of tqdm
-                missing.append(IterationBar())
+        if options.get("enable_progress_bar") is not False and not any(
+            isinstance(part, ProgressBar) for part in named
+        ):
+            named.append(Bar())
         self._metrics = MetricsCSV(str(self.output_dir))
         options["logger"] = [self._metrics, *as_list(options.get("logger"))]
         options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]
         # Lightning moves Checkpoint behind all others.
-        options["callbacks"] = [*named, *missing, MetricsResume()]
+        options["callbacks"] = [*named, *missing]
         super().__init__(default_root_dir=self.output_dir, **options)
         require_strategy(self.strategy)
 
@@ -205,7 +205,6 @@ class Trainer(lightning.pytorch.Trainer):
         if is_first:
             if find_global_rank() == 0:
                 open_run_folder(choice)
-                write_entries(choice.folder)
             self._default_root_dir = str(choice.folder)
             self._metrics.path = choice.folder / "metrics.csv"
         self._is_open = True

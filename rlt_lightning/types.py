@@ -31,15 +31,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
-
-# A process that judges answers imports this file, and needs no torch.
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from typing import Any, Literal
 
 # The end tag was sampled, an end-of-sequence token, or as many tokens as are allowed.
 FinishReason = Literal["stop", "eos", "length"]
@@ -107,10 +102,10 @@ def missing_package(what: str, package: str, extra: str, instead: str) -> InputE
     """Return the error for a package that is missing because its extra is not installed.
 
     Args:
-        what: What needs it, the beginning of the sentence.
+        what: The thing that needs it, the beginning of the sentence.
         package: Name of the package.
         extra: The extra of pyproject.toml that has it.
-        instead: What to do without it, the end of the sentence.
+        instead: The remedy without it, the end of the sentence.
     """
     return InputError(
         f"{what} needs the package {package}, but it is not installed. Run pip install "
@@ -235,7 +230,7 @@ class ModelView:
     Attributes:
         problem: The problem with the pieces of this model's context.
         completion: The completion.
-        token_ids: What it reads in place of the completion's tokens.
+        token_ids: Its tokens in place of the completion's.
         num_tokens: How many of the completion's tokens are compared, from `start`.
         num_own: How many of `token_ids` are compared with them: the first ones.
         start: The first of the completion's tokens that is compared.
@@ -355,42 +350,6 @@ class SFTBatch:
     """The examples of one optimizer step of one rank."""
 
     examples: list[SFTExample]
-
-
-# Marks a field of RewardTerms that holds no numbers.
-NO_TERM = {"is_term": False}
-
-
-@dataclass(frozen=True)
-class RewardTerms:
-    """The reward of each completion; a subclass adds the terms it consists of. All (N,).
-
-    A field with `metadata=NO_TERM` is no term: it is neither logged nor recorded.
-    """
-
-    reward: Tensor
-
-    def parts(self) -> dict[str, Tensor]:
-        """Return the terms that training and validation log as means beside the reward: reward/NAME."""
-        terms = [field.name for field in fields(self)[1:] if field.metadata != NO_TERM]
-        return {name: getattr(self, name) for name in terms}
-
-    def baselines(self) -> dict[str, Tensor]:
-        """Return what a term is measured from, which is logged as the terms are; no part of the reward."""
-        return {}
-
-    def details(self) -> dict[str, Tensor]:
-        """Return what only training logs, as means, by its whole name."""
-        return {}
-
-    def recorded(self) -> dict[str, Tensor]:
-        """Return what is written for every completion."""
-        return {"reward": self.reward, **self.parts()}
-
-    def to(self, device: torch.device) -> Self:
-        """Return the same terms on a device."""
-        terms = {"reward": self.reward, **self.parts()}
-        return replace(self, **{name: values.to(device) for name, values in terms.items()})
 
 
 def as_list(value: Any) -> list[Any]:

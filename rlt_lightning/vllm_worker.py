@@ -1,29 +1,22 @@
-"""The part that runs inside vLLM's worker processes: it takes new weights over gloo or from a folder.
+"""The part that runs inside vLLM's worker processes: it takes new weights.
 
 The trainer never imports this file, and it needs none of our dependencies. Install this package without them
 into the environment that has vLLM (`pip install --no-deps`), then
 
     vllm serve MODEL --worker-extension-cls rlt_lightning.vllm_worker.WorkerExtension \
-        --weight-transfer-config '{"backend": "gloo"}'
+        --weight-transfer-config '{"backend": "rlt"}'
 
 vLLM calls it through its weight-transfer routes: init, start, update, finish (docs/rollouts.md).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from queue import Full, Queue
-from threading import Event
 from typing import Any
 
 import torch
 import vllm
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -33,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rlt_lightning.gloo import build_broadcast_options, join_group
+from rlt_lightning.ipc import JSON, TensorReader, open_buffer
 from rlt_lightning.version import VLLM_MINORS, get_minor
 
 if get_minor(vllm.__version__) not in VLLM_MINORS:
@@ -41,61 +35,77 @@ if get_minor(vllm.__version__) not in VLLM_MINORS:
         f"{vllm.__version__}. Install one of these."
     )
 
-# As in models/weights.py, which needs packages that the worker's environment may lack.
-NamedTensor = tuple[str, Tensor]
-# Tensors that are received, or read, before they are loaded.
-AHEAD = 8
+
+@dataclass
+class MeetingInfo(WeightTransferInitInfo):
+    """Where this server's model workers meet the trainer, which is rank 0 of their group, for a GlooPush."""
+
+    host: str
+    port: int
+    prefix: str  # a new one for every meeting
+    world_size: int  # model workers of all servers, and the trainer
+    rank_offset: int  # of this server's first model worker
+    timeout_s: float
 
 
-class ReloadEngine(WeightTransferEngine):
-    """Base of the gloo and disk backends: vLLM's reload, layer by layer, and a repair of what it misses."""
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """A part of the weights."""
 
+    parts: list[JSON]  # see `TensorReader.read`
+    buffer: JSON | None = None  # where the trainer shares it; None: it is broadcast
+    num_bytes: int = 0  # of what is broadcast
+
+
+class BucketEngine(WeightTransferEngine):
+    """Weights bucket by bucket: vLLM's reload, layer by layer, and a repair of what it misses."""
+
+    init_info_cls = MeetingInfo
+    update_info_cls = BucketInfo
     supports_draft_weight_update = False
-    helper: ThreadPoolExecutor | None = None  # one thread, which may use any core
+    group: Any = None  # a ProcessGroupGloo
+    reader: TensorReader | None = None
+    shared: tuple[JSON | None, Any] = None, None  # the buffer that is open
 
-    def open_helper(self) -> ThreadPoolExecutor:
-        """Start a helper thread; forget an earlier one, which a trainer may have left waiting."""
-        self.helper = ThreadPoolExecutor(1, initializer=use_any_core)
-        return self.helper
-
-    def load_ahead(self, named_tensors: Iterator[NamedTensor]) -> None:
-        """Load tensors into the model while the helper gets the next ones."""
-        arrivals: Queue[NamedTensor | Exception | None] = Queue(AHEAD)
-        loading = Event()
-        loading.set()
-
-        def put(item: NamedTensor | Exception | None) -> None:
-            while loading.is_set():  # when loading fails, what still arrives is thrown away
-                try:
-                    return arrivals.put(item, timeout=1)
-                except Full:
-                    continue
-
-        def get_all() -> None:
-            try:
-                for item in named_tensors:
-                    put(item)
-                put(None)
-            except Exception as error:  # to be raised where it is waited for
-                put(error)
-
-        def arrived() -> Iterator[NamedTensor]:
-            while (item := arrivals.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-
-        (self.helper or self.open_helper()).submit(get_all)
-        try:
-            self.model.load_weights(arrived())
-        finally:
-            loading.clear()
+    def init_transfer_engine(self, init_info: MeetingInfo) -> None:
+        """Join the trainer's group, in place of an earlier one."""
+        config = self.parallel_config
+        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        timeout = timedelta(seconds=init_info.timeout_s)
+        server = TCPStore(init_info.host, init_info.port, None, False, timeout)
+        store = PrefixStore(init_info.prefix, server)
+        self.group = join_group(store, rank, init_info.world_size, init_info.timeout_s, init_info.host)
 
     def start_weight_update(self) -> None:
         """Make the model ready to take a checkpoint's tensors, in any order."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self.let_go()
+        self.reader = TensorReader(self.device)
         initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Load a bucket; afterwards the trainer fills its buffer again."""
+        if self.reader is None:
+            raise RuntimeError("start_weight_update must come before update_weights. Call it.")
+        content = self.open(update_info) if update_info.buffer else self.receive(update_info.num_bytes)
+        self.model.load_weights(self.reader.read(content, update_info.parts))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def open(self, info: BucketInfo) -> torch.Tensor:
+        """Return the bytes of the trainer's buffer, the same one in a whole update."""
+        assert info.buffer is not None
+        if self.shared[0] != info.buffer:
+            self.shared = info.buffer, open_buffer(info.buffer, self.device)
+        content: torch.Tensor = self.shared[1]
+        return content
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        """Take part in the broadcast of a bucket; return its bytes."""
+        content = torch.empty(num_bytes, dtype=torch.uint8)
+        self.group.broadcast([content], build_broadcast_options()).wait()
+        return content
 
     def finish_weight_update(self) -> None:
         """Put what was loaded in place."""
@@ -103,9 +113,16 @@ class ReloadEngine(WeightTransferEngine):
 
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of the trainer's buffer."""
+        self.reader, self.shared = None, (None, None)
 
     def shutdown(self) -> None:
-        """Do nothing: nothing is held between two updates."""
+        """Leave the group."""
+        self.let_go()
+        self.group = None
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
@@ -124,114 +141,6 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-@dataclass
-class GlooInitInfo(WeightTransferInitInfo):
-    """Where this server's workers meet the trainer, which is rank 0 of their group."""
-
-    host: str
-    port: int
-    prefix: str  # a new one for every meeting
-    world_size: int  # workers and the trainer
-    timeout_s: float
-
-
-@dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """The tensors that follow, each cut into pieces of `piece_bytes` at most."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    piece_bytes: int
-
-
-class GlooEngine(ReloadEngine):
-    """Weights broadcast by the trainer over TCP: CPU workers, or GPUs without NCCL between them."""
-
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
-    group: Any = None  # a ProcessGroupGloo
-
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the trainer's group, in place of an earlier one."""
-        config = self.parallel_config
-        rank = 1 + config.data_parallel_index * config.world_size + config.rank
-        timeout = timedelta(seconds=init_info.timeout_s)
-
-        def join() -> Any:
-            server = TCPStore(init_info.host, init_info.port, None, False, timeout)
-            store = PrefixStore(init_info.prefix, server)
-            return join_group(store, rank, init_info.world_size, init_info.timeout_s, init_info.host)
-
-        self.group = self.open_helper().submit(join).result()  # gloo's own threads take its cores
-
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Load each tensor as soon as it is here, while the next ones are on their way."""
-        if self.group is None:
-            raise RuntimeError("init_weight_transfer_engine must come before update_weights. Call it.")
-        self.load_ahead(receive_tensors(self.group, update_info))
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        self.group = None
-
-
-def use_any_core() -> None:
-    """Let this thread use all cores: vLLM pins a CPU worker's threads, and this one would share a core."""
-    if hasattr(os, "sched_setaffinity"):  # Linux
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-
-
-def receive_tensors(group: Any, info: GlooUpdateInfo) -> Iterator[NamedTensor]:
-    """Receive tensor after tensor from the trainer."""
-    for name, shape, dtype in zip(info.names, info.shapes, info.dtype_names, strict=True):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        for piece in tensor.view(-1).view(torch.uint8).split(info.piece_bytes):
-            group.broadcast([piece], build_broadcast_options()).wait()
-        yield name, tensor
-
-
-@dataclass
-class DiskInitInfo(WeightTransferInitInfo):
-    """No information is needed: every update names its folder."""
-
-
-@dataclass
-class DiskUpdateInfo(WeightTransferUpdateInfo):
-    """The folder of safetensors files to load."""
-
-    folder: str
-
-
-class DiskEngine(ReloadEngine):
-    """Weights from a folder that trainer and worker both see."""
-
-    init_info_cls = DiskInitInfo
-    update_info_cls = DiskUpdateInfo
-
-    def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
-        """Do nothing: nothing to set up."""
-
-    def receive_weights(self, update_info: DiskUpdateInfo) -> None:
-        """Load tensor after tensor, while the next ones are read."""
-        self.load_ahead(read_tensors(Path(update_info.folder)))
-
-
-def read_tensors(folder: Path) -> Iterator[NamedTensor]:
-    """Yield the tensors of a folder's safetensors files."""
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{folder} must hold safetensors files that this worker can see, but has none."
-        )
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a dictionary)
-                yield name, file.get_tensor(name)
 
 
 @dataclass
@@ -288,7 +197,12 @@ class WorkerExtension:
             if info.can_load():
                 info.load_numel, info.loaded_weights = 0, []
 
+    def name_gpu(self) -> str:
+        """Return the UUID of this process's GPU; empty if it has none."""
+        device = self.device  # type: ignore[attr-defined]
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
-for backend, engine in {"gloo": GlooEngine, "disk": DiskEngine, "adapter": AdapterEngine}.items():
+
+for backend, engine in {"rlt": BucketEngine, "adapter": AdapterEngine}.items():
     if backend not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(backend, engine)

@@ -4,13 +4,13 @@
 #
 #   scripts/benchmarks.sh [NAME ...]     the default: reward optimise growth startup memory data
 #
-# Pages quote others too: divergence generate packing balance overlap asynchronous push push_disk push_workers quantised
-# plan dynamic_sampling, which takes half an hour. push and push_disk are benchmarks/push.py over gloo and over a disk;
+# Pages quote others too: divergence generate packing balance overlap asynchronous push push_ipc quantised
+# plan dynamic_sampling, which takes half an hour. push and push_ipc are benchmarks/push.py over gloo and by shared memory;
 # they, generate and asynchronous need vLLM (make setup-vllm).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 default=(reward optimise growth startup memory data)
-known=("${default[@]}" divergence generate packing balance overlap asynchronous push push_disk push_workers quantised plan dynamic_sampling baseline)
+known=("${default[@]}" divergence generate packing balance overlap asynchronous push push_ipc quantised plan dynamic_sampling baseline)
 names=("$@")
 [[ ${#names[@]} -gt 0 ]] || names=("${default[@]}")
 for name in "${names[@]}"; do
@@ -23,7 +23,8 @@ python=${PYTHON:-.venv/bin/python}
 export PYTHONPATH=$PWD
 for name in "${names[@]}"; do
     case $name in
-    push_disk) command=(benchmarks/push.py --backend disk) ;;
+    push) command=(benchmarks/push.py --backend gloo) ;;
+    push_ipc) command=(benchmarks/push.py) ;;
     quantised) command=(benchmarks/quantised.py --steps 40 --seeds 2) ;;
     *) command=("benchmarks/$name.py") ;;
     esac

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity
 
 from rlt_lightning.models.kernels import Kernels
 from rlt_lightning.models.lora import LoRA
-from rlt_lightning.modules.phases import forward_flops, matmul_rate, peak_memory, reset_peak_memory
+from rlt_lightning.modules.phases import peak_memory, reset_peak_memory
 
 KINDS = {  # of kernels, by their names: the first that fits
     "attention": r"flash|fmha|attn",
@@ -48,7 +48,7 @@ def ceilings() -> Finding:
     source = torch.randn(2**20 if TINY else 2**30, device=DEVICE, dtype=HALF)
     target = torch.empty_like(source)
     copy_gb_s = 2 * source.nbytes / median_seconds(partial(target.copy_, source)) / 1e9
-    return None, {"tflops": matmul_rate(DEVICE, HALF) / 1e12, "copy_gb_s": copy_gb_s}
+    return None, {"tflops": gpu.matmul_rate(DEVICE, HALF) / 1e12, "copy_gb_s": copy_gb_s}
 
 
 def phases(name: str, shape: str, options: str) -> Finding:
@@ -61,9 +61,9 @@ def phases(name: str, shape: str, options: str) -> Finding:
     reset_peak_memory(DEVICE)  # that of the checks at the start does not count
     optimise_s = median_seconds(group.optimise)
     fields: dict[str, Any] = {"optimise_s": optimise_s, "peak_gib": peak_memory(DEVICE) / 2**30}
-    score_s, peak = median_seconds(group.score), matmul_rate(DEVICE, HALF)
+    score_s, peak = median_seconds(group.score), gpu.matmul_rate(DEVICE, HALF)
     fields |= {"mfu": group.optimise_flops() / optimise_s / peak, "score_s": score_s}
-    fields["score_mfu"] = forward_flops(group.policy, group.packed) / score_s / peak
+    fields["score_mfu"] = gpu.forward_flops(group.policy, group.packed) / score_s / peak
     return None, fields | profile(name, group) | {"kernels": group.kernels}
 
 

@@ -25,8 +25,9 @@ from typing import Any
 
 from common import ON_CPU, OUT, TINY, Finding, attempt, note
 from stages import Stages
+from trace_kinds import word_sum_kind
 
-from rlt_lightning.tasks.stepwise import word_sum_kind, word_sum_rows
+from rlt_lightning.tasks.stepwise import word_sum_rows
 
 ARMS = ("rlt_t07", "rlt_t0", "warm_t07", "warm_t0", "best_of_4", "own", "own_right", "oracle")
 SEEDS, ROWS, WARM_ROWS, TESTS = ((0,), 16, 16, 4) if TINY else ((0, 1, 2), 2048, 256, 512)

@@ -24,7 +24,7 @@ from common import DEVICE, HALF, ON_CPU, OUT, TINY, Finding, attempt, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlt_lightning.engines import GlooPush, Launch, SampleRequest, Sampling, VLLMEngine, sample_all
+from rlt_lightning.engines import IPCPush, Launch, SampleRequest, Sampling, VLLMEngine, sample_all
 from rlt_lightning.engines.threads import run_coroutine
 
 STEPS, KILLED = (2, 0) if TINY else (5, 2)  # iterations, and the one in which the sleeping worker is killed
@@ -65,8 +65,8 @@ class Meeting:
         with DEVICE:
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=HALF).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        push = GlooPush(dtype=str(HALF)[6:], timeout_s=60)
-        self.engine = VLLMEngine(launch=Launch(**launch(False)), push=push, sleep=not ON_CPU, max_restarts=0)
+        push = IPCPush(timeout_s=60)
+        self.engine = VLLMEngine(launch=Launch(**launch(False)), push=push, sleep=not ON_CPU)
         torch.manual_seed(0)
         self.text: list[int] = torch.randint(60, (64,)).tolist()
         self.versions: dict[int, list[float]] = {}  # the trainer's log-probs of the text, by version
@@ -85,7 +85,6 @@ class Meeting:
     def push(self) -> Finding:
         """Push; the worker's log-probs must be those of this version, and not of the one before."""
         version, begin = len(self.versions), time.monotonic()
-        self.engine.prepare_push()
         self.engine.update_weights(list(self.model.named_parameters()), version)
         seconds = time.monotonic() - begin
         self.versions[version] = self.score(self.text).tolist()
@@ -162,8 +161,6 @@ def turns(model: Path, seconds: float) -> Finding:
         "rollouts.sampling.max_completion_length": LENGTH,
         "rollouts.engine": "VLLMEngine",
         "rollouts.engine.init_args.launch": json.dumps(launch(eager=True)),
-        "rollouts.engine.init_args.push": "GlooPush",
-        "rollouts.engine.init_args.push.init_args.dtype": str(HALF)[6:],
         "rollouts.engine.init_args.sleep": "false" if ON_CPU else "true",
         "trainer.accelerator": "cpu" if ON_CPU else "gpu",
         "trainer.precision": "32-true" if ON_CPU else "bf16-mixed",

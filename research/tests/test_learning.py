@@ -9,9 +9,9 @@ from pathlib import Path
 
 import learning
 import pytest
+from trace_kinds import word_sum_kind
 
 from rlt_lightning.models.kernels import cpu_has_bfloat16
-from rlt_lightning.tasks.stepwise import word_sum_kind
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,10 +71,15 @@ def test_rlt_makes_more_traces_right_and_the_control_does_not(tmp_path: Path) ->
         assert difference >= 3 * error, term
 
 
+def source(folder: Path, name: str) -> list[str]:
+    """The option that names a file of small sums."""
+    return [f"--data.{'val_source' if name == 'test' else 'source'}={folder / 'sums' / name}.jsonl"]
+
+
 def held_out_accuracy(folder: Path, model: Path) -> tuple[float, float]:
     """Accuracy on held-out sums, one answer to each, and its variance over problems."""
     command = ["validate", "--config=research/configs/correctness.yaml", f"--model.teacher={model}"]
-    command += [f"--output_dir={folder}"]
+    command += [f"--output_dir={folder}", *source(folder.parent, "train"), *source(folder.parent, "test")]
     subprocess.run([sys.executable, "-m", "rlt_lightning", *command], check=True, cwd=ROOT)
     with open(folder / "metrics.csv", newline="") as file:
         [row] = csv.DictReader(file)
@@ -85,9 +90,12 @@ def held_out_accuracy(folder: Path, model: Path) -> tuple[float, float]:
 @pytest.mark.slow
 def test_traditional_rl_makes_more_answers_right(tmp_path: Path) -> None:
     warm, run = tmp_path / "warmup", tmp_path / "run"
+    subprocess.run([sys.executable, "research/arithmetic.py", str(tmp_path / "sums")], check=True, cwd=ROOT)
     fit = [sys.executable, "-m", "rlt_lightning", "fit"]
     first = ["--config=research/configs/correctness_warmup.yaml", f"--output_dir={warm}"]
+    first += source(tmp_path, "warmup")
     second = ["--config=research/configs/correctness.yaml", f"--output_dir={run}"]
+    second += [*source(tmp_path, "train"), *source(tmp_path, "test")]
     for command in (first, [*second, f"--model.teacher={warm / 'model'}"]):
         subprocess.run([*fit, *command], check=True, cwd=ROOT)
     before, before_variance = held_out_accuracy(tmp_path / "before", warm / "model")

@@ -10,8 +10,8 @@ from rlt_lightning.callbacks.checkpoint import Checkpoint
 from rlt_lightning.callbacks.evaluate_every import EvaluateEvery
 from rlt_lightning.callbacks.evaluation import EvaluationWriter, ResponseCallback
 from rlt_lightning.callbacks.export import ModelExporter
-from rlt_lightning.callbacks.predictions import DistillationWriter, ScoreWriter
-from rlt_lightning.callbacks.recorder import CompletionsTable, RolloutRecorder
+from rlt_lightning.callbacks.predictions import DistillationWriter
+from rlt_lightning.callbacks.recorder import RolloutRecorder
 from rlt_lightning.callbacks.reference import ReferenceSync
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
@@ -22,7 +22,6 @@ from rlt_lightning.run.metrics_csv import MetricsCSV
 __all__ = [
     "Alarms",
     "Checkpoint",
-    "CompletionsTable",
     "DistillationWriter",
     "DynamicSampling",
     "EvaluateEvery",
@@ -33,5 +32,4 @@ __all__ = [
     "ResponseCallback",
     "RolloutCallback",
     "RolloutRecorder",
-    "ScoreWriter",
 ]

@@ -39,8 +39,7 @@ from rlt_lightning.engines.base import Engine, Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
-from rlt_lightning.metrics.answers import OVERALL, name_figures
-from rlt_lightning.metrics.catalogue import EVALUATION, OVERALL_FIGURES
+from rlt_lightning.metrics.answers import OVERALL, OVERALL_FIGURES, SET_FIGURES, name_figures
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.responses import (
@@ -49,8 +48,7 @@ from rlt_lightning.modules.responses import (
     require_responses_fit,
     response_seed,
 )
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Dispatcher
+from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest
 from rlt_lightning.run.ranks import Collectives
 from rlt_lightning.types import InputError, Problem, SFTExample
 
@@ -115,8 +113,7 @@ class EvaluateEvery(Callback):
     @property
     def names(self) -> list[str]:
         """Return the names of the figures that this logs, pass@1 first."""
-        figures = [metric.name.removeprefix("eval/SET/") for metric in EVALUATION]
-        found = [f"eval/{name}/{figure}" for figure in figures for name in self.sets]
+        found = [f"eval/{name}/{figure}" for figure in SET_FIGURES for name in self.sets]
         if len(self.sets) > 1:
             found += [f"eval/{OVERALL}/{figure}" for figure in OVERALL_FIGURES]
         return sorted(found, key=lambda name: not name.endswith("/pass_at_1"))
@@ -134,7 +131,7 @@ class EvaluateEvery(Callback):
         self.questions = self._build_questions(data)
         context = context_length(module.pretrained, module.trust_remote_code)
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
-        require_responses_fit(self.questions.problems, 0, self.sampling, context, advice)
+        require_responses_fit(self.questions.problems, self.sampling, context, advice)
         self.dispatcher = self.separate_dispatcher = None
         if self.engine is not None or RolloutCallback.find(trainer) is None:
             self.separate_dispatcher = Dispatcher(self.engine or HFEngine(), 1, self.deadline_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from rlt_lightning.engines.base import (
     push_until_current,
     require_context,
 )
-from rlt_lightning.engines.budget import BudgetForcing
 from rlt_lightning.engines.choice import choose_engine, find_gpus
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.answers import JUDGE_VERSION
@@ -55,7 +54,6 @@ class ResponseCallback(Callback):
             not loaded here. None: this on one NVIDIA GPU with vllm; else HFEngine(), in process.
         sampling: Temperature and limits. `max_completion_length` counts thought and answer.
         num_samples: Responses to each problem, k.
-        budget: Least and most tokens of a thought; None: the model decides.
         fit_context: Cut max_completion_length for each question to what the context leaves behind the prompt,
             as vLLM does in process. Otherwise a run whose longest question does not leave so many is refused.
         seed: Decides all sampling. A response depends only on (seed, problem, number of the sample), so a
@@ -67,7 +65,6 @@ class ResponseCallback(Callback):
         engine: Engine | None = None,
         sampling: Sampling = Sampling(),
         num_samples: int = 1,
-        budget: BudgetForcing | None = None,
         seed: int = 0,
         fit_context: bool = False,
     ) -> None:
@@ -77,7 +74,6 @@ class ResponseCallback(Callback):
         self.engine: Engine = HFEngine() if engine is None else engine
         self.sampling = sampling
         self.num_samples = num_samples
-        self.budget = budget
         self.seed = seed
         self.fit_context = fit_context
         self.context = sys.maxsize  # tokens of prompt and response, as far as they are known
@@ -87,7 +83,6 @@ class ResponseCallback(Callback):
         return {
             "sampling": asdict(self.sampling),
             "num_samples": self.num_samples,
-            "budget": self.budget and asdict(self.budget),
             "seed": self.seed,
             "fit_context": self.fit_context,
             "engine": type(self.engine).__name__,
@@ -114,8 +109,6 @@ class ResponseCallback(Callback):
                 "trainer.devices to 1: the workers use the GPUs (docs/evaluate.md)."
             )
         pl_module.sample = partial(self.sample, trainer, pl_module)
-        if self.budget is not None:
-            self.budget.require_room(self.sampling, len(data.format.answer_opening))
         if self.engine.load_own_model(pl_module.pretrained):
             return
         pl_module.needs_model = bool(data.left)
@@ -124,7 +117,7 @@ class ResponseCallback(Callback):
             self._fit_context(trainer, context)
             return
         advice = "Lower rollouts.sampling.max_completion_length, or set rollouts.fit_context."
-        require_responses_fit(data.problems, self._num_opening(trainer), self.sampling, context, advice)
+        require_responses_fit(data.problems, self.sampling, context, advice)
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,7 +131,7 @@ class ResponseCallback(Callback):
             self._fit_context(trainer, self.engine.max_model_len)
             self._announce_limits(trainer)
         else:
-            longest = max(len(problem.prompt) for problem in data.problems) + self._num_opening(trainer)
+            longest = max(len(problem.prompt) for problem in data.problems)
             require_context(longest + self.sampling.max_completion_length, self.engine.max_model_len)
         self._push(trainer, pl_module)
 
@@ -170,7 +163,6 @@ class ResponseCallback(Callback):
                 self.num_samples,
                 self.seed,
                 limits,
-                self.budget,
                 recover=partial(self._push, trainer, module),
             )
             if isinstance(engine, CalledTogether):
@@ -179,15 +171,11 @@ class ResponseCallback(Callback):
 
     # Helpers
 
-    def _num_opening(self, trainer: Trainer) -> int:
-        """Return the number of tokens that a budget adds to the prompt: the opened thought."""
-        return len(get_evaluation_data(trainer).chat_format.thought_opening) if self.budget else 0
-
     def _fit_context(self, trainer: Trainer, context: int) -> None:
         """Take over a context, in tokens, of the model or its workers.
 
         Raises:
-            InputError: If it leaves no response behind the longest question, or less than a budget needs.
+            InputError: If it leaves no response behind the longest question,
         """
         data = get_evaluation_data(trainer)
         self.context = min(self.context, context)
@@ -196,20 +184,16 @@ class ResponseCallback(Callback):
             longest = max(data.problems, key=lambda problem: len(problem.prompt))
             raise InputError(
                 f"Every question must leave room for a response in the context of {self.context} tokens, but "
-                f"{longest.id} takes {len(longest.prompt) + self._num_opening(trainer)}. Leave it out, or "
+                f"{longest.id} takes {len(longest.prompt)}. Leave it out, or "
                 "use a model or workers with a longer context."
             )
-        if self.budget is not None:
-            within = replace(self.sampling, max_completion_length=shortest)
-            self.budget.require_room(within, len(data.chat_format.answer_opening))
 
     def _limits(self, trainer: Trainer, problems: list[EvaluationProblem]) -> list[int]:
         """Return the tokens that a response to each problem may have."""
         longest = self.sampling.max_completion_length
         if not self.fit_context:
             return [longest] * len(problems)
-        room = self.context - self._num_opening(trainer)
-        return [min(longest, room - len(problem.prompt)) for problem in problems]
+        return [min(longest, self.context - len(problem.prompt)) for problem in problems]
 
     def _announce_limits(self, trainer: Trainer) -> None:
         """Say how many responses the context makes shorter."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlt_lightning.datamodules.evaluation_sets import explain_difference
-from rlt_lightning.metrics.catalogue import EVALUATION, SET_TITLES
+from rlt_lightning.datamodules.evaluation_sets import SETS, explain_difference
 
 PAPER_SETS = ("aime24", "math500", "gpqa_diamond")
 PAPER_SOURCE = "Table 1 of arXiv:2506.08388, pass@1 in %, as published"
@@ -28,15 +27,11 @@ PAPER_ROWS: tuple[tuple[str, str, tuple[float, float, float, float]], ...] = (
     ("Bespoke-32B", "17K", (63.30, 93.00, 58.10, 71.47)),
     ("RLT-32B", "17K", (66.70, 93.40, 59.60, 73.23)),
 )
-TITLES = {metric.name.removeprefix("eval/SET/"): metric.title for metric in EVALUATION}
 PERCENTAGES = ("pass_at_k", "maj_at_k", "formatted_frac", "truncated_frac")
 HEADER = (
-    "set",
-    TITLES["num_problems"],
-    "k",
-    f"{TITLES['pass_at_1']}, % ± {TITLES['standard_error']}",
-    *(f"{TITLES[name]}, %" for name in PERCENTAGES),
-    TITLES["tokens_mean"],
+    *("set", "problems", "k", "pass@1, % ± s.e."),
+    *("pass@k, %", "maj@k, %", "formatted, %", "cut off, %"),  # as PERCENTAGES
+    "tokens",
 )
 
 
@@ -50,7 +45,7 @@ def render(summary: dict[str, Any]) -> str:
         page += f"\nBeside {PAPER_SOURCE}:\n\n{build_comparison(summary, name)}"
     lines = [explain_difference(key, found["differs"]) for key, found in sets.items() if found.get("differs")]
     lines += [
-        f"{SET_TITLES[key]} is recognised only by the number of its rows."
+        f"{SETS[key].title} is recognised only by the number of its rows."
         for key in PAPER_SETS
         if key in comparable and sets[key].get("known_by_number")
     ]
@@ -78,7 +73,7 @@ def build_result_row(found: dict[str, Any]) -> tuple[str, ...]:
 
 def build_paper_table() -> list[tuple[str, ...]]:
     """Return Table 1 of the paper as rows of text, the header first."""
-    header = ("model", "data", *(SET_TITLES[key] for key in PAPER_SETS), "overall")
+    header = ("model", "data", *(SETS[key].title for key in PAPER_SETS), "overall")
     rows = ((model, size, *(f"{value:.2f}" for value in values)) for model, size, values in PAPER_ROWS)
     return [header, *rows]
 

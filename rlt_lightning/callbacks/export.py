@@ -23,7 +23,6 @@ from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.checkpoints.io import NamedCheckpoints
 from rlt_lightning.console import announce, announce_writing
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.metrics.result import read_fit_result
 from rlt_lightning.models.weights import trained_tensors, weights_size
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.types import InputError
@@ -109,14 +108,15 @@ class ModelExporter(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Add the figures to the card and upload the model, where no other rank waits for this one.
+        """Hide secrets in the card and upload the model, where no other rank waits for this one.
 
         A failed upload does not fail the run.
         """
         if stage != "fit" or not self.has_written or not trainer.is_global_zero:
             return
         folder = Path(trainer.default_root_dir) / "model"
-        add_figures(folder / CARD)
+        card = folder / CARD
+        card.write_text(redact(card.read_text(encoding="utf-8")), encoding="utf-8")
         if self.repo_id is None:
             return
         try:
@@ -134,14 +134,6 @@ class ModelExporter(Callback):
             )
         else:
             announce(f"{folder} is on the hub: {commit.repo_url}")
-
-
-def add_figures(card: Path) -> None:
-    """Add a run's first and last figures to the card of its model."""
-    figures = read_fit_result(card.parents[1]).figures()
-    rows = [f"| {name} | {change} |" for name, change in figures.items()]
-    table = ["", "| | first → last |", "|---|---|", *rows, ""] if rows else []
-    card.write_text(redact(card.read_text(encoding="utf-8") + "\n".join(table)), encoding="utf-8")
 
 
 def describe_error(error: BaseException) -> str:

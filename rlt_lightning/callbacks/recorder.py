@@ -1,4 +1,4 @@
-"""Callbacks that record the completions of training in `rollouts.jsonl` and in W&B.
+"""Record the completions of training in `rollouts.jsonl`, and some of them in W&B.
 
 A resumed run repeats the iterations after its checkpoint, so it first drops their rows from the file.
 """
@@ -13,22 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from rlt_lightning.modules.rollout_rows import (
-    build_token_columns,
-    rollout_rows,
-    spread_evenly,
-)
+from rlt_lightning.modules.rollout_rows import build_token_columns, rollout_rows
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
-from rlt_lightning.types import InputError, PromptBatch
+from rlt_lightning.types import PromptBatch
 
 T = TypeVar("T")
-
-TABLE = "completions"  # name of the table in W&B
-NOT_SHOWN = ("policy_version", "seed", "worker")
-# The table in W&B is sent again when it has grown by this factor, so that all uploads together stay small.
-GROWTH = 1.1
-MOST_ROWS = 10_000  # that W&B shows of a table
 
 
 class RolloutRecorder(Callback):
@@ -38,15 +28,19 @@ class RolloutRecorder(Callback):
         every_n_steps: Record the completions of every n-th iteration; 0 is off.
         tokens: Completions whose tokens are recorded with the student's value of each: every problem's best
             and worst, all, or none.
+        wandb_rows: Completions of an iteration in the table `completions` of W&B, spread over its problems;
+            0 shows none.
     """
 
     def __init__(
         self,
         every_n_steps: int = 1,
         tokens: Literal["extremes", "all", "none"] = "extremes",
+        wandb_rows: int = 4,
     ) -> None:
         self.every_n_steps = every_n_steps
         self.tokens = tokens
+        self.wandb_rows = wandb_rows
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,6 +60,16 @@ class RolloutRecorder(Callback):
         rows = [row for _, row in sorted(measured, key=lambda numbered: numbered[0])]
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
+            self._show(rows, trainer)
+
+    def _show(self, rows: list[Row], trainer: Trainer) -> None:
+        """Send some of an iteration's rows to W&B, without the values of single tokens."""
+        shown = rows[:: max(1, len(rows) // self.wandb_rows)][: self.wandb_rows] if self.wandb_rows else []
+        columns = [name for name, value in (shown or [{}])[0].items() if not isinstance(value, list)]
+        data = [[row.get(name) for name in columns] for row in shown]
+        for logger in trainer.loggers:
+            if data and isinstance(logger, WandbLogger):
+                logger.log_table("completions", columns, data, step=trainer.global_step)
 
     def _build_rows(self, number: int, step: StepBatch, module: Any) -> list[tuple[int, Row]]:
         """Return what is recorded of the completions that this rank has measured, with their rows."""
@@ -90,82 +94,6 @@ class RolloutRecorder(Callback):
 
     def _path(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "rollouts.jsonl"
-
-
-class CompletionsTable(Callback):
-    """Show some training completions of each iteration in W&B, as one table; without W&B do nothing.
-
-    W&B keeps whole tables, so each upload has all rows of this session and no iteration replaces another.
-
-    Args:
-        every_n_steps: Show completions of every n-th iteration; 0 shows none.
-        num_completions: Completions per iteration, evenly spread over its problems and their groups.
-    """
-
-    def __init__(self, every_n_steps: int = 1, num_completions: int = 4) -> None:
-        if every_n_steps < 0 or num_completions < 1:
-            raise InputError(
-                "completions.every_n_steps must be >= 0 and num_completions >= 1, but are "
-                f"{every_n_steps} and {num_completions}. every_n_steps 0 switches the table off."
-            )
-        self.every_n_steps = every_n_steps
-        self.num_completions = num_completions
-        self.rows: list[Row] = []  # of the table
-        self.num_new = 0  # rows since the last upload
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = trainer.global_step
-        if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
-            return
-        if not self._wandb(trainer):
-            return
-        rows = gather_rows([{"iteration": step, **row} for row in build_table_rows(batch)], trainer)
-        if not trainer.is_global_zero:
-            return
-        shown = spread_evenly(rows, self.num_completions)
-        self.rows = [*self.rows, *shown][-MOST_ROWS:]
-        self.num_new += len(shown)
-        if self.num_new >= (GROWTH - 1) * (len(self.rows) - self.num_new):
-            self._send(trainer)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._send(trainer)
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._send(trainer)
-
-    def _send(self, trainer: Trainer) -> None:
-        """Upload the table to W&B if it has new rows."""
-        if not self.num_new:
-            return
-        columns = [*self.rows[0]]
-        data = [[row.get(column) for column in columns] for row in self.rows]
-        for logger in self._wandb(trainer):
-            logger.log_table(TABLE, columns, data, step=self.rows[-1]["iteration"])
-        self.num_new = 0
-
-    def _wandb(self, trainer: Trainer) -> list[WandbLogger]:
-        return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-
-
-def build_table_rows(batch: PromptBatch) -> list[Row]:
-    """Build one row per completion: its texts, the reward and its terms, and lengths in tokens."""
-    rows = []
-    step = batch.step
-    for rollout, row in zip(step.rollouts(step.logged), rollout_rows(step, step.logged), strict=True):
-        shown = {n: v for n, v in row.items() if n not in NOT_SHOWN and not isinstance(v, list)}
-        lengths = {
-            "closed": rollout.closed,
-            "prompt_tokens": len(rollout.problem.teacher_prompt),
-            "solution_tokens": len(rollout.problem.solution_ids),
-        }
-        rows.append({"problem": shown.pop("row"), **shown, **lengths})
-    return rows
 
 
 def gather_rows(rows: list[T], trainer: Trainer) -> list[T]:

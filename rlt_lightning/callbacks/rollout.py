@@ -35,11 +35,10 @@ from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Placement, Sampling
 from rlt_lightning.engines.choice import choose_engine, find_gpus
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.modules.on_policy import OnPolicyModule
+from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Dispatcher, Sampler
+from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
 from rlt_lightning.types import InputError
 
 # schedule(the config's sampling, optimizer step) is the sampling of that step.
@@ -246,13 +245,11 @@ class RolloutCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the completions that no step was trained on yet: a resumed run trains on the same ones.
 
-        A synchronous run samples them again: nothing is awaited for its checkpoint. Dynamic sampling needs
-        the spread of earlier rewards too.
+        A synchronous run samples them again: nothing is awaited for its checkpoint.
         """
-        request, average = self.sampler.pending, self.sampler.reward_std.average
-        spread = {} if average is None else {"reward_std": average}
+        request = self.sampler.pending
         if request is None or not self.asynchronous:
-            return spread
+            return {}
 
         def collect() -> str | None:
             # This wait costs nothing: the next step would wait for the same completions.
@@ -266,13 +263,12 @@ class RolloutCallback(Callback):
         problem = self.dispatcher.call(collect)
         if problem is not None:
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
-        return spread | {"order": request.to_plain()}
+        return {"order": request.to_plain()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         is_saved = self.asynchronous and "order" in state_dict
         self.sampler.pending = RolloutRequest.from_plain(state_dict["order"]) if is_saved else None
-        self.sampler.reward_std.average = state_dict.get("reward_std")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -24,9 +24,6 @@ These parts of a run, called by Lightning, put their state into state.pt and rea
     completions in flight,    RolloutCallback.state_dict                 callbacks/rollout.py
     spread of the rewards
     moves of the reference    ReferenceSync.state_dict                   callbacks/reference.py
-    validation still to come  Checkpoint.on_save_checkpoint              callbacks/checkpoint.py
-    last row of metrics.csv   MetricsResume.on_save_checkpoint           callbacks/checkpoint.py
-    what alarms remember      Alarms.state_dict                          callbacks/alarms.py
 
 `load_checkpoint` in checkpoints/io.py restores weights and moments: that of FolderCheckpointIO if weights are
 whole, that of NamedCheckpoints if they are sharded.
@@ -34,10 +31,8 @@ whole, that of NamedCheckpoints if they are sharded.
 What a resumed run finds elsewhere, and checkpoints therefore leave out:
 
     weights of the reference  reference/step=000006 of the run folder    ReferenceSync.on_train_start
-    earlier rows of files     metrics.csv and rollouts.jsonl, cut to     MetricsResume.on_train_start,
+    earlier rows of files     metrics.csv and rollouts.jsonl, cut to     Checkpoint.on_train_start,
                               the checkpoint's step                      RolloutRecorder.on_train_start
-    earlier points of charts  TensorBoard, cut to the checkpoint's step  MetricsResume
-    the best step             best.json beside the checkpoints           Checkpoint._resume_best
     random numbers            functions of seed, step and rank, or of    PolicyModule.on_train_batch_start,
                               seed, step and row                         Sampler in rollouts/sampler.py
 
@@ -47,7 +42,6 @@ to .old before the rename and deleted after it. After a crash in between `recove
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import zipfile
@@ -64,7 +58,7 @@ from rlt_lightning.types import InputError, naming_full_disk
 if TYPE_CHECKING:
     from rlt_lightning.models.weights import NamedTensor
 
-STATE, WEIGHTS, BEST = "state.pt", "weights", "best.json"
+STATE, WEIGHTS = "state.pt", "weights"
 DAMAGED = "Resume from another checkpoint (--ckpt_path), or restore this one from a copy."
 
 
@@ -264,50 +258,6 @@ def find_newest_checkpoint(folder: Path) -> Path:
     return found[-1]
 
 
-def find_best_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint with the best score.
-
-    Raises:
-        InputError: If no checkpoint was scored, or the best one is missing.
-    """
-    recover(folder)
-    best = read_best(folder)
-    if not best:
-        raise InputError(
-            f"--ckpt_path best needs a checkpoint with a score, but {folder} has none. Train with "
-            "--checkpoint.monitor reward/val_mean and held-out rows (data.val_rows), or choose last."
-        )
-    path: Path = folder / best["checkpoint"]
-    if not path.exists():
-        raise InputError(f"--ckpt_path best is {path}, but that is missing. Restore it, or choose last.")
-    return path
-
-
-def read_best(folder: Path) -> dict[str, Any]:
-    """Return best.json: checkpoint, step, monitor and score; empty if there is no such file."""
-    path = folder / BEST
-    try:
-        best: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        return best
-    except ValueError as error:
-        raise InputError(f"{path} must be a file that rlt wrote, but cannot be read. Delete it.") from error
-
-
-def write_best(folder: Path, best: dict[str, Any]) -> None:
-    """Write best.json completely or not at all."""
-    scratch = folder / f"{BEST}.tmp"
-    with open(scratch, "w") as file:
-        json.dump(best, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, folder / BEST)
-    sync_folder(folder)
-
-
 def name_checkpoint(step: int) -> str:
     """Return the name of a step's checkpoint."""
     return f"step={step:06d}.ckpt"
-
-
-# The words that --ckpt_path takes besides a path.
-CHECKPOINT_CHOICES = {"last": find_newest_checkpoint, "best": find_best_checkpoint}

@@ -10,7 +10,7 @@ from rlt_lightning.version import __version__
 VERBS = {
     "demo": """Show what RLT does for a student: all stages in miniature, two minutes.
 
-  rlt demo [--output_dir DIR] [--resume true]
+  rlt demo [--output_dir DIR]
 """,
     "configs": """List the configs of the package, or show one of them.
 
@@ -64,7 +64,7 @@ Options: those of rlt fit.
   --rollouts.num_traces 1             explanations per problem
   --rollouts.max_resamples 0          how often an unusable one is made again
   --distillation.select fits_context  which explanations are taken
-  --scores.per_token true             write the figures of every token
+  --distillation.per_token true       write the figures of every token
 
 Other options: those of rlt fit.
 """,
@@ -102,19 +102,14 @@ Other options: those of rlt fit.
 """,
     "explain": """Show what an explanation is worth to a student, by term and by token.
 
-  rlt explain runs/try --question '1 + 1?' --solution 2
-  rlt explain --config recipe_7b/rank --row 3
+  rlt explain runs/try --question '1 + 1?' --solution 2 --student miniature
 
-A run or a model that is named first writes the explanation; without one it is
-the row's.
+The run, model folder or hub id that is named first writes the explanation.
 
-  --question, --solution TEXT  in place of a row
+  --student MODEL              frozen student; without it nothing is scored
   --explanation TEXT           an explanation of your own
-  --row 1                      number of the row in data.source
-  --top 20                     tokens in the table, largest KL first
-  --html FILE                  also write a page with the tokens' colours
-
-Other options: those of rlt predict.
+  --seed 0                     another seed samples another explanation
+  --reward.KEY, --sampling.KEY options of RLTReward and of Sampling
 """,
     "export": """Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.
 

@@ -26,6 +26,7 @@ from rlt_lightning.judging.judge import refuse_while_imported
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.run import ranks
 from rlt_lightning.run.interrupt import TERMINATED, is_terminated
+from rlt_lightning.teacher import explain
 from rlt_lightning.trainer import quiet_third_parties
 from rlt_lightning.types import InputError
 
@@ -33,7 +34,13 @@ from rlt_lightning.types import InputError
 MISTAKES = (InputError, NonFiniteError, EngineError, MisconfigurationException)
 
 # The verbs without a trainer.
-COMMANDS: dict[str, Callable[..., None]] = {"export": export_checkpoint, "report": report}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "export": export_checkpoint,
+    "report": report,
+    "explain": explain,
+}
+# The option that a first word without dashes stands for.
+BARE = {"report": "run_dir", "explain": "teacher"}
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +51,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_while_imported()
         if verb in COMMANDS:
-            options: dict[str, Any] = {"as_positional": verb == "report", "parser_class": ConfigParser}
+            if verb in BARE and words and not words[0].startswith("-"):
+                words[0] = f"--{BARE[verb]}={words[0]}"
+            options: dict[str, Any] = {"as_positional": False, "parser_class": ConfigParser}
             auto_cli(COMMANDS[verb], args=words, prog=f"rlt {verb}", **options)
             return 0
         kind = SettingsCommandLine if verb in SETTINGS_COMMANDS else RLTCommandLine

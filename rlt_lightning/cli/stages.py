@@ -29,7 +29,6 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasti
 
 from rlt_lightning.cli.parser import ConfigParser
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.metrics.catalogue import write_entries
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.run.folder import (
@@ -84,7 +83,6 @@ class SaveConfig(SaveConfigCallback):
         with naming_full_disk(path):
             self.parser.save(config, str(scratch), **options)
             scratch.replace(path)
-            write_entries(path.parent)
         settings = redact(yaml.safe_load(path.read_text())) | {"version": __version__}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)

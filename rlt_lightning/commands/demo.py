@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import runpy
@@ -32,15 +31,13 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import NamedTuple
 
 from rlt_lightning.run.jsonl import read_json_rows
 from rlt_lightning.run.shipped import list_shipped_configs
 
-RESULTS = {
-    "fit": "model/config.json",
-    "predict": "README.md",
-    "test": "evaluation.json",
-}  # what a verb writes last
+# What a verb writes last.
+RESULTS = {"fit": "model/config.json", "predict": "README.md", "test": "evaluation.json"}
 PRELOADED = [
     "rlt_lightning.cli.main",
     "transformers.models.llama.modeling_llama",
@@ -52,13 +49,12 @@ NUM_ITERATIONS = 40  # of laptop/rlt, with 64 explanations each
 NUM_CANDIDATES = 2  # of each problem: as many in all as RLT samples, in its iterations and for its student
 
 
-@dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """One way to make the explanations that a student learns from.
 
     Attributes:
         name: What the terminal calls it.
-        teacher: Place of the teacher that writes them.
+        teacher: Place of the teacher that writes them; empty: the student learns nothing.
         options: Settings of `rlt predict`.
     """
 
@@ -67,8 +63,8 @@ class Arm:
     options: dict[str, object]
 
 
-ARMS = {
-    "rlt": Arm("RLT teacher, T 0.7", "rlt", {}),
+ARMS = {  # rows of the table
+    "untrained": Arm("nothing (untrained student)", "", {}),
     "warmup": Arm("warm-up teacher, T 0.7", "warmup", {}),
     "greedy": Arm("warm-up teacher, T 0", "warmup", {"rollouts__sampling__temperature": 0.0}),
     "best": Arm(
@@ -76,13 +72,9 @@ ARMS = {
         "warmup",
         {"rollouts__num_traces": NUM_CANDIDATES, "distillation__select": "best_reward"},
     ),
+    "rlt": Arm("RLT teacher, T 0.7", "rlt", {}),
 }
 SHOWN_PROBLEM = 3  # of those that are explained, the first being 0
-UNTRAINED = "untrained"
-SHOWN = {  # rows of the table
-    UNTRAINED: "nothing (untrained student)",
-    **{arm: ARMS[arm].name for arm in ("warmup", "greedy", "best", "rlt")},
-}
 ABOUT = """A teacher of 184,000 parameters learns to explain last-digit chains such as
 "start 2, add 1, times 7, add 3?". Few of its explanations are right, most are
 filler. Students, which begin as the same model, learn from what it writes:
@@ -117,19 +109,10 @@ class Stage:
 
 
 def run_demo(words: Sequence[str]) -> int:
-    """Run `rlt demo` with these words and return the exit status.
-
-    It is 1 if a stage fails or the finding does not show, 2 for a mistake of the user's.
-    """
+    """Run `rlt demo` with these words and return the exit status, 1 if a stage fails."""
     options = build_demo_parser().parse_args(words)
     folder = Path(options.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "data").mkdir(exist_ok=options.resume == "true")
-    except OSError as error:
-        remedy = "Choose a new folder, or add --resume true to continue a demo in it."
-        print(f"rlt: error: --output_dir must be a new folder, but {error}. {remedy}", file=sys.stderr)
-        return 2
+    (folder / "data").mkdir(parents=True, exist_ok=True)
     print(ABOUT, flush=True)
     begin = time.perf_counter()
     try:
@@ -139,14 +122,14 @@ def run_demo(words: Sequence[str]) -> int:
         print(f"rlt: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        resume = f"rlt demo --output_dir {shlex.quote(str(folder))} --resume true"
+        resume = f"rlt demo --output_dir {shlex.quote(str(folder))}"
         print(f"\nrlt: interrupted. To resume: {resume}", file=sys.stderr)
         return 128 + signal.SIGINT
     show_explanations(folder)
-    is_shown = show_accuracies(folder)
-    print(f"\nDone in {time.perf_counter() - begin:.0f} s. How the teacher learned: {folder / 'report.html'}")
+    show_accuracies(folder)
+    print(f"\nDone in {time.perf_counter() - begin:.0f} s. How it learned: rlt report {folder}/rlt/teacher")
     print("Next, the RLT stage by itself, half a minute: rlt fit --config laptop/rlt")
-    return int(not is_shown)
+    return 0
 
 
 def build_demo_parser() -> argparse.ArgumentParser:
@@ -154,10 +137,8 @@ def build_demo_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlt demo", allow_abbrev=False, description=ABOUT.partition("\n\n")[0]
     )
-    parser.add_argument("--output_dir", metavar="DIR", help="the folder; runs/demo-<time> by default")
-    # With a value as in other verbs; alone it means true.
-    values, meaning = ("true", "false"), "continue the demo in --output_dir"
-    parser.add_argument("--resume", nargs="?", const="true", default="false", choices=values, help=meaning)
+    meaning = "the folder, in which a demo continues; runs/demo-<time> by default"
+    parser.add_argument("--output_dir", metavar="DIR", help=meaning)
     return parser
 
 
@@ -193,34 +174,29 @@ def list_stages(folder: Path) -> list[Stage]:
             words += [f"--{option.replace('__', '.')}", str(value)]
         return Stage(name, line, tuple(words), folder / name / RESULTS[verb], needs)
 
-    rows: dict[str, object] = {"data__source": data / "warmup.jsonl"}
     line = "warm-up teacher: learn from uneven explanations"
-    stages = [build(line, "warmup/teacher", "", "fit", "laptop/warmup", **rows)]
-    rows = {"data__source": data / "rlt.jsonl", "model__teacher": folder / "warmup/teacher/model"}
+    stages = [build(line, "warmup/teacher", "", "fit", "laptop/warmup", data__source=data / "warmup.jsonl")]
+    rows: dict[str, object] = {"data__source": data / "rlt.jsonl"}
+    rows |= {"model__teacher": folder / "warmup/teacher/model"}
     line = f"RLT teacher: RLT, {NUM_ITERATIONS} iterations"
     stages += [build(line, "rlt/teacher", "warmup/teacher", "fit", "laptop/rlt", **rows)]
-    for name, arm in ARMS.items():
-        needs = f"{arm.teacher}/teacher"
-        rows = {"data__source": data / "explained.jsonl", "model__teacher": folder / needs / "model"}
-        line, options = f"{arm.name}: explain {NUM_EXPLAINED} problems", arm.options | {"data__seed": 0}
-        stages += [build(line, f"{name}/traces", needs, "predict", "laptop/generate", **rows, **options)]
-        rows = {"data__source": folder / name / "traces/distillation.jsonl"}
-        line, needs = f"{arm.name}: its student learns from them", f"{name}/traces"
-        options = {"trainer__max_epochs": 1, "data__seed": 0}
-        stages += [build(line, f"{name}/student", needs, "fit", "laptop/sft", **rows, **options)]
-    for name in (*ARMS, UNTRAINED):
-        trained = name in ARMS
-        model, needs = (folder / name / "student/model", f"{name}/student") if trained else ("miniature", "")
-        line = f"{ARMS[name].name}: its student" if trained else "untrained student:"
-        options = {"model__pretrained": model, "data__sets": sets, "rollouts__sampling__temperature": 0.7}
-        line = f"{line} answers {NUM_ASKED} problems"
+    for name in sorted(ARMS, key=lambda name: name != "rlt"):
+        arm, model, needs = ARMS[name], "miniature", ""
+        if arm.teacher:
+            needs = f"{arm.teacher}/teacher"
+            rows = {"data__source": data / "explained.jsonl", "model__teacher": folder / needs / "model"}
+            line, options = f"{arm.name}: explain {NUM_EXPLAINED} problems", arm.options | {"data__seed": 0}
+            stages += [build(line, f"{name}/traces", needs, "predict", "laptop/generate", **rows, **options)]
+            rows = {"data__source": folder / name / "traces/distillation.jsonl", "data__seed": 0}
+            line, needs = f"{arm.name}: its student learns from them", f"{name}/traces"
+            stages += [
+                build(line, f"{name}/student", needs, "fit", "laptop/sft", trainer__max_epochs=1, **rows)
+            ]
+            model, needs = str(folder / name / "student/model"), f"{name}/student"
+        line, options = f"{arm.name}: answer {NUM_ASKED} problems", {"rollouts__sampling__temperature": 0.7}
+        options |= {"model__pretrained": model, "data__sets": sets}
         stages += [build(line, f"{name}/answers", needs, "test", "laptop/evaluate", **options)]
-    page = folder / "report.html"
-    words = ("report", str(folder / "rlt/teacher"), "--output", str(page))
-    return [
-        *stages,
-        Stage("rlt/report", "RLT teacher: the page of how it learned", words, page, "rlt/teacher"),
-    ]
+    return stages
 
 
 def run_stages(stages: Sequence[Stage], folder: Path) -> None:
@@ -291,28 +267,18 @@ def show_explanations(folder: Path) -> None:
     print(f"\n{first['question']}   {first['solution']}")
     for arm, rows in explained.items():
         row = next(row for row in rows if row["question"] == first["question"])
-        solution, kl = row["solution_log_prob_reward"], row["kl_reward"]
+        solution, kl = row["solution_reward"], row["kl_reward"]
         print(f"\n  {ARMS[arm].name}: reward {row['reward']:.2f} (solution {solution:.2f}, KL {kl:.2f})")
         print(textwrap.fill(row["reasoning_trace"], 78, initial_indent="    ", subsequent_indent="    "))
 
 
-def show_accuracies(folder: Path) -> bool:
-    """Print what the students solve; return whether RLT's student is ahead of all others."""
+def show_accuracies(folder: Path) -> None:
+    """Print what the students solve."""
     print(f"\nHeld-out problems solved by a student that learned from …, in % of {NUM_ASKED}:\n")
-    accuracies = {arm: read_accuracy(folder / arm / "answers") for arm in SHOWN}
-    for arm, name in SHOWN.items():
-        print(f"  {name:<31} {100 * accuracies[arm]:5.0f}  {'#' * round(30 * accuracies[arm])}".rstrip())
-    after, before = accuracies["rlt"], max(share for arm, share in accuracies.items() if arm != "rlt")
-    error = 100 * math.hypot(compute_half_interval(after), compute_half_interval(before))
-    gain = 100 * (after - before)
-    print(f"\nRLT against the next best: {gain:+.0f} ± {error:.0f} points (95 %, one seed).")
-    print(textwrap.fill(CHEAPER, 80))
-    return gain > error
-
-
-def compute_half_interval(share: float) -> float:
-    """Return half the 95 % interval of a share of the held-out problems."""
-    return 1.96 * math.sqrt(share * (1 - share) / NUM_ASKED)
+    for name, arm in ARMS.items():
+        accuracy = read_accuracy(folder / name / "answers")
+        print(f"  {arm.name:<31} {100 * accuracy:5.0f}  {'#' * round(30 * accuracy)}".rstrip())
+    print(f"\n{textwrap.fill(f'One seed, at most ± 4 points (95 %). {CHEAPER}', 80)}")
 
 
 def read_accuracy(folder: Path) -> float:

@@ -52,8 +52,7 @@ from rlt_lightning.models.packed import disable_dropout, scored_hidden_states
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.models.weights import FILE_BYTES
 from rlt_lightning.modules import OPDModule, RLTModule
-from rlt_lightning.modules.base import PolicyModule, require_precision
-from rlt_lightning.modules.on_policy import OnPolicyModule, require_whole_models
+from rlt_lightning.modules.base import OnPolicyModule, PolicyModule, require_precision, require_whole_models
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import list_heads, resident_bytes
 from rlt_lightning.numerics.head import block_size
@@ -941,7 +940,7 @@ def list_disk_parts(setup: Setup, checkpoint: Checkpoint, num_steps: int) -> dic
         parts = {}
     else:
         # The next one is whole before the oldest is deleted.
-        number += 1 + (checkpoint.best_metric is not None)
+        number += 1
         parts = {f"{number} checkpoints": number * size}
     shape = setup.policy.shape
     per_weight = setup.master_bytes if shape.trained == shape.weights else setup.policy.weight_bytes
@@ -1263,7 +1262,7 @@ def read_worker(engine: Engine, policy: LanguageModel, devices: Any) -> PlannedW
         tensor_parallel_size=size,
         weight_bytes=weight_bytes,
         gpu_memory_utilization=utilization,
-        push_bytes=policy.weight_bytes if settings.push_dtype is None else settings.push_dtype.itemsize,
+        push_bytes=min(policy.weight_bytes, weight_bytes),
         only_adapter=engine.takes_adapters,
         bucket_bytes=settings.push_bytes,
         colocated=colocated,

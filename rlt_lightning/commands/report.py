@@ -4,10 +4,10 @@
     metrics.csv                             first and last means, six curves
     rollouts.jsonl                          completions of the first and the last iteration, token by token
     scores.jsonl, traces.jsonl              completions of largest and smallest reward
-    evaluation.md, comparison.md            the whole page
+    evaluation.md                           the whole page
     config.yaml                             the whole file, folded, at the end
 
-Everything that comes from a run is escaped. `rlt explain --html` makes its page with the same functions.
+Everything that comes from a run is escaped.
 """
 
 from __future__ import annotations
@@ -26,13 +26,6 @@ from string import Template
 import yaml
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.metrics.catalogue import (
-    find_metric,
-    label_columns,
-    read_entries,
-    training_name,
-    validation_name,
-)
 from rlt_lightning.run.folder import read_settings
 from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
@@ -41,7 +34,7 @@ from rlt_lightning.types import InputError
 from rlt_lightning.version import __version__
 
 MARKER = "<!doctype html><!-- rlt report -->"  # first line of a file that we may overwrite
-DOCUMENTS = ("evaluation.md", "comparison.md")
+DOCUMENTS = ("evaluation.md",)
 # What a stage improves. On-policy distillation also logs minus its divergence as a reward, RL also a loss.
 OBJECTIVES = ("distill/divergence", "reward/mean", "policy/loss")
 # What a person looks at next, in this order. The page draws the first six figures that a run has.
@@ -51,6 +44,11 @@ NEXT_FIGURES = (
     *("data/completion_tokens", "perf/tokens_per_s"),
 )
 NUM_CURVES = 6
+# Figures of a completion, beside the terms of its reward and those of each student, NAME/STUDENT.
+FIGURES = {
+    *("reward", "baseline", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"),
+    *("correct", "formatted", "timed_out", "judged_tokens", "num_tokens", "student_tokens", "closed", "fits"),
+}
 NUM_PROBLEMS = 4  # of an iteration, with two completions each
 MAX_WINDOW = 10  # steps that a first or last mean is of, and at most a quarter of the run
 WIDTH, HEIGHT, LEFT = 320, 150, 52  # of a chart, pixels; LEFT is the room of the numbers
@@ -78,7 +76,6 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     Raises:
         InputError: If the folder holds no run with figures, a file is damaged, or `output` is no report.
     """
-    read_entries(run)
     curves, notes = read_metrics(run / "metrics.csv")
     body = [f'<p class="soft">{escape(str(run))}</p>']
     body += [f"<p>{escape(note)}</p>" for note in notes]
@@ -172,10 +169,19 @@ def render_change(name: str, curve: Curve) -> tuple[str, ...]:
     """Return a row of the table: the figure, its first and its last mean, and their difference."""
     is_held_out = "/val_" in name or name.startswith("eval/")
     first, last = measure_ends([value for value in curve[1] if value is not None], 1 if is_held_out else None)
-    title = find_metric(training_name(name)).title + (", held-out" if "/val_" in name else "")
     change = last[0] - first[0]
     cells = (format_mean(*first), format_mean(*last), f"{change:+.4g}")
-    return (f"{escape(title)} <code>{escape(name)}</code>", *cells)
+    return (f"<code>{escape(name)}</code>", *cells)
+
+
+def training_name(name: str) -> str:
+    """Return the training metric that a held-out metric goes with; other names stay as they are."""
+    return name.replace("/val_", "/")
+
+
+def validation_name(name: str) -> str:
+    """Return the held-out metric that goes with a training metric."""
+    return name.replace("/", "/val_", 1)
 
 
 def measure_ends(
@@ -200,8 +206,8 @@ def format_mean(mean: float, error: float) -> str:
 
 def draw_chart(name: str, curves: dict[str, Curve]) -> str:
     """Return one figure by step as SVG: training as a line, held-out rows dashed."""
-    metric, held_out = find_metric(name), validation_name(name)
-    lines = [(kind, curves[key]) for kind, key in (("train", name), ("held-out", held_out)) if key in curves]
+    keys = (("train", name), ("held-out", validation_name(name)))
+    lines = [(kind, curves[key]) for kind, key in keys if key in curves]
     steps = [step for _, curve in lines for step in curve[0]]
     values = [value for _, curve in lines for value in curve[1] if value is not None]
     left, right, low, high = min(steps), max(steps), min(values), max(values)
@@ -218,15 +224,13 @@ def draw_chart(name: str, curves: dict[str, Curve]) -> str:
             path += f"{command}{x:.1f} {y:.1f}" + ("h0" if command == "M" else "")  # a lone point is a dot
             command = "L"
         paths.append(f'<path class="{kind}" d="{path}"/>')
-    label = f"{metric.title}: from {values[0]:.4g} at step {left}; least {low:.4g}, largest {high:.4g}"
+    label = f"{name}: from {values[0]:.4g} at step {left}; least {low:.4g}, largest {high:.4g}"
     more = " (dashed: held-out)" if len(lines) > 1 else ""
-    unit = f", {metric.unit}" if metric.unit else ""
     return (
-        f'<figure><b>{escape(metric.title)}</b>{escape(unit)}<svg viewBox="0 0 {WIDTH} {HEIGHT + 16}" '
+        f'<figure><b>{escape(name)}</b>{more}<svg viewBox="0 0 {WIDTH} {HEIGHT + 16}" '
         f'role="img" aria-label="{escape(label)}"><text x="0" y="12">{high:.4g}</text>'
         f'<text x="0" y="{HEIGHT}">{low:.4g}</text><text x="{LEFT}" y="{HEIGHT + 14}">step {left}</text>'
-        f'<text x="{WIDTH}" y="{HEIGHT + 14}" text-anchor="end">{right}</text>{"".join(paths)}</svg>'
-        f"<figcaption><code>{escape(name)}</code>{more}. {escape(metric.caption)}</figcaption></figure>"
+        f'<text x="{WIDTH}" y="{HEIGHT + 14}" text-anchor="end">{right}</text>{"".join(paths)}</svg></figure>'
     )
 
 
@@ -294,16 +298,20 @@ def render_completion(row: Row) -> str:
     if "thought_tokens" in row:
         explanation = render_heat(row["thought_tokens"], row["thought_kl"], KL_LEVELS)
         solution = render_heat(row["solution_tokens"], row["solution_log_probs"], LOG_PROB_LEVELS, sign=-1)
-    labels = label_columns()
     figures = [
-        f"{escape(labels.get(name) or name)} {value:.4g}"
+        f"{escape(name)} {value:.4g}"
         for name, value in row.items()
-        if (name in labels or name.endswith("_reward")) and isinstance(value, (int, float))
+        if is_figure(name.partition("/")[0]) and isinstance(value, (int, float))
     ]
     return (
         f"<article><b>Question</b><pre>{escape(question)}</pre><b>Explanation</b><pre>{explanation}</pre>"
         f'<b>Solution</b><pre>{solution}</pre><p class="soft">{" · ".join(figures)}</p></article>'
     )
+
+
+def is_figure(column: str) -> bool:
+    """Return whether a column of a completion is a figure that the page shows."""
+    return column in FIGURES or column.endswith("_reward")
 
 
 def render_heat(

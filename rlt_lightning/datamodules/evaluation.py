@@ -49,13 +49,11 @@ class Response:
         text: The text.
         num_tokens: Sampled tokens; None if the response was given.
         finish_reason: Why sampling ended; None if the response was given.
-        num_thinking_tokens: Tokens of the thought, if a budget was forced.
     """
 
     text: str
     num_tokens: int | None = None
     finish_reason: FinishReason | None = None
-    num_thinking_tokens: int | None = None
 
 
 @dataclass
@@ -327,18 +325,15 @@ def read_response(source: str, number: int, row: Row | BadRowError) -> Response:
             f"'{source}' has not. Correct it; responses to private sets are not recorded, and cannot be "
             "judged again."
         )
-    sample, num_tokens, num_thinking, reason = map(
-        row.get, ("sample", "num_tokens", "num_thinking_tokens", "finish_reason")
-    )
-    integers = all(count is None or isinstance(count, int) for count in (num_tokens, num_thinking))
+    sample, num_tokens, reason = map(row.get, ("sample", "num_tokens", "finish_reason"))
     known = isinstance(sample, int | str | None) and reason in (None, "eos", "stop", "length")
-    if not (integers and known):
+    if not (isinstance(num_tokens, int | None) and known):
         raise InputError(
-            "In data.responses, sample must be a number, num_tokens and num_thinking_tokens integers and "
-            f"finish_reason eos, stop or length, each where it is given, but row {number} of '{source}' has "
-            "others. Correct or remove them."
+            "In data.responses, sample must be a number, num_tokens an integer and finish_reason eos, stop "
+            f"or length, each where it is given, but row {number} of '{source}' has others. Correct or "
+            "remove them."
         )
-    return Response(row["response"], num_tokens, reason, num_thinking)
+    return Response(row["response"], num_tokens, reason)
 
 
 def get_evaluation_data(trainer: Trainer) -> EvaluationDataModule:

@@ -21,7 +21,6 @@ from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.datamodules.token_cache import hash_value
 from rlt_lightning.judging.answers import AnswerKind, Reference, read_reference
 from rlt_lightning.metrics.answers import OVERALL
-from rlt_lightning.metrics.catalogue import SET_TITLES
 from rlt_lightning.tags import holds_half_pair
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
@@ -83,19 +82,18 @@ class EvaluationSet:
 
 
 SETS = {
-    "aime24": EvaluationSet(SET_TITLES["aime24"], "HuggingFaceH4/aime_2024", "train", template=IN_A_BOX),
-    "aime25": EvaluationSet(SET_TITLES["aime25"], "math-ai/aime25", template=IN_A_BOX),
-    "math500": EvaluationSet(SET_TITLES["math500"], "HuggingFaceH4/MATH-500", template=IN_A_BOX),
+    "aime24": EvaluationSet("AIME 2024", "HuggingFaceH4/aime_2024", "train", template=IN_A_BOX),
+    "aime25": EvaluationSet("AIME 2025", "math-ai/aime25", template=IN_A_BOX),
+    "math500": EvaluationSet("MATH-500", "HuggingFaceH4/MATH-500", template=IN_A_BOX),
     "gpqa_diamond": EvaluationSet(
-        SET_TITLES["gpqa_diamond"], "Idavidrein/gpqa:gpqa_diamond", "train", "choice", CHOICE, private=True
+        "GPQA Diamond", "Idavidrein/gpqa:gpqa_diamond", "train", "choice", CHOICE, private=True
     ),
-    "gsm8k": EvaluationSet(SET_TITLES["gsm8k"], "openai/gsm8k:main", template=IN_A_BOX),
-    "amc23": EvaluationSet(SET_TITLES["amc23"], "math-ai/amc23", template=IN_A_BOX),
-    "countdown": EvaluationSet(SET_TITLES["countdown"], "countdown", judge="countdown"),
-    "arithmetic": EvaluationSet(SET_TITLES["arithmetic"], "arithmetic"),
-    "chains": EvaluationSet(SET_TITLES["chains"], "chains"),
-    "new_chains": EvaluationSet(SET_TITLES["new_chains"], "new_chains"),
-    "word_sums": EvaluationSet(SET_TITLES["word_sums"], "word_sums"),
+    "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main", template=IN_A_BOX),
+    "amc23": EvaluationSet("AMC 2023", "math-ai/amc23", template=IN_A_BOX),
+    "countdown": EvaluationSet("Countdown", "countdown", judge="countdown"),
+    "chains": EvaluationSet("last-digit chains", "chains"),
+    "new_chains": EvaluationSet("last-digit chains with a new last step", "new_chains"),
+    "word_sums": EvaluationSet("three-step word sums", "word_sums"),
 }
 PRIVATE_SETS = [name for name, spec in SETS.items() if spec.private]
 
@@ -366,7 +364,7 @@ def is_known_by_number(name: str) -> bool:
 
 def explain_difference(name: str, difference: str) -> str:
     """Say why results on a set with a published name are not compared with the paper's."""
-    return f"{name} is not {SET_TITLES[name]}: {difference}. So it has no place beside the paper's figures."
+    return f"{name} is not {SETS[name].title}: {difference}. So it has no place beside the paper's figures."
 
 
 # Settings of a set

@@ -140,14 +140,6 @@ class ChatFormat:
         opening = self.turn_opening + self.student_tags.thought_open + self.student_tags.separator
         return encode_pieces(self.tokenizer, [opening, SENTINEL])[0]
 
-    @property
-    def answer_opening(self) -> list[int]:
-        """Return the tokens that end a thought early: closing thought tag through opening solution tag."""
-        tags = self.student_tags
-        between = tags.thought_close + BLOCK_BREAK + tags.solution_open
-        pieces = [SENTINEL, tags.separator + between + tags.separator, SENTINEL]
-        return encode_pieces(self.tokenizer, pieces)[1]
-
     # Problems
 
     def build_problem(

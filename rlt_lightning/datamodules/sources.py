@@ -35,10 +35,9 @@ from rlt_lightning.tasks.countdown import complete_columns
 from rlt_lightning.types import BadRowError, BadRowReason, InputError, as_list
 
 SOURCE_CHOICES = (
-    "'arithmetic' (the default), 'arithmetic:KIND' such as 'arithmetic:addition', 'chains', 'new_chains', "
-    "'word_sums' or 'countdown' (embedded), a .jsonl, .json, .csv, .parquet or .arrow file, a folder of such "
-    "files, or a Hugging Face data set id such as 'bespokelabs/Bespoke-Stratos-17k' or, with a "
-    "configuration, 'openai/gsm8k:main'"
+    "'chains' (the default), 'new_chains', 'word_sums' or 'countdown' (embedded), a .jsonl, .json, .csv, "
+    ".parquet or .arrow file, a folder of such files, or a Hugging Face data set id such as "
+    "'bespokelabs/Bespoke-Stratos-17k' or, with a configuration, 'openai/gsm8k:main'"
 )
 
 WEIGHTED = {"source", "weight"}  # the fields of a source with a weight

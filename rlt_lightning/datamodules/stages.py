@@ -81,7 +81,7 @@ class SFTData(StratosDataModule, ABC):
 
     def __init__(
         self,
-        source: Rows = "arithmetic",
+        source: Rows = "chains",
         *,
         trace_columns: Sequence[str] = (TRACE_COLUMN,),
         max_length: int = 16384,
@@ -122,7 +122,7 @@ class TeacherSFTData(SFTData):
     role: ClassVar[Role] = "teacher"
 
     def __init__(
-        self, source: Rows = "arithmetic", *, max_solution_length: int | None = None, **common: Any
+        self, source: Rows = "chains", *, max_solution_length: int | None = None, **common: Any
     ) -> None:
         super().__init__(source, **common)
         require_sizes(max_solution_length=max_solution_length)
@@ -177,7 +177,7 @@ class ReadData(StratosDataModule, ABC):
 
     def __init__(
         self,
-        source: Rows = "arithmetic",
+        source: Rows = "chains",
         *,
         student_tokenizer: str | list[str] | None = None,
         max_solution_length: int | None = None,
@@ -214,9 +214,7 @@ class TeacherRLData(ReadData):
     role: ClassVar[Role] = "teacher"
     samples = "explanations"
 
-    def __init__(
-        self, source: Rows = "arithmetic", *, student_context: int | None = None, **common: Any
-    ) -> None:
+    def __init__(self, source: Rows = "chains", *, student_context: int | None = None, **common: Any) -> None:
         super().__init__(source, **common)
         require_sizes(student_context=student_context)
         self.student_context = student_context
@@ -237,7 +235,7 @@ class ScoringData(ReadData):
     takes_completions = True
 
     def __init__(
-        self, source: Rows = "arithmetic", *, trace_columns: Sequence[str] = (TRACE_COLUMN,), **common: Any
+        self, source: Rows = "chains", *, trace_columns: Sequence[str] = (TRACE_COLUMN,), **common: Any
     ) -> None:
         # Nothing trains on these rows, and all of them are scored.
         super().__init__(source, order=None, val_source=None, val_split="", val_rows=0, **common)
@@ -297,9 +295,7 @@ class StudentRLData(StratosDataModule):
     samples = "answers"
     stop = ""
 
-    def __init__(
-        self, source: Rows = "arithmetic", *, student_context: int | None = None, **common: Any
-    ) -> None:
+    def __init__(self, source: Rows = "chains", *, student_context: int | None = None, **common: Any) -> None:
         super().__init__(source, **common)
         require_sizes(student_context=student_context)
         self.student_context = student_context
@@ -346,7 +342,7 @@ class StudentOPDData(StratosDataModule):
 
     def __init__(
         self,
-        source: Rows = "arithmetic",
+        source: Rows = "chains",
         *,
         teacher_tokenizer: str | None = None,
         view: ViewOptions = ViewOptions(),

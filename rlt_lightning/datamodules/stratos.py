@@ -99,10 +99,9 @@ class StratosDataModule(LightningDataModule, ABC):
     out, counted, and listed in `data_report.json`.
 
     Args:
-        source: "arithmetic", one kind of it such as "arithmetic:addition", "chains", "new_chains",
-            "word_sums" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV file, a folder, a hub id,
-            rows themselves (a list of dictionaries or a `datasets.Dataset`), or a list of such sources, each
-            with a weight or none, whose row numbers continue.
+        source: "chains", "new_chains", "word_sums" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV
+            file, a folder, a hub id, rows themselves (a list of dictionaries or a `datasets.Dataset`), or a
+            list of such sources, each with a weight or none, whose row numbers continue.
         split: Split of each source, where it has any.
         raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
         filters: Which usable rows of `source` are left out.
@@ -155,7 +154,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def __init__(
         self,
-        source: Rows = "arithmetic",
+        source: Rows = "chains",
         split: str = "train",
         raw: RawResponses = RawResponses(),
         filters: Filters = Filters(),
@@ -461,13 +460,10 @@ class StratosDataModule(LightningDataModule, ABC):
             return ModelFormat.from_rows("teacher", self.format.tags, prompts)
         return ModelFormat.from_rows("student", self.format.student_tags, self.system_prompts)
 
-    def fingerprint_rows(self) -> dict[str, Any]:
-        """Return hashes of the rows that train, one for each source, and of those held out, if there are."""
+    def fingerprint_rows(self) -> list[str]:
+        """Return a hash of the rows that train, for each source."""
         items, sources = self.items, range(len(self.sources))
-        return {
-            "training": [items.select(items.sources == source).fingerprint() for source in sources],
-            "held_out": self.val_items.fingerprint() if self.val_items else None,
-        }
+        return [items.select(items.sources == source).fingerprint() for source in sources]
 
     @property
     def all_items(self) -> StoredItems:

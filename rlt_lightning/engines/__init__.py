@@ -12,25 +12,20 @@ from rlt_lightning.engines.base import (
     build_requests,
     sample_all,
 )
-from rlt_lightning.engines.budget import BudgetedCompletion, BudgetForcing, sample_with_budget
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
-from rlt_lightning.engines.nccl import NCCLPush
-from rlt_lightning.engines.push import AdapterPush, DiskPush, GlooPush, NoPush, WeightPush
+from rlt_lightning.engines.push import AdapterPush, GlooPush, IPCPush, NoPush, WeightPush
 from rlt_lightning.engines.vllm import VLLMEngine
 
 __all__ = [
     "AdapterPush",
-    "BudgetForcing",
-    "BudgetedCompletion",
-    "DiskPush",
     "Engine",
     "EngineDescription",
     "EngineError",
     "GlooPush",
     "HFEngine",
+    "IPCPush",
     "Launch",
-    "NCCLPush",
     "NoPush",
     "Placement",
     "SampleRequest",
@@ -41,5 +36,4 @@ __all__ = [
     "WorkersLost",
     "build_requests",
     "sample_all",
-    "sample_with_budget",
 ]

@@ -2,13 +2,13 @@
 
     before anything is loaded   describe, load_own_model
     once                        start, use_sharded_model
-    every step                  health ─▶ prepare_push ─▶ update_weights ─▶ verify ─▶ sample ─▶ put_to_sleep
-                                  ▲                      (gather_weights             │ WorkersLost
-                                  │                       on the other ranks)        │
-                                  └──────────────────────────────────────────────────┘
+    every step                  health ─▶ update_weights ─▶ verify ─▶ sample ─▶ put_to_sleep
+                                  ▲       (gather_weights              │ WorkersLost
+                                  │        on the other ranks)         │
+                                  └────────────────────────────────────┘
     at the end, or on an error  close
 
-health, prepare_push and update_weights are repeated until `policy_version` is the current step; an engine
+health and update_weights are repeated until `policy_version` is the current step; an engine
 that cannot get there must raise in health. verify follows a push: the first, every `verify_every_n_steps`,
 and whenever the engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`.
 `sample` yields each completion as soon as it is finished, so that completions are scored while others are
@@ -20,7 +20,6 @@ evaluations of callbacks/evaluate_every.py. callbacks/evaluation.py makes them f
     call                  SHARED_WEIGHTS    PER_RANK      SERVER: rank 0            SERVER: other ranks
     start, health         every rank        every rank    yes                       -
     use_sharded_model     every rank        -             -                         -
-    prepare_push          -                 every rank    yes                       they wait for it
     update_weights        every rank        every rank    yes                       gather_weights instead
     verify                -                 every rank    yes                       -
     sample                every rank        every rank    in a background thread    -
@@ -40,8 +39,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-import torch
 
 from rlt_lightning.console import make_printable
 from rlt_lightning.engines.launch import Launch
@@ -68,7 +65,7 @@ class EngineError(RuntimeError):
 
 
 class WorkersLost(EngineError):
-    """No worker with the current weights is left. Push the weights, then ask again for what is missing."""
+    """The workers need the weights. Push them, then ask again for what is missing."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,6 @@ class WorkerSettings:
     num_workers: int
     launch: Launch | None  # how they are started; None: they run already
     push_backend: str | None  # how weights travel; None: nothing is pushed
-    push_dtype: torch.dtype | None  # in which weights travel; None: as the trainer holds them
     push_bytes: int  # weights that the trainer's ranks gather at once
 
 
@@ -249,10 +245,10 @@ class Engine(Protocol):
 
     @abstractmethod
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Bring these weights to every worker that can be reached.
+        """Bring these weights to every worker.
 
-        Set `self.policy_version = policy_version` once all of these workers hold them: the run pushes again
-        until it is set.
+        Set `self.policy_version = policy_version` once all workers hold them: the run pushes again until it
+        is set.
 
         Args:
             named_tensors: Pairs of name and tensor: the teacher's weights under the names of its files, with
@@ -298,13 +294,6 @@ class Engine(Protocol):
         Args:
             run: The way into the model: run(function, *arguments) is function(model, *arguments).
             on_any_rank: on_any_rank(flag) tells every rank whether the flag is set on one of them.
-        """
-        return
-
-    def prepare_push(self) -> None:
-        """Let workers get ready for `update_weights`, such as meet rank 0; no rank gathers weights meanwhile.
-
-        The default does nothing. `update_weights` must also work without this call before it.
         """
         return
 

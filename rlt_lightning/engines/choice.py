@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from rlt_lightning.engines.base import Engine
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch, find_executable
-from rlt_lightning.engines.push import GlooPush, NoPush
+from rlt_lightning.engines.push import NoPush
 from rlt_lightning.engines.vllm import VLLMEngine
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES
 
@@ -60,7 +60,7 @@ def choose_engine(
         arguments += ["--enable-sleep-mode", "--gpu-memory-utilization", str(SHARED_MEMORY)]
     workers = [[gpu] for gpu in gpus]
     launch = Launch(num_workers=len(gpus), gpus=workers, dtype="bfloat16", arguments=arguments)
-    push = GlooPush(dtype="bfloat16") if pushes else NoPush()
+    push = None if pushes else NoPush()
     how = ", in turns with the trainer" if pushes else ""
     reason = f"rollouts.engine: vLLM on GPUs {', '.join(map(str, gpus))}{how}, since vllm is installed"
     return VLLMEngine(launch=launch, push=push, sleep=pushes), reason

@@ -105,7 +105,6 @@ class WorkerClient:
         self.api_key = api_key
         self.own_weights = own_weights
         self.adapter: str | None = None  # name of the LoRA that it samples with, if any
-        self.incarnation = 0  # counts its restarts and broken pushes: connections of an earlier one are void
         self.num_ranks = 1  # model workers behind the server
         self.version = ""  # of vLLM; known once it was described
         self.dtype = "float32"  # of its weights
@@ -216,25 +215,6 @@ class WorkerClient:
             self.call("GET", "/weight_info", None, deadline_s),
         )
         return str(answer.get("weight_version"))  # of the last finished push; "default" before the first
-
-    async def require_unpaused(self, deadline_s: float) -> None:
-        """Raise WorkerError if the worker holds its requests, as only a push may let it do.
-
-        A worker may obey the pause of a push that gave up waiting after the next push has resumed it. It is
-        alive then, but its requests would wait for ever. A worker with weights of its own is not asked: it is
-        pushed nothing.
-        """
-        if self.own_weights:
-            return
-        answer = await self.call("GET", "/is_paused", None, deadline_s)
-        with self.require_form(answer, "whether it is paused"):
-            paused = bool(answer["is_paused"])
-        if paused:
-            raise WorkerError(
-                f"vLLM worker {self.url} must sample, but is paused. It serves again after the next push. Is "
-                "it paused from elsewhere, or is its push's timeout_s too short?",
-                retryable=True,
-            )
 
     async def fetch_context(self, deadline_s: float) -> int:
         """Return the tokens of prompt and completion that the model takes; remember the model's name."""

@@ -42,7 +42,10 @@ PREFILL_TOKENS = 8192
 
 
 class HFEngine(Engine):
-    """Sample with the teacher itself: a prompt's keys and values are computed once and shared by its group.
+    """Sample with the teacher itself: on CPUs, for small models, and as the reference of other engines.
+
+    A prompt's keys and values are computed once and shared by its group. A GPU idles most of the time, since
+    it waits for the host once per token, so vLLM samples there.
 
     Every completion draws from its own seeded stream by inverting the cumulative distribution, so a
     completion does not depend on its neighbours in the batch, on the number of ranks, or on the random state
@@ -81,17 +84,7 @@ class HFEngine(Engine):
         self.run, self.on_any_rank = run, on_any_rank
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Copy the tensors that are not the model's own."""
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_tensors:
-                if name not in own:
-                    raise EngineError(
-                        f"HFEngine has no weight named '{name}'. Push the weights of the model it was "
-                        "started with."
-                    )
-                if own[name] is not tensor:
-                    own[name].copy_(tensor)
+        """Take note of the step: the weights are the model's own."""
         self.policy_version = policy_version
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:

@@ -1,6 +1,6 @@
 """Start `vllm serve` as a child process, on GPUs of its own, and stop it on every exit path.
 
-    this process ──── LocalServer.start ───▶ guard.py ───▶ vllm serve ───▶ its model workers
+    this process ──── start_server ────────▶ guard.py ───▶ vllm serve ───▶ its model workers
          └── a pipe, closed when this process ends ──▶ guard ends them all
 
 CUDA_VISIBLE_DEVICES, where it is set, names the GPUs of the machine that a process may use, by number or
@@ -12,10 +12,8 @@ UUID. PyTorch and Lightning count among these from 0. So does `launch.gpus`:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -122,123 +120,57 @@ def find_executable(name: str) -> str | None:
     return which(name, path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
 
 
-class LocalServer:
-    """A `vllm serve` process. It ends with this process, however that ends.
+def start_server(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a `vllm serve` process and say so. It ends with this process, however that ends.
 
     Args:
         command: Its command line.
         environment: Further environment variables.
-        log: File for its output.
-        dev_mode: Whether it has the routes of VLLM_SERVER_DEV_MODE.
-        size: Size of the model that it loads, for the line that says so.
+        log: File to which its output is appended.
     """
-
-    def __init__(
-        self,
-        command: list[str],
-        environment: dict[str, str],
-        log: Path,
-        dev_mode: bool = True,
-        size: str = "of unknown size",
-    ) -> None:
-        self.command = command
-        self.dev_mode = dev_mode
-        self.size = size
-        self.environment = environment
-        self.log = log
-        self.process: subprocess.Popen[bytes] | None = None
-        self.log_begin = 0  # bytes in the log before the last start
-        atexit.register(self.stop)
-
-    def start(self) -> None:
-        """Start the process, or start it again, and say so."""
-        self.kill()
-        words = " ".join([Path(self.command[0]).name, *self.command[1:3]])
-        print(f"starting `{words}` ({self.size}; log: {self.log})", file=sys.stderr, flush=True)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        defaults = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-        defaults["VLLM_SERVER_DEV_MODE"] = "1" if self.dev_mode else "0"
+    words = " ".join([Path(command[0]).name, *command[1:3]])
+    print(f"starting `{words}` (log: {log})", file=sys.stderr, flush=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONUNBUFFERED": "1",
         # vLLM imports FlashInfer if its sampler is on, and ends where it is missing; with a seed for each
         # request it never samples by it.
-        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # vLLM's own groups listen on the machine's address otherwise, whatever --host says.
-        defaults |= {
-            "VLLM_HOST_IP": LOOPBACK,
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        }
-        inherited = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_NAMES}
-        environment = {**inherited, **defaults, **self.environment}
-        with open(self.log, "ab") as log:
-            self.log_begin = log.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, guard.__file__, *self.command],
-                stdin=subprocess.PIPE,  # closes when this process ends, which the guard sees
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C must reach only the trainer
-            )
-
-    def find_error(self) -> str | None:
-        """Return the error that the process ended with; None while it runs."""
-        if self.process is None or self.process.poll() is None:
-            return None
-        return f"{self.read_last_words()} (log: {self.log})"
-
-    def read_last_words(self) -> str:
-        """Return the last line of its log that names an error, or else the last line."""
-        text = self.log.read_bytes()[self.log_begin :].decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line]
-        return make_printable((errors or lines or ["its log is empty"])[-1][-300:])
-
-    def kill(self) -> None:
-        """End the process at once, with all that it has started."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._close_pipe()
-        self.process = None
-
-    def stop(self) -> None:
-        """Ask the process to end, and kill it if it does not; safe to call twice."""
-        if self.process is not None:
-            self._close_pipe()
-            with waiting_for("a vLLM worker to end"), contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(guard.GRACE_S + 2)
-            self.kill()
-        atexit.unregister(self.stop)
-
-    def _close_pipe(self) -> None:
-        assert self.process is not None
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        "VLLM_HOST_IP": LOOPBACK,
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    inherited = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_NAMES}
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            [sys.executable, guard.__file__, *command],
+            stdin=subprocess.PIPE,  # closes when this process ends, which the guard sees
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**inherited, **defaults, **environment},
+            start_new_session=True,  # Ctrl-C must reach only the trainer
+        )
 
 
-def read_visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
-    """Return the names of the GPUs that the environment shows; None if it shows all.
+def stop_server(process: subprocess.Popen[bytes] | None) -> None:
+    """Ask a process to end with all that it has started, and kill it if it does not; safe to call twice."""
+    if process is None:
+        return
+    assert process.stdin is not None
+    process.stdin.close()
+    with waiting_for("a vLLM worker to end"), contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(guard.GRACE_S + 2)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
-    CUDA reads the list up to its first entry that is no GPU, such as -1.
 
-    Raises:
-        InputError: If an entry occurs twice: CUDA would then show none at all.
-    """
-    if VARIABLE not in environment:
-        return None
-    names: list[str] = []
-    for word in environment[VARIABLE].split(","):
-        name = word.strip()
-        if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", name):
-            break
-        if name in names:
-            raise InputError(
-                f"{VARIABLE} must name each GPU once, but names {name} twice: "
-                f"'{environment[VARIABLE]}'. Correct it."
-            )
-        names.append(name)
-    return names
+def read_last_error(log: Path) -> str:
+    """Return the last line of a log that names an error, or else the last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return f"{make_printable((errors or lines or ['its log is empty'])[-1][-300:])} (log: {log})."
 
 
 def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str], number: int | None = None) -> str:
@@ -252,16 +184,16 @@ def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str], number: 
     Raises:
         InputError: If a position is beyond the GPUs that this process sees.
     """
-    visible = read_visible_gpus(environment)
-    if visible is None:
-        visible = [str(i) for i in range(max(gpus) + 1 if number is None else number)]
-        shown = "the machine has"
+    if VARIABLE in environment:
+        visible = [word.strip() for word in environment[VARIABLE].split(",") if word.strip()]
+        if "-1" in visible:  # CUDA reads the list up to it
+            visible = visible[: visible.index("-1")]
     else:
-        shown = f"{VARIABLE}='{environment[VARIABLE]}' shows"
+        visible = [str(i) for i in range(max(gpus) + 1 if number is None else number)]
     if beyond := [i for i in gpus if not 0 <= i < len(visible)]:
         raise InputError(
-            f"launch.gpus must count, from 0, among the GPUs that this process sees, but names {beyond[0]}, "
-            f"and {shown} {len(visible)}. Correct it, or show the process more GPUs."
+            f"launch.gpus must count, from 0, among the {len(visible)} GPUs that this process sees, but "
+            f"names {beyond[0]}. Correct it, or {VARIABLE}."
         )
     return ",".join(visible[i] for i in gpus)
 

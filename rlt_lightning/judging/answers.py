@@ -31,7 +31,7 @@ from typing import Any, Literal
 from rlt_lightning.judging.compare import same_answer, same_numbers
 from rlt_lightning.judging.normalise import normalise, read_characters
 from rlt_lightning.judging.quantities import read_quantity
-from rlt_lightning.tags import R1, STRATOS, TagStyle
+from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 from rlt_lightning.version import __version__
 
@@ -426,24 +426,6 @@ def find_fault(answer: str) -> str | None:
         return "has no letter or digit"
     opened = text.replace(r"\{", "").replace(r"\}", "")
     return "has braces that do not match" if opened.count("{") != opened.count("}") else None
-
-
-def ends_with_answer(text: str, reference: Reference) -> bool | None:
-    """Return whether a text ends with the right answer; None if that is no number, so that a judge must say.
-
-    Of a Countdown problem, known by its columns or its question, the expression at the end must solve it. It
-    starts no process, so that every run can count the right explanations among thousands.
-    """
-    for tags in (STRATOS, R1):
-        text = solution_block(text, tags)
-    if (problem := read_countdown(reference)) is not None:
-        expression = arithmetic_expression(text)
-        return expression is not None and solves_countdown(expression, *problem)
-    wanted = reference_answer(reference) if reference.get("kind", "math") == "math" else None
-    if wanted is None or read_quantity(normalise(wanted)) is None:
-        return None
-    found = find_answer(text)
-    return found is not None and bool(same_numbers(wanted, found))
 
 
 def require_answer(reference: Reference) -> str | None:

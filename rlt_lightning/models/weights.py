@@ -251,11 +251,6 @@ class WeightFiles:
             return torch.empty(file.get_slice(key).get_shape(), device="meta")
 
 
-def weights_size(tensors: Iterable[Any], dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of tensors, each counted whole even where it is sharded.
-
-    Args:
-        tensors: The tensors.
-        dtype: Data type that they are converted to; None: they stay as they are.
-    """
-    return sum(torch.Size(full_shape(t)).numel() * (dtype or t.dtype).itemsize for t in tensors)
+def weights_size(tensors: Iterable[Any]) -> int:
+    """Return the bytes of tensors, each counted whole even where it is sharded."""
+    return sum(torch.Size(full_shape(t)).numel() * t.dtype.itemsize for t in tensors)

@@ -1,35 +1,40 @@
-"""The base module of all training stages: a language model, its optimizer, and packed micro-batches."""
+"""The base modules: a language model, its optimizer and packed micro-batches; and one that asks a sampler.
+
+PolicyModule       SFTModule
+└ OnPolicyModule   RLTModule, OPDModule: completions, frozen models and importance weights
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from inspect import isroutine, signature
-from pathlib import Path
-from typing import Any, ClassVar, Self, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rlt_lightning.checkpoints.folder import find_checkpoint
-from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters, read_checkpoint
+from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.loader import StepLoader
+from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.digests import fingerprint_weights
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
-from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
+from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
-from rlt_lightning.models.kernels import Kernels, announce_slow_bfloat16, prepare_model, steps_fused
+from rlt_lightning.models.kernels import (
+    Kernels,
+    announce_slow_bfloat16,
+    fuse_blocks,
+    prepare_model,
+    steps_fused,
+)
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, describe_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
@@ -40,53 +45,34 @@ from rlt_lightning.modules.optimizer import (
     OptimizerConfig,
     build_optimizer,
     build_schedule,
-    require_usable,
     resume_schedule,
 )
-from rlt_lightning.modules.phases import PhaseTimer, matmul_rate
+from rlt_lightning.modules.phases import PhaseTimer, count_weights
 from rlt_lightning.modules.reader import PassKey, Reader
-from rlt_lightning.modules.step_metrics import speed_metrics
+from rlt_lightning.modules.step_metrics import (
+    mismatch_metrics,
+    require_agreement,
+    rollout_metrics,
+    speed_metrics,
+)
 from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches, split_to
 from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, StepBatch
+from rlt_lightning.rollouts.sampler import Sampler
+from rlt_lightning.rollouts.step import POLICY, Shards, StepBatch
 from rlt_lightning.run.interrupt import Interrupt
 from rlt_lightning.run.ranks import gather_from_ranks, raise_from_ranks, require_processes
-from rlt_lightning.run.redaction import HIDDEN, redact
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.types import InputError, Rollouts, as_list
 
-Init = TypeVar("Init", bound=Callable[..., None])
-# What the progress bar shows of a step.
+# The progress bar shows these figures of a step.
 SHOWN = {
     *("reward/mean", "rollout/closed_frac", "rollout/truncated_frac", "policy/loss", "perf/tokens_per_s")
 }
-
-
-class PolicyOptions(TypedDict, total=False):
-    """The options that every module passes on to `PolicyModule`, which describes them."""
-
-    micro_batch_tokens: int
-    head: HeadOptions
-    dtype: Dtype
-    gradient_checkpointing: bool
-    attn_implementation: str | None
-    trust_remote_code: bool
-    seed: int
-    lora: LoRA | None
-    kernels: Kernels
-
-
-def follow_options(init: Init) -> Init:
-    """Let the parser look for what an `__init__` passes on as `**options` where that is declared.
-
-    There it finds defaults and descriptions. The TypedDict, which is for type checkers and editors, has none.
-    """
-    cast(Any, init).__annotations__["options"] = Any
-    return init
 
 
 class PolicyModule(LightningModule):
@@ -141,7 +127,7 @@ class PolicyModule(LightningModule):
         self.micro_batch_tokens = micro_batch_tokens
         # Once the models are loaded, the best layout in which all of them are right.
         self.layout = layout
-        # The user's options, and what the checks have made of them.
+        # The user's options, and the same after the checks.
         self.wanted_head = self.head = head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
@@ -151,10 +137,8 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.kernels = kernels
         self.phase = PhaseTimer()
-        # FLOP/s of the device, measured at the start of the fit.
-        self.peak_flops = 0.0
-        # Of each model, when it was loaded.
-        self.fingerprints: dict[str, str | None] = {}
+        # The most that a GPU could train, if Lightning knows its peak.
+        self.peak_tokens_per_s: float | None = None
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
@@ -229,7 +213,6 @@ class PolicyModule(LightningModule):
         if self._trainer is not None:
             self.is_configured = True
             self.sharding = get_sharding(self.trainer.strategy)
-            self.fingerprints = self.fingerprint_models()
             announce_slow_bfloat16(self.trainer.strategy.root_device, self.types())
         if self.entry is None:
             self.load_policy()
@@ -292,49 +275,13 @@ class PolicyModule(LightningModule):
         return without_frozen(state, frozen)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` returned; the frozen weights stay."""
+        """Load the weights of a `state_dict`; frozen weights stay."""
         return super().load_state_dict(state_dict, strict and self.lora is None, assign)
-
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, **options: Any
-    ) -> Self:
-        """Return a module with a checkpoint's weights, on the CPU, and the arguments that it was made with.
-
-        Args:
-            checkpoint_path: A checkpoint of any strategy, a run's folder for its newest one, or a file that
-                Lightning's own ModelCheckpoint has written.
-            options: Arguments of the module in place of those in the checkpoint, and of Lightning's method.
-
-        Raises:
-            InputError: If the folder has no checkpoint, or it is damaged.
-        """
-        if Path(checkpoint_path).is_file():
-            module: Any = super().load_from_checkpoint(checkpoint_path, **options)
-        else:
-            module = _load_state(cls, read_checkpoint(find_checkpoint(Path(checkpoint_path))), **options)
-        saved = {name: value for name, value in module.hparams.items() if name not in options}
-        if lost := [*list_lost(saved)]:
-            rank_zero_warn(
-                f"A checkpoint keeps no secrets and no functions without a name, so {', '.join(lost)} cannot "
-                f"be what it was. Give {lost[0].partition('.')[0]} to load_from_checkpoint, made as before."
-            )
-        return cast(Self, module)
-
-    def _set_hparams(self, hp: Any) -> None:
-        """Keep what `save_hyperparameters` has found as plain values without secrets.
-
-        So a checkpoint can be read with `weights_only`, and a reward may hold what cannot be copied.
-        """
-        super()._set_hparams(redact(to_plain(hp)))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the metadata from which, with the checkpoint's weights, a model folder can be made."""
         checkpoint["model"] = self.build_metadata()
         checkpoint["num_tokens"] = self.num_tokens
-        if "hyper_parameters" in checkpoint:
-            # It makes objects of the class paths again.
-            checkpoint["hyper_parameters"]["_instantiator"] = "lightning.pytorch.cli.instantiate_module"
 
     def build_metadata(self) -> dict[str, Any]:
         """Return plain values: how the trained model is loaded, and how it was trained."""
@@ -347,7 +294,6 @@ class PolicyModule(LightningModule):
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),
             "states": self.optimizer_config.states,
-            "weights": self.fingerprints,
             "rows": data.fingerprint_rows(),
             "format": data.trained_format().to_plain(),
             "training": {
@@ -366,24 +312,12 @@ class PolicyModule(LightningModule):
         group = self.trainer.optimizers[0].param_groups[0]
         return float(group.get("initial_lr", group["lr"]))
 
-    def fingerprint_models(self) -> dict[str, str | None]:
-        """Return a digest of the weights of each model that is loaded from a folder, by name."""
-        names = (self.pretrained, *self.frozen_names)
-        return {name: fingerprint_weights(Path(resolve(name)).expanduser()) for name in names}
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another adapter or other rows, and warn of other models' files."""
+        """Refuse a checkpoint of another adapter or other rows."""
         is_training = self._trainer is not None and self.trainer.training
         if is_training:
             require_same_rows(get_stratos_data(self.trainer), checkpoint["model"]["rows"])
             self.num_tokens = checkpoint["num_tokens"]
-            before = checkpoint["model"]["weights"]
-            for name, digest in self.fingerprints.items():
-                if name in before and before[name] != digest:
-                    rank_zero_warn(
-                        f"The weights of {name} are not those with which the run began: its files have been "
-                        "replaced. A reward or a reference that the run takes from them changes with them."
-                    )
         theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
         if theirs != ours:
             raise InputError(
@@ -465,20 +399,22 @@ class PolicyModule(LightningModule):
         )
 
     def on_fit_start(self) -> None:
-        """Get ready, and measure the device's peak FLOP/s, of which perf/mfu is a fraction."""
+        """Get ready, and look up the GPU's peak FLOP/s, of which perf/mfu is a fraction."""
         trainer = self.trainer
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # No training changes a buffer, so all ranks have the same ones.
             trainer.strategy.model.broadcast_buffers = False
-        require_usable(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs])
         if not isinstance(trainer.strategy, DeepSpeedStrategy):  # which needs the names before
             name_parameters(trainer.optimizers[0], self.policy)
         self.get_ready()
         self.sharding.prepare_fit()
         self.phase.device = self.device
         precision = self.trainer.precision
-        dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else None
-        self.peak_flops = matmul_rate(self.device, dtype or next(self.policy.parameters()).dtype)
+        dtype = torch.bfloat16 if precision == "bf16-mixed" else next(self.policy.parameters()).dtype
+        peak = get_available_flops(self.device, dtype) if self.device.type == "cuda" else None
+        if peak:
+            flops = 2 * self.forwards_per_step * count_weights(self.policy)  # of a token
+            self.peak_tokens_per_s = peak / flops
 
     def on_train_start(self) -> None:
         """Check that a resumed run continues with the rows of its next step, and set its learning rate."""
@@ -488,13 +424,7 @@ class PolicyModule(LightningModule):
         if isinstance(loader, StepLoader):
             loader.begin_at(self.global_step)
         for schedule in as_list(self.lr_schedulers()) if self.global_step else []:
-            before, after = resume_schedule(schedule)
-            if before != after:
-                moves = "rises" if after > before else "falls"
-                announce(
-                    f"the learning rate {moves} from {before:g} to {after:g} in step {self.global_step + 1}: "
-                    f"its schedule is now that of {self.total_steps()} steps"
-                )
+            resume_schedule(schedule)
 
     def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
@@ -554,7 +484,7 @@ class PolicyModule(LightningModule):
         return numbers.tolist()
 
     def raise_together(self, step: StepBatch) -> None:
-        """Raise on all ranks what has failed on one of them; all ranks call this together.
+        """Raise an error on all ranks if one of them has failed; all ranks call this together.
 
         So no rank waits for one that has failed. The host waits for the device once.
 
@@ -592,8 +522,8 @@ class PolicyModule(LightningModule):
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
-        """Return what the step has cost so far on all ranks; `num_tokens` are this rank's."""
-        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_flops)
+        """Return the costs of the step on all ranks; `num_tokens` are this rank's."""
+        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_tokens_per_s)
         # They are logged as means over ranks.
         for name, value in metrics.items():
             if name.endswith(("tokens_per_s", "num_tokens")):
@@ -625,41 +555,180 @@ class PolicyModule(LightningModule):
             self.log("step", float(self.global_step))
 
 
-def to_plain(value: Any) -> Any:
-    """Return an argument of a class as plain values: an object as its class path and its own arguments.
+def require_whole_models(offload_frozen: bool, sharded: bool) -> None:
+    """Check that no strategy shards the frozen models that are to be moved.
 
-    An object keeps an argument under the argument's name. One that does not is made with the default again.
+    Raises:
+        InputError: If one does.
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return {name: to_plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, type) or isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}"
-    kind = type(value)
-    try:
-        names = [name for name in signature(kind).parameters if hasattr(value, name)]
-    except ValueError:  # a class of C that says nothing of its arguments
-        names = []
-    arguments = {name: to_plain(getattr(value, name)) for name in names}
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": arguments}
+    if offload_frozen and sharded:
+        raise InputError(
+            "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
+            "--config hardware/cpu_offload keeps shards in main memory."
+        )
 
 
-def list_lost(arguments: Any, path: str = "") -> Iterator[str]:
-    """Yield the names of the plain arguments that `redact` or `to_plain` could not keep."""
-    if isinstance(arguments, dict):
-        for name, value in arguments.items():
-            inner = path if name == "init_args" else f"{path}.{name}".lstrip(".")
-            yield from list_lost(value, inner)
-    elif isinstance(arguments, list):
-        for value in arguments:
-            yield from list_lost(value, path)
-    elif isinstance(arguments, str) and (HIDDEN in arguments or re.search(r"\.<(lambda|locals)>", arguments)):
-        yield path
+class OnPolicyModule(PolicyModule):
+    """A model that trains on completions, which it asks the sampler of RolloutCallback for.
+
+    Args:
+        group_size: Completions per problem.
+        importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
+        mismatch_alarm: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
+            which a step warns; None: never.
+        mismatch_limit: The same above which the run stops before the step, since these log-probs enter the
+            reward; None: never. At 1 the engine's log-probs tell no more than a constant.
+        max_staleness: Optimizer steps by which the sampling weights may lag behind.
+        offload_frozen: Keep frozen models in pinned host memory while they are not used.
+        options: Those of `PolicyModule`.
+    """
+
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (ReadData, StudentRLData, StudentOPDData)
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
+        mismatch_alarm: float | None = 0.05,
+        mismatch_limit: float | None = 0.5,
+        max_staleness: int = 0,
+        offload_frozen: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.group_size = group_size
+        self.importance_sampling = importance_sampling
+        # RolloutCallback chooses for "auto", once it knows the engine.
+        self.importance_weights = None if importance_sampling == "auto" else importance_sampling
+        self.mismatch_alarm = mismatch_alarm
+        self.mismatch_limit = mismatch_limit
+        self.max_staleness = max_staleness
+        self.offload_frozen = offload_frozen
+        # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
+        self.reference: Model | None = None
+        self.reference_moves = False
+        # The other models that are only read, by name.
+        self.models: dict[str, Model] = {}
+        # RolloutCallback sets it.
+        self.sampler: Sampler | None = None
+
+    def list_scoring_models(self) -> list[tuple[str, Model]]:
+        """Return the frozen models that read completions, with their names."""
+        return [(name, model) for name, model in self.models.items() if model.model is not None]
+
+    def load_frozen_models(self) -> None:
+        """Refuse to move shards of frozen models."""
+        require_whole_models(self.offload_frozen, self.sharding.sharded)
+
+    def load_frozen(self, name: str, dtype: Dtype, role: str) -> Model:
+        """Load a model that is only read: on the default device, or in main memory if it is offloaded."""
+        # Lightning makes the GPU the default device inside configure_model, and the GPU may lack the memory.
+        with torch.device("cpu") if self.offload_frozen else nullcontext():
+            return Model.frozen(self.load(name, dtype, role), self.offload_frozen)
+
+    @torch.no_grad()
+    def get_ready(self) -> None:
+        """Place frozen models too: Lightning moves only the trained one."""
+        super().get_ready()
+        get_frozen_ready(self, self.list_scoring_models())
+
+    def build_metadata(self) -> dict[str, Any]:
+        """See `PolicyModule.build_metadata`."""
+        metadata = super().build_metadata()
+        metadata["training"]["group size"] = self.group_size
+        if self.importance_weights is not None:
+            metadata["training"]["importance sampling"] = str(self.importance_weights)
+        return metadata
+
+    # Completions
+
+    def require_sampler(self) -> Sampler:
+        """Return the sampler, or raise an error that names the callback that should have provided it."""
+        if self.sampler is None:
+            raise InputError(
+                "Every batch needs rollouts, but nothing brings them. Add "
+                "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
+            )
+        return self.sampler
+
+    def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
+        """Return the figures of this rank's completions, which each step logs after its update."""
+        metrics: dict[str, Any] = rollout_metrics(rollouts)
+        metrics["rollout/length_min"] = float(min(shards.lengths))
+        metrics["rollout/length_max"] = float(max(shards.lengths))
+        metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
+        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
+        return metrics | {"perf/rank_imbalance": shards.imbalance}
+
+    def require_fresh(self, policy_version: int) -> None:
+        """Check that completions are not staler than allowed.
+
+        Args:
+            policy_version: Optimizer steps that the weights had taken which sampled them.
+        """
+        staleness = self.global_step - policy_version
+        if not 0 <= staleness <= self.max_staleness:
+            raise RuntimeError(
+                f"Rollouts may be at most model.max_staleness={self.max_staleness} optimizer steps old, but "
+                f"the sampler of RolloutCallback returned some of version {policy_version} at step "
+                f"{self.global_step}."
+            )
+
+    def build_shards(self) -> Shards:
+        """Return an empty load balancer."""
+        shares_prefix = self.layout in ("auto", "shared_prefix")
+        trainer = self.trainer
+        return Shards(trainer.global_rank, trainer.world_size, self.group_size, shares_prefix)
+
+    def sum_tensor_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks of a tensor; Lightning's own sum would also wait at a barrier."""
+        values = upload(values, self.device)
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    # The policy update
+
+    def finish_update(self, step: StepBatch, counts: bool = True) -> dict[str, Any]:
+        """Step the optimizer; return the metrics of the update over all ranks.
+
+        Args:
+            step: The step.
+            counts: Whether it is the last update of the iteration; see `optimizer_step_now`.
+
+        Raises:
+            NonFiniteError: If a log-prob or gradient is NaN or infinite.
+            EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
+        """
+        self.raise_together(step)
+        (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, [])
+        on_rank = Mismatch.read(mismatches)
+        mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))
+        require_agreement(mismatch, self.mismatch_limit, self.global_step + 1)
+        metrics |= self.optimizer_step_now(counts)
+        masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
+        return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
+
+
+def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
+    """Place the frozen models, fuse the reference, and choose kernels and layouts of those that score.
+
+    The reference is fused like the policy, so that their log-probs are equal where their weights are.
+    """
+    for frozen in (*(model for _, model in scoring), module.reference):
+        if frozen is not None:
+            frozen.place(module.device, module.sharding)
+    if module.reference is not None:
+        precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
+        with module.reference.loaded_on(module.device) as run, precision.forward_context():
+            fuse_blocks(run, module.pretrained, module.kernels, device)
+    reward = getattr(module, "reward", None)
+    kl_options = None if reward is None else reward.find_kl(temperature=1.0)
+    exact_kl = kl_options is not None and kl_options.kl_estimator == "exact"
+    for name, model in scoring:
+        with model.loaded_on(module.device) as run:
+            check_model(module, run, name, exact_kl=exact_kl)
 
 
 def count_steps(
@@ -691,29 +760,22 @@ def count_steps(
     return steps
 
 
-def require_same_rows(data: StratosDataModule, before: dict[str, Any]) -> None:
-    """Check that a resumed run trains on the rows of its checkpoint; warn of other held-out ones.
+def require_same_rows(data: StratosDataModule, before: list[str]) -> None:
+    """Check that a resumed run trains on the rows of its checkpoint.
 
     Args:
         data: The data.
-        before: What `fingerprint_rows` returned for the checkpoint.
+        before: The checkpoint's `fingerprint_rows`.
 
     Raises:
         InputError: If a source has other rows, or has them in another order.
     """
-    now = data.fingerprint_rows()
-    sources = zip(data.sources, before["training"], now["training"], strict=False)
+    sources = zip(data.sources, before, data.fingerprint_rows(), strict=False)
     if changed := [str(source) for source, old, new in sources if old != new]:
         raise InputError(
             "A resumed run must have the rows of its checkpoint, in their order, but the training rows of "
             f"{', '.join(changed)} are not those: some would come twice, others never. Restore data.source, "
             "or start a new run from the model that rlt export makes of the checkpoint."
-        )
-    old, new = before["held_out"], now["held_out"]
-    if None not in (old, new) and old != new:
-        rank_zero_warn(
-            "The held-out rows are not those with which the run began: the figures of validations before and "
-            "after cannot be compared, nor tell which checkpoint is the best."
         )
 
 

@@ -60,7 +60,7 @@ class EvaluationModule(LightningModule):
         self.sharding = Unsharded(None)
         self.judge: Judge | None = None
         self.answers: AnswerFigures | None = None
-        # Once all are judged what they come to, by set: figures and pass@k.
+        # Once all are judged, by set: figures and pass@k.
         self.figures: dict[str, Figures] = {}
         self.pass_at: dict[str, dict[int, float]] = {}
 
@@ -137,7 +137,7 @@ class EvaluationModule(LightningModule):
         self.answers.update(batch.records)
 
     def on_test_epoch_end(self) -> None:
-        """Log what docs/metrics.md lists under eval/."""
+        """Log the figures of each set and over all sets, under eval/."""
         assert self.answers is not None
         self.figures, self.pass_at = self.answers.compute()
         self.log_dict(name_figures(self.figures))

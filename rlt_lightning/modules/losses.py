@@ -1,4 +1,4 @@
-"""Terms of a loss: each declares what models compute of a completion, and turns the values into a loss.
+"""Terms of a loss: each declares forwards of a completion, and turns their values into a loss.
 
     LossTerm.reads   what is computed before the update, without gradient, mostly by other models
     LossTerm.read    what the policy computes with gradient; the reader packs these into micro-batches
@@ -36,12 +36,12 @@ OLD = "old"
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch of n rows: what the policy has computed, and everything that was known before.
+    """A micro-batch of n rows: the policy's values, and everything that was known before.
 
     Attributes:
         step: The step.
         micro: The micro-batch.
-        computed: What the policy has computed, (M,): the only values with gradient.
+        computed: The policy's values, (M,), the only ones with gradient.
         log_probs: The same, (n, T), padded with 0: log-probs, or divergences.
         token_mask: True where the policy has computed something, (n, T).
         stale: Whether older weights sampled.
@@ -56,7 +56,7 @@ class LossInputs:
 
     @classmethod
     def of(cls, step: StepBatch, micro: Micro, computed: Values, global_step: int) -> LossInputs:
-        """Return what the loss of a micro-batch is computed from."""
+        """Return the inputs of a micro-batch's loss."""
         padded, token_mask = to_padded(computed.values, [read.num_scored for read in micro.reads])
         return cls(step, micro, computed, padded, token_mask, step.policy_version < global_step)
 
@@ -115,7 +115,7 @@ class LossTerm(ABC):
 
     @property
     def maker(self) -> object:
-        """Return whose class is named if the loss is not finite."""
+        """Return the object whose class an error names if the loss is not finite."""
         return self
 
     def reads(self, rollout: Rollout) -> dict[str, Read]:

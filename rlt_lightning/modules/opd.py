@@ -7,7 +7,7 @@
       │   ├ forward         the teacher's states before each judged token, without gradient, and those of
       │   │                 the student; the divergence of both distributions there, or both log-probs
       │   └ compute_loss    `Distillation`: their sum → manual_backward, the last one sums gradients*
-      ├ finish_update*      no rank has failed; clip, AdamW (on_policy.py)
+      ├ finish_update*      no rank has failed; clip, AdamW (base.py)
       ├ step.share*         all ranks get the numbers of all answers
       └ log_step*           means over ranks → metrics.csv, W&B
 
@@ -17,9 +17,8 @@ Ranks wait for each other in what is marked *; with sharded weights in each forw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,10 +29,9 @@ from rlt_lightning.datamodules.teacher_views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.modules.base import follow_options
+from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine, compute_loss
-from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions
 from rlt_lightning.modules.reader import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
@@ -41,8 +39,8 @@ from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import from_padded
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, Read, Score, StepBatch
-from rlt_lightning.types import InputError, PromptBatch, RewardTerms, Rollout, Rollouts
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
 # The student itself as the teacher, in reads.
 TEACHER = "teacher"
@@ -75,7 +73,6 @@ class OPDModule(OnPolicyModule):
 
     data_classes = (StudentOPDData,)
 
-    @follow_options
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
@@ -88,12 +85,11 @@ class OPDModule(OnPolicyModule):
         *,
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = "auto",
         teacher_dtype: Dtype = "float32",
-        **options: Unpack[OnPolicyOptions],
+        **options: Any,
     ) -> None:
         # The full divergence is no mean over samples of the engine that could be weighed.
         weights = importance_sampling if estimator == "sampled" else None
         super().__init__(pretrained=pretrained, group_size=group_size, importance_sampling=weights, **options)
-        self.save_hyperparameters(logger=False)
         weighted = importance_sampling not in (None, "auto")
         require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted, temperature)
         self.teacher_name = teacher
@@ -177,8 +173,9 @@ class OPDModule(OnPolicyModule):
                 step.add_loss(micro, computed.values, output)
             metrics = self.finish_update(step)
         step.share(self.sum_tensor_over_ranks)
-        counts, divergences = step.numbers["judged"], step.numbers["divergence"]
-        step.set_score(Score.of(JudgedTerms(-divergences / counts.clamp(min=1), judged_tokens=counts)))
+        counts, divergences = step.table["judged"], step.table["divergence"]
+        # Minus the mean divergence of an answer's judged tokens, nats; 0 if there is none.
+        step.set_scores({"reward": -divergences / counts.clamp(min=1), "record/judged_tokens": counts})
         rollouts = batch.rollouts = step.list_rollouts(step.logged)
         batch.step = step
         metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.sum_over_ranks)
@@ -208,7 +205,7 @@ class OPDModule(OnPolicyModule):
 
     @property
     def views(self) -> TeacherViews:
-        """Return what the teacher sees."""
+        """Return the teacher's contexts."""
         data = get_stratos_data(self.trainer)
         assert isinstance(data, StudentOPDData), "as `require_data` has checked"
         return data.views
@@ -372,18 +369,6 @@ def count_scored(inputs: LossInputs) -> float:
     return max(1.0, inputs.micro.num_scored)
 
 
-@dataclass(frozen=True)
-class JudgedTerms(RewardTerms):
-    """What is recorded of each answer, both (N,).
-
-    Attributes:
-        reward: Minus the mean divergence of its judged tokens, nats; 0 if there is none.
-        judged_tokens: How many tokens the teacher judged.
-    """
-
-    judged_tokens: Tensor
-
-
 def count_judged(row: Rollout) -> int:
     """Return how many of an answer's tokens the teacher judges."""
     return sum(view.num_tokens for view in row.views)
@@ -395,7 +380,7 @@ def find_first_judged(row: Rollout) -> int:
 
 
 def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
-    """Divide what each of the student's tokens has of its whole span, (M,), by the span's tokens."""
+    """Divide the value of each of the student's tokens, (M,), by the number of tokens in its span."""
     if spans is None:
         return values
     sizes = torch.tensor([span[1] for span in spans], dtype=torch.long, device="cpu")
@@ -410,6 +395,7 @@ def judged_metrics(
     num_sampled = sum(len(row.completion.token_ids) for row in rows)
     judged, sampled = sum_over_ranks(sum(map(count_judged, rows)), num_sampled)
     return {
+        # Judged tokens of an answer, their part of all sampled tokens, and answers without one.
         "distill/judged_tokens": counts.mean(),
         "distill/judged_frac": judged / sampled,
         "distill/unjudged_frac": (counts == 0).float().mean(),

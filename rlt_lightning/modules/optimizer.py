@@ -11,7 +11,7 @@ import torch
 
 from rlt_lightning.checkpoints.io import keep_implementation
 from rlt_lightning.models.weights import full_shape
-from rlt_lightning.types import InputError, require_limits
+from rlt_lightning.types import require_limits
 
 
 @dataclass(frozen=True)
@@ -86,58 +86,18 @@ def build_schedule(
     return get_scheduler(name, optimizer, round(config.warmup_frac * total_steps), total_steps)
 
 
-def resume_schedule(schedule: Any) -> tuple[float, float]:
+def resume_schedule(schedule: Any) -> None:
     """Set the learning rates of the next step to those of a schedule, whose length may have changed.
 
-    A checkpoint holds those of the schedule that it was trained with. Only a LambdaLR, such as
+    A checkpoint holds the rates of the schedule that it was trained with. Only a LambdaLR, such as
     `build_schedule` makes, computes a rate from the step alone: other schedules stay as they are.
-
-    Returns:
-        The learning rate of the first group before and after.
     """
-    groups = schedule.optimizer.param_groups
-    before = groups[0]["lr"]
     if isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
         factors = [function(schedule.last_epoch) for function in schedule.lr_lambdas]
         rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
-        for group, rate in zip(groups, rates, strict=True):
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         schedule._last_lr = rates
-    return before, groups[0]["lr"]
-
-
-def require_usable(optimizers: list[Any], schedulers: list[Any]) -> None:
-    """Check that `configure_optimizers` returned one usable optimizer, and schedules that wait for no figure.
-
-    Raises:
-        InputError: If there are several optimizers or none, one that runs the loss again or needs sparse
-            gradients, or a scheduler that waits for a figure or that no checkpoint can hold.
-    """
-    if len(optimizers) != 1 or not optimizers[0].param_groups:
-        raise InputError(
-            "configure_optimizers must return one optimizer, with all weights that are trained, but returned "
-            f"{sum(bool(optimizer.param_groups) for optimizer in optimizers)}. Put them into one, in groups."
-        )
-    if isinstance(optimizers[0], torch.optim.LBFGS):
-        raise InputError(
-            "optimizer must step by the gradients of one backward, but LBFGS computes the loss again. Choose "
-            "another."
-        )
-    if isinstance(optimizers[0], torch.optim.SparseAdam):
-        raise InputError(
-            "optimizer must take dense gradients, but SparseAdam takes only sparse ones. Choose another."
-        )
-    # PyTorch looks for their attributes when a checkpoint is written.
-    lambdas = [function for schedule in schedulers for function in getattr(schedule, "lr_lambdas", [])]
-    if bare := [function for function in lambdas if not hasattr(function, "__dict__")]:
-        raise InputError(
-            f"lr_scheduler.lr_lambda must be a function written in Python, but is {bare[0]}. Wrap it in one."
-        )
-    if any(isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) for schedule in schedulers):
-        raise InputError(
-            "lr_scheduler must be a function of the step, but is ReduceLROnPlateau, which waits for a figure "
-            "of a validation. Choose another."
-        )
 
 
 def states_8bit_bytes(sizes: Iterable[int]) -> int:

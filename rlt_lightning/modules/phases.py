@@ -1,25 +1,25 @@
-"""Measure what a step costs: seconds, peak memory, tokens and floating-point operations per phase."""
+"""Measure the cost of a step: seconds, peak memory and tokens per phase."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlt_lightning.models.quantised import dequantised_weights
+from rlt_lightning.models.weights import full_shape
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence
 
 
 @dataclass
 class PhaseStats:
-    """What one phase of a step has cost so far.
+    """The cost of one phase of a step so far.
 
     Attributes:
         seconds: Time on the clock.
@@ -27,7 +27,6 @@ class PhaseStats:
         tokens: Tokens that models computed or sampled.
         unshared_tokens: Tokens that would have been computed without shared prefixes.
         padding_tokens: Tokens that were computed for nothing.
-        flops: Floating-point operations.
         hidden_s: Seconds in which an engine sampled completions of the same step.
     """
 
@@ -36,7 +35,6 @@ class PhaseStats:
     tokens: int = 0
     unshared_tokens: int = 0
     padding_tokens: int = 0
-    flops: float = 0.0
     hidden_s: float = 0.0
 
     def count(
@@ -45,13 +43,11 @@ class PhaseStats:
         sequences: list[ScoredSequence],
         micro_batch: MicroBatch,
         weight: float = 1.0,
-        flops: float = 0.0,
     ) -> None:
         """Count a packed row that goes through a model; one with weight 0 is a dummy."""
         self.tokens += packed.input_ids.shape[1]
         self.unshared_tokens += sum(len(sequences[i].scored) for i in micro_batch.indices)
         self.padding_tokens += 0 if weight else packed.input_ids.shape[1]
-        self.flops += weight * flops
 
 
 @dataclass
@@ -63,7 +59,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[PhaseStats]:
-        """Add what the block costs to `phase`."""
+        """Add the cost of the block to `phase`."""
         stats = self.phases.setdefault(phase, PhaseStats())
         # Otherwise the work of the phase before would count here.
         synchronise(self.device)
@@ -83,7 +79,7 @@ class PhaseTimer:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for what was launched on a GPU."""
+    """Wait until a GPU has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -120,41 +116,21 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def forward_flops(model: Any, packed: PackedSequences) -> float:
-    """Return the floating-point operations of one forward of a packed row; see `count_flops`."""
-    pairs = sum((end - start) * (end - start + 1) / 2 for start, end in pairwise(packed.segments.boundaries))
-    pairs += sum((s.split - s.start) * (s.end - s.split) for s in packed.segments.shared)
-    return count_flops(model, packed.input_ids.shape[1], pairs, len(packed.targets))
+def count_weights(model: Any) -> float:
+    """Return the weights by which a model without its embedding and head multiplies each token.
 
-
-def count_flops(model: Any, num_tokens: float, pairs: float, num_scored: float) -> float:
-    """Return the floating-point operations of one forward: 2 per weight and token, the head's if scored.
-
-    Attention counts 4 * heads * head_dim per layer and pair of tokens that see each other. A backward pass is
-    twice a forward. Of a mixture's experts only the ones that a token goes through count.
-
-    Args:
-        model: The model, of which only shapes are read.
-        num_tokens: Tokens that go through the transformer.
-        pairs: Pairs of tokens that see each other.
-        num_scored: Tokens that go through the head.
+    Of a mixture's experts only the ones that a token goes through count. A forward computes about twice as
+    many floating-point operations per token, and a backward twice as many as a forward.
     """
-    config = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    # The embedding is looked up, not multiplied.
-    embedding = model.get_input_embeddings().weight
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     chosen = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    weights = 0.0
-    codes = dequantised_weights(model.base_model)
+    weights, codes = 0.0, dequantised_weights(model.base_model)
     for name, parameter in model.base_model.named_parameters():
-        # ds_shape is the shape of the whole, if DeepSpeed shards it.
-        shape = codes[name].shape if name in codes else getattr(parameter, "ds_shape", parameter.shape)
+        shape = codes[name].shape if name in codes else full_shape(parameter)
         if len(shape) >= 2 and parameter is not embedding:
-            weights += shape.numel() * (chosen if len(shape) == 3 else 1)
-    # Layers may differ in their heads (Gemma 4).
-    per_pair = sum(4 * heads * size for heads, size in list_heads(config))
-    return 2 * weights * num_tokens + per_pair * pairs + 2 * num_scored * head.in_features * head.out_features
+            weights += math.prod(shape) * (chosen if len(shape) == 3 else 1)
+    return weights
 
 
 def list_heads(config: Any) -> list[tuple[int, int]]:
@@ -165,19 +141,3 @@ def list_heads(config: Any) -> list[tuple[int, int]]:
         heads = getattr(layer, "num_attention_heads", None) or 0
         all_heads.append((heads, getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads)))
     return all_heads
-
-
-@cache
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the device's best rate of matrix products, FLOP/s, of which MFU is a fraction; only once."""
-    # A GPU's clock takes a second to rise.
-    size, enough_s = (8192, 1.0) if device.type == "cuda" else (1024, 0.05)
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    seconds: list[float] = []
-    while len(seconds) < 3 or sum(seconds) < enough_s:
-        synchronise(device)
-        start = time.perf_counter()
-        a @ a
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)

@@ -33,22 +33,22 @@ from rlt_lightning.models.packed import (
     states_and_log_probs,
 )
 from rlt_lightning.modules.frozen import Model, RunModel
-from rlt_lightning.modules.phases import PhaseStats, forward_flops
+from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
 from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch, columns_of
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
-# Declares what models read of a completion, by the name of the token column.
+# Returns the reads of a completion, by the name of the token column.
 Declare = Callable[[Rollout], Mapping[str, Read]]
 
 
 class Target(NamedTuple):
-    """Where the value of a read goes."""
+    """The place of a read's value."""
 
     name: str
     rows: list[int]
@@ -122,13 +122,13 @@ class Micro(NamedTuple):
     Attributes:
         term: The loss term.
         rows: The rows of the step.
-        reads: What the policy reads of each.
+        reads: The policy's read of each.
         packed: Their tokens.
-        against: What the model reads that the policy is compared with; None without one.
-        ask: Calls that model.
+        against: The tokens for the model that the policy is compared with; None without one.
+        ask: Runs that model.
         shares_head: Whether its head is the policy's.
         temperature: Divides the logits.
-        scale: What the loss is multiplied by: the strategy averages gradients over ranks, so each rank's part
+        scale: The factor of the loss: the strategy averages gradients over ranks, so each rank's part
             counts world_size times. 0: computed only because other ranks compute one.
         num_sequences: Rows of the whole update, of all ranks.
         num_tokens: Their tokens.
@@ -150,7 +150,7 @@ class Micro(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What the policy has computed of a micro-batch's M scored tokens.
+    """The policy's values of a micro-batch's M scored tokens.
 
     Attributes:
         values: Log-probs, or divergences, (M,), nats: the only ones with gradient.
@@ -171,28 +171,20 @@ class Term(Protocol):
 
 
 class Trained(Protocol):
-    """The module whose policy is updated, a PolicyModule: what is used of it here."""
+    """The part of a PolicyModule that the updates use."""
 
     sharding: Any
     trainer: Any
-
-    @property
-    def policy(self) -> Any:
-        """Return the model."""
-
-    @property
-    def forwards_per_step(self) -> int:
-        """Return how many forwards a forward with its backward costs."""
 
     def sum_over_ranks(self, *numbers: float) -> list[float]:
         """Return the sums over all ranks."""
 
     def raise_together(self, step: StepBatch) -> None:
-        """Raise on all ranks what has failed on one of them."""
+        """Raise an error on all ranks if one of them has failed."""
 
 
 class PassKey(NamedTuple):
-    """What the sequences that go through a model together share."""
+    """The settings that sequences share which go through a model together."""
 
     model: str
     temperature: float
@@ -282,7 +274,7 @@ class Reader:
             step.checks.require()
 
     def find_temperature(self, read: Read, step: StepBatch) -> float:
-        """Return what divides the logits of a read."""
+        """Return the temperature of a read."""
         return read.temperature or step.temperature or 1.0
 
     def build_key(self, item: Item, step: StepBatch) -> PassKey:
@@ -296,7 +288,7 @@ class Reader:
     def take_sampled(
         self, step: StepBatch, rollouts: dict[int, Rollout], reads: list[tuple[str, int, Read]]
     ) -> list[tuple[str, int, Read]]:
-        """Take from the engine what it reported, in one copy; return the reads that are left."""
+        """Take the log-probs that the engine reported, in one copy; return the other reads."""
         served = [
             (name, row, read)
             for name, row, read in reads
@@ -478,7 +470,7 @@ class Reader:
             step.keep_failure(error)
             reads_of_terms = [[] for _ in terms]
         counts = [sum(read.num_scored for read in reads) for reads in reads_of_terms]
-        # What losses divide by, so that micro-batches of all ranks add up.
+        # Losses divide by these, so that micro-batches of all ranks add up.
         num_tokens = sum(len(step.token_ids(row)) for row in rows)
         totals = module.sum_over_ranks(len(rows), num_tokens, *counts, step.failure is not None)
         if totals[-1]:
@@ -492,9 +484,7 @@ class Reader:
             with nullcontext() if other is None else other.loaded_on(self.device) as ask:
                 for place, (micro_batch, weight) in enumerate(planned):
                     is_last = number == len(terms) - 1 and place == len(planned) - 1
-                    packed = self.pack(sequences, micro_batch)
-                    flops = module.forwards_per_step * forward_flops(module.policy, packed)
-                    stats.count(packed, sequences, micro_batch, weight, flops)
+                    packed = self.pack(sequences, micro_batch, weight, stats)
                     with module.sharding.micro_batch(last=is_last):
                         yield Micro(
                             term,
@@ -541,7 +531,7 @@ class Reader:
 
 
 def declare_reads(step: StepBatch, rollout: Rollout, declare: Declare) -> Mapping[str, Read]:
-    """Return what models read of a completion; nothing if `declare` fails, which the step keeps."""
+    """Return the reads of a completion; none if `declare` fails, whose error the step keeps."""
     try:
         return declare(rollout)
     except Exception as error:  # of a user's class: any
@@ -563,9 +553,9 @@ def score_rollouts(
     Args:
         reader: Runs the models.
         reward: The reward.
-        students: Who reads for it, with their formats.
+        students: Its students, with their formats.
         rollouts: The completions.
-        declare: What models read; None: what the reward needs.
+        declare: Returns the reads; None: those that the reward needs.
         recompute: See `Reader.read`.
 
     Raises:
@@ -580,24 +570,23 @@ def score_rollouts(
 
 
 def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
-    """Reward whole groups from the numbers of their completions.
+    """Reward whole groups from the table of their completions.
 
     Raises:
         NonFiniteError: If a reward is NaN or infinite; it names a term that is, and the class.
     """
-    score, maker = reward.score(step, students), type(reward).__name__
-    step.set_score(score)
-    rows = [step.row_number(row) for row in range(len(step))]
+    step.set_scores(reward.score(step.table, step.group_size, students))
+    rows, maker = [step.row_number(row) for row in range(len(step))], type(reward).__name__
     try:
-        require_finite(score.rewards, f"reward of {maker}", rows, choose_remedy(reward))
+        require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))
     except NonFiniteError:
-        for name, values in score.terms.items():
+        for name, values in columns_of(step.table, "term/").items():
             require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
         raise
 
 
 def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool = False) -> Values:
-    """Return what the policy computes of a micro-batch, with gradient, and what it is compared with."""
+    """Run the policy on a micro-batch, with gradient, and the model that it is compared with."""
     if micro.against is None:
         return Values(*run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy))
     assert micro.ask is not None

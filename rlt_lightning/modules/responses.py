@@ -18,7 +18,6 @@ from rlt_lightning.datamodules.evaluation import Response
 from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines.base import Engine, SampleRequest, Sampling, build_requests, sample_all
-from rlt_lightning.engines.budget import BudgetForcing, sample_with_budget
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.seeds import mix_seed
@@ -55,7 +54,6 @@ def sample_responses(
     num_samples: int,
     seed: int,
     limits: list[int] | None = None,
-    budget: BudgetForcing | None = None,
     recover: Callable[[], None] | None = None,
 ) -> list[list[Response]]:
     """Sample `num_samples` responses to each problem.
@@ -68,7 +66,6 @@ def sample_responses(
         num_samples: Responses to each problem.
         seed: A response depends only on (seed, problem, number of the sample).
         limits: Tokens of a response to each problem; None: sampling.max_completion_length for all.
-        budget: Least and most tokens of a thought; None: the model decides.
         recover: Brings lost workers back with their weights; see `sample_all`.
 
     Raises:
@@ -77,43 +74,16 @@ def sample_responses(
     if not problems:
         return []
     tokenizer = chat_format.tokenizer
-    if budget is None:
-        requests = build_response_requests(problems, num_samples, seed, limits)
-        groups = sample_all(engine, requests, sampling, "", recover)
-        return [[build_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups]
-    opening = chat_format.thought_opening
-    budgeted = sample_with_budget(
-        engine,
-        tokenizer,
-        [problem.prompt + opening for problem in problems],
-        sampling,
-        num_samples,
-        [response_seed(seed, problem) for problem in problems],
-        budget,
-        chat_format.student_tags.thought_close,
-        chat_format.answer_opening,
-        limits,
-        recover,
-    )
-    return [
-        [
-            Response(
-                decode_turn(tokenizer, opening + c.token_ids, c.finish_reason),
-                len(c.token_ids),
-                c.finish_reason,
-                c.num_thinking_tokens,
-            )
-            for c in group
-        ]
-        for group in budgeted
-    ]
+    requests = build_response_requests(problems, num_samples, seed, limits)
+    groups = sample_all(engine, requests, sampling, "", recover)
+    return [[build_response(tokenizer, c.token_ids, c.finish_reason) for c in group] for group in groups]
 
 
 class CalledTogether:
     """An engine whose model is in shards: all ranks call it equally often, whatever each has to sample.
 
-        rank 0   ═ thoughts ═ answers ═
-        rank 1   ═ thoughts ═ nothing ═          ═: each rank tells whether it has more
+        rank 0   ═ answers ═ answers ═
+        rank 1   ═ answers ═ nothing ═          ═: each rank tells whether it has more
 
     Args:
         engine: The engine.
@@ -146,7 +116,7 @@ def build_response_requests(
 
 
 def response_seed(seed: int, problem: EvaluationProblem) -> int:
-    """Return what decides the responses to a problem, whatever else is asked."""
+    """Return the seed of the responses to a problem, which depends on nothing else."""
     return mix_seed(seed, zlib.crc32(escape_half_pairs(problem.id).encode()))
 
 
@@ -161,22 +131,21 @@ def decode_turn(tokenizer: Any, token_ids: list[int], finish_reason: str) -> str
 
 
 def require_responses_fit(
-    problems: list[EvaluationProblem], num_opening: int, sampling: Sampling, context: int, advice: str
+    problems: list[EvaluationProblem], sampling: Sampling, context: int, advice: str
 ) -> None:
     """Check that each question and a response of full length fit into a context, in tokens.
 
     Args:
         problems: The problems.
-        num_opening: Tokens that are put between question and response.
         sampling: Limits the response.
         context: The model's context.
-        advice: What to do if they do not fit.
+        advice: The remedy if they do not fit.
 
     Raises:
         InputError: Naming the longest question, the lengths and the advice.
     """
     longest = max(problems, key=lambda problem: len(problem.prompt))
-    if len(longest.prompt) + num_opening + sampling.max_completion_length > context:
+    if len(longest.prompt) + sampling.max_completion_length > context:
         raise InputError(
             f"Question and response must fit into the model's context of {context} tokens, but "
             f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
@@ -213,7 +182,6 @@ def judge_responses(
                     **vars(verdict),
                     "same_answer": answer,
                     "num_tokens": response.num_tokens,
-                    "num_thinking_tokens": response.num_thinking_tokens,
                     "finish_reason": response.finish_reason,
                     "judge": JUDGE_VERSION,
                 }

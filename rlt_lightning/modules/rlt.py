@@ -19,7 +19,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       │   ├ forward           log-probs with gradient, (M,)
       │   ├ compute_loss      LossInputs → micro.term → LossOutput (modules/losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
-      ├ finish_update*        no rank has failed (on_policy.py); `optimizer_step_now` in base.py: clip, AdamW
+      ├ finish_update*        no rank has failed; `optimizer_step_now`: clip, AdamW (base.py)
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.step
 
 With sharded weights, each forward and backward waits for the other ranks too. `rollouts/step.py` carries a
@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ from rlt_lightning.engines.base import Placement
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.modules.base import follow_options
+from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
     AnswerTerm,
@@ -57,7 +57,6 @@ from rlt_lightning.modules.losses import (
     pad_engine_log_probs,
     read_sampled,
 )
-from rlt_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.reader import Reader, forward, score_groups, score_rollouts
 from rlt_lightning.modules.rollout_rows import predicted_rows
@@ -70,7 +69,7 @@ from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.explanations import require_scorable, require_student
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.students import StudentNames, Students
-from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import RolloutRequest
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, Read, StepBatch
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
@@ -118,7 +117,6 @@ class RLTModule(OnPolicyModule):
         *(StudentRLData, StudentLikelihoodData),
     )
 
-    @follow_options
     def __init__(
         self,
         teacher: str = DEFAULT_MODEL,
@@ -136,14 +134,13 @@ class RLTModule(OnPolicyModule):
         answer_weight: float | None = None,
         students: StudentNames | None = None,
         student_reduction: Reduction = "mean",
-        **options: Unpack[OnPolicyOptions],
+        **options: Any,
     ) -> None:
         super().__init__(
             pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
         )
-        self.save_hyperparameters(logger=False)
         require_group(group_size)
-        self.students = Students.of(student, students, student_reduction, teacher).register()
+        self.students = Students.of(student, students, student_reduction, teacher)
         require_student(reward, self.students.model or self.students.first)
         self.answer_weight = choose_answer_weight(answer_weight, reward, self.students)
         self.reward = reward
@@ -153,6 +150,7 @@ class RLTModule(OnPolicyModule):
         self.teacher_log_probs = teacher_log_probs
         self.updates_per_rollout = updates_per_rollout
         self.num_epochs = num_epochs
+        self.loss_terms: list[LossTerm] = []  # built by `losses` for this step
         for name in ("updates_per_rollout", "num_epochs"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name} must be at least 1, but is {getattr(self, name)}. Raise it.")
@@ -189,7 +187,7 @@ class RLTModule(OnPolicyModule):
         require_scorable(self.reward, self.students)
 
     def require_data(self, data: Any) -> None:
-        """See `PolicyModule.require_data`; the reward must judge what is sampled."""
+        """See `PolicyModule.require_data`; the reward must fit the completions."""
         super().require_data(data)
         if data.samples not in self.reward.judges:
             raise InputError(
@@ -250,10 +248,10 @@ class RLTModule(OnPolicyModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Run one RL iteration: sample, score with the student, compare within groups, step the teacher."""
-        sampler = self.require_sampler()
+        sampler, self.loss_terms = self.require_sampler(), self.losses
         step = self.collect(sampler.request(batch.problems))  # sampled, read and scored; alike on all ranks
         for _ in range(sampler.max_rounds):  # of dynamic sampling; 0 without it
-            others = sampler.request_others(step.find_flat_groups(sampler.find_min_std(self.global_step + 1)))
+            others = sampler.request_others(step.find_flat_groups())
             if others is None:
                 break
             step.replace(self.collect(others), others.places)
@@ -269,7 +267,7 @@ class RLTModule(OnPolicyModule):
             metrics = []
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
                 self.optimizers().zero_grad()  # type: ignore[union-attr]
-                for micro in self.reader.updates(step, rows, self.losses, self, stats):
+                for micro in self.reader.updates(step, rows, self.loss_terms, self, stats):
                     computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
                     output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
                     self.manual_backward(micro.scale * output.loss)
@@ -284,9 +282,9 @@ class RLTModule(OnPolicyModule):
 
     @property
     def divides_again(self) -> bool:
-        """Return whether the loss needs other shards than the reward, and so reads later.
+        """Return whether the loss needs other shards than the reward, and so runs its forwards later.
 
-        What dynamic sampling replaces needs no reference; each mini-batch is divided over all ranks.
+        Completions that are replaced need no reference; each mini-batch is divided over all ranks.
         """
         return bool(self.require_sampler().max_rounds) or self.updates_per_rollout > 1
 
@@ -337,7 +335,7 @@ class RLTModule(OnPolicyModule):
 
     def list_loss_reads(self, rollout: Rollout) -> dict[str, Read]:
         """Return what models read of a completion for the loss, without gradient: the reference."""
-        return {name: read for term in self.losses for name, read in term.reads(rollout).items()}
+        return {name: read for term in self.loss_terms for name, read in term.reads(rollout).items()}
 
     def list_reads(self, rollout: Rollout) -> dict[str, Read]:
         """Return what models read of a completion before the update."""
@@ -350,9 +348,7 @@ class RLTModule(OnPolicyModule):
         batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
         sampler = self.require_sampler()
         if sampler.max_rounds:
-            kept = step.find_flat_groups(sampler.find_min_std(self.global_step))
-            metrics |= step.counts.compute_metrics(len(kept))
-            sampler.reward_std.add(torch.cat(step.stds).tolist(), self.global_step)
+            metrics |= step.counts.compute_metrics(len(step.find_flat_groups()))
         metrics |= reward_metrics(step)
         assert step.shards is not None
         metrics |= self.measure_rollouts(rollouts, step.shards)

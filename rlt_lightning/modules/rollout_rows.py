@@ -6,22 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, keep_columns
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
-from rlt_lightning.metrics.catalogue import OF_STUDENT, OURS
 from rlt_lightning.rewards.base import ReadTokens
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import Score, StepBatch
+from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
 from rlt_lightning.tags import decode_each
-from rlt_lightning.types import InputError, Problem, PromptBatch, Rollout
-
-T = TypeVar("T")
-# Columns of a completion that each of several students has: the others come from the text.
-STUDENT_COLUMNS = tuple(metric.column for metric in OURS if metric.name in OF_STUDENT)
+from rlt_lightning.types import InputError, Problem, PromptBatch
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
 # Columns of a source that a sampled row has anew; others with our names become `source_NAME`.
@@ -29,32 +24,26 @@ RENEWED = {"question", "solution", TRACE_COLUMN, "system", "conversations", *REF
 MARKS = ("completion", "trace_column")  # by which scoring would take another text for a row's trace
 
 
-def spread_evenly(items: list[T], number: int) -> list[T]:
-    """Return so many items at equal distances, whatever they hold; all of them if there are fewer."""
-    number = max(0, min(number, len(items)))
-    return [items[i * len(items) // number] for i in range(number)]
-
-
-def pair_with_scores(step: StepBatch, rows: Sequence[int]) -> Iterator[tuple[int, Rollout, dict[str, float]]]:
-    """Yield each completion of a scored step: its number in its group, itself, its reward with its terms.
-
-    What is recorded of a step is read here.
-
-    Args:
-        step: The step.
-        rows: Which of its rows.
-    """
-    assert step.score is not None
-    for row, terms in zip(rows, score_rows(step.score.choose(rows)), strict=True):
-        yield row % step.group_size, step.rollout(row), terms
+def score_rows(step: StepBatch, rows: Sequence[int]) -> list[dict[str, float]]:
+    """Return the reward and its terms, one dictionary per rollout; NAME/LABEL is by one of the students."""
+    columns: dict[str, list[float]] = {}
+    for label in ("", *step.labels):
+        table, end = step.choose(rows, label), f"/{label}" if label else ""
+        terms = {f"{name}_reward": values for name, values in columns_of(table, "term/").items()}
+        levels, others = columns_of(table, "level/"), columns_of(table, "record/")
+        for name, values in dict(reward=table["reward"], **terms, **levels, **others).items():
+            if not (label and name == "format_reward"):  # the same for all students
+                columns[f"{name}{end}"] = values.tolist()
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[Row]:
     """Yield one JSON-ready row per completion."""
-    for number, rollout, terms in pair_with_scores(step, rows):
-        yield {
+    for row, terms in zip(rows, score_rows(step, rows), strict=True):
+        rollout = step.rollout(row)
+        columns = {
             "row": rollout.problem.row,
-            "completion": number,
+            "completion": row % step.group_size,
             "policy_version": step.policy_version,
             "question": rollout.problem.question,
             "solution": rollout.problem.solution,
@@ -63,120 +52,68 @@ def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[Row]:
             "num_tokens": len(rollout.completion.token_ids),
             "seed": rollout.completion.seed,
             "worker": rollout.completion.worker,
-            **terms,
         }
+        yield dict(**columns, **terms)  # a term with a name that is taken raises an error
 
 
 def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
-    """Yield one row per scored completion, in the form of the data's stage.
+    """Yield one row per scored completion: the columns of its source, its text and its scores.
+
+    A teacher's trace has its Bespoke-Stratos form, an answer its own thought and solution and how it was
+    judged. An answer that cannot be split stands whole in `reasoning_trace`, with an empty `solution`.
 
     Args:
         batch: A scored batch.
         data: The datamodule that it comes from.
         model: The name of the model that has sampled what is not given.
     """
-    if isinstance(data, TeacherRLData):
-        yield from build_trace_rows(batch, data, model)
-    elif isinstance(data, StudentRLData):
-        yield from build_answer_rows(batch, data, model)
-    else:
-        yield from (
-            {**keep_columns(rollout.problem.columns, terms), **terms}
-            for _, rollout, terms in pair_with_scores(batch.step, batch.step.shard)
-        )
-
-
-def build_trace_rows(batch: PromptBatch, data: Any, teacher: str) -> Iterator[Row]:
-    """Yield a row per trace: the source's columns, the trace, its Bespoke-Stratos form, and its scores."""
-    for number, rollout, terms in pair_with_scores(batch.step, batch.step.shard):
-        problem = rollout.problem
-        columns = {
-            "row": problem.row,
-            "trace": number,
-            "question": problem.question,
-            "solution": problem.solution.strip(),
-            "reasoning_trace": rollout.text,
-            **data.format.build_conversation(problem, rollout.text),
-            **terms,
-            **completion_columns(rollout, data),
-            "teacher": teacher,
-        }
-        yield add_to_source(problem, columns)
-
-
-def build_answer_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
-    """Yield a row per answer: the source's columns, its own thought and solution, and how it was judged.
-
-    An answer that cannot be split stands whole in `reasoning_trace`, with an empty `solution`.
-    """
     step = batch.step
-    size, correct = step.group_size, step.score.columns["correct"].tolist()
-    for i, (number, rollout, terms) in enumerate(pair_with_scores(step, step.shard)):
-        problem, first = rollout.problem, i - number
+    for row, terms in zip(step.shard, score_rows(step, step.shard), strict=True):
+        rollout, number = step.rollout(row), row % step.group_size
+        problem = rollout.problem
+        if not isinstance(data, TeacherRLData | StudentRLData):
+            yield {**keep_columns(problem.columns, terms), **terms}
+            continue
         turn = data.split_turn(rollout)
         thought, solution = turn or (rollout.text, "")
-        conversation = dict.fromkeys(("system", "conversations"))
+        columns: Row = dict.fromkeys(("system", "conversations"))
         if turn:
-            conversation = data.format.build_conversation(replace(problem, solution=solution), thought)
-        columns = {
-            **read_reference(problem),
+            columns = data.format.build_conversation(replace(problem, solution=solution), thought)
+        if isinstance(data, StudentRLData):
+            correct = step.table["level/correct"][row - number : row - number + step.group_size]
+            columns |= read_reference(problem)
+            columns |= {"pass_rate": fmean(correct.tolist()), "found_answer": step.texts["answers"][row]}
+        columns |= {
             "row": problem.row,
             "trace": number,
             "question": problem.question,
-            "solution": solution,
+            "solution": solution.strip(),
             "reasoning_trace": thought,
-            **conversation,
-            **terms,
-            "pass_rate": fmean(correct[first : first + size]),
-            "found_answer": step.texts["answers"][i],
-            **completion_columns(rollout, data),
-            "model": model,
+            "closed": rollout.closed,
+            "finish_reason": rollout.completion.finish_reason,
+            "num_tokens": len(rollout.completion.token_ids),
+            "student_tokens": data.count_turn_tokens(rollout),
+            "fits": data.fits_student(rollout),
+            "seed": rollout.completion.seed,
+            "model" if isinstance(data, StudentRLData) else "teacher": model,
         }
-        yield add_to_source(problem, columns)
-
-
-def add_to_source(problem: Problem, columns: Row) -> Row:
-    """Return the source's columns with those of a sampled row."""
-    return {**keep_columns(problem.columns, {*columns, *MARKS} - RENEWED), **columns}
+        columns = dict(**columns, **terms)
+        yield {**keep_columns(problem.columns, {*columns, *MARKS} - RENEWED), **columns}
 
 
 def read_reference(problem: Problem) -> Row:
-    """Return what answers to a problem are judged by, as rows have it."""
+    """Return the columns by which answers to a problem are judged."""
     reference = {name: problem.columns[name] for name in REFERENCE if name in problem.columns}
     if reference.get("kind", "math") != "countdown":
         reference["answer"] = reference_answer(problem.reference)
     return reference
 
 
-def score_rows(score: Score) -> list[dict[str, float]]:
-    """Return the reward and its terms, one dictionary per rollout; NAME/LABEL is by one of the students."""
-    columns = {name: values.tolist() for name, values in score.columns.items()}
-    for label, by_student in score.by_student.items():
-        columns |= {
-            f"{name}/{label}": values.tolist()
-            for name, values in by_student.columns.items()
-            if name in (*STUDENT_COLUMNS, "baseline")
-        }
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def completion_columns(rollout: Rollout, data: Any) -> Row:
-    """Return how a completion ended, and whether a student can learn from it in the format of the data."""
-    return {
-        "closed": rollout.closed,
-        "finish_reason": rollout.completion.finish_reason,
-        "num_tokens": len(rollout.completion.token_ids),
-        "student_tokens": data.count_turn_tokens(rollout),
-        "fits": data.fits_student(rollout),
-        "seed": rollout.completion.seed,
-    }
-
-
 def build_token_columns(tokens: Sequence[ReadTokens], students: Students) -> Row:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
-        tokens: What `Reward.list_tokens` gives, by each student.
+        tokens: The result of `Reward.list_tokens`, by each student.
         students: The students, with their formats.
 
     Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from rlt_lightning.datamodules.stages import StudentSFTData, TeacherSFTData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import context_length
-from rlt_lightning.modules.base import PolicyModule, PolicyOptions, follow_options
+from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.reader import forward
@@ -34,17 +34,15 @@ class SFTModule(PolicyModule):
 
     data_classes = (StudentSFTData, TeacherSFTData)
 
-    @follow_options
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
         optimizer: OptimizerConfig = OptimizerConfig(1e-5, 1e-4, (0.9, 0.95), "cosine", warmup_frac=0.05),
         *,
         layout: Layout = "packed",
-        **options: Unpack[PolicyOptions],
+        **options: Any,
     ) -> None:
         super().__init__(pretrained=pretrained, optimizer=optimizer, layout=layout, **options)
-        self.save_hyperparameters(logger=False)
 
     def setup(self, stage: str) -> None:
         """Check that every example fits into the model's context, before anything is loaded."""
@@ -79,6 +77,7 @@ class SFTModule(PolicyModule):
             self.raise_together(step)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
+        # Tokens in the loss of this step, and complete passes over the data.
         metrics |= {"data/completion_tokens": micro.num_scored, "data/epoch": float(self.current_epoch)}
         self.log_step(metrics, len(examples))
 

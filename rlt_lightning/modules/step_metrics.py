@@ -1,11 +1,13 @@
-"""Compute the figures that a step logs; metrics/catalogue.yaml describes each.
+"""Compute the figures that a step logs.
 
 These functions and the losses compute a figure, a module's training_step collects it, and `log_step` of
 modules/base.py takes its mean over ranks and hands it to Lightning, whose loggers (trainer.py) write it.
+A comment describes each figure where it is computed; docs/metrics.md has those that matter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,7 +16,7 @@ from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
-from rlt_lightning.rollouts.step import Score, StepBatch
+from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.types import Rollouts
 
 # Above rounding. Log-probs of temperature 1 for tokens drawn at 0.7 have 0.13 (SmolLM2-135M), of 0.84 0.03.
@@ -26,32 +28,32 @@ def reward_metrics(step: StepBatch) -> dict[str, Any]:
 
     Spread and equal groups are those of all ranks' completions.
     """
-    assert step.score is not None
-    score, rewards = step.score.choose(step.logged), step.rewards
-    return {
-        "reward/mean": score.rewards.mean(),
+    rewards = step.rewards
+    metrics = {
+        # Over all completions of the step, and within a group.
         "reward/std": rewards.std(),
         "reward/group_std": split_groups(rewards, step.group_size).std(dim=1).mean(),
+        # Groups in which every completion earned the same, so that they teach nothing.
         "reward/zero_std_frac": zero_std_groups(rewards, step.group_size).float().mean(),
-        **{f"reward/{name}": values.mean() for name, values in (score.terms | score.levels).items()},
-        **{name: values.mean() for name, values in score.figures.items()},
-        **student_metrics(score),
     }
+    return dict(**metrics, **reward_means(step, step.logged))
 
 
-def student_metrics(score: Score, held_out: bool = False) -> dict[str, Any]:
-    """Return means of the terms of each of several students, NAME/LABEL; nothing with one.
+def reward_means(step: StepBatch, rows: Sequence[int], held_out: bool = False) -> dict[str, Any]:
+    """Return the means of a scored step's columns by the names of their metrics.
 
-    Held-out are only the reward and the terms that add up to it.
+    Those of each of several students are NAME/LABEL; the format's term is the same for all.
     """
-    metrics: dict[str, Any] = {}
-    prefix = "reward/val_" if held_out else "reward/"
-    for label, by_student in score.by_student.items():
-        terms = {name: by_student.terms[name] for name in ("solution", "kl") if name in by_student.terms}
-        values = {prefix + name: term for name, term in ({"mean": by_student.rewards} | terms).items()}
-        values |= {} if held_out else by_student.figures
-        metrics |= {f"{name}/{label}": value.mean() for name, value in values.items()}
-    return metrics
+    prefix, means = "reward/val_" if held_out else "reward/", dict[str, Any]()
+    for label in ("", *step.labels):
+        table, end = step.choose(rows, label), f"/{label}" if label else ""
+        # A name that is taken raises an error, here and above.
+        terms = dict(mean=table["reward"], **columns_of(table, "term/"), **columns_of(table, "level/"))
+        columns = {prefix + name: v for name, v in terms.items() if not (label and name == "format")}
+        if not held_out:
+            columns = dict(**columns, **columns_of(table, "log/"))
+        means |= {f"{name}{end}": values.mean() for name, values in columns.items()}
+    return means
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -60,9 +62,12 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     lengths = [len(r.completion.token_ids) for r in rows]
     left_out = [r.views[0].num_left_out for r in rows if r.views]
     cut_tokens = [number for number in left_out if number is not None]  # the student's tokens are others
+    # Completions that end within a character, whose tokens r_KL leaves out.
     cut = {"rollout/half_character_frac": sum(number > 0 for number in cut_tokens) / len(rows)}
     return {
+        # Sampled tokens, end tag included.
         "rollout/length_mean": sum(lengths) / len(rows),
+        # Those that end properly, with the end tag or, in traditional RL, an end-of-sequence token.
         "rollout/closed_frac": sum(r.closed for r in rows) / len(rows),
         "rollout/truncated_frac": sum(r.completion.finish_reason == "length" for r in rows) / len(rows),
         "rollout/empty_frac": sum(r.empty for r in rows) / len(rows),
@@ -72,12 +77,9 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 def held_out_metrics(step: StepBatch, rollouts: Rollouts) -> dict[str, Any]:
     """Return held-out reward, its terms, completion length and the fraction of closed explanations."""
-    assert step.score is not None
-    score, lengths = step.score, rollout_metrics(rollouts)
+    lengths = rollout_metrics(rollouts)
     return {
-        "reward/val_mean": score.rewards.mean(),
-        **{f"reward/val_{name}": values.mean() for name, values in (score.terms | score.levels).items()},
-        **student_metrics(score, held_out=True),
+        **reward_means(step, step.shard, held_out=True),
         "rollout/val_length_mean": lengths["rollout/length_mean"],
         "rollout/val_closed_frac": lengths["rollout/closed_frac"],
     }
@@ -109,16 +111,13 @@ def mismatch_metrics(
             "reports, such as that of another temperature. Start the worker with --logprobs-mode "
             "processed_logprobs, or set the engine's log_probs to trainer."
         )
-    if mismatch.num_masked == mismatch.num_tokens:
-        rank_zero_warn(
-            f"Step {step}: model.importance_sampling has masked all {mismatch.num_tokens:.0f} tokens, so the "
-            "step learns nothing from them. Raise its cap, lower its floor, or set its level to token; if "
-            f"{mismatch.mean:.3g} nats per token of mismatch are much, look at the engine first."
-        )
     return {
+        # |d|, nats: the trainer's log-prob of a sampled token less the engine's.
         "rollout/mismatch_mean": mismatch.mean,
         "rollout/mismatch_max": mismatch.largest,
+        # exp(d) - 1 - d, an estimate of the KL of the engine's policy from the trainer's.
         "rollout/mismatch_kl": mismatch.mean_kl,
+        # (Σw)² / (n Σw²) with w = exp(d): samples that remain effective after weighting.
         "rollout/effective_sample_frac": mismatch.effective_sample_frac,
         **({"rollout/masked_frac": mismatch.num_masked / mismatch.num_tokens} if masks else {}),
     }
@@ -144,13 +143,13 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> Non
         )
 
 
-def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: float) -> dict[str, float]:
-    """Return what the step cost, by phase.
+def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:
+    """Return the cost of a step, by phase.
 
     Args:
         phases: The costs of the step's phases.
         num_tokens: The step's tokens, which `perf/tokens_per_s` and `perf/num_tokens` count.
-        peak_flops: The device's measured FLOP/s, of which `perf/mfu` is a fraction.
+        peak: Tokens per second that the device could train, of which `perf/mfu` is a fraction; None: unknown.
     """
     seconds = sum(stats.seconds for stats in phases.values())
     metrics = {
@@ -164,11 +163,13 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak_flops: fl
         if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
     if score := phases.get("score"):
+        # The part of the scoring in which workers still sampled.
         metrics["perf/score_hidden_frac"] = score.hidden_s / score.seconds
     train = phases["train"]
+    if peak is not None:
+        metrics["perf/mfu"] = (train.tokens - train.padding_tokens) / train.seconds / peak
     return metrics | {
-        "perf/mfu": train.flops / train.seconds / peak_flops,
-        "perf/peak_tflops": peak_flops / 1e12,
         "perf/padding_frac": train.padding_tokens / train.tokens,
+        # Tokens that shared prompts saved.
         "perf/shared_frac": 1 - train.tokens / train.unshared_tokens,
     }

@@ -602,7 +602,7 @@ def top_gradient(
     has the word.
 
     Args:
-        finish: What the backward products need of it.
+        finish: Its input to the backward products.
         logits: The tile's, (m, w).
         sums: The places of the chosen words counted from the tile's first, (m, k), and both sums.
         grads: The gradients of the three.
@@ -619,7 +619,7 @@ def top_gradient(
 
 
 def top_log_probs(logits: TopLogits, tail: bool) -> Tensor:
-    """Return what `chosen_log_probs` does, from sums over the vocabulary."""
+    """Return `chosen_log_probs` from sums over the vocabulary."""
     if not tail:
         return logits.top.log_softmax(dim=1)
     every = torch.cat([logits.top, logits.rest.unsqueeze(1), logits.beyond.unsqueeze(1)], dim=1)

@@ -51,7 +51,7 @@ class LogitScale(NamedTuple):
     exchanged: tuple[int, int] | None = None
 
     def product_factor(self) -> float:
-        """Return by what the matrix product multiplies the raw output, without a further pass over it."""
+        """Return the factor of the raw output in the matrix product, without a further pass over it."""
         return self.scale / (self.temperature if self.cap is None else self.cap)
 
     def cap_(self, product: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class LogitScale(NamedTuple):
         return product if self.cap is None else product.tanh_().mul_(self.cap / self.temperature)
 
     def gradient_factor(self) -> float:
-        """Return by what the backward products multiply, likewise."""
+        """Return the factor that the backward products apply, likewise."""
         return self.scale / self.temperature
 
     def pull_back_(self, gradient: Tensor, logits: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def select_rows(values: Tensor, block: slice, exchanged: tuple[int, int] | None)
 
 
 class TileGradient(NamedTuple):
-    """Turns the gradient of a tile's logits into what the backward products read.
+    """Turns the gradient of a tile's logits into the input of the backward products.
 
     A function that computes a gradient ends with it, so that one compiled kernel reads the logits and writes
     half precision.
@@ -206,7 +206,7 @@ class HeadTiles:
         )
 
     def heads(self, block: slice) -> list[HeadBlock]:
-        """Return each side's weights for a block; of the smaller vocabulary, what it has."""
+        """Return each side's weights for a block; fewer where a vocabulary ends."""
         pairs = zip(self.sides, self.states, strict=True)
         return [HeadBlock(head, block, states.dtype) for (_, head), states in pairs]
 

@@ -31,7 +31,7 @@ class TruncatedImportanceSampling:
             bounds', and a spread that grows with the length; arithmetic and geometric stay near 1.
         cap: Largest weight.
         floor: Smallest weight; 0: none.
-        mode: What happens to weights outside the bounds: truncate, to the bound; mask, to 0.
+        mode: Weights outside the bounds: truncate, to the bound; mask, to 0.
 
     Raises:
         ValueError: If the weight 1, of tokens sampled on policy, is not within the bounds.
@@ -130,7 +130,7 @@ class Mismatch:
 
     @classmethod
     def read(cls, measured: Sequence[Tensor]) -> Mismatch:
-        """Add up what `measure_mismatch` returned; the host waits for the device once."""
+        """Add up the results of `measure_mismatch`; the host waits for the device once."""
         parts = torch.stack(list(measured)).tolist() if measured else []
         return sum((cls(*part) for part in parts), start=cls())
 

@@ -98,6 +98,7 @@ class PolicyLoss(ABC):
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)
         clipped = self.is_clipped(ratio, advantages)  # (N, T)
         metrics = {
+            # Tokens that clipping limits, in all and by the lower and the upper bound.
             "policy/clip_frac": (mean_weights * clipped).sum(),
             "policy/clip_frac_low": (mean_weights * (clipped & (ratio < 1))).sum(),
             "policy/clip_frac_high": (mean_weights * (clipped & (ratio > 1))).sum(),
@@ -131,7 +132,7 @@ class PolicyLoss(ABC):
         return log_ratio.exp()
 
     def surrogate(self, ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> Tensor:
-        """Return what is to be maximised at each token, (N, T)."""
+        """Return the quantity to maximise at each token, (N, T)."""
         clipped_ratio = ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
         return torch.minimum(ratio * advantages, clipped_ratio * advantages)
 

@@ -38,7 +38,7 @@ class ScoredSequence(NamedTuple):
 
 
 class SequenceLengths(NamedTuple):
-    """How long a sequence is, and what it shares: sequences of equal `prefix` begin with the same tokens."""
+    """The lengths of a sequence; sequences of equal `prefix` begin with the same tokens."""
 
     prefix: Hashable
     num_prefix: int  # tokens

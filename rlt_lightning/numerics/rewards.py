@@ -35,7 +35,7 @@ def student_solution_reward(
         log_probs: Student log-probabilities of the solution tokens, (N, S), nats.
         token_mask: True on solution tokens, False on padding, (N, S).
         min_coef: Weight of the hardest token, alpha in the paper.
-        reduction: What stands in place of the mean; see `reduce_tokens`.
+        reduction: The reduction in place of the mean; see `reduce_tokens`.
 
     Returns:
         One reward per completion, (N,), nats, never positive. A mean, so long solutions pay no penalty.
@@ -58,7 +58,7 @@ def student_kl_penalty(
         kl: KL of teacher from student at each think token, (N, K), nats.
         token_mask: True on think tokens, False on padding, (N, K).
         max_coef: Weight of the least natural token, alpha in the paper.
-        reduction: What stands in place of the mean; see `reduce_tokens`.
+        reduction: The reduction in place of the mean; see `reduce_tokens`.
 
     Returns:
         One penalty per completion, (N,), nats. 0 for a row without think tokens: an empty explanation has no
@@ -81,7 +81,7 @@ def require_reduction(name: str, value: str) -> None:
 
 
 def choose_remedy(maker: object) -> str:
-    """Return what to do if an object computes NaN or an infinity from finite log-probs."""
+    """Return the remedy for an object that computes NaN or an infinity from finite log-probs."""
     kind = type(maker)
     if kind.__module__.startswith("rlt_lightning."):
         return DIVERGED
@@ -93,7 +93,7 @@ def require_finite(values: Tensor, term: str, rows: Sequence[int], remedy: str =
 
     Args:
         values: One row per example, (N,) or (N, T), padding already masked.
-        term: What the values are, for the message, e.g. "student log-prob".
+        term: A name of the values, for the message, e.g. "student log-prob".
         rows: The examples' row numbers in the data, N of them.
         remedy: The end of the message.
 
@@ -112,7 +112,7 @@ def require_finite(values: Tensor, term: str, rows: Sequence[int], remedy: str =
 
 
 class FiniteChecks:
-    """Checks of what a device computes, made together when everything has been computed.
+    """Checks of a device's values, made together when everything has been computed.
 
     The host waits once for all of them, and prepares the next rows while the device computes.
     """
@@ -173,7 +173,7 @@ def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:
 
 
 def mean_of_tokens(values: Tensor, token_mask: Tensor) -> Tensor:
-    """Return what `masked_mean` does of rows that are known to have tokens: the host waits for no check."""
+    """Return the `masked_mean` of rows that are known to have tokens: the host waits for no check."""
     return values.masked_fill(~token_mask, 0.0).sum(dim=1) / token_mask.sum(dim=1)
 
 

@@ -113,7 +113,7 @@ class FlashAttnKernel(PackedKernel):
 
     Args:
         interface: Its module flash_attn.flash_attn_interface.
-        name: What the kernel is called in a run's log.
+        name: The kernel's name in a run's log.
     """
 
     def __init__(self, interface: Any, name: str) -> None:

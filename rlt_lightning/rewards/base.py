@@ -1,37 +1,27 @@
 """The interface of rewards: declare what models compute of a completion, measure it, score whole groups.
 
     reads     a completion ─▶ what each model is to compute of it                        (any rank)
-    measure   tokens and texts of some rows ─▶ numbers of each row         (the rank that has the tokens)
-    score     the numbers of all rows, group after group ─▶ rewards and terms        (alike on every rank)
+    measure   tokens and texts of some rows ─▶ a table: numbers of each row  (the rank that has the tokens)
+    score     the table of all rows, group after group ─▶ with rewards               (alike on every rank)
 
-Measuring and scoring are two steps because tokens stay on the rank that computed them: ranks share only
-numbers, and a judge is asked once.
+The names of a table's columns say what they are for (rollouts/step.py). Measuring and scoring are two steps
+because tokens stay on the rank that computed them: ranks share only numbers, and a judge is asked once. A
+reward that compares no completions may return all of the table from `measure`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.students import combine_terms
-from rlt_lightning.rewards.students import Student, Students
-from rlt_lightning.rollouts.step import Read, Score, StepBatch
-from rlt_lightning.types import Problem, RewardTerms, Rollout
-
-# Names that a subclass may not give to a term: metrics under reward/, and recorded columns with _reward cut
-# off. A test compares them with the catalogue of metrics, which this folder cannot import.
-TAKEN_NAMES = frozenset(
-    {
-        *("mean", "std", "group_std", "zero_std_frac", "solution", "kl", "format", "solution_log_prob"),
-        *("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max", "baseline"),
-        *("correct", "formatted", "timed_out"),  # of traditional RL
-        "efficiency",  # of NOVER
-    }
-)
+from rlt_lightning.numerics.students import combine_tables
+from rlt_lightning.rewards.students import Students
+from rlt_lightning.rollouts.step import Read, StepBatch, columns_of
+from rlt_lightning.types import Problem, Rollout
 
 
 class KLOptions(Protocol):
@@ -87,9 +77,9 @@ class ReadTokens(NamedTuple):
 
 
 class Reward(ABC):
-    """What a completion is worth; `model.reward` is one."""
+    """The worth of a completion; `model.reward` is one."""
 
-    # What the reward judges: `samples` of the data that it fits.
+    # The kinds of completions that it judges: `samples` of the data.
     judges: ClassVar[tuple[str, ...]] = ("explanations", "answers")
     # Whether a student reads completions for it.
     asks_student: ClassVar[bool] = True
@@ -97,7 +87,7 @@ class Reward(ABC):
     compares: ClassVar[bool] = False
     # Whether it has values of single tokens; see `list_tokens`.
     has_tokens: ClassVar[bool] = False
-    # Whether it tells which answers are right, in the columns of CorrectnessTerms.
+    # Whether it tells which answers are right, in the columns of CorrectnessReward.
     judges_answers: ClassVar[bool] = False
 
     def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
@@ -106,17 +96,23 @@ class Reward(ABC):
 
     @abstractmethod
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return numbers of n rows from their tokens and texts, (n,) each.
+        """Return the table of n rows from their tokens and texts, (n,) each.
 
         Args:
             step: The step; it has the token columns of these rows.
             rows: Rows that this rank has read.
-            students: Who reads.
+            students: The models that score.
         """
 
-    @abstractmethod
-    def score(self, step: StepBatch, students: Students) -> Score:
-        """Return rewards and terms of all N rows from their numbers; no tokens, no texts."""
+    def score(self, table: dict[str, Tensor], group_size: int, students: Students) -> dict[str, Tensor]:
+        """Return the table of all N rows with their rewards, (N,) each.
+
+        Args:
+            table: The result of `measure` for all rows; those of a group are adjacent.
+            group_size: Completions of a group.
+            students: The models that score.
+        """
+        return table
 
     def columns(self) -> tuple[str, ...]:
         """Return the columns of scored rows that pages show: the reward and the terms that add up to it."""
@@ -141,32 +137,18 @@ class Reward(ABC):
         """Free processes and memory; safe to call twice."""
 
 
+def build_table(terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a table with the terms and the reward that they add up to, in this order."""
+    reward = sum(terms.values(), start=torch.zeros_like(next(iter(terms.values()))))
+    return {"reward": reward, **{f"term/{name}": values for name, values in terms.items()}}
+
+
 class StudentReward(Reward):
     """A reward by students, each of which gives all terms: their rewards become one."""
 
-    terms_type: ClassVar[type[RewardTerms]]
-
-    def list_numbers(self, terms: RewardTerms, student: Student) -> dict[str, Tensor]:
-        """Return the numbers of terms, (n,), by the names that `build_terms` reads."""
-        values = {field.name: getattr(terms, field.name) for field in fields(terms)}
-        numbers = {student.name(name): v for name, v in values.items() if isinstance(v, Tensor)}
-        extra = student.name("extra")
-        return numbers | {f"{extra}/{name}": v for name, v in values.get("extra", {}).items()}
-
-    def build_terms(self, step: StepBatch, student: Student) -> Any:
-        """Return the terms of all rows by a student, (N,), from what `list_numbers` gave."""
-        names = [field.name for field in fields(self.terms_type)]
-        terms: dict[str, Any] = {
-            name: step.numbers[student.name(name)] for name in names if student.name(name) in step.numbers
-        }
-        start = student.name("extra") + "/"
-        extra = {n.removeprefix(start): v for n, v in step.numbers.items() if n.startswith(start)}
-        return self.terms_type(**terms | ({"extra": extra} if "extra" in names else {}))
-
-    def score(self, step: StepBatch, students: Students) -> Score:
-        """Return the reward of one student, or that of several by `Students.reduction`."""
-        each = [self.build_terms(step, student) for student in students]
-        if len(each) == 1:
-            return Score.of(each[0])
-        combined = combine_terms(each, students.weights, students.reduction)
-        return Score.of(combined, dict(zip(students.labels, each, strict=True)))
+    def score(self, table: dict[str, Tensor], group_size: int, students: Students) -> dict[str, Tensor]:
+        """Return the table of one student, or that of several by `Students.reduction` with each one's."""
+        if len(students.names) == 1:
+            return table
+        found = [columns_of(table, student.prefix) for student in students]
+        return combine_tables(found, students.weights, students.reduction) | table

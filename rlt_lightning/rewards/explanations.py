@@ -22,7 +22,7 @@ announce_once = cache(announce)
 
 
 class Explanation(NamedTuple):
-    """What a student reads of a completion, and where its tokens stand.
+    """A student's sequence with a completion, and the places of its tokens.
 
     Attributes:
         read: The whole sequence, of which nothing is scored.

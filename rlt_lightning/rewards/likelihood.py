@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -33,7 +33,7 @@ from rlt_lightning.numerics.rewards import (
     student_kl_penalty,
 )
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rewards.base import StudentReward
+from rlt_lightning.rewards.base import StudentReward, build_table
 from rlt_lightning.rewards.explanations import (
     estimate_kl,
     list_views,
@@ -43,13 +43,13 @@ from rlt_lightning.rewards.explanations import (
 )
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.students import Student, Students
-from rlt_lightning.rollouts.step import Read, StepBatch, pad_rows
-from rlt_lightning.types import RewardTerms, Rollout
+from rlt_lightning.rollouts.step import Read, StepBatch, columns_of, pad_rows
+from rlt_lightning.types import Rollout
 
 
 @dataclass(frozen=True)
 class SolutionScores:
-    """What the scorer has computed of N thoughts.
+    """The scorer's values of N thoughts.
 
     Attributes:
         log_probs: Log-probs of the solution's tokens after the thought, (N, S), nats.
@@ -73,51 +73,6 @@ class SolutionScores:
 
 
 @dataclass(frozen=True)
-class LikelihoodTerms(RewardTerms):
-    """The reward of each thought and its terms; all (N,).
-
-    `reward` is the sum of the solution's term, the efficiency of NOVER, the KL term and the format term. Mean
-    and min are over the solution's log-probs, nats; `kl_mean` is over the thought's tokens.
-    """
-
-    solution_log_prob_reward: Tensor
-    format_reward: Tensor
-    solution_log_prob_mean: Tensor
-    solution_log_prob_min: Tensor
-    efficiency_reward: Tensor | None = None
-    kl_reward: Tensor | None = None
-    kl_mean: Tensor | None = None
-    baseline: Tensor | None = None
-
-    def parts(self) -> dict[str, Tensor]:
-        """See `RewardTerms.parts`."""
-        further = {"efficiency": self.efficiency_reward, "kl": self.kl_reward}
-        parts = {"solution": self.solution_log_prob_reward, "format": self.format_reward}
-        return parts | {name: values for name, values in further.items() if values is not None}
-
-    def baselines(self) -> dict[str, Tensor]:
-        """See `RewardTerms.baselines`."""
-        return {} if self.baseline is None else {"baseline": self.baseline}
-
-    def details(self) -> dict[str, Tensor]:
-        """See `RewardTerms.details`."""
-        return {f"student/{name}": getattr(self, name) for name in self._names_of_details()}
-
-    def recorded(self) -> dict[str, Tensor]:
-        """See `RewardTerms.recorded`."""
-        columns = {name: getattr(self, name) for name in ("reward", *self._names_of_details())}
-        columns |= {f"{name}_reward": values for name, values in self._columns().items()}
-        return columns | self.baselines()
-
-    def _names_of_details(self) -> list[str]:
-        names = ["solution_log_prob_mean", "solution_log_prob_min"]
-        return names if self.kl_mean is None else [*names, "kl_mean"]
-
-    def _columns(self) -> dict[str, Tensor]:
-        return {"solution_log_prob" if name == "solution" else name: v for name, v in self.parts().items()}
-
-
-@dataclass(frozen=True)
 class LikelihoodReward(StudentReward, ABC):
     """A reward of the solution's log-probs after a thought.
 
@@ -133,7 +88,6 @@ class LikelihoodReward(StudentReward, ABC):
     """
 
     judges = ("thoughts",)
-    terms_type = LikelihoodTerms
     # Whether the solution is also read after an empty thought.
     baseline: ClassVar[Literal["none", "empty"]] = "none"
     # Whether `score_solution` is an objective that the policy may ascend itself, where it is the scorer.
@@ -156,7 +110,7 @@ class LikelihoodReward(StudentReward, ABC):
 
     def columns(self) -> tuple[str, ...]:
         """See `Reward.columns`."""
-        columns = ("reward", "solution_log_prob_reward", "format_reward")
+        columns = ("reward", "solution_reward", "format_reward")
         return (*columns, "kl_reward") if self.kl_weight else columns
 
     def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
@@ -172,20 +126,21 @@ class LikelihoodReward(StudentReward, ABC):
         return reads
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return the terms by each scorer and, where thoughts are compared, what `build_terms` reads."""
-        rollouts, numbers = step.rollouts(rows), dict[str, Tensor]()
+        """Return the terms by each scorer and, where thoughts are compared, the figures for `score`."""
+        rollouts, table = step.rollouts(rows), dict[str, Tensor]()
         for student in students:
             scores = self.build_scores(step, rows, student)
-            numbers |= self.list_numbers(self(scores), student)
+            table |= student.name_columns(self(scores))
             if self.compares:
                 mean = mean_of_tokens(scores.log_probs, scores.token_mask)
-                numbers[student.name("mean")] = mean
-                numbers["closed"] = scores.closed.to(mean.dtype)
-                numbers["length"] = upload([float(r.views[0].num_tokens) for r in rollouts], mean.device)
-        return numbers
+                lengths = upload([float(r.views[0].num_tokens) for r in rollouts], mean.device)
+                closed = scores.closed.to(mean.dtype)
+                own = {"group/mean": mean, "group/closed": closed, "group/length": lengths}
+                table |= student.name_columns(own)
+        return table
 
     def build_scores(self, step: StepBatch, rows: Sequence[int], student: Student) -> SolutionScores:
-        """Return what a scorer has computed of n thoughts; each is its group."""
+        """Return a scorer's values of n thoughts; each is its own group."""
         rollouts = step.rollouts(rows)
         log_probs, token_mask = step.pad(student.name("solution"), rows)
         device, kl, kl_mask = log_probs.device, None, None
@@ -202,21 +157,23 @@ class LikelihoodReward(StudentReward, ABC):
             kl_mask=kl_mask,
         )
 
-    def build_terms(self, step: StepBatch, student: Student) -> LikelihoodTerms:
-        """Compare the thoughts of whole groups, from one number of each thought."""
-        terms: LikelihoodTerms = super().build_terms(step, student)
-        if not self.compares:
-            return terms
-        numbers = step.numbers
-        mean = numbers[student.name("mean")].unsqueeze(1)  # (N, 1)
+    def score(self, table: dict[str, Tensor], group_size: int, students: Students) -> dict[str, Tensor]:
+        """See `Reward.score`; thoughts of whole groups are compared by one number of each."""
+        for student in students if self.compares else ():
+            compared = self.compare(columns_of(table, student.prefix), group_size)
+            table = table | student.name_columns(compared)
+        return super().score(table, group_size, students)
+
+    def compare(self, table: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
+        """Return the columns of one scorer that depend on the whole group, (N,) each."""
+        mean = table["group/mean"].unsqueeze(1)  # (N, 1)
         # By place, not by row: one problem may have two groups in a step.
-        groups = torch.arange(len(step), device=mean.device) // step.group_size
+        groups = torch.arange(len(mean), device=mean.device) // group_size
         every = torch.ones_like(mean, dtype=torch.bool)
-        scores = SolutionScores(mean, every, numbers["closed"] > 0, numbers["length"], groups)
-        solution, efficiency = self.score_solution(scores), self.score_efficiency(scores)
-        further = [term for term in (efficiency, terms.kl_reward) if term is not None]
-        reward = sum(further, start=solution) + terms.format_reward
-        return replace(terms, reward=reward, solution_log_prob_reward=solution, efficiency_reward=efficiency)
+        scores = SolutionScores(mean, every, table["group/closed"] > 0, table["group/length"], groups)
+        terms = columns_of(table, "term/") | {"solution": self.score_solution(scores)}
+        efficiency = self.score_efficiency(scores)
+        return build_table(terms if efficiency is None else terms | {"efficiency": efficiency})
 
     def find_kl(self, temperature: float) -> RLTReward | None:
         """See `Reward.find_kl`."""
@@ -250,33 +207,31 @@ class LikelihoodReward(StudentReward, ABC):
         return None
 
     def score_baseline(self, scores: SolutionScores) -> Tensor | None:
-        """Return what the solution's term is measured from, (N,); None if nothing."""
+        """Return the baseline of the solution's term, (N,); None if there is none."""
         return None
 
-    def __call__(self, scores: SolutionScores) -> LikelihoodTerms:
-        """Return the reward of N thoughts and its terms, each (N,).
+    def __call__(self, scores: SolutionScores) -> dict[str, Tensor]:
+        """Return the reward of N thoughts and its terms, each (N,). Means and minima are in nats.
 
         Raises:
             ValueError: If a row has no solution tokens.
         """
         require_tokens(scores.token_mask, "solution token")
-        solution, shape = self.score_solution(scores), self.score_format(scores)
-        efficiency, kl_mean = self.score_efficiency(scores), None
+        details = {
+            "solution_log_prob_mean": mean_of_tokens(scores.log_probs, scores.token_mask),
+            "solution_log_prob_min": masked_min(scores.log_probs, scores.token_mask),
+        }
+        terms = {"solution": self.score_solution(scores)}
+        efficiency, baseline = self.score_efficiency(scores), self.score_baseline(scores)
+        if efficiency is not None:
+            terms["efficiency"] = efficiency
         if scores.kl is not None and scores.kl_mask is not None:
-            kl_mean = student_kl_penalty(scores.kl, scores.kl_mask, max_coef=0.0)
-        penalty = None if kl_mean is None else -self.kl_weight * kl_mean
-        further = [term for term in (efficiency, penalty) if term is not None]
-        return LikelihoodTerms(
-            reward=sum(further, start=solution) + shape,
-            solution_log_prob_reward=solution,
-            format_reward=shape,
-            solution_log_prob_mean=mean_of_tokens(scores.log_probs, scores.token_mask),
-            solution_log_prob_min=masked_min(scores.log_probs, scores.token_mask),
-            efficiency_reward=efficiency,
-            kl_reward=penalty,
-            kl_mean=kl_mean,
-            baseline=self.score_baseline(scores),
-        )
+            details["kl_mean"] = student_kl_penalty(scores.kl, scores.kl_mask, max_coef=0.0)
+            terms["kl"] = -self.kl_weight * details["kl_mean"]
+        table = build_table(terms | {"format": self.score_format(scores)})
+        for name, values in details.items():
+            table |= {f"log/student/{name}": values, f"record/{name}": values}
+        return table if baseline is None else table | {"level/baseline": baseline}
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,15 @@ To add a term without changing this file, write a subclass of `RLTReward`: name 
 return its values from `extra_terms`, made of texts, or from `token_terms`, made of what students have read
 (docs/extend.md has an example).
 
-To add a term inside this file, change these places:
-
-    RLTReward            an option with its weight and its check; the sum in `__call__`; `columns`
-    RLTRewardTerms       a field; `parts`, from which it is logged; `recorded`, its column in rollouts.jsonl
-    TAKEN_NAMES          the name, so that no subclass takes it
-    metrics/catalogue.yaml     an entry: title, unit, meaning, healthy values
-    commands/explain.py  what `rlt explain` says the term is made of
-
-Then run scripts/metrics_page.py, which writes docs/metrics.md from the catalogue.
+To add a term inside this file, give RLTReward an option with its weight and its check, the term a name in
+`TERMS`, and its values a place in `__call__`; then describe its metric, `reward/NAME`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +30,7 @@ from rlt_lightning.numerics.rewards import (
     with_zero_for_empty_rows,
 )
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rewards.base import TAKEN_NAMES, ReadTokens, StudentReward
+from rlt_lightning.rewards.base import ReadTokens, StudentReward, build_table
 from rlt_lightning.rewards.explanations import (
     estimate_kl,
     list_think_tokens,
@@ -48,63 +41,9 @@ from rlt_lightning.rewards.explanations import (
 )
 from rlt_lightning.rewards.students import Student, Students
 from rlt_lightning.rollouts.step import Read, StepBatch, pad_rows
-from rlt_lightning.types import InputError, RewardTerms, Rollout
+from rlt_lightning.types import InputError, Rollout
 
-
-@dataclass(frozen=True)
-class RLTRewardTerms(RewardTerms):
-    """The RLT reward of each completion and its terms; all (N,).
-
-    `reward` is the sum of the next three, w_SS * r_SS, -lambda * r_KL and 0 or the format penalty, and of
-    `extra`, the terms of a subclass of RLTReward by name. Means, minima and maxima over tokens are given
-    after clipping and normalisation and, as `raw_`, before them, in nats. `baseline` is r_SS of an
-    explanation that says nothing, which is subtracted from r_SS; None without one.
-    """
-
-    solution_log_prob_reward: Tensor
-    kl_reward: Tensor
-    format_reward: Tensor
-    solution_log_prob_mean: Tensor
-    solution_log_prob_min: Tensor
-    kl_mean: Tensor
-    kl_max: Tensor
-    raw_solution_log_prob_mean: Tensor
-    raw_solution_log_prob_min: Tensor
-    raw_kl_mean: Tensor
-    raw_kl_max: Tensor
-    baseline: Tensor | None = None
-    extra: dict[str, Tensor] = field(default_factory=dict)
-
-    def parts(self) -> dict[str, Tensor]:
-        """See `RewardTerms.parts`."""
-        terms = (self.solution_log_prob_reward, self.kl_reward, self.format_reward)
-        return dict(zip(("solution", "kl", "format"), terms, strict=True)) | self.extra
-
-    def baselines(self) -> dict[str, Tensor]:
-        """See `RewardTerms.baselines`."""
-        return {} if self.baseline is None else {"baseline": self.baseline}
-
-    def details(self) -> dict[str, Tensor]:
-        """See `RewardTerms.details`."""
-        names = ("solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max")
-        processed = {f"reward/{name}": getattr(self, name) for name in names}
-        return processed | {f"student/{name}": getattr(self, f"raw_{name}") for name in names}
-
-    def recorded(self) -> dict[str, Tensor]:
-        """See `RewardTerms.recorded`: the reward, its terms, and what entered them."""
-        names = [
-            *("reward", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"),
-            *("format_reward", "solution_log_prob_reward", "kl_reward"),
-        ]
-        extra = {f"{name}_reward": values for name, values in self.extra.items()}
-        return {name: getattr(self, name) for name in names} | self.baselines() | extra
-
-    def to(self, device: torch.device) -> Self:
-        """See `RewardTerms.to`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-        extra = {name: values.to(device) for name, values in self.extra.items()}
-        return replace(self, **moved, extra=extra)
+TERMS = ("solution", "kl", "format")
 
 
 @dataclass(frozen=True)
@@ -134,7 +73,7 @@ class RLTReward(StudentReward):
         baseline: empty: r_SS is the gain over saying nothing, r_SS(explanation) - r_SS(empty explanation).
             Any other text is an explanation that says nothing, filler, and stands in place of the empty one.
             All completions of a problem lose the same, so advantages and gradients stay.
-        reduction: What stands in place of the mean in r_SS: one of the reductions of the released code.
+        reduction: The reduction in place of the mean in r_SS, one of the released code's.
         kl_reduction: The same in r_KL.
 
     Raises:
@@ -142,7 +81,6 @@ class RLTReward(StudentReward):
     """
 
     judges = ("explanations",)
-    terms_type = RLTRewardTerms
     has_tokens = True
     # The names of the terms that a subclass adds, in lower case.
     extra_names: ClassVar[tuple[str, ...]] = ()
@@ -181,7 +119,7 @@ class RLTReward(StudentReward):
         bound = self.clip_kl
         self.require("clip_kl", bound is None or bound > 0, "positive nats, or null for no bound")
         for name in self.extra_names:
-            if name in TAKEN_NAMES or name.startswith("val_") or not name.isidentifier():
+            if name in TERMS or name.startswith("val_") or not name.isidentifier():
                 raise ValueError(
                     f"A term of a reward needs a new name, such as 'length', but "
                     f"{type(self).__name__}.extra_names has {name!r}, which is taken or no name. "
@@ -202,8 +140,8 @@ class RLTReward(StudentReward):
         return reads
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return the terms of the reward by each student."""
-        rollouts, numbers = step.rollouts(rows), dict[str, Tensor]()
+        """Return the reward with its terms by each student."""
+        rollouts, table = step.rollouts(rows), dict[str, Tensor]()
         for student in students:
             solution, solution_mask = step.pad(student.name("solution"), rows)  # (n, S)
             kl = [estimate_kl(step, row, student, self) for row in rows]
@@ -215,9 +153,9 @@ class RLTReward(StudentReward):
             options = {}
             if self.baseline != "none":
                 options["empty_log_probs"] = step.pad(student.name("empty"), rows)[0]
-            terms = self(solution, solution_mask, kl_values, kl_mask, closed, extra, **options)
-            numbers |= self.list_numbers(terms, student)
-        return numbers
+            own = self(solution, solution_mask, kl_values, kl_mask, closed, extra, **options)
+            table |= student.name_columns(own)
+        return table
 
     def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[ReadTokens]:
         """See `Reward.list_tokens`."""
@@ -237,8 +175,7 @@ class RLTReward(StudentReward):
 
     def columns(self) -> tuple[str, ...]:
         """See `Reward.columns`."""
-        columns = ("reward", "solution_log_prob_reward", "kl_reward", "format_reward")
-        return (*columns, *(f"{name}_reward" for name in self.extra_names))
+        return ("reward", *(f"{name}_reward" for name in (*TERMS, *self.extra_names)))
 
     def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         """Return terms that are added to the reward, with their weight and sign; a subclass has some.
@@ -273,7 +210,7 @@ class RLTReward(StudentReward):
     def check_extra_terms(
         self, rollouts: Sequence[Rollout], device: torch.device, of_tokens: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Return what `extra_terms` does and `token_terms` did, each (N,), in the order of the names.
+        """Return the terms of `extra_terms` and `token_terms`, each (N,), in the order of the names.
 
         Raises:
             InputError: If the terms have wrong names or shapes.
@@ -309,8 +246,12 @@ class RLTReward(StudentReward):
         format_ok: Tensor,
         extra: dict[str, Tensor] | None = None,
         empty_log_probs: Tensor | None = None,
-    ) -> RLTRewardTerms:
+    ) -> dict[str, Tensor]:
         """Return the reward of each completion and its terms.
+
+        The reward is the sum of w_SS * r_SS, -lambda * r_KL, 0 or the format penalty, and `extra`. Means,
+        minima and maxima over tokens are after clipping and normalisation; those logged under student/ are
+        before them, nats.
 
         Args:
             solution_log_probs: Student log-probabilities of the solution tokens, (N, S), nats.
@@ -318,12 +259,12 @@ class RLTReward(StudentReward):
             kl: KL of teacher from student at each think token, raw, (N, K), nats.
             kl_mask: True on think tokens, (N, K). A row may have none.
             format_ok: False where the completion is badly formed, bool, (N,).
-            extra: What `extra_terms` returned, on the device of the others.
+            extra: The terms of `extra_terms`, on the device of the others.
             empty_log_probs: With a baseline, `solution_log_probs` after the explanation that says nothing,
                 (N, S), nats.
 
         Returns:
-            The terms of the reward, each (N,).
+            The table of the completions, each column (N,).
 
         Raises:
             ValueError: If a row has no solution tokens.
@@ -338,22 +279,14 @@ class RLTReward(StudentReward):
         kl_penalty = student_kl_penalty(processed_kl, kl_mask, self.max_coef, self.kl_reduction)
         penalty = -self.kl_weight * kl_penalty
         format_reward = torch.zeros_like(solution).masked_fill(~format_ok, self.format_penalty)
-        return RLTRewardTerms(
-            reward=sum((extra or {}).values(), start=solution + penalty + format_reward),
-            solution_log_prob_reward=solution,
-            kl_reward=penalty,
-            format_reward=format_reward,
-            solution_log_prob_mean=mean_of_tokens(log_probs, solution_mask),
-            solution_log_prob_min=masked_min(log_probs, solution_mask),
-            kl_mean=mean_of_tokens(processed_kl, kl_mask),
-            kl_max=masked_max(processed_kl, kl_mask),
-            raw_solution_log_prob_mean=mean_of_tokens(solution_log_probs, solution_mask),
-            raw_solution_log_prob_min=masked_min(solution_log_probs, solution_mask),
-            raw_kl_mean=mean_of_tokens(kl, kl_mask),
-            raw_kl_max=masked_max(kl, kl_mask),
-            baseline=baseline,
-            extra=extra or {},
-        )
+        terms = dict(zip(TERMS, (solution, penalty, format_reward), strict=True)) | (extra or {})
+        processed = list_statistics(log_probs, solution_mask, processed_kl, kl_mask)
+        raw = list_statistics(solution_log_probs, solution_mask, kl, kl_mask)
+        table = build_table(terms)
+        for name, values in processed.items():
+            table |= {f"log/reward/{name}": values, f"record/{name}": values}
+            table[f"log/student/{name}"] = raw[name]
+        return table if baseline is None else table | {"level/baseline": baseline}
 
     def compute_baseline(self, empty_log_probs: Tensor | None, solution_mask: Tensor) -> Tensor | None:
         """Return r_SS of an empty explanation, (N,), from its log-probs, (N, S); None without a baseline."""
@@ -400,3 +333,15 @@ class RLTReward(StudentReward):
         if self.clip_kl is not None:
             kl = kl.clamp(-self.clip_kl, self.clip_kl)
         return -torch.expm1(-kl) if self.normalise_kl == "one_minus_exp" else kl
+
+
+def list_statistics(
+    log_probs: Tensor, solution_mask: Tensor, kl: Tensor, kl_mask: Tensor
+) -> dict[str, Tensor]:
+    """Return the statistics of each completion's tokens, by name, (N,) each."""
+    return {
+        "solution_log_prob_mean": mean_of_tokens(log_probs, solution_mask),
+        "solution_log_prob_min": masked_min(log_probs, solution_mask),
+        "kl_mean": mean_of_tokens(kl, kl_mask),
+        "kl_max": masked_max(kl, kl_mask),
+    }

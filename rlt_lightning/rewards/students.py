@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import isfinite
 from pathlib import PurePath
 from typing import Self
 
+from torch import Tensor
+
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.metrics.catalogue import build_student_metrics, register
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rollouts.step import POLICY, REFERENCE
@@ -40,8 +41,17 @@ class Student:
     latest_empty: dict[int, tuple[Problem, ModelView]] = field(default_factory=dict, repr=False)
 
     def name(self, column: str) -> str:
-        """Return the name of a column that each student has."""
+        """Return the name of a token column that each student has."""
         return f"{column}/{self.label}" if self.label else column
+
+    @property
+    def prefix(self) -> str:
+        """Return the prefix of its columns in the table: `of/LABEL/`, or '' if it is the only one."""
+        return f"of/{self.label}/" if self.label else ""
+
+    def name_columns(self, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return its columns by the names that they have in the table of all."""
+        return {self.prefix + name: values for name, values in table.items()}
 
 
 @dataclass(frozen=True)
@@ -129,12 +139,6 @@ class Students:
                 f"nothing, but model.students gives {weights}. List the names without weights, or set mean."
             )
         return cls(tuple(students), tuple(float(weights[name]) for name in students), reduction)
-
-    def register(self) -> Self:
-        """Add the metrics of several students to the catalogue; return the students."""
-        if len(self.names) > 1:
-            register(*(metric for label in self.labels for metric in build_student_metrics(label)))
-        return self
 
     def with_formats(self, formats: list[ChatFormat]) -> Self:
         """Return the students with the format of each."""

@@ -3,7 +3,8 @@
     Sampler        requests the completions of a step, of a validation or of a prediction; for a module
     └ Dispatcher   talks to the engine on behalf of all ranks; EvaluateEvery has one too
       └ WeightSync      pushes the weights before each request (weight_sync.py)
-    RolloutRequest a request, with the completions that have arrived (request.py)
+    RolloutRequest a request, with the completions that have arrived; those of group g have the numbers
+                   g * num_completions and following
 
 A step of training, as `RLTModule.training_step` calls it:
 
@@ -35,37 +36,46 @@ rounding, since micro-batches differ. Why each wait ends:
                                     the engine returns or raises within its own deadlines
     the others, for rank 0's chunk  rank 0 hands on the chunk or its exception; `deadline_s` bounds the rest
 
-What an engine lost with its workers is submitted again in `Dispatcher.stream`.
+On the rank that talks to the engine a completion goes from one thread to the other:
+
+    engine's thread     receive ─▶ arrivals ──┐
+    trainer's thread                      next_chunk ─▶ completions ─▶ a chunk, which all ranks get
+
+What an engine lost with its workers is submitted again in `Dispatcher.stream`, group by group. A completion
+that has already arrived stays as it is: its second version is dropped.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
+from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import (
     Engine,
     Placement,
+    SampleRequest,
     Sampling,
+    WorkersLost,
     require_context,
     stream_completions,
 )
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling, RewardStd
-from rlt_lightning.rollouts.request import Chunk, RolloutRequest
+from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.weight_sync import Policy, WeightSync
 from rlt_lightning.run.ranks import Collectives, gather_from_ranks
-from rlt_lightning.types import Completion, Problem, Rollouts
+from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
 
 T = TypeVar("T")
 
@@ -74,6 +84,230 @@ VALIDATION, PREDICTION = -1, -2
 # Sampled tokens of a chunk, in full forwards of each rank: a smaller chunk would fill no forward, a larger
 # one would leave more to score after the last completion (benchmarks/overlap.py).
 CHUNK_FORWARDS = 1
+
+
+class Chunk(NamedTuple):
+    """Completions that have come since the chunk before.
+
+    Attributes:
+        completions: The completions by number.
+        complete: Whether nothing of the request is missing any more.
+        sampling: Whether the engine still samples. If it does not and some are missing, submit the request.
+        waited_s: Seconds since the engine has finished; 0 while it samples.
+    """
+
+    completions: dict[int, Completion]
+    complete: bool
+    sampling: bool
+    waited_s: float
+
+
+@dataclass
+class RolloutRequest:
+    """The completions that all ranks of one step are waiting for.
+
+    Example:
+        Two problems with three completions each have the numbers 0 to 5; `missing` names problems, 0 and 1.
+
+    Attributes:
+        rows: Row numbers of the problems, of all ranks in rank order.
+        prompts: Their prompts, token ids.
+        seeds: One for each.
+        policy_version: Optimizer steps of the weights that sample; of the oldest, if weights differ.
+        sampling: Temperature and limits.
+        num_completions: Completions per problem.
+        stop: The end tag.
+        completions: The completions that have arrived, by number.
+        step: The training step that they are for, from 0; None: validation or prediction.
+        problems: The problems themselves; a checkpoint holds none.
+        places: Which of the step's problems each one is, or replaces.
+        logged: Those that this rank logs and records: the problems that the loader gave it.
+        asked: The problems that this rank asks the engine for; None: all.
+        build: Attaches a completion to its problem.
+    """
+
+    rows: list[int]
+    prompts: list[list[int]]
+    seeds: list[int]
+    policy_version: int
+    sampling: Sampling
+    num_completions: int
+    stop: str
+    completions: dict[int, Completion] = field(default_factory=dict)
+    step: int | None = None
+    problems: list[Problem] = field(default_factory=list, compare=False)
+    places: Sequence[int] = field(default=(), compare=False)
+    logged: Sequence[int] = field(default=(), compare=False)
+    asked: Sequence[int] | None = field(default=None, compare=False)
+    build: Callable[[Problem, Completion], Rollout] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.delivered: set[int] = set()  # numbers that were in a chunk
+        self.rollouts: dict[int, Rollout] = {}  # built by `build_rollout`
+        # On the rank that talks to the engine: its completions, then None or its error.
+        self.arrivals: SimpleQueue[tuple[int, Completion] | BaseException | None] = SimpleQueue()
+        self.sampling_now = False
+        self.ended_at = 0.0  # time.monotonic()
+
+    # Completions
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the problems of which this rank still awaits completions."""
+        size = self.num_completions
+        asked = range(len(self.prompts)) if self.asked is None else self.asked
+        return [i for i in asked if any(i * size + j not in self.completions for j in range(size))]
+
+    @property
+    def logged_numbers(self) -> list[int]:
+        """Return the numbers of the completions of the problems that this rank logs."""
+        size = self.num_completions
+        return [i * size + j for i in self.logged for j in range(size)]
+
+    def build_rollout(self, number: int) -> Rollout:
+        """Return a completion attached to its problem; a rank builds only what it needs."""
+        if number not in self.rollouts:
+            assert self.build is not None
+            problem = self.problems[number // self.num_completions]
+            self.rollouts[number] = self.build(problem, self.completions[number])
+        return self.rollouts[number]
+
+    def build_rollouts(self, numbers: Iterable[int]) -> Rollouts:
+        """Return completions attached to their problems, as a module reads them."""
+        rollouts = [self.build_rollout(number) for number in numbers]
+        return Rollouts(rollouts, self.num_completions, self.policy_version, self.sampling.temperature)
+
+    def count_tokens(self, number: int) -> tuple[int, int]:
+        """Return the tokens of a completion's prompt, and its own."""
+        prompt = self.prompts[number // self.num_completions]
+        return len(prompt), len(self.completions[number].token_ids)
+
+    def sum_tokens(self, numbers: Iterable[int]) -> int:
+        """Return how many tokens these completions have."""
+        return sum(len(self.completions[number].token_ids) for number in numbers)
+
+    # From the engine
+
+    def open(self) -> tuple[list[SampleRequest], list[int]]:
+        """Note that the engine now samples the missing completions.
+
+        Returns:
+            The requests to the engine, and the numbers of their completions.
+        """
+        self.arrivals, self.sampling_now = SimpleQueue(), True
+        missing, size = self.missing, self.num_completions
+        numbers = [i * size + j for i in missing for j in range(size)]
+        requests = [
+            SampleRequest(self.prompts[i], self.seeds[i], size, step=self.step, row=self.rows[i])
+            for i in missing
+        ]
+        return requests, numbers
+
+    def receive(self, samples: Iterable[tuple[int, Completion]], numbers: Sequence[int]) -> None:
+        """Take an engine's completions until it ends; in a thread, unless the engine is in this process.
+
+        Args:
+            samples: Completions with their index in `numbers`.
+            numbers: The numbers that `open` returned.
+        """
+        arrivals, end = self.arrivals, None
+        try:
+            for index, completion in samples:
+                arrivals.put((numbers[index], completion))
+        except BaseException as error:
+            end = error
+        self.ended_at = time.monotonic()
+        arrivals.put(end)
+
+    def collect(self) -> None:
+        """Wait for the completions that the engine samples, and keep them.
+
+        Completions that were lost with workers stay missing. Any other error is raised once:
+        afterwards the engine may be asked again.
+        """
+        self._take(math.inf)
+
+    def next_chunk(self, min_tokens: float) -> Chunk:
+        """Wait for completions of `min_tokens` or the engine's last one; infinity: for all.
+
+        Returns:
+            The completions of no earlier chunk. With infinity none if workers were lost before all came.
+        """
+        self._take(min_tokens)
+        complete = not self.missing
+        fresh = sorted(self.completions.keys() - self.delivered)
+        if not complete and min_tokens == math.inf:
+            fresh = []
+        chunk = {number: self.completions[number] for number in fresh}
+        waited_s = 0.0 if self.sampling_now or not self.ended_at else time.monotonic() - self.ended_at
+        return Chunk(chunk, complete and not self.sampling_now, self.sampling_now, waited_s)
+
+    def deliver(self, chunk: Chunk) -> None:
+        """Keep a chunk, which all ranks get alike."""
+        self.completions |= chunk.completions
+        self.delivered |= chunk.completions.keys()
+
+    def _take(self, min_tokens: float) -> None:
+        """Move arrivals to `completions` until those in no chunk have `min_tokens`, or no more come."""
+        num_tokens = self.sum_tokens(self.completions.keys() - self.delivered)
+        total = len(self.prompts) * self.num_completions
+
+        def describe() -> str:
+            return f"the engine's completions, {len(self.completions)} of {total} are there"
+
+        with waiting_for(describe):
+            while self.sampling_now:
+                try:
+                    arrival = self.arrivals.get(block=num_tokens < min_tokens)
+                except Empty:
+                    return
+                if isinstance(arrival, tuple):
+                    number, completion = arrival
+                    if number not in self.completions:
+                        self.completions[number] = completion
+                        num_tokens += len(completion.token_ids)
+                    continue
+                self.sampling_now = False
+                if arrival is not None and not isinstance(arrival, WorkersLost):
+                    raise arrival
+
+    # In a checkpoint
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as tensors and plain values, such as a checkpoint may hold: whole groups only."""
+        size = self.num_completions
+        missing = set(self.missing)
+        groups = {
+            i: [
+                {
+                    **vars(completion),
+                    "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
+                    "log_probs": completion.log_probs and torch.tensor(completion.log_probs),
+                }
+                for completion in (self.completions[i * size + j] for j in range(size))
+            ]
+            for i in range(len(self.prompts))
+            if i not in missing
+        }
+        settings = {"rows": self.rows, "prompts": self.prompts, "seeds": self.seeds, "stop": self.stop}
+        settings |= {"policy_version": self.policy_version, "num_completions": size, "step": self.step}
+        return settings | {"sampling": vars(self.sampling), "finished": groups}
+
+    @classmethod
+    def from_plain(cls, state: dict[str, Any]) -> Self:
+        """Return the request whose `to_plain` returned this."""
+
+        def build_completion(entry: dict[str, Any]) -> Completion:
+            lists = {name: v.tolist() for name, v in entry.items() if isinstance(v, torch.Tensor)}
+            return Completion(**entry | lists)
+
+        settings = {name: value for name, value in state.items() if name not in ("sampling", "finished")}
+        completions = {
+            position * state["num_completions"] + number: build_completion(entry)
+            for position, group in state["finished"].items()
+            for number, entry in enumerate(group)
+        }
+        return cls(**settings, sampling=Sampling(**state["sampling"]), completions=completions)
 
 
 class Dispatcher:
@@ -127,10 +361,10 @@ class Dispatcher:
         self.weights.close()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function of the engine where the engine is.
+        """Run a function on the ranks that own the engine.
 
         Returns:
-            Of a server what rank 0's call returned, on every rank; else what this rank's did.
+            The result of rank 0's call on every rank for a server; else that of this rank's call.
 
         Raises:
             Exception: Whichever that call raised.
@@ -155,7 +389,7 @@ class Dispatcher:
         return [place % num_problems for place in range(first, first + size)]
 
     def submit(self, request: RolloutRequest) -> None:
-        """Let the engine sample what a request lacks, with the weights of this step.
+        """Let the engine sample a request's missing completions, with the weights of this step.
 
         A server samples in the background; any other engine has finished when this returns.
         """
@@ -164,7 +398,7 @@ class Dispatcher:
         # Weights are pushed and verified as they are, wherever in a step this is.
         with module.phase("push"), torch.autocast(module.device.type, enabled=False):
             self.weights.make_current(trainer, module)
-        # Only the rank that talks to the engine knows what has come.
+        # Only the rank that talks to the engine knows its completions.
         if not self.call(lambda: bool(request.completions)):
             request.policy_version = module.global_step
         if not self.is_server:
@@ -175,9 +409,9 @@ class Dispatcher:
             run_in_background(self._sample(request))
 
     def stream(self, request: RolloutRequest, min_tokens: float = math.inf) -> Iterator[Chunk]:
-        """Yield what has come of a request, chunk by chunk, until nothing is missing.
+        """Yield a request's completions, chunk by chunk, until none is missing.
 
-        What is not sampled yet, or was lost with workers, is submitted. All ranks get the same chunks; but of
+        Missing completions, lost ones too, are submitted. All ranks get the same chunks; but of
         a request of its own (`RolloutRequest.asked` is None) a rank with its own engine gets that.
 
         Args:
@@ -204,7 +438,7 @@ class Dispatcher:
             pass
 
     def _next_chunk(self, request: RolloutRequest, min_tokens: float) -> Chunk:
-        """Return what has come since the chunk before, of a server alike on every rank."""
+        """Return the completions since the chunk before, of a server alike on every rank."""
         chunk = self.call(lambda: request.next_chunk(min_tokens))
         request.deliver(chunk)
         if chunk.complete and self.engine.takes_turns:
@@ -213,7 +447,7 @@ class Dispatcher:
         return chunk
 
     def _share(self, request: RolloutRequest, chunk: Chunk) -> Chunk:
-        """Give all ranks what each has sampled, at the end of a request; a server gave it to all."""
+        """Give all ranks the completions of each, at the end of a request; a server gave them to all."""
         trainer, _ = self._bound()
         if self.is_server or trainer.world_size == 1:
             return chunk
@@ -236,7 +470,7 @@ class Dispatcher:
         return self.trainer, self.module
 
     def _sample(self, request: RolloutRequest) -> Callable[[], None]:
-        """Return a function in which the engine samples what a request lacks."""
+        """Return a function in which the engine samples a request's missing completions."""
         samples, numbers = request.open()
         stream = stream_completions(self.engine, samples, request.sampling, request.stop)
         return lambda: request.receive(stream, numbers)
@@ -250,7 +484,7 @@ class Dispatcher:
 
 
 class SampledPolicy(Policy, Protocol):
-    """The module that trains on completions, an OnPolicyModule: what is used of it here."""
+    """The part of an OnPolicyModule that the sampler uses."""
 
     group_size: int
     micro_batch_tokens: int
@@ -290,15 +524,13 @@ class Sampler:
     def __init__(self, dispatcher: Dispatcher, settings: Settings) -> None:
         self.dispatcher = dispatcher
         self.settings = settings
-        # What a checkpoint keeps: the request of this step or, once it was submitted, of the next.
+        # A checkpoint keeps the request of this step or, once it was submitted, of the next.
         self.pending: RolloutRequest | None = None
         self.problems_per_rank = 0  # that the loader gave this rank, as any other, in this step
-        self.reward_std = RewardStd()
 
     def bind(self, trainer: Trainer, module: SampledPolicy) -> None:
         """Bring completions to this module from now on; a request that an earlier run left is dropped."""
         self.trainer, self.module, self.pending = trainer, module, None
-        self.reward_std = RewardStd()
 
     @property
     def max_rounds(self) -> int:
@@ -306,15 +538,10 @@ class Sampler:
         dynamic = self.settings.dynamic_sampling
         return 0 if dynamic is None else dynamic.max_rounds
 
-    def find_min_std(self, step: int) -> float:
-        """Return the standard deviation of rewards below which a step, from 1, replaces a group too."""
-        dynamic = self.settings.dynamic_sampling
-        return 0.0 if dynamic is None else self.reward_std.find_bound(dynamic.min_std_frac, step)
-
     # Training
 
     def request(self, problems: list[Problem]) -> RolloutRequest:
-        """Return what this step asks for: G completions of each problem of all ranks.
+        """Return this step's request: G completions of each problem of all ranks.
 
         It may have been submitted already, and some of it may have come.
 

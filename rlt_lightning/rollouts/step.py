@@ -1,16 +1,24 @@
-"""`StepBatch`: a step's completions with everything that is known of them; nothing else carries a step.
+"""`StepBatch`: a step's completions and their values; nothing else carries a step.
 
 Read         what a model is to compute of one completion: rewards and losses declare it (rewards/base.py)
 tokens       what the models computed, (T,) per row: on the rank that ran them, which has these rows as shard
-numbers      what a reward made of these tokens and of texts, one number per row: shared, (N,) on all ranks
-Score        rewards and their terms, (N,), from the numbers of whole groups
+table        what a reward made of these tokens and of texts: a number per row, (N,), shared by all ranks.
+             A column's name says what it is for:
+
+                 reward          what a completion is worth
+                 term/NAME       a term of it, logged as reward/NAME and reward/val_NAME, in files NAME_reward
+                 level/NAME      a figure, logged likewise, in files NAME
+                 log/METRIC      the mean is logged under this name, in training only
+                 record/COLUMN   is written to files under this name
+                 group/NAME      what `Reward.score` compares the completions of a group by
+                 of/LABEL/...    the same by one of several students
 
 Every rank has all completions of a step. Those that it computes are its shard; all ranks get about equally
 many tokens, and each finds all shards by itself:
 
-    completions 0 … N-1, alike on every rank ─▶ Shards.divide, by tokens ─▶ this rank's rows
+    completions 0 … N-1, alike on every rank ─▶ Shards.balance, by tokens ─▶ this rank's rows
                                                                               │ student, reference, update
-    numbers of all of them ◀═ one sum over ranks ═ numbers of its rows ◀──────┘
+      table of all of them ◀═ one sum over ranks ═ table of its rows ◀────────┘
 
 Completions that come in chunks are divided chunk by chunk. With sharded weights every forward waits for all
 ranks, so a rank without a part of a chunk computes another's completion as a dummy.
@@ -18,6 +26,7 @@ ranks, so a rank without a part of a chunk computes another's completion as a du
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,18 +35,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
+from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
 from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError, choose_remedy
 from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.types import RewardTerms, Rollout, Rollouts, SFTExample
+from rlt_lightning.rollouts.sampler import RolloutRequest
+from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # The models that are no frozen ones by name: the weights that train, and the initial ones.
 POLICY, REFERENCE = "policy", "reference"
+# The kinds of a table's columns.
+KINDS = ("term", "level", "log", "record", "group")
+COLUMN_NAME = re.compile(rf"(of/\w+/)?(reward|({'|'.join(KINDS)})/.+)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Read:
         scored: Positions in prefix + rest whose tokens are scored, first and end.
         family: Names the prefix, such as the problem's row.
         temperature: Divides the logits; None: that of sampling, or 1 where that is 0.
-        what: What the values are, for messages.
+        what: A name of the values, for messages.
         once: Rows with the same one share the value, such as that of an empty explanation.
         sampled: The scored tokens are these of the completion, first and end: where the engine reported their
             log-probs at this temperature, no model is asked.
@@ -95,57 +107,6 @@ class Read:
         return ScoredSequence(self.prefix, self.rest, mask if self.mask is None else self.mask)
 
 
-@dataclass
-class Score:
-    """What completions are worth. Every tensor is (N,).
-
-    Attributes:
-        rewards: The rewards.
-        terms: What adds up to the reward, by name: logged as reward/NAME and reward/val_NAME.
-        levels: What a term is measured from, by name: logged as the terms are.
-        figures: What only training logs, by its whole name.
-        columns: What is recorded of every completion, by the name of the column.
-        by_student: The same by each of several students, by their labels; empty if there is one.
-    """
-
-    rewards: Tensor
-    terms: dict[str, Tensor]
-    levels: dict[str, Tensor]
-    figures: dict[str, Tensor]
-    columns: dict[str, Tensor]
-    by_student: dict[str, Score] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, terms: RewardTerms, by_student: Mapping[str, RewardTerms] | None = None) -> Score:
-        """Return the score that reward terms make, with those of each of several students."""
-        students = {label: cls.of(of_student) for label, of_student in (by_student or {}).items()}
-        columns = (terms.parts(), terms.baselines(), terms.details(), terms.recorded())
-        return cls(terms.reward, *columns, by_student=students)
-
-    def choose(self, rows: Sequence[int]) -> Score:
-        """Return the score of some rows, in this order."""
-        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
-        return self.change(lambda values, _: values[place_on(values.device)], self)
-
-    def change(self, change: Callable[[Tensor, Tensor], Tensor], other: Score) -> Score:
-        """Return the score whose columns a function makes of those of this one and another one."""
-
-        def put(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {name: change(values, theirs[name]) for name, values in ours.items()}
-
-        students = {
-            label: score.change(change, other.by_student[label]) for label, score in self.by_student.items()
-        }
-        return Score(
-            change(self.rewards, other.rewards),
-            put(self.terms, other.terms),
-            put(self.levels, other.levels),
-            put(self.figures, other.figures),
-            put(self.columns, other.columns),
-            students,
-        )
-
-
 class Shards:
     """Divides a step's completions over ranks.
 
@@ -164,7 +125,7 @@ class Shards:
         self.loads = [0] * world_size  # tokens that each rank has
         self.lengths: list[int] = []  # tokens of each completion, of all ranks
 
-    def divide(self, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
+    def balance(self, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
         """Divide completions over the ranks, after those of earlier calls; return this rank's, ascending.
 
         Args:
@@ -193,7 +154,7 @@ class Shards:
 
 @dataclass
 class StepBatch:
-    """Completions and what is known of them; row `i` is completion `i % group_size` of its group.
+    """Completions and their values; row `i` is completion `i % group_size` of its group.
 
     Example:
         4 problems with 2 completions each on 2 ranks: rank 1 logs the rows 4 to 7, those of its own problems,
@@ -210,17 +171,16 @@ class StepBatch:
         measured: The rows whose tokens and texts this rank has measured: it records them.
         tokens: By name a value per scored token, (T,), by row; of measured rows.
         texts: By name what a reward found in a text, by row; of measured rows.
-        numbers: By name one number per row, (N,); once they are shared alike on every rank.
+        table: By name one number per row, (N,); once it is shared alike on every rank. See above.
         known: Values that several rows share, by `Read.once`; they hold for the whole step.
-        score: Rewards and terms, alike on every rank.
-        stds: Standard deviation of the rewards of each group, by request, replaced ones included.
-        counts: What dynamic sampling has cost.
+        scored: Whether the table has the rewards of whole groups.
+        counts: The cost of dynamic sampling.
         replaced: The sources of the completions that dynamic sampling replaced.
         advantages: One per row, (N,).
         metrics: Those of the update, added up over its micro-batches.
         mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
-        checks: What models have computed, which must be finite before it is used.
-        failure: What failed on this rank; all ranks raise it where they next tell each other of failures.
+        checks: Values of models, which must be finite before they are used.
+        failure: This rank's error; all ranks raise it together at the next `raise_together`.
         lacks_log_probs: Whether the engine did not report the log-probs of a completion, of any rank's.
     """
 
@@ -234,10 +194,9 @@ class StepBatch:
     measured: list[int] = field(default_factory=list)
     tokens: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     texts: dict[str, dict[int, Any]] = field(default_factory=dict)
-    numbers: dict[str, Tensor] = field(default_factory=dict)
+    table: dict[str, Tensor] = field(default_factory=dict)
     known: dict[Hashable, Tensor] = field(default_factory=dict)
-    score: Score | None = None
-    stds: list[Tensor] = field(default_factory=list)
+    scored: bool = False
     counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
     replaced: list[tuple[RolloutRequest, int] | Rollout | SFTExample] = field(default_factory=list)
     advantages: Tensor | None = None
@@ -290,7 +249,7 @@ class StepBatch:
         return [self.rollout(row) for row in rows]
 
     def list_rollouts(self, rows: Iterable[int]) -> Rollouts:
-        """Return completions with what they share, as callbacks get those of this rank's problems."""
+        """Return completions with their shared figures, as callbacks get those of this rank's problems."""
         return Rollouts(self.rollouts(rows), self.group_size, self.policy_version, self.temperature)
 
     def row_number(self, row: int) -> int:
@@ -316,7 +275,7 @@ class StepBatch:
             assert isinstance(source, tuple)
             lengths[row] = source[0].count_tokens(source[1])
             self.lacks_log_probs |= source[0].completions[source[1]].log_probs is None
-        part = self.shards.divide(lengths)
+        part = self.shards.balance(lengths)
         self.shard = sorted([*self.shard, *part])
         return part
 
@@ -339,7 +298,7 @@ class StepBatch:
     # Failures
 
     def keep_failure(self, error: Exception) -> None:
-        """Keep what a user's class raised here until ranks tell each other; raise it where no rank waits."""
+        """Keep an error of a user's class until all ranks raise it; raise it now where no rank waits."""
         if self.shards is None or self.shards.world_size == 1:
             raise error
         self.failure = self.failure or error
@@ -349,7 +308,7 @@ class StepBatch:
         return self.checks.find_bad() if self.failure is None else torch.tensor(True, device="cpu")
 
     def find_failure(self) -> Exception | None:
-        """Return what has failed on this rank; a value that is not finite comes first, as a cause."""
+        """Return this rank's error; a value that is not finite comes first, as a cause."""
         try:
             self.checks.require()
         except NonFiniteError as error:
@@ -369,15 +328,15 @@ class StepBatch:
         """
         place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
         for name, column in values.items():
-            if name not in self.numbers:
-                self.numbers[name] = column.new_zeros(len(self))
+            if name not in self.table:
+                self.table[name] = column.new_zeros(len(self))
             if rows:
-                self.numbers[name] = self.numbers[name].index_copy(0, place_on(column.device), column)
-        if self.score is None:
+                self.table[name] = self.table[name].index_copy(0, place_on(column.device), column)
+        if not self.scored:
             self.measured = sorted({*self.measured, *rows})
 
     def share(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Let all ranks have all numbers: one sum over ranks, to which each brings its own rows.
+        """Let all ranks have the whole table: one sum over ranks, to which each brings its own rows.
 
         Equal completions of a problem get the numbers of the first one: elsewhere in a packed row, or from
         the engine, the same tokens have log-probs that differ by rounding.
@@ -385,20 +344,20 @@ class StepBatch:
         Args:
             sum_over_ranks: Returns the sum of a tensor over ranks, (columns, N), float64.
         """
-        names = sorted(self.numbers)
+        names = sorted(self.table)
         if not names:
             return
-        table = sum_over_ranks(torch.stack([self.numbers[name].double() for name in names]))
+        table = sum_over_ranks(torch.stack([self.table[name].double() for name in names]))
         firsts: dict[tuple[int, ...], int] = {}
         rows = [
             firsts.setdefault((row // self.group_size, *self.token_ids(row)), row) for row in range(len(self))
         ]
         table = table[:, upload(rows, table.device)]
         for name, column in zip(names, table, strict=True):
-            self.numbers[name] = column.to(self.numbers[name].dtype)
+            self.table[name] = column.to(self.table[name].dtype)
 
     def check_made(self, values: Tensor, what: str, maker: object, rows: Sequence[int]) -> None:
-        """Let all ranks check together what an object has computed of n rows, (n,)."""
+        """Let all ranks check together an object's values of n rows, (n,)."""
         numbers, what = [self.row_number(row) for row in rows], f"{what} of {type(maker).__name__}"
         self.checks.add(values, [1] * len(rows), what, numbers, choose_remedy(maker))
 
@@ -414,14 +373,32 @@ class StepBatch:
     @property
     def rewards(self) -> Tensor:
         """Return the rewards, (N,)."""
-        assert self.score is not None, "the step has not been scored"
-        return self.score.rewards
+        assert self.scored, "the step has not been scored"
+        return self.table["reward"]
 
-    def set_score(self, score: Score) -> None:
-        """Keep rewards and terms."""
-        self.score = score
-        if self.shards is not None and self.group_size > 1:  # whole groups, of training
-            self.stds = [split_groups(score.rewards, self.group_size).std(dim=1)]
+    def set_scores(self, table: dict[str, Tensor]) -> None:
+        """Keep the table with the rewards of whole groups.
+
+        Raises:
+            InputError: If a column has none of the names above.
+        """
+        if unknown := [name for name in table if not COLUMN_NAME.fullmatch(name)]:
+            raise InputError(
+                f"A reward's table has the columns reward and {', '.join(f'{kind}/NAME' for kind in KINDS)}, "
+                f"but one has {', '.join(unknown)}. Correct the names that its `measure` or `score` returns."
+            )
+        self.table, self.scored = table, True
+
+    def choose(self, rows: Sequence[int], label: str = "") -> dict[str, Tensor]:
+        """Return the table of some rows, in this order, by all students or by one of several."""
+        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
+        table = columns_of(self.table, f"of/{label}/") if label else self.table
+        return {name: values[place_on(values.device)] for name, values in table.items()}
+
+    @property
+    def labels(self) -> list[str]:
+        """Return the labels of several students that have columns in the table; none with one student."""
+        return list(dict.fromkeys(name.split("/")[0] for name in columns_of(self.table, "of/")))
 
     # The update
 
@@ -430,7 +407,7 @@ class StepBatch:
 
         Args:
             micro: The micro-batch.
-            values: What the policy has computed, (M,); checked before the optimizer steps.
+            values: The policy's values, (M,); checked before the optimizer steps.
             output: The LossOutput.
         """
         counts = [read.num_scored for read in micro.reads]
@@ -444,10 +421,9 @@ class StepBatch:
 
     # Dynamic sampling
 
-    def find_flat_groups(self, min_std: float) -> list[int]:
-        """Return the places of the groups whose rewards are all equal, or differ by less than `min_std`."""
+    def find_flat_groups(self) -> list[int]:
+        """Return the places of the groups whose rewards are all equal."""
         flat = zero_std_groups(self.rewards, self.group_size)
-        flat |= split_groups(self.rewards, self.group_size).std(dim=1) < min_std
         return [place for place, is_flat in enumerate(flat.tolist()) if is_flat]
 
     def replace(self, others: StepBatch, places: Sequence[int]) -> None:
@@ -465,14 +441,15 @@ class StepBatch:
                 new = {target[row]: value for row, value in theirs.get(name, {}).items()}
                 mine[name] = kept | new
         self.measured = sorted({*self.measured} - replaced | {target[row] for row in others.measured})
-        assert self.score is not None
-        assert others.score is not None
-        self.score = self.score.change(
-            lambda ours, theirs: ours.index_copy(0, upload(target, ours.device), theirs), others.score
-        )
-        self.stds += others.stds
+        for name, values in self.table.items():
+            self.table[name] = values.index_copy(0, upload(target, values.device), others.table[name])
         self.counts.rounds += 1
         self.counts.dropped_groups += len(places)
+
+
+def columns_of(table: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the columns of a table whose names begin so, by the rest of the name."""
+    return {name.removeprefix(prefix): v for name, v in table.items() if name.startswith(prefix)}
 
 
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

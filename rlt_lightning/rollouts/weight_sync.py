@@ -3,8 +3,8 @@
 An engine with SHARED_WEIGHTS uses the model's own parameters. With PER_RANK all ranks do what rank 0 does
 here. To a server, rank 0 pushes for all ranks; each ═ is a collective, where all ranks wait:
 
-    rank 0   health ═ prepare_push ═ update_weights ═ verify
-    rank 1          ═              ═ gather_weights ═
+    rank 0   health ═ update_weights ═ verify
+    rank 1          ═ gather_weights ═
 
 engines/push.py is what a push does with vLLM workers.
 """
@@ -25,7 +25,7 @@ from rlt_lightning.models.packed import sequence_log_probs
 
 
 class Policy(Protocol):
-    """The module whose weights sample, a PolicyModule: what is used of it here."""
+    """The part of a PolicyModule that a push uses."""
 
     @property
     def policy(self) -> Any:
@@ -85,7 +85,7 @@ class WeightSync:
         self.probe, self.verified_at, self.probe_log_probs = [], None, {}
 
     def make_current(self, trainer: Trainer, module: Policy) -> None:
-        """Push until all workers that can be reached, at least one, hold the weights; then verify."""
+        """Push until all workers hold the weights; then verify."""
         step, pushed = module.global_step, False
         if self.engine.placement is Placement.SHARED_WEIGHTS:
             parameters = list(module.policy.named_parameters())
@@ -100,8 +100,6 @@ class WeightSync:
 
         while self._agree(module, self.call(needs_push)):
             named_tensors = self._list_weights(module.policy)
-            # The other ranks wait here, and not in a collective of the model, while workers join a group.
-            self.call(self.engine.prepare_push)
             if is_server and not trainer.is_global_zero:
                 self.engine.gather_weights(named_tensors)
 
@@ -121,7 +119,7 @@ class WeightSync:
         return flag
 
     def _list_weights(self, policy: Any) -> list[NamedTensor]:
-        """Return what the engine is pushed: a LoRA's matrices, or whole weights with the LoRA merged in."""
+        """Return the weights for the engine: a LoRA's matrices, or whole weights with the LoRA merged in."""
         tensors = dict(policy.named_parameters())
         if self.engine.takes_adapters:
             return list_adapter_weights(tensors)

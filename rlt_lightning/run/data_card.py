@@ -9,8 +9,6 @@ from typing import Any
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.version import __version__
 
-TABLE = "distillation.parquet"  # the file of a set that lies beside its card
-
 EXPLANATIONS = (
     "Explanations of a Reinforcement-Learned Teacher",
     "Each row has a `question`, its `solution` and the teacher's `reasoning_trace`, with the terms of "

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from rlt_lightning.checkpoints.folder import CHECKPOINT_CHOICES, find_checkpoint, list_checkpoints
+from rlt_lightning.checkpoints.folder import find_checkpoint, find_newest_checkpoint, list_checkpoints
 from rlt_lightning.types import InputError
 
 # Settings that may change when a prediction or evaluation resumes: they change the remaining rows by rounding
@@ -40,10 +40,9 @@ RESULTS = (*FINISHED_ROWS, "model", "distillation.jsonl", "evaluation.json")  # 
 # What a run may leave in its folder, and all that --overwrite may delete.
 RUN_ENTRIES = {
     *("config.yaml", "metrics.csv", "rollouts.jsonl", "scores.jsonl", "data_report.json", "report.html"),
-    *("traces.jsonl", "distillation.jsonl", "distillation.parquet", "README.md", "catalogue.json"),
-    *("groups.json", "comparison.jsonl", "comparison.md"),
+    *("traces.jsonl", "distillation.jsonl", "README.md"),
     *("responses.jsonl", "evaluation.json", "evaluation.md"),
-    *("checkpoints", "model", "model.tmp", "model.old", "reference", "groups", "weights", "workers"),
+    *("checkpoints", "model", "model.tmp", "model.old", "reference", "weights", "workers"),
     *("validate", "predict", "test", "wandb", "tensorboard", "lightning_logs"),
 }
 
@@ -80,14 +79,14 @@ def choose_run_folder(
 ) -> RunFolder:
     """Choose the run folder and the checkpoint from the command line and from what exists.
 
-    Nothing is written. `ckpt_path` "last" and "best" are looked for in the folder; verbs other than fit then
-    write into a folder of their name inside it, so that the run stays as it is.
+    Nothing is written. `ckpt_path` "last" is looked for in the folder; verbs other than fit then write
+    into a folder of their name inside it, so that the run stays as it is.
 
     Args:
         verb: fit, validate, predict or test.
         output_dir: The folder that the user named.
         default: The folder where the user named none.
-        ckpt_path: "last", "best", a checkpoint, or None.
+        ckpt_path: "last", a checkpoint, or None.
         resume: Whether the user said --resume true.
         overwrite: Whether the user said --overwrite true.
 
@@ -96,16 +95,16 @@ def choose_run_folder(
             replace a result.
     """
     is_fit = verb == "fit"
-    if not output_dir and (resume or ckpt_path in CHECKPOINT_CHOICES):
-        raise InputError("--resume true and --ckpt_path last or best need --output_dir, the run's folder.")
+    if not output_dir and (resume or ckpt_path == "last"):
+        raise InputError("--resume true and --ckpt_path last need --output_dir, the folder of the run.")
     folder = Path(output_dir or default)
     if is_fit and resume:
         if own := list_checkpoints(folder / "checkpoints"):
             ckpt_path = str(own[-1])
-        elif ckpt_path in CHECKPOINT_CHOICES:
+        elif ckpt_path == "last":
             ckpt_path = None
-    if ckpt_path in CHECKPOINT_CHOICES:
-        ckpt_path = str(CHECKPOINT_CHOICES[ckpt_path](folder / "checkpoints"))
+    if ckpt_path == "last":
+        ckpt_path = str(find_newest_checkpoint(folder / "checkpoints"))
         folder = folder if is_fit else folder / verb
     elif ckpt_path and not Path(ckpt_path).is_file():
         ckpt_path = str(find_checkpoint(Path(ckpt_path)))
@@ -162,9 +161,9 @@ def list_changes(folder: Path, config: dict[str, Any]) -> list[str]:
     before = read_settings(folder)
 
     def select_fixed(settings: dict[str, Any]) -> dict[str, Any]:
-        groups = ("model", "optimizer", "lr_scheduler", "data", "rollouts")
+        groups = ("model", "data", "rollouts")
         found = flatten({name: settings.get(name) for name in groups})
-        found |= flatten((settings.get("scores") or {}).get("per_token"), ".scores.per_token")
+        found |= flatten((settings.get("distillation") or {}).get("per_token"), ".distillation.per_token")
         return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
 
     old, new = select_fixed(before), select_fixed(config)

@@ -40,7 +40,7 @@ class MetricsCSV(Logger):
     @property
     @override
     def name(self) -> str:
-        return "metrics"
+        return ""  # so that Lightning's ModelCheckpoint writes into `checkpoints/`, too
 
     @property
     @override
@@ -83,13 +83,11 @@ class MetricsCSV(Logger):
         self.unsaved = set()
 
     @rank_zero_only
-    def resume_after(self, step: int, last_row: dict[str, float]) -> None:
-        """Read what an earlier run wrote, up to a step; `last_row` is the checkpoint's row of that step."""
+    def resume_after(self, step: int) -> None:
+        """Read what an earlier run wrote, up to a step, and drop the rest."""
         self.rows = {number: row for number, row in read_rows(self.path) if number <= step}
-        # A kill may have come before Lightning logged the step, but after EvaluateEvery did.
-        self.log_metrics({n: v for n, v in last_row.items() if n not in self.rows.get(step, {})}, step)
         self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
-        self.save()  # at once, since the next checkpoint will not hold this step's row
+        self.save()
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:

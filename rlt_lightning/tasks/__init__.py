@@ -1,6 +1,5 @@
 """Problems that this package generates, as sources for `data.source` that need no download.
 
-    arithmetic   worked problems in words and numbers, of many kinds or of a single one
     countdown    make a target from numbers; a solver finds a solution wherever there is one
     stepwise     chains and word sums, whose traces are of uneven quality, like raw reasoning traces
 
@@ -13,15 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rlt_lightning.tasks.arithmetic import KINDS, arithmetic_rows
 from rlt_lightning.tasks.countdown import countdown_rows
 from rlt_lightning.tasks.stepwise import NEW_MIXTURE, NEW_OPERATIONS, chain_rows, word_sum_rows
 
 # Each makes its rows from a number of rows, a seed and a split.
 EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
-    "arithmetic": arithmetic_rows,
     "countdown": countdown_rows,
-    **{f"arithmetic:{kind}": partial(arithmetic_rows, kind=kind) for kind in KINDS},
     "chains": chain_rows,
     "chains:right": partial(chain_rows, mixture=None),
     "new_chains": partial(chain_rows, mixture=NEW_MIXTURE, last=NEW_OPERATIONS),

@@ -21,7 +21,6 @@ There are three such tasks:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,7 +30,6 @@ from typing import Literal
 from rlt_lightning.tasks.draw import Splits, draw_different
 
 TraceKind = Literal["steps", "filler", "leap", "wrong", "other"]
-TRACE_KINDS: tuple[TraceKind, ...] = ("steps", "filler", "leap", "wrong", "other")
 
 
 @dataclass(frozen=True)
@@ -149,40 +147,8 @@ def draw_ending(
     return problem.derail(place, rng)
 
 
-def classify_trace(problem: StepwiseProblem, wording: Wording, trace: str) -> tuple[TraceKind, int]:
-    """Return the kind of a trace, and the number of right steps that it begins with.
-
-    A leap counts as a leap whatever answer it names. Any step but the expected one counts as wrong. A text of
-    no kind is "other".
-    """
-    joint = re.escape(wording.joint.rstrip()) + r"\s+"
-    end = f"({re.escape(wording.end)})?" + r"\Z"
-    rest, num_right = trace.strip(), 0
-    while num_right < len(problem.steps):
-        step = re.match(f"{re.escape(problem.steps[num_right])}({joint}|{end})", rest)
-        if step is None:
-            break
-        rest = rest[step.end() :]
-        num_right += 1
-    if num_right == len(problem.steps):
-        return ("other" if rest else "steps"), num_right
-    filler = "|".join(map(re.escape, wording.filler))
-    leap = "|".join(re.escape(leap).replace(r"\{answer\}", r"-?\d+") for leap in wording.leaps)
-    step_like = "|".join(re.sub(r"\\?\d+", r"\\d+", re.escape(one)) for one in problem.steps)
-    kinds: dict[TraceKind, str] = {
-        "leap": leap,
-        "filler": f"({filler})({joint}({filler}))*",
-        "wrong": f"({step_like})({joint}({step_like}|{filler}|{leap}))*",
-    }
-    return next(
-        (kind for kind, text in kinds.items() if re.match(f"({text}){end}", rest)), "other"
-    ), num_right
-
-
 # Last-digit chains
 
-CHAIN_QUESTION = re.compile(r"start \d(, (add|times) \d)+\?")
-CHAIN_RULE = "A last-digit chain: of every result only the last digit is kept, so 9 times 7 is 3."
 Operation = tuple[str, int]  # its name and its number
 # Additions and multiplications are equally likely.
 OPERATIONS: tuple[Operation, ...] = (
@@ -251,12 +217,6 @@ def build_chain(start: int, operations: Sequence[Operation]) -> StepwiseProblem:
     return StepwiseProblem(question, str(values[-1]), steps(start, operations), derail)
 
 
-def parse_chain(question: str) -> StepwiseProblem:
-    """Read a question back into its problem."""
-    start, *operations = re.findall(r"(start|add|times) (\d)", question)
-    return build_chain(int(start[1]), [(name, int(number)) for name, number in operations])
-
-
 def draw_chains(
     rng: Random, num_problems: int, length: int, split: str, last: Sequence[Operation] = OPERATIONS
 ) -> list[StepwiseProblem]:
@@ -267,11 +227,6 @@ def draw_chains(
         return build_chain(start, [*operations, rng.choice(last)])
 
     return list(draw_different("chains", draw, get_question, num_problems, split, CHAIN_SPLITS))
-
-
-def chain_kind(question: str, trace: str) -> tuple[TraceKind, int]:
-    """Return the kind of a trace, and the number of right steps that it begins with."""
-    return classify_trace(parse_chain(question), CHAIN_WORDING, trace)
 
 
 def chain_rows(
@@ -358,13 +313,6 @@ def build_word_sum(name: str, thing: str, start: int, gains: Sequence[tuple[str,
     return StepwiseProblem(question, str(values[-1]), steps(start, numbers), derail)
 
 
-def parse_word_sum(question: str) -> StepwiseProblem:
-    """Read a question back into its problem."""
-    [(name, start, thing)] = re.findall(r"^(\w+) has (\d+) (\w+)", question)
-    gains = re.findall(rf"({'|'.join(VERBS)}) (\d+)", question)
-    return build_word_sum(name, thing, int(start), [(verb, int(number)) for verb, number in gains])
-
-
 def draw_word_sums(rng: Random, num_problems: int, length: int, split: str) -> list[StepwiseProblem]:
     """Draw different problems of a split."""
 
@@ -373,11 +321,6 @@ def draw_word_sums(rng: Random, num_problems: int, length: int, split: str) -> l
         return build_word_sum(rng.choice(NAMES), rng.choice(THINGS), rng.choice(STARTS), gains)
 
     return list(draw_different("word_sums", draw, get_question, num_problems, split))
-
-
-def word_sum_kind(question: str, trace: str) -> tuple[TraceKind, int]:
-    """Return the kind of a trace, and the number of right steps that it begins with."""
-    return classify_trace(parse_word_sum(question), WORD_SUM_WORDING, trace)
 
 
 def word_sum_rows(
@@ -404,18 +347,3 @@ def word_sum_rows(
     """
     rng = Random(f"word_sums {seed} {split} {length}")  # seeded with text: the same in every process
     return make_rows(draw_word_sums(rng, num_rows, length, split), WORD_SUM_WORDING, mixture, rng)
-
-
-def describe_question(question: str) -> str:
-    """Return what a question leaves unsaid, in a sentence; '' if it says everything, as all but chains do."""
-    return CHAIN_RULE if CHAIN_QUESTION.fullmatch(question.strip()) else ""
-
-
-def find_trace_kind(question: str, trace: str) -> TraceKind | None:
-    """Return the kind of a trace of either task; None if the question is of neither."""
-    if CHAIN_QUESTION.fullmatch(question):
-        return chain_kind(question, trace)[0]
-    gains = rf"(({'|'.join(VERBS)}) \d+(, | and )?)+"
-    if re.fullmatch(rf"\w+ has \d+ \w+, {gains}\. How many \w+ does \w+ have now\?", question):
-        return word_sum_kind(question, trace)[0]
-    return None

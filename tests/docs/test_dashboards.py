@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import pytest
-import torch
 import yaml
 from commands import ROOT, rlt
 from gpqa import gpqa_like
-from metric_names import names_of
-from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-from tensorboard.util.tensor_util import make_ndarray
 from wandb_run import runs_in
 
 from rlt_lightning import __version__
-from rlt_lightning.callbacks import Alarms
-from rlt_lightning.modules.rollout_rows import spread_evenly
+from rlt_lightning.metrics.answers import SET_FIGURES
 from rlt_lightning.run.redaction import redact
 
 OVERLAYS = [f"--config=configs/add/{name}.yaml" for name in ("wandb", "tensorboard")]
-COMPLETIONS = 3  # shown of each iteration's 8
 
 
 def fit(model: str, folder: Path, *options: str) -> None:
@@ -49,8 +40,7 @@ def fit(model: str, folder: Path, *options: str) -> None:
 def resumed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after iteration 3 and went on to 4 from its last checkpoint, of iteration 2."""
     folder = tmp_path_factory.mktemp("resumed") / "run"
-    options = [f"--completions.num_completions={COMPLETIONS}", "--checkpoint.every_n_train_steps=2"]
-    options += ["--data.val_rows=1", "--trainer.val_check_interval=1"]
+    options = ["--checkpoint.every_n_train_steps=2", "--data.val_rows=1", "--trainer.val_check_interval=1"]
     options += ["--checkpoint.save_top_k=-1"]
     fit(tiny_model, folder, *options, "--trainer.max_steps=3")
     shutil.rmtree(folder / "checkpoints" / "step=000003.ckpt")
@@ -73,35 +63,22 @@ def test_wandb_gets_the_metrics_of_the_csv(resumed: Path) -> None:
         assert shown[step] == pytest.approx(row)
 
 
-def test_the_table_has_a_row_per_sampled_completion(resumed: Path) -> None:
-    recorded: dict[int, list[dict[str, Any]]] = {}
-    for line in (resumed / "rollouts.jsonl").open():
-        row = json.loads(line)
-        recorded.setdefault(row["step"], []).append(row)
-    assert [len(rows) for rows in recorded.values()] == [8] * 4
-    expected = [row for rows in recorded.values() for row in spread_evenly(rows, COMPLETIONS)]
-
+def test_wandb_shows_some_completions_of_each_iteration(resumed: Path) -> None:
+    recorded = [json.loads(line) for line in (resumed / "rollouts.jsonl").open()]
     first, second = runs_in(resumed)
-    assert [row["iteration"] for row in first.table()] == sorted([1, 2, 3] * COMPLETIONS)
-    table = first.table()[: 2 * COMPLETIONS] + second.table()
-    assert [(r["iteration"], r["problem"], r["completion"]) for r in table] == [
-        (r["step"], r["row"], r["completion"]) for r in expected
-    ]
-    same = (
-        "question",
-        "solution",
-        "explanation",
-        "finish_reason",
-        "num_tokens",
-        "reward",
-        "kl_mean",
-        "kl_max",
-    )
-    same += ("solution_log_prob_mean", "solution_log_prob_min", "format_reward", "kl_reward")
-    for row, source in zip(table, expected, strict=True):
-        assert {name: row[name] for name in same} == pytest.approx({name: source[name] for name in same})
-        assert row["closed"] is (source["finish_reason"] == "stop")
-        assert min(row["prompt_tokens"], row["solution_tokens"]) > 0
+    assert {row["step"] for row in first.table()} == {
+        3
+    }  # a table of one iteration; the last one is read here
+    [*shown] = second.table()
+    assert [row["completion"] for row in shown] == [r["completion"] for r in recorded if r["step"] == 4][::2]
+    for row in shown:
+        [source] = [
+            r
+            for r in recorded
+            if (r["step"], r["row"], r["completion"]) == (4, row["row"], row["completion"])
+        ]
+        assert row["explanation"] == source["explanation"]
+        assert row["kl_reward"] == pytest.approx(source["kl_reward"])
 
 
 def test_the_configuration_and_the_code_version_are_in_the_run(resumed: Path) -> None:
@@ -110,7 +87,7 @@ def test_the_configuration_and_the_code_version_are_in_the_run(resumed: Path) ->
     assert config["code"]["version"] == __version__
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     assert config["code"].get("commit") == (head.stdout.strip() or None)  # None: no checkout
-    for name in ("model", "data", "rollouts", "completions", "alarms"):
+    for name in ("model", "data", "rollouts", "alarms"):
         assert config[name] == written[name], name
 
 
@@ -118,46 +95,13 @@ def test_a_run_leaves_nothing_in_the_home_folder_and_tells_nothing_of_the_machin
     files = {path.name for path in (resumed / "wandb").rglob("*") if path.is_file()}
     assert "wandb-metadata.json" not in files  # command line, host, user, git remote
     assert "output.log" not in files
-    assert any((resumed / "wandb" / "data" / "artifacts" / "staging").iterdir())
-
-
-def board_of(folder: Path) -> dict[str, dict[int, Any]]:
-    """What TensorBoard shows: values by tag and step."""
-    board = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0}).Reload()
-    shown: dict[str, dict[int, Any]] = {}
-    for tag in board.Tags()["tensors"]:
-        events = board.Tensors(tag)
-        shown[tag] = {event.step: make_ndarray(event.tensor_proto) for event in events}
-        assert len(shown[tag]) == len(events), f"{tag} has an iteration twice"
-    return shown
-
-
-def test_tensorboard_shows_every_iteration_once_through_a_resume(resumed: Path) -> None:
-    board, rows = board_of(resumed), csv_rows(resumed)
-    for name in {name for row in rows.values() for name in row}:
-        values = {step: float(value) for step, value in board[name].items()}
-        assert values == pytest.approx(
-            {step: row[name] for step, row in rows.items() if name in row}, rel=1e-5
-        )
-
-
-@pytest.mark.full
-def test_a_failure_sends_an_alert(tiny_model: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    options = ["--trainer.max_steps=4", "--model.optimizer.lr=1e30"]
-    with pytest.raises(AssertionError, match="must be finite"):
-        fit(tiny_model, folder, *options)
-    [run] = runs_in(folder)
-    [alert] = [alert for alert in run.alerts if alert.title == "The run has failed"]
-    assert alert.level == "ERROR"
-    assert "NonFiniteError" in alert.text
-    assert run.table()
+    assert any(name.endswith(".wandb") for name in files)
 
 
 @pytest.mark.full
 def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    options = ["--data.source=arithmetic", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
+    options = ["--data.source=chains", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
     options += ["--data.max_length=2048", "--trainer.accelerator=cpu", "--trainer.precision=32-true"]
     options += [f"--model.pretrained={tiny_model}", "--trainer.max_steps=1", "--export.enabled=false"]
     result = rlt(
@@ -171,7 +115,7 @@ def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     [run] = runs_in(folder)
     assert {"policy/loss", "data/epoch"} <= run.scalars()[1].keys()
-    assert "policy/loss" in board_of(folder)
+    assert any((folder / "tensorboard").rglob("events.out.tfevents.*"))
 
 
 def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model: str, tmp_path: Path) -> None:
@@ -183,9 +127,7 @@ def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model:
     assert result.returncode == 0, result.stderr
     [run] = runs_in(folder)
     [figures] = run.scalars().values()
-    assert {name.replace("gpqa_diamond", "SET") for name in figures if "overall" not in name} == names_of(
-        "eval/"
-    )
+    assert set(figures) == {f"eval/gpqa_diamond/{name}" for name in SET_FIGURES}
     questions = [json.loads(line)["Question"].encode() for line in path.open()]
     watched = [p for name in ("wandb", "tensorboard") for p in (folder / name).rglob("*") if p.is_file()]
     assert watched
@@ -249,73 +191,3 @@ def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch) -> No
     assert hidden["urls"] == ["http://***@worker:8000/v1", "https://host/rows?split=a&token=***"]
     assert hidden["launch"]["arguments"] == ["--api-key", "***"]
     assert not [secret for secret in secrets if secret in json.dumps(hidden)]
-
-
-# Alarms
-
-
-def titles(alarms: Alarms, *iterations: dict[str, float]) -> list[list[str]]:
-    return [[title for title, _ in alarms.find_alarms(metrics)] for metrics in iterations]
-
-
-@pytest.mark.parametrize(
-    ("name", "good", "bad", "title"),
-    [
-        ("reward/group_std", 0.4, 1e-5, "Rewards are all alike"),
-        ("policy/entropy", 0.8, 0.01, "Entropy has collapsed"),
-        ("rollout/staleness", 1.0, 2.0, "Rollouts are stale"),
-        ("student/kl_mean", -0.3, -0.9, "The KL is negative"),
-    ],
-)
-def test_an_alarm_needs_bad_iterations_in_a_row(name: str, good: float, bad: float, title: str) -> None:
-    values = [good, good, good, bad, bad, good, bad, bad, bad, bad]
-    found = titles(Alarms(patience=3), *({name: value} for value in values))
-    assert found == [[]] * 8 + [[title]] * 2
-
-
-def test_completions_that_are_cut_ring_at_once_with_what_they_earn(tmp_path: Path) -> None:
-    [(title, text)] = Alarms().find_alarms({"rollout/truncated_frac": 0.25}, ", and earn -1")
-    assert title == "Completions are cut"
-    assert text.startswith(
-        "25 % of the completions reach rollouts.sampling.max_completion_length, and earn -1. Raise it"
-    )
-    assert not [*Alarms().find_alarms({"rollout/truncated_frac": 0.1})]
-    assert not [*Alarms(truncated_above=1.0).find_alarms({"rollout/truncated_frac": 1.0})]
-    words = ("--trainer.max_steps=1", "--data.num_embedded_rows=8", "--data.prompts_per_step=8")
-    limit = "--rollouts.sampling.max_completion_length=24"  # five steps have 32 tokens, filler has fewer
-    result = rlt("fit", "--config=laptop/rlt", *words, limit, f"--output_dir={tmp_path / 'run'}")
-    assert result.returncode == 0, result.stderr
-    alarm = re.search(
-        r"alarm: Completions are cut. Iteration 1: (\d+) % of the completions reach "
-        r"rollouts.sampling.max_completion_length, and earn (\S+) where the others earn (\S+)\.",
-        result.stderr,
-    )
-    assert alarm is not None, result.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").open()]
-    cut = [row["reward"] for row in rows if row["finish_reason"] == "length"]
-    others = [row["reward"] for row in rows if row["finish_reason"] != "length"]
-    assert alarm[1] == f"{100 * len(cut) / len(rows):.0f}"
-    assert (alarm[2], alarm[3]) == (f"{fmean(cut):.2f}", f"{fmean(others):.2f}")
-    assert f"rollout/truncated_frac {len(cut) / len(rows):.3g}" in result.stderr
-
-
-def test_what_is_not_finite_rings_at_once_and_an_alarm_is_silent_for_a_while(capsys: Any) -> None:
-    class Trainer:
-        is_global_zero = True
-        loggers = ()
-        global_step = 0
-        callback_metrics = {"policy/loss": torch.tensor(torch.nan), "reward/mean": torch.tensor(1.0)}  # noqa: RUF012
-
-    alarms, trainer = Alarms(quiet_steps=10), Trainer()
-    for trainer.global_step in range(1, 22):
-        if trainer.global_step == 5:  # a resumed run is as silent
-            resumed = Alarms(quiet_steps=10)
-            resumed.load_state_dict(alarms.state_dict())
-            alarms = resumed
-        alarms.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[2].strip() for line in lines] == [
-        "Not finite. Iteration 1",
-        *(f"Not finite. Iteration {step}" for step in (11, 21)),
-    ]
-    assert "policy/loss must be finite" in lines[0]

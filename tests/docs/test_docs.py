@@ -47,7 +47,7 @@ RUN: dict[str, list[str]] = {
     "rlt validate --config laptop/smollm2_rlt": ["--data.num_embedded_rows=4"],
     "rlt predict --config recipe_7b/rank --data.source FILE": [],
     "rlt plan --config laptop/smollm2_rlt": [],
-    "rlt explain runs/warmup --question": ["--rollouts.sampling.max_completion_length=4"],
+    "rlt explain runs/warmup": ["--sampling.max_completion_length=4"],
 }
 
 
@@ -438,7 +438,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     known = {"FILE": str(rows), "ID": model, "DIR": str(runs / "scores"), "model": str(runs / "exported")}
     known |= dict.fromkeys(("runs/RUN/checkpoints/step=000120.ckpt", "runs/teacher"), str(runs / "q"))
     known |= dict.fromkeys(("runs/student_sft/model", "runs/smollm2_warmup/model"), model)
-    known |= {"runs/warmup": model} if verb == "explain" else {}
+    known |= dict.fromkeys(("runs/warmup", "miniature"), model) if verb == "explain" else {}
     options = [*options[:end], *tiny, *options[end:], *further]
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in stages.TRAINER_VERBS and "--output_dir" not in options:

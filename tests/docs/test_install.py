@@ -221,11 +221,11 @@ def test_a_users_mypy_sees_the_types_of_the_wheel(programs: Path, tmp_path: Path
         "[mypy]\n[mypy-torch.*,lightning.*,transformers.*,datasets.*,numpy.*]\nfollow_imports = skip\n"
     )
     (tmp_path / "user.py").write_text(
-        "from rlt_lightning import RLTModule, TeacherRLData, Trainer, score\n\n"
+        "from rlt_lightning import RLTModule, Teacher, TeacherRLData, Trainer\n\n"
         'module = RLTModule("miniature", "miniature", group_size=4)\n'
         'data = TeacherRLData([{"question": "q", "solution": "s"}], prompts_per_step=2)\n'
         'Trainer("runs/x", max_steps=1).fit(module, data)\n'
-        'reveal_type(score([], "miniature", "miniature"))\n'
+        'reveal_type(Teacher("miniature", "miniature").score([]))\n'
         'RLTModule("miniature", group_size="four")\n'
         'RLTModule("miniature", seed="four")\n'  # an option that the class passes on
         "Trainer(5.0)\n"

@@ -2,8 +2,8 @@
 
 The layers, from low to high; a module may import from its own layer and those below:
 
-    types gloo version allocator → tags numerics → models judging → checkpoints strategies → run → metrics
-    → datamodules tasks engines → rollouts → rewards → modules → callbacks → trainer → commands → teacher
+    types gloo ipc version allocator → tags numerics → models judging → checkpoints strategies → run → metrics
+    → datamodules tasks engines → rollouts → rewards → modules → callbacks → trainer → teacher → commands
     → cli → __main__ and __init__, which exports what scripts use
 """
 
@@ -21,7 +21,7 @@ from commands import ROOT
 from imported import PACKAGE, imported, imports, module_name, trees
 
 LAYERS = [
-    {"types", "gloo", "version", "allocator", "console", "digests"},
+    {"types", "gloo", "ipc", "version", "allocator", "console", "digests"},
     {"tags", "numerics"},
     {"models", "judging"},
     {"checkpoints", "strategies"},
@@ -33,8 +33,8 @@ LAYERS = [
     {"modules"},
     {"callbacks"},
     {"trainer"},
-    {"commands"},
     {"teacher"},
+    {"commands"},
     {"cli"},
     {"__main__", "__init__"},
 ]
@@ -133,6 +133,7 @@ def test_every_public_path_imports() -> None:
         ("rlt_lightning.judging.answers", "torch"),
         ("rlt_lightning.judging.judge", "torch"),
         ("rlt_lightning.gloo", "lightning"),
+        ("rlt_lightning.ipc", "lightning"),
     ],
 )
 def test_some_modules_load_little(module: str, absent: str) -> None:

@@ -68,8 +68,8 @@ def test_first_and_last_means_are_those_of_metrics_csv(tmp_path: Path) -> None:
     assert header == HEADER
     error = stdev(rewards[:2]) / math.sqrt(2)
     expected = [f"{fmean(rewards[:2])} ± {error:.2g}", f"{fmean(rewards[-2:])} ± 0.25", "+6.25"]
-    assert reward == ["Reward reward/mean", *expected]
-    assert held_out == ["Reward, held-out reward/val_mean", "-3.5", "2.25", "+5.75"]
+    assert reward == ["reward/mean", *expected]
+    assert held_out == ["reward/val_mean", "-3.5", "2.25", "+5.75"]
 
 
 def test_a_long_run_has_windows_of_ten_steps() -> None:
@@ -128,7 +128,7 @@ HIDDEN = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_its_curves(stage: str, tmp_path: Path) -> None:
     write_metrics(tmp_path, {name: [1.0, 2.0] for name in STAGES[stage]})
-    drawn = re.findall(r"<figcaption><code>(.*?)</code>", write_report(tmp_path).read_text())
+    drawn = re.findall(r"<figure><b>(.*?)</b>", write_report(tmp_path).read_text())
     assert drawn[0] == STAGES[stage][0]
     assert {*drawn} == {*STAGES[stage]} - HIDDEN.get(stage, {"policy/loss"})
 
@@ -186,6 +186,14 @@ def test_the_heat_is_that_of_the_tokens() -> None:
         '<span class="w3" title="0.2, 2.5 nats">🙂</span><span class="c3" title="-1.75 nats"> is</span>'
     )
     assert render_heat(["a"], [-2.5], (1.0,), sign=-1) == '<span class="w1" title="-2.5 nats">a</span>'
+
+
+def test_columns_of_the_source_are_no_figures(tmp_path: Path) -> None:
+    scored = {"question": "Q", "solution": "S", "reasoning_trace": "T", "level": 3, "reward": -1.0}
+    write_rows(tmp_path / "scores.jsonl", [scored | {"brevity_reward": -0.5, "kl_mean/other": 0.25}])
+    page = write_report(tmp_path).read_text()
+    assert "reward -1 · brevity_reward -0.5 · kl_mean/other 0.25" in page
+    assert "level" not in page
 
 
 def hostile_run(folder: Path) -> Path:

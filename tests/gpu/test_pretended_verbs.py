@@ -49,7 +49,7 @@ def test_a_config_of_each_kind_runs_on_one_gpu(name: str, tiny_model: str, tmp_p
     options += [*(GPU[:1] if verb == "test" else GPU), "--rollouts.engine=HFEngine"]
     run_on_gpu(verb, *options, f"--output_dir={tmp_path / 'run'}")
     written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
-    written = "distillation.parquet" if generates(settings) else written
+    written = "distillation.jsonl" if generates(settings) else written
     assert (tmp_path / "run" / written).stat().st_size > 0
 
 
@@ -57,20 +57,22 @@ def test_a_config_of_each_kind_runs_on_one_gpu(name: str, tiny_model: str, tmp_p
     "overlay", [path for path in OVERLAYS if path.stem not in ELSEWHERE], ids=lambda path: path.stem
 )
 def test_an_overlay_runs_on_as_many_gpus_as_it_needs(overlay: Path, tiny_model: str, tmp_path: Path) -> None:
-    """Two GPUs stand for more. Where workers sample, a fake one takes the weights by gloo, as shipped."""
+    """Two GPUs stand for more. Where workers sample, a fake one takes the weights, as shipped."""
     text = overlay.read_text()
     verb, options, _ = tiny_run(overlay, tiny_model)
     gpus = 1 if re.search(r"devices: (1\b|\[0\])", text) else 2
     options += [*GPU, f"--trainer.devices={gpus}", f"--output_dir={tmp_path}"]
     with ExitStack() as stack:
         if uses_workers(overlay):
-            takes_weights = "NoPush" not in text
+            takes_weights, launches = "NoPush" not in text, "launch:" in text
             dtype = "bfloat16" if "dtype: bfloat16" in text else "float32"
             worker = stack.enter_context(
-                worker_of(tiny_model, gloo=takes_weights, dtype=dtype, dev_mode=takes_weights)
+                worker_of(tiny_model, takes_weights and not launches, dtype, dev_mode=takes_weights)
             )
             options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
-            options += ["--rollouts.engine.init_args.launch=null"] if "launch:" in text else []
+            options += ["--rollouts.engine.init_args.launch=null"] if launches else []
+            if takes_weights and launches:  # what a launched worker gets
+                options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
         else:
             options += ["--rollouts.engine=HFEngine"]
         done = rlt(verb, *options, gpus=gpus)
@@ -153,8 +155,7 @@ QUESTION = "Start with 3. Double it, then add 4."
 VERBS = {
     "validate": [*RUN, "--data.val_rows=2", "--output_dir={folder}"],
     "check": [*RUN, "--check.rows=2", "--check.completions=2"],
-    "explain": ["{run}", "--row=1"],
-    "explain --question": ["{run}", f"--question={QUESTION}", "--solution=10", "--seed=1"],
+    "explain": ["{run}", "--student=miniature", f"--question={QUESTION}", "--solution=10", "--seed=1"],
 }
 
 

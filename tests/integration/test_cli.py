@@ -19,7 +19,7 @@ import yaml
 from cases import full
 from commands import ROOT, rlt, start
 from fake_worker import FakeWorker, worker_of
-from fits import assert_one_clear_line, explanation, metrics, small_fit, wait_for, weights
+from fits import assert_one_clear_line, explanation, metrics, small_fit, wait_for
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from rlt_lightning.__main__ import main
@@ -58,7 +58,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     }
     for role, model in roles.items():
         assert f"loading {model} (0.7 MB) as float32: {role}\n" in stderr
-    assert "iteration 2/2: policy/loss " in stderr
+    assert "policy/loss=" in stdout
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
     assert config["model"]["init_args"]["teacher"] == "miniature-teacher"
@@ -66,7 +66,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
     assert len(rows) == 2 * 2 * 2  # steps, problems, completions
     for row in rows:
-        parts = row["solution_log_prob_reward"] + row["kl_reward"] + row["format_reward"]
+        parts = row["solution_reward"] + row["kl_reward"] + row["format_reward"]
         assert row["reward"] == pytest.approx(parts, abs=1e-4)
         assert row["explanation"] is not None
     with_tokens = [row for row in rows if "thought_tokens" in row]
@@ -150,7 +150,7 @@ def test_two_processes_sample_at_the_same_workers_as_one(
         ]
         options += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
         options += [f"--rollouts.engine.urls=[{first.url},{second.url}]"]
-        options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+        options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
         options += ["--rollouts.asynchronous=true", "--model.max_staleness=1", "--model.mismatch_alarm=null"]
         assert rlt(*small_fit(tiny_model, one, *options)).returncode == 0
         asked = len(first.delivered) + len(second.delivered)
@@ -184,8 +184,7 @@ def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
-    from rlt_lightning.checkpoints.folder import find_best_checkpoint, find_newest_checkpoint, write_best
-    from rlt_lightning.types import InputError
+    from rlt_lightning.checkpoints.folder import find_newest_checkpoint
 
     for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
         (tmp_path / name).touch()
@@ -195,17 +194,6 @@ def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
         for part in parts:
             (tmp_path / name / part).touch()
     assert find_newest_checkpoint(tmp_path).name == "step=000012.ckpt"  # was whole, and about to be replaced
-    with pytest.raises(InputError, match="best needs a checkpoint with a score"):
-        find_best_checkpoint(tmp_path)
-    write_best(
-        tmp_path, {"checkpoint": "step=000010.ckpt", "step": 10, "monitor": "reward/val_mean", "score": 1}
-    )
-    (tmp_path / "best.json.tmp").write_text("{")  # a crash in the middle of pointing to another
-    assert find_best_checkpoint(tmp_path).name == "step=000010.ckpt"
-    assert find_newest_checkpoint(tmp_path).name == "step=000012.ckpt"
-    (tmp_path / "step=000010.ckpt").rename(tmp_path / "step=000010.ckpt.tmp")
-    with pytest.raises(InputError, match=r"step=000010.ckpt, but that is missing"):
-        find_best_checkpoint(tmp_path)
 
 
 def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
@@ -231,58 +219,13 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
     assert list(tmp_path.iterdir()) == [folder]
 
 
-@pytest.mark.full
-def test_the_best_checkpoint_is_kept_beside_the_newest(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    scored = ["--data.val_rows=4", "--trainer.val_check_interval=1", "--model.optimizer.lr=1e-3"]
-    training = [*scored, "--checkpoint.monitor=reward/val_mean", "--trainer.max_steps=5"]
-    result = rlt(*small_fit(tiny_model, run, short_config, *training))
-    assert result.returncode == 0, result.stderr
-    scores = {step: row["reward/val_mean"] for step, row in metrics(run).items()}
-    best = max(scores, key=lambda step: scores[step])
-    assert best < 5, scores  # else this would not tell it from the newest
-    names = ["best.json", f"step={best:06d}.ckpt", "step=000005.ckpt"]
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
-    trained = weights(run)
-    source = tmp_path / "rows.jsonl"
-    source.write_text('{"question": "1 + 1?", "solution": "2", "reasoning_trace": "One and one."}\n')
-
-    validate = ["validate", *small_fit(tiny_model, run, short_config, *scored, "--ckpt_path=best")[1:]]
-    result = rlt(*validate)
-    assert result.returncode == 0, result.stderr
-    [row] = metrics(run / "validate").values()
-    assert row["reward/val_mean"] == pytest.approx(scores[best], abs=1e-6)
-    result = rlt(
-        "predict",
-        "--config=configs/recipe_7b/score.yaml",
-        f"--model.teacher={tiny_model}",
-        f"--model.student={tiny_model}",
-        "--trainer.accelerator=cpu",
-        "--data.tags=r1",
-        f"--data.source={source}",
-        f"--output_dir={run}",
-        "--ckpt_path=best",
-    )
-    assert result.returncode == 0, result.stderr
-    assert (run / "predict" / "scores.jsonl").exists()
-    assert metrics(run).keys() == set(range(1, 6))  # the run itself is as it was
-
-    result = rlt(*small_fit(tiny_model, run, short_config, *training, "--ckpt_path=best"))
-    assert result.returncode == 0, result.stderr
-    for name, tensor in trained.items():
-        torch.testing.assert_close(weights(run)[name], tensor, atol=1e-6, rtol=0)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
-
-
 def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) -> None:
     arguments = [
         "fit",
         "--config=configs/recipe_7b/warmup.yaml",
         f"--model.pretrained={tiny_model}",
         "--model.optimizer.lr=3e-3",
-        "--data.source=arithmetic",
+        "--data.source=chains",
         "--data.num_embedded_rows=24",
         "--data.prompts_per_step=4",
         "--data.val_rows=4",
@@ -492,15 +435,15 @@ def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model:
     }
     command = [verb, f"--config={ROOT / config[verb]}", "--trainer.accelerator=cpu", "--output_dir=run"]
     if verb == "test":
-        command += [f"--model.pretrained={tiny_model}", "--data.sets={arithmetic: null}", "--data.max_rows=2"]
+        command += [f"--model.pretrained={tiny_model}", "--data.sets={chains: null}", "--data.max_rows=2"]
     else:
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-        command += ["--data.source=arithmetic", "--data.num_embedded_rows=2", "--data.tags=r1"]
+        command += ["--data.source=chains", "--data.num_embedded_rows=2", "--data.tags=r1"]
         command += ["--model.dtype=float32"]
     command += ["--model.mismatch_alarm=null", "--trainer.max_steps=1"] if verb == "fit" else []
     command += ["--rollouts.sampling.max_completion_length=8"]
     command += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-    command += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+    command += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()
 

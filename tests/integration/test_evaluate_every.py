@@ -16,6 +16,7 @@ from cases import full
 from commands import rlt
 from fake_worker import worker_of
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 
 from rlt_lightning.callbacks import (
@@ -26,7 +27,6 @@ from rlt_lightning.callbacks import (
     ResponseCallback,
     RolloutCallback,
 )
-from rlt_lightning.callbacks.checkpoint import MetricsResume
 from rlt_lightning.callbacks.evaluate_every import require_student
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
@@ -42,8 +42,8 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
-from rlt_lightning.metrics.catalogue import EVALUATION
+from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
+from rlt_lightning.metrics.answers import SET_FIGURES
 from rlt_lightning.modules import EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.rewards import CorrectnessReward
@@ -88,7 +88,7 @@ def trainer_of(folder: Path, *callbacks: Callback, steps: int = STEPS, **options
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        callbacks=[*callbacks, MetricsResume()],
+        callbacks=[*callbacks],
         **{"log_every_n_steps": 1, **options},
     )
 
@@ -127,12 +127,23 @@ def figures_of_test(model: str | Path, folder: Path, **options: Any) -> dict[str
     return {f"eval/{name}/{f}": v for name, own in module.figures.items() for f, v in own.items()}
 
 
+def best_checkpoint(mode: str = "max", every: int = 2) -> ModelCheckpoint:
+    """Lightning's callback, which keeps the checkpoint of the best accuracy."""
+    metric, name = "eval/chains/pass_at_1", "best-{step}"
+    return ModelCheckpoint(monitor=metric, mode=mode, filename=name, every_n_train_steps=every)
+
+
+def find_best(folder: Path) -> tuple[Path, int]:
+    """The checkpoint that it has left, and its step."""
+    [path] = (folder / "checkpoints").glob("best-step=*.ckpt")
+    return path, int(path.stem.rpartition("=")[2])
+
+
 @pytest.fixture(scope="module")
 def finished(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Losses]:
     """A fine-tuned miniature with all checkpoints, evaluated at steps 0, 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("evaluated") / "run"
-    best = Checkpoint(1, save_top_k=-1, monitor="eval/chains/pass_at_1")
-    return folder, fit(miniature, folder, evaluations(), best)
+    return folder, fit(miniature, folder, evaluations(), Checkpoint(1, save_top_k=-1), best_checkpoint())
 
 
 @pytest.mark.full
@@ -150,7 +161,7 @@ def test_its_figures_are_those_of_the_exported_checkpoints(
     for step, model in models.items():
         figures = figures_of_test(model, tmp_path / f"test{step}")
         assert figures == found[step]
-        assert set(figures) == {metric.name.replace("SET", "chains") for metric in EVALUATION}
+        assert set(figures) == {f"eval/chains/{name}" for name in SET_FIGURES}
 
 
 def test_its_prompts_are_those_of_the_exported_model(miniature: str, tmp_path: Path) -> None:
@@ -199,26 +210,17 @@ def test_a_resumed_run_repeats_its_evaluations(
     shutil.copytree(folder, run)
     for step in (5, 6):
         shutil.rmtree(run / "checkpoints" / f"step={step:06d}.ckpt")
-    scores = {step: row["eval/chains/pass_at_1"] for step, row in found.items()}
-    assert scores[4] > scores[2]
-    # As a kill leaves it that comes right after the checkpoint of step 4: with its figures, but without its
-    # training metrics, and with the best one of before.
-    best = {"checkpoint": "step=000002.ckpt", "step": 2, "score": scores[2]}
-    (run / "checkpoints" / "best.json").write_text(json.dumps(best | {"monitor": "eval/chains/pass_at_1"}))
+    # As a kill leaves it that comes right after the checkpoint of step 4.
     with open(run / "metrics.csv", newline="") as file:
         whole = {row["step"]: row for row in csv.DictReader(file)}
     with open(run / "metrics.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, list(whole["0"]), restval="")
         writer.writeheader()
-        writer.writerows(whole[step] for step in "0123")
-        own = {name: value for name, value in whole["4"].items() if name.startswith(("step", "eval/"))}
-        writer.writerow(own)
+        writer.writerows(whole[step] for step in "01234")
     for last, step in ((5, 4), (6, 5)):
         start = run / "checkpoints" / f"step={step:06d}.ckpt"
-        monitor = Checkpoint(1, save_top_k=-1, monitor="eval/chains/pass_at_1")
-        fit(miniature, run, evaluations(), monitor, resume=start, steps=last)
-        named = json.loads((run / "checkpoints" / "best.json").read_text())
-        assert named["step"] == max(range(2, last + 1, 2), key=lambda s: scores[s])
+        callbacks = [evaluations(), Checkpoint(1, save_top_k=-1), best_checkpoint()]
+        fit(miniature, run, *callbacks, resume=start, steps=last)
     assert rows_of(run) == found
     assert rows_of(run, "policy/") == rows_of(folder, "policy/")
 
@@ -227,18 +229,13 @@ def test_the_best_checkpoint_is_the_one_of_the_best_accuracy(
     finished: tuple[Path, Losses], miniature: str, tmp_path: Path
 ) -> None:
     scores = {step: row["eval/chains/pass_at_1"] for step, row in rows_of(finished[0]).items() if step}
-    largest = json.loads((finished[0] / "checkpoints" / "best.json").read_text())
-    assert largest["step"] == max(scores, key=lambda step: scores[step])
-    assert largest["score"] == pytest.approx(scores[largest["step"]])
+    assert find_best(finished[0])[1] == max(scores, key=lambda step: scores[step])
     # By the smallest, so that the best is not the newest.
     smallest = min(scores, key=lambda step: scores[step])
     assert smallest < STEPS
-    monitor = Checkpoint(monitor="eval/chains/pass_at_1", mode="min")
-    fit(miniature, tmp_path, evaluations(), monitor, log_every_n_steps=100)
+    fit(miniature, tmp_path, evaluations(), Checkpoint(), best_checkpoint("min"), log_every_n_steps=100)
     assert list(rows_of(tmp_path)) == [0, 2, 4, 6]  # however rarely Lightning logs
-    names = ["best.json", f"step={smallest:06d}.ckpt", f"step={STEPS:06d}.ckpt"]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
-    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] == smallest
+    assert find_best(tmp_path)[1] == smallest
 
 
 # Traditional RL, and engines
@@ -275,7 +272,7 @@ def reinforce(
 @pytest.mark.full
 def test_reinforcement_samples_with_the_engine_of_the_run(miniature: str, tmp_path: Path) -> None:
     run, without = tmp_path / "run", tmp_path / "without"
-    callbacks = [evaluations(max_rows=5), Checkpoint(1, save_top_k=-1, monitor="eval/chains/pass_at_1")]
+    callbacks = [evaluations(max_rows=5), Checkpoint(1, save_top_k=-1)]
     trained = reinforce(miniature, run, RolloutCallback(sampling=SAMPLING), *callbacks)
     assert trained.steps == reinforce(miniature, without, RolloutCallback(sampling=SAMPLING)).steps
     assert list(rows_of(run)) == [0, 2]
@@ -284,7 +281,7 @@ def test_reinforcement_samples_with_the_engine_of_the_run(miniature: str, tmp_pa
 
 
 def workers_engine(url: str) -> VLLMEngine:
-    return VLLMEngine([url], push=DiskPush(timeout_s=2.0), backoff_s=0.01)
+    return VLLMEngine([url], push=IPCPush(timeout_s=2.0))
 
 
 @pytest.mark.full
@@ -295,7 +292,7 @@ def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: P
         with worker_of(tiny_model) as worker:
             rollouts = RolloutCallback(workers_engine(worker.url), short, asynchronous=True)
             callbacks = [evaluations(max_rows=3)] if name == "with" else []
-            options: dict[str, Any] = {"steps": 4, "source": "arithmetic"}
+            options: dict[str, Any] = {"steps": 4, "source": "chains"}
             seen[name] = reinforce(tiny_model, tmp_path / name, rollouts, *callbacks, **options)
             asked = [body for body in worker.bodies if body["max_tokens"] == SAMPLING.max_completion_length]
             # 3 problems, 3 times, two completions that are requests of their own.
@@ -310,12 +307,11 @@ def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: P
         fit(tiny_model, tmp_path / "run", evaluations(max_rows=3, engine=engine), Checkpoint(), steps=4)
         # 3 problems, 3 times, each completion a request of its own.
         assert len(worker.bodies) == 18
-        assert worker.folder is not None
-        pushed = load_file(next(Path(worker.folder).glob("*.safetensors")))
+        assert worker.tensors
     trained = load_file(
         tmp_path / "run" / "checkpoints" / "step=000004.ckpt" / "weights" / "model.safetensors"
     )
-    for name, tensor in pushed.items():
+    for name, tensor in worker.tensors.items():
         assert torch.equal(tensor, trained[name]), name
     assert rows_of(tmp_path / "run")[4]["eval/chains/truncated_frac"] == 1
 
@@ -343,7 +339,7 @@ def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_p
     command += [f"--model.pretrained={miniature}", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.devices=2"]
     command += ["--trainer.callbacks.init_args.max_rows=5", "--checkpoint.every_n_train_steps=2"]
-    command += ["--checkpoint.monitor=eval/chains/pass_at_1", f"--output_dir={run}"]
+    command += [f"--output_dir={run}"]
     result = rlt(*command)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "accuracy after iteration 2: chains" in result.stderr
@@ -353,7 +349,6 @@ def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_p
     assert list(found) == [0, 2]
     asked = {"max_rows": 5, "num_samples": 1, "seed": 0}
     assert figures_of_test(run / "model", tmp_path / "test", **asked) == found[2]
-    assert json.loads((run / "checkpoints" / "best.json").read_text())["step"] == 2
 
 
 @pytest.mark.full
@@ -361,7 +356,7 @@ def test_ranks_of_fine_tuning_share_the_workers_of_an_overlay(tiny_model: str, t
     command = ["fit", "--config=configs/laptop/sft.yaml", f"--model.pretrained={tiny_model}"]
     command += ["--config=configs/add/evaluate_every.yaml", "--config=configs/add/vllm.yaml"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.callbacks.init_args.max_rows=5"]
-    command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush", "--trainer.devices=2"]
+    command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush", "--trainer.devices=2"]
     command += ["--trainer.strategy=ddp", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
     with worker_of(tiny_model) as worker:
         urls = f"--rollouts.engine.init_args.urls=[{worker.url}]"
@@ -378,17 +373,19 @@ def test_the_commands_of_the_page_find_the_same(miniature: str, tmp_path: Path) 
     command += ["--config=configs/add/evaluate_every.yaml", "--data.num_embedded_rows=64"]
     command += ["--trainer.callbacks.init_args.every_n_steps=3", "--trainer.max_steps=7"]
     command += ["--trainer.callbacks.init_args.seed=4", "--checkpoint.every_n_train_steps=3"]
-    command += ["--checkpoint.monitor=eval/chains/pass_at_1", f"--output_dir={run}"]
+    best = {"monitor": "eval/chains/pass_at_1", "mode": "max", "filename": "best-{step}"}
+    best |= {"every_n_train_steps": 3}
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": best}
+    command += [f"--trainer.callbacks+={json.dumps(callback)}", f"--output_dir={run}"]
     result = rlt(*command)
     assert result.returncode == 0, result.stderr[-3000:]
-    best = json.loads((run / "checkpoints" / "best.json").read_text())
-    checkpoint = run / "checkpoints" / best["checkpoint"]
+    checkpoint, step = find_best(run)
     assert rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={model}").returncode == 0
     command = ["test", "--config=configs/laptop/evaluate.yaml", f"--model.pretrained={model}"]
     result = rlt(*command, "--data.max_rows=64", "--seed=4", f"--output_dir={test}")
     assert result.returncode == 0, result.stderr[-3000:]
     figures = json.loads((test / "evaluation.json").read_text())["sets"]["chains"]
-    for name, value in rows_of(run)[best["step"]].items():
+    for name, value in rows_of(run)[step].items():
         assert value == figures[name.rpartition("/")[2]], name
 
 
@@ -416,16 +413,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[Callback], str]] = {
         {},
         [EvaluateEvery(1, {"chains": None})],
         r"context of \d+ tokens, but .* Lower EvaluateEvery's sampling.max_completion_length",
-    ),
-    "no callback": (
-        {},
-        [Checkpoint(monitor="eval/chains/pass_at_1")],
-        "needs EvaluateEvery in trainer.callbacks",
-    ),
-    "other set": (
-        {},
-        [evaluations(), Checkpoint(monitor="eval/aime24/pass_at_1")],
-        "but is eval/aime24/pass_at_1. Set it to one of eval/chains/pass_at_1",
     ),
 }
 

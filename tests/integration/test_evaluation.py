@@ -32,7 +32,7 @@ from rlt_lightning.metrics.answers import (
     single_precision_mean,
     standard_error,
 )
-from rlt_lightning.tasks.arithmetic import arithmetic_rows
+from rlt_lightning.tasks.stepwise import chain_rows
 from rlt_lightning.types import InputError
 
 
@@ -42,7 +42,7 @@ def evaluate(model: str | Path, folder: Path, *options: str) -> CompletedProcess
         "test",
         "--config=configs/recipe_7b/evaluate.yaml",
         f"--model.pretrained={model}",
-        "--data.sets={arithmetic: null}",
+        "--data.sets={chains: null}",
         "--data.max_rows=4",
         "--data.batch_size=3",
         "--rollouts.num_samples=2",
@@ -218,26 +218,26 @@ def test_an_evaluation_leaves_table_figures_and_records(finished: Path, tiny_mod
     assert summary["model"] == tiny_model
     assert summary["rollouts"]["sampling"]["max_completion_length"] == 8
     assert (summary["rollouts"]["seed"], summary["data_seed"]) == (0, 0)
-    found = summary["sets"]["arithmetic"]
+    found = summary["sets"]["chains"]
     assert (found["num_problems"], found["num_samples"], found["tokens_mean"]) == (4, 2, 8)
     assert found["pass_at"].keys() == {"1", "2"}
     assert found["prompt"].endswith("<|im_start|>assistant\n")
-    [row] = arithmetic_rows(1, seed=0, split="test")
+    [row] = chain_rows(1, seed=0, split="test")
     assert f"user\n{row['question']}<|im_end|>" in found["prompt"]  # as students are trained on it
     assert summary["overall"] is None
     records = read(finished / "responses.jsonl")
     assert [(r["id"], r["sample"]) for r in records] == [
-        (f"arithmetic/{row}", sample) for row in range(1, 5) for sample in range(2)
+        (f"chains/{row}", sample) for row in range(1, 5) for sample in range(2)
     ]
     assert len({r["response"] for r in records}) == 8
     page = (finished / "evaluation.md").read_text()
-    assert "| arithmetic | 4        | 2 |" in page
+    assert "| last-digit chains | 4        | 2 |" in page
     assert re.fullmatch(r"rlt_lightning \S+, math-verify \S+", summary["judge"])
     assert f"Judged by {summary['judge']}." in page
 
 
 def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
-    answers = [str(q.reference["answer"]) for q in read_set("arithmetic", None, 4, 0)]
+    answers = [str(q.reference["answer"]) for q in read_set("chains", None, 4, 0)]
     said = {
         0: [answers[0]] * 3,
         1: [answers[1], "no", "no"],
@@ -252,7 +252,7 @@ def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
     ]
     options = [f"--data.responses={write(tmp_path / 'given.jsonl', given)}"]
     summary = evaluated("/not/there", tmp_path / "run", *options)
-    found = summary["sets"]["arithmetic"]
+    found = summary["sets"]["chains"]
     accuracies = [1, 1 / 3, 0, 2 / 3]
     assert summary["model"] is None
     assert found["pass_at_1"] == pytest.approx(1 / 2)
@@ -265,8 +265,8 @@ def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
 
 def test_a_runs_own_responses_can_be_judged_again(finished: Path, tmp_path: Path) -> None:
     again = evaluated("/not/there", tmp_path / "run", f"--data.responses={finished / 'responses.jsonl'}")
-    first = json.loads((finished / "evaluation.json").read_text())["sets"]["arithmetic"]
-    assert again["sets"]["arithmetic"] == {**first, "prompt": None}
+    first = json.loads((finished / "evaluation.json").read_text())["sets"]["chains"]
+    assert again["sets"]["chains"] == {**first, "prompt": None}
 
 
 def test_a_resumed_run_refuses_other_problems(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_killed_run_goes_on_and_samples_nothing_twice(
     )  # problem 2 has one and a torn one
     summary = evaluated(tiny_model, run, "--resume=true")
     assert (run / "responses.jsonl").read_text() == "".join([*marked[:2], *lines[2:]])
-    assert summary["sets"]["arithmetic"]["num_problems"] == 4
+    assert summary["sets"]["chains"]["num_problems"] == 4
 
     before = (run / "evaluation.json").read_text()
     (run / "evaluation.json").unlink()
@@ -333,29 +333,11 @@ def test_several_processes_leave_the_files_of_one(
     assert all((resumed / name).read_text() == (finished / name).read_text() for name in files)
 
 
-@pytest.mark.full
-def test_processes_with_shards_force_budgets_together(tmp_path: Path) -> None:
-    # Thoughts have different numbers of parts: those that are too short go on after `Wait`.
-    options = ["--rollouts.budget={min_thinking_tokens: 6, max_thinking_tokens: 12, min_answer_tokens: 4}"]
-    options += [
-        "--rollouts.sampling.max_completion_length=48",
-        "--data.sets={chains: null}",
-        "--data.tags=r1",
-    ]
-    options += ["--data.student_system_prompt="]
-    evaluated("miniature", tmp_path / "one", *options)
-    shards = ["--trainer.devices=2", "--config=configs/hardware/fsdp2.yaml"]
-    evaluated("miniature", tmp_path / "two", *options, *shards)
-    one, two = (tmp_path / name / "responses.jsonl" for name in ("one", "two"))
-    assert one.read_text() == two.read_text()
-    assert len({record["num_thinking_tokens"] for record in read(one)}) > 1
-
-
 def test_rows_of_another_judge_are_not_resumed(finished: Path, tiny_model: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     rows = read(finished / "responses.jsonl")
-    data = partial(EvaluationDataModule, {"arithmetic": None}, tiny_model, max_rows=4, num_samples=2)
+    data = partial(EvaluationDataModule, {"chains": None}, tiny_model, max_rows=4, num_samples=2)
     write(run / "responses.jsonl", [rows[0], rows[1] | {"judge": "another 1.0"}])
     with pytest.raises(InputError, match=r"judge .*responses\.jsonl is by another 1\.0, .*--output_dir"):
         data(output_dir=str(run)).setup("test")
@@ -370,17 +352,6 @@ def test_the_same_seed_gives_the_same_responses_whatever_the_batch(
 ) -> None:
     evaluated(tiny_model, tmp_path / "run", "--data.batch_size=1", "--data.max_rows=2")
     assert read(tmp_path / "run" / "responses.jsonl") == read(finished / "responses.jsonl")[:4]
-
-
-def test_a_budget_cuts_thoughts_and_counts_their_tokens(tiny_model: str, tmp_path: Path) -> None:
-    budget = "--rollouts.budget={max_thinking_tokens: 4, min_answer_tokens: 8}"
-    options = [budget, "--rollouts.sampling.max_completion_length=48", "--data.max_rows=2"]
-    summary = evaluated(tiny_model, tmp_path / "run", *options)
-    assert summary["rollouts"]["budget"]["max_thinking_tokens"] == 4
-    for record in read(tmp_path / "run" / "responses.jsonl"):
-        assert record["num_thinking_tokens"] == 4
-        assert record["response"].startswith("<|begin_of_thought|>\n\n")
-        assert "<|end_of_thought|>\n\n<|begin_of_solution|>" in record["response"]
 
 
 def test_a_worker_that_serves_the_model_spares_loading_it(tiny_model: str, tmp_path: Path) -> None:
@@ -400,9 +371,9 @@ def test_the_workers_of_an_overlay_are_pushed_the_model(tiny_model: str, tmp_pat
     with worker_of(tiny_model) as worker:
         options = ["--config=configs/add/vllm.yaml"]
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
-        options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
+        options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
         evaluated(tiny_model, tmp_path / "run", *options)
-        assert worker.folder is not None
+        assert worker.tensors
     assert len(read(tmp_path / "run" / "responses.jsonl")) == 8
 
 
@@ -518,16 +489,16 @@ def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_pa
         (["--data.sets={gsm8k: FOLDER/broken.parquet}"], "could not be loaded .*Parquet"),
         (
             ["--data.responses=FOLDER/one.jsonl"],
-            "has none to 3 of 4: arithmetic/2, arithmetic/3, arithmetic/4",
+            "has none to 3 of 4: chains/2, chains/3, chains/4",
         ),
         (
             ["--data.responses=FOLDER/uneven.jsonl"],
-            "equally many .* has 1 different ones to arithmetic/2 and 2",
+            "equally many .* has 1 different ones to chains/2 and 2",
         ),
         (["--data.responses=FOLDER/no_answers.jsonl"], "must have an id and a response, a text, but row 1"),
         (
             ["--data.responses=FOLDER/odd.jsonl"],
-            "num_tokens and num_thinking_tokens integers .* but row 1 of '.*odd.jsonl'",
+            "num_tokens an integer .* but row 1 of '.*odd.jsonl'",
         ),
         (["--data.sets={math500: FOLDER/halved.jsonl}"], "row 1: its question holds half a surrogate pair"),
         (["--data.max_rows=0"], "data.max_rows must be at least 1, but is 0"),
@@ -539,9 +510,8 @@ def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_pa
         ),
         (
             ["--rollouts.sampling.max_completion_length=2048"],
-            r"context of 2048 tokens, but arithmetic/\d needs",
+            r"context of 2048 tokens, but chains/\d needs",
         ),
-        (["--rollouts.budget={max_thinking_tokens: 9}"], "must hold a thought of 9 tokens"),
         (
             ["--trainer.devices=2", "--rollouts.engine=VLLMEngine", "--rollouts.engine.urls=[http://x]"],
             "vLLM workers answer one process, but trainer.devices makes 2",
@@ -556,10 +526,10 @@ def test_bad_input_is_one_clear_line(options: list[str], line: str, tiny_model: 
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     write(tmp_path / "no_answers.jsonl", [{"problem": "1 + 1?", "solution": "Two."}] * 2)
-    write(tmp_path / "one.jsonl", [{"id": "arithmetic/1", "response": "5"}])
-    write(tmp_path / "odd.jsonl", [{"id": "arithmetic/1", "response": "5", "num_tokens": "many"}])
+    write(tmp_path / "one.jsonl", [{"id": "chains/1", "response": "5"}])
+    write(tmp_path / "odd.jsonl", [{"id": "chains/1", "response": "5", "num_tokens": "many"}])
     write(tmp_path / "halved.jsonl", [{"problem": "1 + \ud800", "answer": "1"}])
-    uneven = [{"id": f"arithmetic/{i}", "response": "5"} for i in (1, 1, 2, 3, 4)]
+    uneven = [{"id": f"chains/{i}", "response": "5"} for i in (1, 1, 2, 3, 4)]
     write(tmp_path / "uneven.jsonl", uneven)
     shutil.copytree(tiny_model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
     places = {"FOLDER": str(tmp_path), "WEIGHTLESS": str(tmp_path / "weightless")}

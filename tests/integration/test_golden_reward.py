@@ -37,7 +37,7 @@ COLUMNS = {  # ours -> the released code's
     "kl_mean": "kl_mean",
     "kl_max": "kl_max",
     "format_reward": "match_reward",
-    "solution_log_prob_reward": "solution_log_prob_reward",
+    "solution_reward": "solution_log_prob_reward",
     "kl_reward": "kl_reward",
 }
 
@@ -49,7 +49,11 @@ def predict(folder: Path, rows: list[dict[str, Any]], *options: str) -> list[dic
     command = ["predict", "--config", "configs/recipe_7b/score.yaml"]
     command += [f"--data.source={source}", "--model.teacher=smollm2-135m", "--model.student=smollm2-135m"]
     command += [f"--output_dir={folder / 'run'}", f"--data.teacher_system_prompt={TEACHER_SYSTEM_PROMPT}"]
-    command += [f"--data.student_system_prompt={STUDENT_SYSTEM_PROMPT}", "--scores.per_token=true", *options]
+    command += [
+        f"--data.student_system_prompt={STUDENT_SYSTEM_PROMPT}",
+        "--distillation.per_token=true",
+        *options,
+    ]
     result = rlt(*command)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in (folder / "run" / "scores.jsonl").open()]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM stop a fit with a checkpoint; a resume makes up for what an earlier kill prevented."""
+"""Ctrl-C and SIGTERM stop a fit with a checkpoint from which a resume is exact."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ def run(*words: str) -> None:
 
 
 def assert_equal(whole: Path, resumed: Path) -> None:
-    """The same bits, metrics and completions; nothing lost, nothing twice."""
+    """The same bits, metrics and completions; only a validation that was due may be missing."""
     ours, theirs = weights(resumed), weights(whole)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     found, expected = metrics(resumed), metrics(whole)
     assert found.keys() == expected.keys()
     for step, row in expected.items():
-        assert found[step] == row, step
+        missing = row.keys() - found[step].keys()
+        assert all("/val_" in name for name in missing), step
+        assert found[step] == {name: row[name] for name in row.keys() - missing}, step
     rows = [sorted(map(explanation, (folder / "rollouts.jsonl").open())) for folder in (whole, resumed)]
     assert rows[0] == rows[1]
 
@@ -134,30 +136,7 @@ def test_ctrl_c_during_a_validation_stops_after_it(tiny_model: str, tmp_path: Pa
     assert "The run stopped after iteration 2." in log.read_text()
     assert any("/val_" in name for name in metrics(stopped)[2])
     run(*command(tiny_model, stopped, *VALIDATED, "--resume=true", steps=4))
-    assert "validating iteration" not in log.read_text()
     assert_equal(whole, stopped)
-
-
-@pytest.mark.parametrize("step", [full(2), full(4)])
-def test_a_validation_that_a_kill_prevented_is_made_up_for(
-    step: int, tiny_model: str, tmp_path: Path
-) -> None:
-    # Of step 2, in the middle of the run, and of step 4, after which nothing is left to train.
-    options = [*VALIDATED, "--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=reward/val_mean"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(*command(tiny_model, whole, *options, steps=4))
-    process = start(
-        *command(tiny_model, killed, *options, fault("on_validation_start", "kill", step), steps=4)
-    )
-    assert process.wait() == -signal.SIGKILL
-    assert (killed / "checkpoints" / f"step={step:06d}.ckpt").is_dir()
-    result = rlt(*command(tiny_model, killed, *options, "--resume=true", steps=4))
-    assert result.returncode == 0, result.stderr
-    assert len(re.findall(f"^validating iteration {step}, ", result.stderr, re.M)) == 1
-    assert {step for step, row in metrics(whole).items() if "reward/val_mean" in row} == {2, 4}
-    assert_equal(whole, killed)
-    best = [(folder / "checkpoints" / "best.json").read_text() for folder in (whole, killed)]
-    assert best[0] == best[1]
 
 
 def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[tuple[str, str]]) -> None:
@@ -176,14 +155,14 @@ def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[
         begun = max(metrics(stopped), default=0) if (stopped / "metrics.csv").exists() else 0
         pause = [fault("on_validation_start", "pause", 1)] if moment == "validating" else []
         process = start(*words, *pause, log=log)
-        shown = {"sampling": "iteration ", "validating": "--- made at"}.get(moment)
+        shown = {"sampling": "policy/loss=", "validating": "--- made at"}.get(moment)
         if shown:
             wait_for(lambda shown=shown: shown in log.read_text(), process, log)
             time.sleep(random.uniform(0, 0.4))
         elif moment == "writing":
             wait_for(lambda: any((stopped / "checkpoints").glob("step=*.tmp")), process, log)
         else:  # somewhere in an iteration, a validation or a checkpoint
-            wait_for(lambda: "iteration " in log.read_text(), process, log)
+            wait_for(lambda: "policy/loss=" in log.read_text(), process, log)
             time.sleep(random.uniform(0, 2.5))
         sent_at = time.monotonic()
         send_sigterm(process, to, random)
@@ -290,7 +269,7 @@ def test_sigterm_does_not_wait_for_workers_that_ended(
     with worker_of(tiny_model) as worker:
         options = [*RANKS[ranks], "--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
         options += [f"--rollouts.engine.urls=[{worker.url}]", "--model.mismatch_alarm=null"]
-        options += ["--rollouts.engine.push=rlt_lightning.engines.DiskPush"]
+        options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
         pause = fault("on_train_batch_start", "pause", 2)
         process = start(*command(tiny_model, folder, *options, pause), log=log)
         wait_for(lambda: "--- made at" in log.read_text(), process, log)

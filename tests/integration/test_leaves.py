@@ -17,14 +17,12 @@ from trainers import bare_trainer
 from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules import StudentRLData, TeacherRLData
-from rlt_lightning.metrics import catalogue
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import GRPOLoss
 from rlt_lightning.rewards import TextReward
-from rlt_lightning.rewards.correctness import CorrectnessTerms
 from rlt_lightning.rewards.students import Student
-from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Rollout
 
@@ -35,8 +33,6 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("contrast_weights", "hurdle_reward", "joint_stage", "masked_ratio_loss", "pedagogical_reward")
     for name in names:
         sys.modules.pop(name, None)
-    # Students have metrics of their own, which pages that other tests of this process read must not show.
-    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
 
 
 def fit(rlt: Any, model: str, folder: Path, rows: Any = None) -> tuple[Any, dict[str, Any], Witness]:
@@ -101,7 +97,7 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
     students = [tiny_model, shifted(tiny_model, tmp_path)]
     rlt = RLTModule(tiny_model, None, students=students, group_size=4, reward=reward)
     options = {"prompts_per_step": 2, "tokenizer": tiny_model, "student_tokenizer": students}
-    rows = TeacherRLData("arithmetic", num_embedded_rows=8, output_dir=str(tmp_path), **options)
+    rows = TeacherRLData("chains", num_embedded_rows=8, output_dir=str(tmp_path), **options)
     batch, metrics, _ = fit(rlt, tiny_model, tmp_path, rows)
     models = [module(tiny_model).load(name, "float32").model for name in students]
     for number, row in enumerate(batch.rollouts.rollouts):
@@ -112,13 +108,13 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
             with torch.no_grad():
                 log_probs = slow_log_probs(model, before, problem.solution_ids, 0.7)
             each.append(-0.5 * float((log_probs < -9.0).float().mean()))
-        score = batch.step.score
-        assert float(score.terms["hurdles"][number]) == pytest.approx(sum(each) / 2, abs=1e-5)
-        of_students = [float(one.terms["hurdles"][number]) for one in score.by_student.values()]
+        step = batch.step
+        assert float(step.table["term/hurdles"][number]) == pytest.approx(sum(each) / 2, abs=1e-5)
+        of_students = [float(step.table[f"of/{label}/term/hurdles"][number]) for label in step.labels]
         assert of_students == pytest.approx(each, abs=1e-5)
-        total = sum(values[number] for values in score.terms.values())
-        assert float(score.rewards[number]) == pytest.approx(float(total), abs=1e-4)
-    assert batch.step.score.terms["hurdles"].std() > 0
+        total = sum(values[number] for values in columns_of(step.table, "term/").values())
+        assert float(step.rewards[number]) == pytest.approx(float(total), abs=1e-4)
+    assert batch.step.table["term/hurdles"].std() > 0
     assert float(metrics["reward/hurdles"]) < 0
 
 
@@ -169,9 +165,11 @@ class VowelReward(TextReward):
 
     judges = ("answers",)
 
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> CorrectnessTerms:
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
         correct = torch.tensor([1.0 - len(re.findall("[aeiou]", row.text)) % 2 for row in rollouts])
-        return CorrectnessTerms(correct, correct, correct, torch.zeros(len(rollouts)), [None] * len(rollouts))
+        terms = {"correct": correct, "formatted": correct, "timed_out": torch.zeros(len(rollouts))}
+        table = {f"term/{name}": values for name, values in terms.items()}
+        return {"reward": correct, **table, "text/answers": [None] * len(rollouts)}
 
 
 def test_contrasts_weigh_tokens_by_hand() -> None:
@@ -213,7 +211,7 @@ def test_hints_weigh_the_tokens_of_a_step(tiny_model: str, tmp_path: Path) -> No
     witness, answers = (
         Witness(),
         StudentRLData(
-            "arithmetic",
+            "chains",
             num_embedded_rows=8,
             tokenizer=tiny_model,
             prompts_per_step=3,

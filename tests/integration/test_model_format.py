@@ -363,12 +363,11 @@ OTHER = "--data.student_system_prompt=Other."
 TAGS = "--data.tags=stratos"
 CONTRADICTIONS = {
     "fit": ["fit", "--config=configs/laptop/rlt.yaml", "--data.teacher_system_prompt=Other."],
-    "fit student_rl": ["fit", "--config=research/configs/correctness.yaml", OTHER],
+    "fit student_rl": ["fit", "--config=research/configs/correctness.yaml", "--data.source=chains", OTHER],
     "fit student_sft": ["fit", "--config=configs/laptop/sft.yaml", OTHER],
     "validate": ["validate", "--config=configs/laptop/rlt.yaml", TAGS, "--data.val_rows=2"],
     "predict": ["predict", "--config=configs/laptop/generate.yaml", TAGS],
     "test": ["test", "--config=configs/laptop/evaluate.yaml", TAGS],
-    "explain": ["explain", "--config=configs/recipe_7b/rank.yaml", "--data.source=chains", OTHER],
 }
 
 
@@ -386,7 +385,7 @@ def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, 
         "fit student_sft": [f"--model.pretrained={student}"],
         "test": [f"--model.pretrained={student}"],
     }
-    output = [] if verb == "explain" else [f"--output_dir={tmp_path / 'run'}"]
+    output = [f"--output_dir={tmp_path / 'run'}"]
     result = rlt(*words, *models.get(verb, both), *output, text=QUESTION)
     assert result.returncode == 2, result.stderr
     [line] = result.stderr.strip().splitlines()

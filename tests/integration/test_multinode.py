@@ -21,7 +21,7 @@ from compared import largest_difference
 from nodes import options, two_nodes
 from safetensors.torch import load_file
 
-from rlt_lightning import RLTModule, TeacherRLData, score
+from rlt_lightning import RLTModule, Teacher, TeacherRLData
 from rlt_lightning.engines.launch import find_free_port
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import InputError
@@ -226,7 +226,7 @@ def test_each_process_of_a_launcher_may_score_rows(monkeypatch: pytest.MonkeyPat
             return super().score(*arguments)
 
     try:
-        [scored] = score([row], "miniature", "miniature", reward=Reward(), tags="r1")
+        [scored] = Teacher("miniature", "miniature", reward=Reward(), tags="r1").score([row])
     finally:
         signal.signal(signal.SIGTERM, before)
     assert scored.reward < 0

@@ -67,7 +67,7 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = (f"--data.source={source}", "--rollouts.num_traces=4", f"--output_dir={folder / 'run'}")
     result = rlt("predict", "--config=laptop/explain", *words)
     assert result.returncode == 0, result.stderr
-    assert "of 24 problems are left out: no trace fits a student and earns at least 0.2" in result.stderr
+    assert "of 24 problems have no trace from which a student can learn" in result.stderr
     return folder / "run"
 
 
@@ -103,7 +103,8 @@ def test_a_model_that_never_gains_is_told_why(explained: Path) -> None:
     before = (explained / "distillation.jsonl").read_bytes()
     result = rlt("predict", settings, *words)
     assert result.returncode == 2
-    assert re.search(r"none of the 96 traces .*\b\d+ below distillation.min_reward", result.stderr)
+    assert "none of the 96 traces" in result.stderr
+    assert "lower distillation.min_reward" in result.stderr
     assert (explained / "distillation.jsonl").read_bytes() == before
 
 
@@ -161,7 +162,7 @@ def make_wheel_place(folder: Path) -> Place:
     empty.mkdir()
     scripts.mkdir()
     write_rows(empty / "rows.jsonl", ROWS, seed=7)
-    for name in ("own_rows.sh", "stage.sh"):
+    for name in ("own_rows.sh", "own_rows.py", "stage.sh"):
         shutil.copy(ROOT / "examples" / name, scripts)
     programs = fresh_environment(build_wheel(folder), folder / "environment")
     variables = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(folder), "HF_HUB_OFFLINE": "1"}

@@ -31,7 +31,6 @@ from rlt_lightning import (
     TeacherRLData,
     TeacherSFTData,
     Trainer,
-    score,
 )
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, RolloutCallback
 from rlt_lightning.datamodules.sources import MemoryRows, parse_sources, read_rows
@@ -119,7 +118,7 @@ def metrics(run: Path) -> list[dict[str, str]]:
 
 def files(run: Path) -> dict[str, bytes]:
     """What a run has computed, by file."""
-    suffixes = (".safetensors", ".jsonl", ".parquet", ".md", ".json")
+    suffixes = (".safetensors", ".jsonl", ".md", ".json")
     found = [path for path in sorted(run.rglob("*")) if path.suffix in suffixes]
     return {str(path.relative_to(run)): path.read_bytes() for path in found}
 
@@ -358,11 +357,11 @@ def test_score_equals_predict(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"--data.source={path}", f"--model.teacher={SEED1}", "--model.student=miniature"]
-    words += ["--scores.rank_groups=null", "--scores.per_token=true", "--trainer.accelerator=cpu"]
+    words += ["--distillation.per_token=true", "--trainer.accelerator=cpu"]
     done = rlt("predict", "--config=configs/recipe_7b/rank.yaml", *words, f"--output_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     recorded = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
-    found = score(rows, SEED1, "miniature")
+    found = Teacher(SEED1, "miniature").score(rows)
     assert [own.reward for own in found] == [row["reward"] for row in recorded]
     for own, row in zip(found, recorded, strict=True):
         assert (own.tokens, own.solution_tokens) == (row["thought_tokens"], row["solution_tokens"])
@@ -383,16 +382,16 @@ def test_rows_to_score_may_come_from_a_generator() -> None:
 
 def test_teacher_explains_as_the_command_does() -> None:
     question, solution = "start 4, times 3, times 3, add 1, add 1, add 5?", "\\boxed{3}"
-    words = ["--question", question, "--solution", solution, "--seed=3", "--model.student=miniature"]
-    words += ["--rollouts.sampling.max_completion_length=40", "--trainer.accelerator=cpu"]
+    words = ["--question", question, "--solution", solution, "--seed=3", "--student=miniature"]
+    words += ["--sampling.max_completion_length=40", "--reward.kl_estimator=k1"]
     done = rlt("explain", "miniature", *words)
     assert done.returncode == 0, done.stderr
     sampling = Sampling(max_completion_length=40)
-    teacher = Teacher("miniature", "miniature", reward=RLTReward(), sampling=sampling, accelerator="cpu")
+    teacher = Teacher("miniature", "miniature", reward=RLTReward(), sampling=sampling)
     found = teacher.explain(question, solution, seed=3)
     assert f"\n{found.text.strip()}\n" in done.stdout
     assert found.score is not None
-    assert f"reward      {found.score.reward:+.4f}\n" in done.stdout
+    assert f"reward        {found.score.reward:+.4f}\n" in done.stdout
     assert found == teacher.explain(question, solution, seed=3)
     assert found.text != teacher.explain(question, solution, seed=4).text
 
@@ -409,12 +408,12 @@ def test_a_teacher_without_a_student_explains_without_a_score() -> None:
 def test_a_bad_row_is_not_scored() -> None:
     rows = [*own_rows()[:1], {"question": "q", "solution": "s"}]
     with pytest.raises(InputError, match="1 of 2 rows of '2 rows in memory' cannot be used"):
-        score(rows, "miniature", "miniature")
+        Teacher("miniature", "miniature").score(rows)
 
 
 def test_the_heat_is_html_that_quotes_its_text() -> None:
     rows = [{"question": "1 < 2?", "solution": "<b>", "reasoning_trace": "a < b & c"}]
-    [found] = score(rows, "miniature", "miniature")
+    [found] = Teacher("miniature", "miniature").score(rows)
     html = found._repr_html_()
     assert "&lt;" in html
     assert "<b>" not in html

@@ -61,7 +61,7 @@ def test_the_same_command_with_a_seed_resumes(tiny_model: str, tmp_path: Path) -
 def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
     scoring = [
         "--config=configs/recipe_7b/score.yaml",
-        "--data.source=arithmetic",
+        "--data.source=chains",
         "--data.num_embedded_rows=2",
     ]
     scoring += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--seed=7", "--resume=true"]

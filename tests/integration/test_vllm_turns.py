@@ -36,7 +36,7 @@ def run_in_turns(folder: Path, model: str, *options: str, kills: dict[int, str] 
     # Two at a time: when the first completion comes, others have still to be sampled.
     # vLLM may leave a call without an answer that comes just when its engine has died.
     arguments = {"max_sequences": 2, "call_timeout_s": 20.0, "launch": launch, "sleep": True}
-    arguments["push"] = {"class_path": "rlt_lightning.engines.GlooPush", "init_args": {"dtype": "bfloat16"}}
+    arguments["push"] = {"class_path": "rlt_lightning.engines.IPCPush"}  # as by default on a GPU
     watch = {"class_path": "turns.WorkerWatch", "init_args": {"path": str(folder / "events"), "kills": kills}}
     overlay: dict[str, Any] = {
         "trainer": {"accelerator": "cpu", "max_steps": STEPS, "callbacks+": [watch]},

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from vllm_runs import EXECUTABLE, NEEDS_VLLM, completions, forked_vllm, processe
 
 from rlt_lightning.engines import (
     AdapterPush,
-    DiskPush,
     EngineError,
     GlooPush,
     HFEngine,
+    IPCPush,
     Launch,
     NoPush,
     Sampling,
@@ -40,7 +40,7 @@ from rlt_lightning.engines import (
     sample_all,
 )
 from rlt_lightning.engines.client import WorkerClient
-from rlt_lightning.engines.launch import LocalServer, find_free_port
+from rlt_lightning.engines.launch import find_free_port, start_server, stop_server
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
 
@@ -90,19 +90,30 @@ class Trainer:
         return ids
 
 
+TRAPS = {"PYTHONPATH": path_of_tests()}  # with the extension `worker_traps.TrapExtension`
+
+
+@pytest.fixture(scope="module", params=[IPCPush, GlooPush])
+def push_class(request: pytest.FixtureRequest) -> type[WeightPush]:
+    """How weights travel."""
+    kind: type[WeightPush] = request.param
+    return kind
+
+
 @pytest.fixture(scope="module")
-def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A vLLM worker with a tiny model and the gloo backend, as a user starts one: its URL."""
+def server(
+    push_class: type[WeightPush], tiny_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A vLLM worker with a tiny model, as a user starts one: its URL."""
     port = find_free_port()
     folder = tmp_path_factory.mktemp("server")
     launch = Launch(**LAUNCH | {"executable": forked_vllm(folder, "sleeping_vllm")})
-    command = launch.build_command(0, port, tiny_model, "gloo", "teacher")
+    command = launch.build_command(0, port, tiny_model, push_class.backend, "teacher")
     command[command.index("--worker-extension-cls") + 1] = "worker_traps.TrapExtension"
-    environment = launch.environment | {"PYTHONPATH": path_of_tests()}
-    local = LocalServer(command, environment, folder / "worker.log")
-    local.start()
+    environment = launch.environment | TRAPS | {"VLLM_SERVER_DEV_MODE": "1"}
+    process = start_server(command, environment, folder / "worker.log")
     yield f"http://127.0.0.1:{port}"
-    local.stop()
+    stop_server(process)
 
 
 @pytest.fixture
@@ -111,17 +122,73 @@ def trainer(tiny_model: str, tmp_path: Path) -> Trainer:
 
 
 @pytest.fixture
-def engine(server: str, trainer: Trainer) -> Iterator[VLLMEngine]:
+def engine(push_class: type[WeightPush], server: str, trainer: Trainer) -> Iterator[VLLMEngine]:
     """An engine of its own for each test, at the one worker."""
-    engine = VLLMEngine(urls=[server], push=GlooPush(bucket_mib=1, timeout_s=30))
+    engine = VLLMEngine(urls=[server], push=push_class(bucket_mib=1, timeout_s=30))
     engine.start(trainer.model, trainer.tokenizer, trainer.folder)
     yield engine
     engine.close()
 
 
+def ask_worker(engine: VLLMEngine, method: str, *arguments: Any) -> Any:
+    """Call a method of `TrapExtension` or of vLLM's worker; its result."""
+    body = {"method": method, "args": arguments}
+    answer = asyncio.run(engine.fleet.workers[0].call("POST", "/collective_rpc", body, 10))
+    return answer["results"][0]
+
+
 def leave_tied_heads_stale(engine: VLLMEngine, stale: bool) -> None:
-    body = {"method": "leave_tied_heads_stale", "args": [stale]}
-    asyncio.run(engine.fleet.workers[0].call("POST", "/collective_rpc", body, 10))
+    ask_worker(engine, "leave_tied_heads_stale", stale)
+
+
+def test_pushed_weights_are_the_files_to_the_bit(
+    push_class: type[WeightPush], engine: VLLMEngine, trainer: Trainer, tmp_path: Path
+) -> None:
+    engine.push.bucket_bytes = 100_000  # layers in several buckets, and tensors in several pieces
+    trainer.step()
+    trainer.model.save_pretrained(tmp_path / "saved")
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "saved")}}
+    asyncio.run(engine.fleet.workers[0].call("POST", "/collective_rpc", body, 60))
+    loaded = ask_worker(engine, "hash_weights")  # by vLLM itself
+    other = Trainer(trainer.model.name_or_path, tmp_path)
+    other.step(size=0.1)
+    other.push(engine)
+    assert ask_worker(engine, "hash_weights") != loaded
+    trainer.version = other.version
+    trainer.push(engine)
+    assert ask_worker(engine, "hash_weights") == loaded
+    assert ask_worker(engine, "count_open_buffers") == "0"
+    assert not any("memfd:rlt-" in os.readlink(file) for file in list_open_files())
+
+
+def list_open_files() -> list[str]:
+    """The files that this process has open, but not the list's own."""
+    return [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd") if is_open(int(name))]
+
+
+def is_open(file: int) -> bool:
+    with suppress(OSError):
+        os.fstat(file)
+        return True
+    return False
+
+
+def test_a_worker_killed_within_a_bucket_gets_the_next_push(tiny_model: str, tmp_path: Path) -> None:
+    trainer = Trainer(tiny_model, tmp_path)
+    text = trainer.prompt("The probe, a text of a few words")
+    launch = Launch(**LAUNCH | {"executable": forked_vllm(tmp_path)})
+    launch.arguments.append("--worker-extension-cls=worker_traps.TrapExtension")  # the last one counts
+    launch.environment.update(TRAPS)
+    engine = VLLMEngine(launch=launch, push=IPCPush(bucket_mib=1, timeout_s=60), call_timeout_s=20)
+    with closing(engine):
+        engine.start(trainer.model, trainer.tokenizer, tmp_path)
+        trainer.push(engine)
+        trainer.step(size=0.05)
+        ask_worker(engine, "die_within_update", 5)
+        trainer.push(engine)
+        assert engine.fleet.losses == 1
+        engine.verify(text, {trainer.version: trainer.log_probs(text)})
+    assert not any("memfd:rlt-" in os.readlink(file) for file in list_open_files())
 
 
 def test_a_greeting_tells_the_data_type_and_asks_no_machine(
@@ -184,23 +251,29 @@ def test_greedy_completions_are_those_of_the_hf_engine(
     assert theirs[0][0].finish_reason == "stop"
 
 
-class ForgetfulPush(GlooPush):
-    """From its second push on, tells the worker that new weights came and sends none."""
+def build_forgetful_push(push_class: type[WeightPush]) -> WeightPush:
+    """From its second push on, it tells the worker that new weights came and sends none."""
+    push: Any = push_class(timeout_s=30)
+    send, pushes = push.push, []
 
-    pushes = 0
-
-    def transfer(self, named_tensors: Any, workers: Any, version: str, failures: Any) -> None:
-        self.pushes += 1
-        if self.pushes == 1:
-            super().transfer(named_tensors, workers, version, failures)
-            return
+    def forget(named_tensors: Any, workers: Any, version: str) -> None:
+        pushes.append(version)
+        if len(pushes) == 1:
+            return send(named_tensors, workers, version)
         for worker in workers:
-            self.finish(worker, version)  # which succeeds, and leaves the old weights in place
+            push.begin(worker)
+            push.finish(worker, version)  # which succeeds, and leaves the old weights in place
+            push.resume(worker)
+
+    push.push = forget
+    return push
 
 
-def test_a_skipped_push_is_caught_at_the_next_step(server: str, trainer: Trainer) -> None:
+def test_a_skipped_push_is_caught_at_the_next_step(
+    push_class: type[WeightPush], server: str, trainer: Trainer
+) -> None:
     text = trainer.prompt("The probe, a text of a few words")
-    engine = VLLMEngine(urls=[server], push=ForgetfulPush(timeout_s=30))
+    engine = VLLMEngine(urls=[server], push=build_forgetful_push(push_class))
     engine.start(trainer.model, trainer.tokenizer, trainer.folder)
     trainer.push(engine)
     before = {0: trainer.log_probs(text)}
@@ -216,9 +289,11 @@ def test_a_skipped_push_is_caught_at_the_next_step(server: str, trainer: Trainer
         engine.verify(text, {2: trainer.log_probs(text)})
 
 
-def test_a_worker_that_wakes_without_its_weights_is_caught(server: str, trainer: Trainer) -> None:
+def test_a_worker_that_wakes_without_its_weights_is_caught(
+    push_class: type[WeightPush], server: str, trainer: Trainer
+) -> None:
     text = trainer.prompt("The probe, a text of a few words")
-    engine = VLLMEngine(urls=[server], push=ForgetfulPush(timeout_s=30), sleep=True)
+    engine = VLLMEngine(urls=[server], push=build_forgetful_push(push_class), sleep=True)
     engine.start(trainer.model, trainer.tokenizer, trainer.folder)
     trainer.push(engine)
     engine.verify(text, {0: trainer.log_probs(text)})
@@ -247,25 +322,30 @@ def test_a_tied_head_left_stale_is_caught_and_our_extension_repairs_it(
     engine.verify(text, {2: trainer.log_probs(text)})
 
 
-def test_a_push_that_broke_off_is_made_good_by_the_next(engine: VLLMEngine, trainer: Trainer) -> None:
+def test_a_push_that_broke_off_is_made_good_by_the_next(
+    push_class: type[WeightPush], engine: VLLMEngine, trainer: Trainer
+) -> None:
     text = trainer.prompt("The probe, a text of a few words")
     trainer.push(engine)
 
     class Torn(Exception):
         pass
 
-    def tear(piece: Any, *_: Any) -> None:
-        if piece.numel() < 1000:
+    def tear(*arguments: Any) -> None:
+        buckets.append(arguments)
+        if len(buckets) == 3:
             raise Torn  # the trainer dies within a layer
-        broadcast(piece, *_)
+        send(*arguments)
 
     push: Any = engine.push
-    broadcast, push.broadcast = push.broadcast, tear
+    buckets: list[Any] = []
+    push.bucket_bytes = 100_000
+    send, push.send = push.send, tear
     with pytest.raises(Torn):
         engine.update_weights(list(trainer.model.named_parameters()), 7)
     push.close()
     [worker] = engine.fleet.workers
-    successor = VLLMEngine(urls=[worker.url], push=GlooPush(timeout_s=30))  # the next trainer
+    successor = VLLMEngine(urls=[worker.url], push=push_class(timeout_s=30))  # the next trainer
     successor.start(trainer.model, trainer.tokenizer, trainer.folder)
     trainer.step(size=0.05)
     trainer.push(successor)
@@ -346,10 +426,10 @@ LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs b
 @pytest.mark.parametrize(
     ("model", "push", "steps", "options"),
     [
-        ("miniature", GlooPush, 2, [*CHAINS, "--model.optimizer.lr=1e-3"]),
-        ("smollm2", GlooPush, 8, []),
-        ("tiny_model", DiskPush, 4, []),
-        ("tiny_model", GlooPush, 4, LORA),
+        ("miniature", IPCPush, 2, [*CHAINS, "--model.optimizer.lr=1e-3"]),
+        ("smollm2", IPCPush, 8, []),
+        ("tiny_model", GlooPush, 4, []),
+        ("tiny_model", IPCPush, 4, LORA),
         ("tiny_model", AdapterPush, 4, LORA),
         ("smollm2", AdapterPush, 4, LORA),
     ],
@@ -362,8 +442,6 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", steps)
     assert worker_pids(tmp_path / "run") == []  # nothing is left behind
-    if push is not GlooPush:
-        assert len(list((tmp_path / "run" / "weights").iterdir())) == 1
     if push is AdapterPush:
         [folder] = (tmp_path / "run" / "weights").iterdir()
         assert sorted(file.name for file in folder.iterdir()) == [
@@ -374,18 +452,21 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
 
 @pytest.mark.slow
 def test_thoughts_of_a_worker_are_scored_by_the_policy(tmp_path: Path) -> None:
-    _, _, overlay, *_ = run_config(tmp_path, "miniature", GlooPush, str(EXECUTABLE))
+    _, _, overlay, *_ = run_config(tmp_path, "miniature", IPCPush, str(EXECUTABLE))
     options = ["--trainer.max_steps=3", "--data.val_rows=1", f"--output_dir={tmp_path / 'run'}"]
     result = rlt("fit", "--config=laptop/likelihood", overlay, *options)
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", 3)
 
 
-@pytest.mark.parametrize(("strategy", "sleep"), [slow("zero3", False), ("fsdp2", True)])
+@pytest.mark.parametrize(
+    ("strategy", "sleep", "push"),
+    [slow("zero3", False, GlooPush), slow("zero3", False, IPCPush), ("fsdp2", True, IPCPush)],
+)
 def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
-    strategy: str, sleep: bool, tiny_model: str, tmp_path: Path
+    strategy: str, sleep: bool, push: type[WeightPush], tiny_model: str, tmp_path: Path
 ) -> None:
-    command = run_config(tmp_path, tiny_model, GlooPush, engine={"sleep": sleep})
+    command = run_config(tmp_path, tiny_model, push, engine={"sleep": sleep})
     command += [f"--config=configs/hardware/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
     result = rlt(*command)
     assert result.returncode == 0, result.stderr
@@ -409,9 +490,9 @@ def run_with_faults(
     Args:
         faults: Seconds after an iteration, the signal, and its target: server 0, engine 1 or worker 2.
     """
-    engine: dict[str, Any] = {"call_timeout_s": 10.0}
-    engine["push"] = {"class_path": "rlt_lightning.engines.GlooPush", "init_args": {"timeout_s": 10.0}}
-    command = run_config(folder, model, GlooPush, engine=engine)
+    engine: dict[str, Any] = {"call_timeout_s": 30.0}
+    engine["push"] = {"class_path": "rlt_lightning.engines.IPCPush", "init_args": {"timeout_s": 30.0}}
+    command = run_config(folder, model, IPCPush, engine=engine)
     process = start(*command, f"--trainer.max_steps={steps}")
     run = folder / "run"
 
@@ -474,7 +555,7 @@ def test_five_faults_at_random_moments_change_nothing(
 
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
-    process = start(*run_config(tmp_path, tiny_model, DiskPush), "--trainer.max_steps=1000")
+    process = start(*run_config(tmp_path, tiny_model, IPCPush), "--trainer.max_steps=1000")
     run = tmp_path / "run"
     wait_until(lambda: num_iterations(run) >= 3)
     assert len(worker_pids(run)) >= 3  # guard, server, engine, model worker
@@ -497,8 +578,7 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     command = [forked_vllm(folder), "serve", exported, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager"]
     log = folder / "worker.log"
-    local = LocalServer(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log, dev_mode=False)
-    local.start()
+    process = start_server(command, {"VLLM_CPU_KVCACHE_SPACE": "1"}, log)
     url = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
@@ -508,7 +588,7 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
     wait_until(answers, 240)
     yield url
-    local.stop()
+    stop_server(process)
 
 
 def test_a_servers_chat_route_asks_as_stage_4_trained(

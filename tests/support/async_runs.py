@@ -14,7 +14,7 @@ from torch import Tensor
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import TeacherRLData
-from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
+from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.rewards import RLTReward
@@ -63,11 +63,10 @@ def fit(
     witness = witness or Witness()
     engine = VLLMEngine(
         [worker.url for worker in workers],
-        push=DiskPush(timeout_s=20.0),
+        push=IPCPush(timeout_s=20.0),
         log_probs=log_probs,
         max_sequences=1,  # one completion at a time
         call_timeout_s=20.0,
-        backoff_s=0.01,
         recovery_timeout_s=recovery_timeout_s,
     )
     rollouts = RolloutCallback(engine, sampling, asynchronous=asynchronous, dynamic_sampling=dynamic_sampling)
@@ -96,7 +95,7 @@ def fit(
         optimizer=OptimizerConfig(lr=1e-3),
     )
     datamodule = TeacherRLData(
-        source="arithmetic",
+        source="chains",
         num_embedded_rows=8 + (data or {}).get("val_rows", 0),
         tokenizer=model,
         student_tokenizer=model,

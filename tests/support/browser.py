@@ -45,7 +45,7 @@ def completion(step: int, problem: int, number: int, reward: float, **columns: A
         "seed": 1,
         "worker": None,
         "reward": reward,
-        "solution_log_prob_reward": reward / 4,
+        "solution_reward": reward / 4,
         "kl_reward": 3 * reward / 4,
         "format_reward": 0.0,
         **columns,
@@ -95,23 +95,3 @@ def tokens() -> dict[str, Any]:
         "solution_tokens": ["It", " is", " 2", "."],
         "solution_log_probs": [-0.01, -0.8, -6.5, -2.5],
     }
-
-
-# A scored completion as `rlt explain` has it, with a control character of terminals.
-SCORED = {
-    "finish_reason": "stop",
-    "num_tokens": 4,
-    "explanation": "ab",
-    "reward": -2.5,
-    "solution_log_prob_reward": -1.02,
-    "solution_log_prob_mean": -1.0,
-    "solution_log_prob_min": -2.0,
-    "kl_reward": -1.48,
-    "kl_mean": 1.4 / 3,
-    "kl_max": 1.5,
-    "format_reward": 0.0,
-    "thought_tokens": ["\n", "a", "\x1b[31mb"],
-    "thought_kl": [0.1, 1.5, -0.2],
-    "solution_tokens": ["4", "2"],
-    "solution_log_probs": [-2.0, 0.0],
-}

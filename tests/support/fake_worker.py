@@ -27,7 +27,6 @@ DEV_ROUTES = {
     "/get_world_size",
     "/pause",
     "/resume",
-    "/is_paused",
 }
 DEV_ROUTES |= {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
 DEV_ROUTES |= {"/finish_weight_update", "/reset_prefix_cache", "/sleep", "/wake_up"}
@@ -114,7 +113,8 @@ class FakeWorker:
         sampled: The same at the temperature of sampling, for its completions; None: made up.
         draw: Token ids and ending of a sampling call's completion; None: made up.
         on_init: Called with the body of /init_weight_transfer_engine.
-        on_update: Called with the body of /update_weights; None: it must name a folder of safetensors.
+        on_update: Called with the body of /update_weights; None: it must name a buffer, which is read.
+        reads: Whether it reads the buffer, for which it needs torch, or only finds it.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class FakeWorker:
         draw: Callable[[JSON], tuple[list[int], str]] | None = None,
         on_init: Callable[[JSON], None] | None = None,
         on_update: Callable[[JSON], None] | None = None,
+        reads: bool = True,
         port: int = 0,
         model: str = "teacher",
     ) -> None:
@@ -151,7 +152,8 @@ class FakeWorker:
         self.endings, self.score, self.sampled, self.draw = endings, score, sampled, draw
         self.on_init, self.on_update, self.port = on_init, on_update, port
         self.version = "default"
-        self.folder: Path | None = None  # of the last update
+        self.reads = reads
+        self.tensors: JSON = {}  # of the last update, by name
         self.adapters: list[str] = []  # loaded, by name
         self.updating = False
         self.calls: list[str] = []  # method and path of every call
@@ -260,10 +262,9 @@ class FakeWorker:
                 return {"results": [{"dtype": f"torch.{self.dtype}", "can_sleep": self.frees}]}
             case "/collective_rpc":
                 self.updating = self.updating and body["method"] != "abandon_weight_update"
+                return {"results": [None if body["method"] != "name_gpu" else ""]}
             case "/pause":
                 self.serving.clear()
-            case "/is_paused":
-                return {"is_paused": not self.serving.is_set()}
             case "/resume":
                 self.serving.set()
             case "/init_weight_transfer_engine":
@@ -271,7 +272,7 @@ class FakeWorker:
                 self.on_init(body["init_info"])
             case "/start_weight_update":
                 self.require(not self.updating, 500, "an update is under way")
-                self.updating = True
+                self.updating, self.tensors = True, {}
             case "/update_weights":
                 self.require(self.updating, 500, "no update is under way")
                 self.update(body["update_info"])
@@ -302,8 +303,10 @@ class FakeWorker:
         if self.on_update is not None:
             self.on_update(info)
             return
-        self.folder = Path(info["folder"])
-        self.require(bool(list(self.folder.glob("*.safetensors"))), 500, "no safetensors files")
+        if not self.reads:
+            os.stat(f"/proc/{info['buffer']['process']}/fd/{info['buffer']['file']}")
+            return
+        self.tensors |= receive(self.url, info)
 
     def complete(self, body: JSON) -> JSON | bytes:
         prompt = body["prompt"]
@@ -374,13 +377,12 @@ def worker_of(
 
     Args:
         model: Folder of the weights of its start.
-        gloo: Whether weights come over gloo instead of in files.
+        gloo: Whether weights come over gloo instead of in shared memory.
         dtype: Of its weights.
         samples: Whether it samples its completions from the model instead of making them up.
         options: Further options of the worker.
     """
     import torch
-    from safetensors.torch import load_file
 
     from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
     from rlt_lightning.models.load import load_model, load_tokenizer
@@ -392,9 +394,8 @@ def worker_of(
 
     def load() -> None:
         if worker.dev_mode and not gloo:
-            assert worker.folder is not None
-            for file in worker.folder.glob("*.safetensors"):
-                copy.load_state_dict(load_file(file), strict=False)
+            assert worker.tensors
+            copy.load_state_dict(worker.tensors, strict=False)
 
     def draw(body: JSON) -> tuple[list[int], str]:
         sampling = Sampling(body["temperature"], max_completion_length=body["max_tokens"])
@@ -414,7 +415,7 @@ def worker_of(
     if gloo:
         name = f"of {id(copy)}"
         options["on_init"] = lambda info: join_gloo(name, info)
-        options["on_update"] = lambda info: copy.load_state_dict(receive_gloo(name, info), strict=False)
+        options["on_update"] = lambda info: copy.load_state_dict(receive(name, info), strict=False)
     worker = FakeWorker(
         **{"endings": ("length",), "score": score, "sampled": score, "dtype": dtype}
         | ({"draw": draw} if samples else {})
@@ -424,10 +425,7 @@ def worker_of(
 
 
 def join_gloo(name: str, info: JSON) -> None:
-    """Do for a fake worker what a real one does at /init_weight_transfer_engine; here or in a process.
-
-    With NCCL all workers are in one group, and `info` says which rank this is; with gloo it is rank 1 of 2.
-    """
+    """Do for a fake worker what a real one does at /init_weight_transfer_engine; here or in a process."""
     from datetime import timedelta
 
     from torch.distributed import PrefixStore, TCPStore
@@ -436,24 +434,31 @@ def join_gloo(name: str, info: JSON) -> None:
 
     timeout_s, size = info["timeout_s"], info["world_size"]
     server = TCPStore(info["host"], info["port"], None, False, timedelta(seconds=timeout_s))
-    rank, store = info.get("rank_offset", 1), PrefixStore(info["prefix"], server)
-    GROUPS[name] = join_group(store, rank, size, timeout_s, info["host"])
+    store = PrefixStore(info["prefix"], server)
+    GROUPS[name] = join_group(store, info["rank_offset"], size, timeout_s, info["host"])
 
 
-def receive_gloo(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
-    """The tensors of one /update_weights; the process ends when it gets to one of them."""
+READERS: dict[str, Any] = {}  # worker's name -> what reads the trainer's buffer in this process
+
+
+def receive(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
+    """The whole tensors of one /update_weights; the process ends when it gets to one of them."""
     import torch
 
     from rlt_lightning.gloo import build_broadcast_options
+    from rlt_lightning.ipc import TensorReader, open_buffer
 
+    if "buffer" in info:
+        content = open_buffer(info["buffer"], torch.device("cpu"))
+    else:
+        content = torch.empty(info["num_bytes"], dtype=torch.uint8)
+        GROUPS[name].broadcast([content], build_broadcast_options()).wait()
+    reader = READERS.setdefault(name, TensorReader(torch.device("cpu")))
     tensors = {}
-    for tensor_name, shape, dtype in zip(info["names"], info["shapes"], info["dtype_names"], strict=True):
+    for tensor_name, tensor in reader.read(content, info["parts"]):
         if tensor_name == dies_at:
             os._exit(1)
-        tensors[tensor_name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        whole = tensors[tensor_name].view(-1).view(torch.uint8)
-        for piece in whole.split(info.get("piece_bytes", max(1, len(whole)))):
-            GROUPS[name].broadcast([piece], build_broadcast_options()).wait()
+        tensors[tensor_name] = tensor
     return tensors
 
 
@@ -475,5 +480,6 @@ if __name__ == "__main__":
         api_key=os.environ.get("VLLM_API_KEY"),
         dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
         faults=tuple(os.environ.get("FAKE_FAULTS", "").split()),
+        reads=False,
     )
     Event().wait()

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.engines import HFEngine, Placement, SampleRequest, Sampling
-from rlt_lightning.engines.launch import LocalServer
+from rlt_lightning.engines.launch import start_server, stop_server
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.losses import LossTerm, PolicyGradient
 from rlt_lightning.numerics import GRPOLoss
@@ -139,16 +139,14 @@ class FailingTerm(RLTModule):
 class Launching(HFEngine):
     """Starts what would go on for an hour, as a run starts its vLLM workers."""
 
-    server: LocalServer | None = None
+    process: Any = None
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         super().start(model, tokenizer, folder)
-        self.server = LocalServer(["sleep", "3600"], {}, folder / "workers" / "sleeper.log")
-        self.server.start()
+        self.process = start_server(["sleep", "3600"], {}, folder / "workers" / "sleeper.log")
 
     def close(self) -> None:
-        if self.server is not None:
-            self.server.stop()
+        stop_server(self.process)
         super().close()
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import Popen
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +24,13 @@ from sampling import sample_groups
 from transformers import LlamaConfig
 
 from rlt_lightning.engines import (
-    DiskPush,
+    IPCPush,
     Launch,
     Sampling,
     VLLMEngine,
     WorkersLost,
     build_requests,
 )
-from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.types import Completion
 
 SAMPLING = Sampling(max_completion_length=6)
@@ -54,8 +54,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., VLLMEngine]]:
             for worker in workers:
                 stack.callback(worker.close)
             # No deadline that a busy machine could miss; a test that waits for one sets it.
-            defaults = {"push": DiskPush(folder=str(tmp_path / "pushed"), timeout_s=60.0)}
-            defaults |= {"call_timeout_s": 60.0, "backoff_s": 0.01, "recovery_timeout_s": 60.0}
+            defaults = {"push": IPCPush(timeout_s=60.0)}
+            defaults |= {"call_timeout_s": 60.0, "recovery_timeout_s": 60.0}
             engine = VLLMEngine([worker.url for worker in workers], **(defaults | options))
             stack.callback(engine.close)
             start_engine(engine, tmp_path)
@@ -78,7 +78,7 @@ def generate(engine: VLLMEngine, number: int = 2, sampling: Sampling = SAMPLING)
     return sample_groups(engine, PROMPTS, sampling, number, END, SEEDS)
 
 
-def generate_until_lost(engine: VLLMEngine, match: str = "") -> dict[int, Completion]:
+def generate_until_lost(engine: VLLMEngine, match: str | None = None) -> dict[int, Completion]:
     """What comes, by index, before the last worker is lost."""
     found: dict[int, Completion] = {}
 
@@ -109,11 +109,11 @@ def assert_each_prompt_once(*workers: FakeWorker, number: int = 2) -> None:
     assert delivered == Counter(map(str, PROMPTS * number))
 
 
-def servers_of(engine: VLLMEngine) -> list[LocalServer]:
-    return [worker.server for worker in engine.fleet.workers if worker.server is not None]
+def processes_of(engine: VLLMEngine) -> list[Popen[bytes]]:
+    return [worker.process for worker in engine.fleet.workers if worker.process is not None]
 
 
 def launched(folder: Path, **options: Any) -> VLLMEngine:
     launch = Launch(executable=fake_vllm(folder), start_deadline_s=120.0, **options)
-    push = DiskPush(timeout_s=60.0)
-    return VLLMEngine(launch=launch, push=push, call_timeout_s=8.0, backoff_s=0.01)
+    push = IPCPush(timeout_s=60.0)
+    return VLLMEngine(launch=launch, push=push, call_timeout_s=8.0)

@@ -21,7 +21,7 @@ TEMPERATURE = 0.7
 
 def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
     return TeacherRLData(
-        source="arithmetic",
+        source="chains",
         num_embedded_rows=8,
         tokenizer=model,
         student_tokenizer=model,

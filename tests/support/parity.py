@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.rewards import RLTReward, RLTRewardTerms
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Rollout
 
 
@@ -24,10 +24,10 @@ class Parity(RLTReward):
     def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         return {"odd": torch.tensor([float(r.problem.row % 2) for r in rollouts])}
 
-    def __call__(self, *arguments: Any, **options: Any) -> RLTRewardTerms:
+    def __call__(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
         *own, extra = arguments
-        terms = super().__call__(*own, **options)
-        return replace(terms, reward=terms.reward * extra["odd"], extra=extra)
+        table = super().__call__(*own, **options)
+        return table | {"term/odd": extra["odd"], "reward": table["reward"] * extra["odd"]}
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
-    if verb == "explain":  # a folder's settings come first; here those of a config
-        options = ["--config", "laptop/rlt", *options[not options[0].startswith("-") :]]
-    settings_verb = shared_settings.COMMANDS[verb][0] if verb in shared_settings.COMMANDS else verb
+    if verb in cli.BARE and not options[0].startswith("-"):
+        options[0] = f"--{cli.BARE[verb]}={options[0]}"
+    settings_verb = "fit" if verb in shared_settings.COMMANDS else verb
     words = options if verb in cli.COMMANDS else [settings_verb, *options]
     before, sys.argv = sys.argv, ["rlt", verb]
     sys.path.insert(0, str(files))

@@ -35,7 +35,7 @@ from rlt_lightning.engines import EngineError, HFEngine, Placement, SampleReques
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import OPDModule, RLTModule
-from rlt_lightning.modules.on_policy import OnPolicyModule
+from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.advantages import LeaveOneOutAdvantages
 from rlt_lightning.numerics.losses import DrGRPOLoss
@@ -309,7 +309,7 @@ def run_job(
         of_stage = {"teacher_tokenizer": model, "view": ViewOptions("hint")}
     kind = StudentLikelihoodData if likelihood else TeacherRLData if opd is None else StudentOPDData
     data = kind(
-        source="chains" if students else "arithmetic",
+        source="chains",
         num_embedded_rows=rows,
         tokenizer=model,
         prompts_per_step=prompts,

@@ -18,7 +18,7 @@ CONFIGS = [path for name in EXPERIMENTS for path in sorted((ROOT / "configs" / n
 OVERLAYS = [path for name in ("hardware", "add") for path in sorted((ROOT / "configs" / name).glob("*"))]
 
 TINY = [
-    "--data.source=arithmetic",
+    "--data.source=chains",
     "--data.prompts_per_step=2",
     "--data.num_embedded_rows=4",
     "--trainer.accelerator=cpu",
@@ -35,7 +35,7 @@ QUICKSTART = [
     *("--data.prompts_per_step=2", "--model.group_size=2", "--rollouts.sampling.max_completion_length=8"),
 ]
 TINY_EVALUATION = [
-    "--data.sets={arithmetic: null}",
+    "--data.sets={chains: null}",
     "--data.max_rows=2",
     "--rollouts.sampling.max_completion_length=4",
     "--trainer.accelerator=cpu",
@@ -86,8 +86,6 @@ def tiny_options(verb: str, settings: dict[str, Any], model: str) -> list[str]:
     if "min_reward" in settings.get("distillation", {}):
         # Random weights close no explanation.
         options += ["--distillation.min_reward=null"]
-    if "scores" in settings:
-        options += ["--scores.rank_groups=2"]
     return options
 
 

@@ -63,6 +63,7 @@ class WorkerWatch(Callback):
     def __init__(self, path: str, kills: dict[int, str] | None = None) -> None:
         self.path = Path(path)
         self.kills = dict(kills or {})
+        self.asleep = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         engine = RolloutCallback.of(trainer).engine
@@ -72,11 +73,13 @@ class WorkerWatch(Callback):
 
         def note_verify(*arguments: Any) -> None:
             verify(*arguments)
+            self.asleep = False
             self.note("verify")
 
         def note_sleep() -> None:
             self.note("awake")
             put_to_sleep()
+            self.asleep = True
             self.note("sleep")
 
         def kill_awake(*arguments: Any) -> Iterator[Any]:
@@ -102,15 +105,14 @@ class WorkerWatch(Callback):
 
     def note(self, event: str) -> None:
         [worker] = self.engine.fleet.workers
-        assert worker.server is not None
-        assert worker.server.process is not None
-        guard = psutil.Process(worker.server.process.pid)
+        assert worker.process is not None
+        guard = psutil.Process(worker.process.pid)
         rss = 0
         for process in [guard, *guard.children(recursive=True)]:
             try:
                 rss += process.memory_info().rss
             except psutil.NoSuchProcess:
                 continue
-        row = {"event": event, "step": self.trainer.global_step, "asleep": worker.asleep, "mib": rss / 2**20}
+        row = {"event": event, "step": self.trainer.global_step, "asleep": self.asleep, "mib": rss / 2**20}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -224,10 +224,16 @@ def sft(kind: type[StratosDataModule]) -> Setup:
 def evaluation() -> Setup:
     """Return the judging of given responses."""
     responses = str(FOLDER / "recorded" / "responses.jsonl")
+    sets: dict[str, Any] = {"arithmetic": str(FOLDER / "recorded" / "arithmetic.jsonl")}
     return Setup(
         EvaluationModule(STUDENT),
         EvaluationDataModule(
-            {"arithmetic": None}, max_rows=6, num_samples=2, responses=responses, batch_size=3, tags="r1"
+            sets,
+            max_rows=6,
+            num_samples=2,
+            responses=responses,
+            batch_size=3,
+            tags="r1",
         ),
     )
 

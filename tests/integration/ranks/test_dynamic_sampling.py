@@ -36,12 +36,9 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
-from rlt_lightning.rollouts import dynamic_sampling
-from rlt_lightning.rollouts.dynamic_sampling import RewardStd
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import Dispatcher, Sampler
-from rlt_lightning.rollouts.step import Score, Shards, StepBatch
-from rlt_lightning.types import Completion, InputError, Problem, PromptBatch, RewardTerms
+from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
+from rlt_lightning.rollouts.step import Shards, StepBatch
+from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
@@ -61,8 +58,7 @@ def build_step(rows: Sequence[int], rewards: Sequence[float], shard: Sequence[in
     step.tokens["kl"] = {row: -values[row : row + 1] for row in shard}
     step.texts["answers"] = {row: str(rewards[row]) for row in shard}
     step.put_numbers(shard, {"reward": values[[*shard]]})
-    by_student = {"a": RewardTerms(values + 1)}
-    step.set_score(Score.of(RewardTerms(values), by_student))
+    step.set_scores({"reward": values, "of/a/reward": values + 1})
     return step
 
 
@@ -71,9 +67,7 @@ def test_every_part_of_a_step_is_replaced() -> None:
     step = build_step((3, 5, 7), (0, 1, 2, 3, 4, 5), shard=(0, 2, 4))
     step.replace(build_step((9, 11), (6, 7, 8, 9), shard=(1, 2)), [2, 0])
     assert step.rewards.tolist() == [8, 9, 2, 3, 6, 7]
-    assert step.score is not None
-    assert step.score.columns["reward"].tolist() == [8, 9, 2, 3, 6, 7]
-    assert step.score.by_student["a"].rewards.tolist() == [9, 10, 3, 4, 7, 8]
+    assert step.table["of/a/reward"].tolist() == [9, 10, 3, 4, 7, 8]
     assert [step.row_number(row) for row in range(6)] == [11, 11, 5, 5, 9, 9]
     assert [step.token_ids(row) for row in range(6)] == [[8], [9], [2], [3], [6], [7]]
     # What this rank has read moves with its row.
@@ -93,29 +87,15 @@ def test_a_row_is_recorded_by_the_rank_that_read_it_for_its_score() -> None:
 
 def test_equal_completions_get_the_same_numbers() -> None:
     step = build_step((3, 5), (1, 1, 1, 2), shard=range(4))
-    step.numbers = {"reward": torch.tensor([0.5, 0.4, 0.3, 0.2])}
+    step.table = {"reward": torch.tensor([0.5, 0.4, 0.3, 0.2])}
     step.share(lambda table: table)
     # Of another problem it is another completion.
-    assert step.numbers["reward"].tolist() == pytest.approx([0.5, 0.5, 0.3, 0.2])
+    assert step.table["reward"].tolist() == pytest.approx([0.5, 0.5, 0.3, 0.2])
 
 
 def test_at_least_one_round_is_allowed() -> None:
     with pytest.raises(InputError, match="max_rounds must be at least 1, but is 0"):
         DynamicSampling(max_rounds=0)
-    with pytest.raises(InputError, match="min_std_frac must be at least 0, but is -1"):
-        DynamicSampling(min_std_frac=-1)
-
-
-def test_the_average_spread_begins_as_a_mean_and_then_moves() -> None:
-    spread = RewardStd()
-    for step in range(1, 6):
-        spread.add([100.0], step)
-    for step in range(6, 11):
-        assert spread.find_bound(0.5, step) == 0
-        spread.add([float(step), float(step) + 2], step)  # 7, 8, 9, 10, 11
-    assert spread.find_bound(0.5, 11) == pytest.approx(9 / 2)
-    spread.add([19.0, 19.0, 19.0], 11)
-    assert spread.average == pytest.approx(0.99 * 9 + 0.01 * 19)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -198,15 +178,14 @@ def fit(
     teacher: str = "",
     kl_coef: float = 0.04,
     length: int = 8,
-    source: str = "arithmetic",
+    source: str = "chains",
     steps: int = STEPS,
     epochs: int = -1,
     every: int = 1,
-    min_std_frac: float = 0.0,
 ) -> tuple[Seen, StratosDataModule]:
     """Train; rounds None is without dynamic sampling."""
     seen = seen or Seen()
-    dynamic = None if rounds is None else DynamicSampling(rounds, min_std_frac)
+    dynamic = None if rounds is None else DynamicSampling(rounds)
     callback = RolloutCallback(
         engine, Sampling(max_completion_length=length), score_early=score_early, dynamic_sampling=dynamic
     )
@@ -299,7 +278,7 @@ def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model:
         assert [r.problem.row for r in batch.rollouts.rollouts[::GROUP_SIZE]] == [
             p.row for p in batch.problems
         ]
-        assert batch.step.score.terms["odd"].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
+        assert batch.step.table["term/odd"].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
         thoughts = [rollout.views[0].compared for rollout in batch.rollouts.rollouts]
         assert [len(batch.step.tokens["kl"][i]) for i in range(len(thoughts))] == [*map(len, thoughts)]
 
@@ -445,7 +424,7 @@ def test_workers_that_take_turns_wake_for_every_round(tiny_model: str, tmp_path:
             *("fit", "--config=tests/rlt.yaml", "--config=configs/add/vllm.yaml"),
             *(f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=1"),
             f"--rollouts.engine.init_args.urls=[{worker.url}]",
-            "--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush",
+            "--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush",
             *("--rollouts.engine.init_args.sleep=true", "--rollouts.dynamic_sampling={max_rounds: 2}"),
             # All that counts is the penalty, which no random model escapes.
             *("--model.reward.solution_weight=0", "--model.reward.kl_weight=0"),
@@ -473,27 +452,6 @@ def test_a_resumed_run_draws_the_same_problems(
         fit(tiny_model, tmp_path, seen=stopped)
     resumed, _ = fit(tiny_model, tmp_path, resume=tmp_path / "checkpoints" / f"step={done:06d}.ckpt")
     assert_same(stopped, resumed, whole=whole)
-
-
-def test_groups_of_little_spread_are_replaced_and_a_resume_repeats_it(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dynamic_sampling, "STD_FROM_STEP", 1)
-    monkeypatch.setattr(dynamic_sampling, "STD_ACTS_FROM_STEP", 3)
-    options: dict[str, Any] = {"reward": RLTReward(), "rounds": 1, "min_std_frac": 0.9}
-    whole, _ = fit(tiny_model, tmp_path / "whole", **options)
-    dropped = [dropped for _, dropped, _, _ in whole.counts]
-    assert dropped[:2] == [0, 0]
-    assert sum(dropped[2:]) > 0
-    # Without drops the average is the plain mean of the first two steps' groups.
-    stds = [b.step.rewards.view(PROMPTS, GROUP_SIZE).std(dim=1) for b in whole.batches]
-    bound = 0.9 * float(torch.stack(stds[:2]).mean())
-    assert whole.counts[2][3] == int((stds[2] < bound).sum())
-    resume = tmp_path / "whole" / "checkpoints" / "step=000003.ckpt"
-    resumed, _ = fit(tiny_model, tmp_path / "resumed", resume=resume, **options)
-    for seen in (whole.rows, whole.counts):
-        del seen[:3]
-    assert_same(resumed, whole=whole)
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ModelExporter, ResponseCallback
 from rlt_lightning.datamodules import StudentSFTData
-from rlt_lightning.engines import DiskPush, Placement, VLLMEngine
+from rlt_lightning.engines import IPCPush, Placement, VLLMEngine
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.load import empty_model, load_model
@@ -151,15 +151,15 @@ def test_a_stacked_weight_is_gathered_once(folders: dict[str, str]) -> None:
     assert sorted(gathered) == sorted(names)
 
 
-def test_workers_are_pushed_the_names_of_files(folders: dict[str, str], tmp_path: Path) -> None:
+def test_workers_are_pushed_the_names_of_files(folders: dict[str, str]) -> None:
     model = load_model(folders["qwen3_moe"])
     engine = VLLMEngine(["http://127.0.0.1:1"])
     add_adapter(model, LoRA(rank=4), seed=0)
     with FakeWorker() as worker:
-        push = DiskPush(bucket_mib=1, folder=str(tmp_path))
+        push = IPCPush(bucket_mib=1)
         named_tensors = WeightSync(engine, 1, lambda function: function())._list_weights(model)
-        assert push.push(named_tensors, [WorkerClient(worker.url)], VERSION) == {}
-    require_pushed(folders["qwen3_moe"], tmp_path)  # B is still 0
+        push.push(named_tensors, [WorkerClient(worker.url)], VERSION)
+    require_pushed(folders["qwen3_moe"], worker)  # B is still 0
 
 
 def test_an_evaluation_pushes_the_names_of_files(folders: dict[str, str]) -> None:
@@ -184,22 +184,20 @@ def test_an_evaluation_pushes_the_names_of_files(folders: dict[str, str]) -> Non
     assert pushed.keys() == read_folder(folders["qwen3_moe"]).keys()
 
 
-def require_pushed(model: str, folder: Path) -> None:
-    pushed: dict[str, Tensor] = {}
-    for path in (folder / VERSION).glob("*.safetensors"):
-        pushed |= load_file(path)
+def require_pushed(model: str, worker: FakeWorker) -> None:
+    pushed = worker.tensors
     assert pushed.keys() == read_folder(model).keys()
     assert largest_difference(pushed, read_folder(model)) == 0
 
 
-def push_shards(rank: int, strategy: str, name: str, folder: str, url: str) -> None:
+def push_shards(rank: int, strategy: str, name: str, url: str) -> None:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     model = sharded_model(strategy, name)
     named_tensors = to_file_names(model, list(model.named_parameters()))
-    push = DiskPush(bucket_mib=1, folder=folder)
+    push = IPCPush(bucket_mib=1)
     if rank == 0:
-        assert push.push(named_tensors, [WorkerClient(url)], VERSION) == {}
+        push.push(named_tensors, [WorkerClient(url)], VERSION)
     else:
         for _ in gather_in_groups(named_tensors, push.gather_bytes):
             pass
@@ -210,9 +208,9 @@ def push_shards(rank: int, strategy: str, name: str, folder: str, url: str) -> N
 def test_shards_of_experts_are_pushed_whole(strategy: str, folders: dict[str, str], tmp_path: Path) -> None:
     require_strategy(strategy)
     with FakeWorker() as worker:
-        arguments = strategy, folders["qwen3_moe"], str(tmp_path), worker.url
+        arguments = strategy, folders["qwen3_moe"], worker.url
         call(push_shards, tmp_path, *arguments)
-    require_pushed(folders["qwen3_moe"], tmp_path)
+    require_pushed(folders["qwen3_moe"], worker)
 
 
 @pytest.mark.parametrize(

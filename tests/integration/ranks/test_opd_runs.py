@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
 from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.datamodules.teacher_views import ViewOptions
-from rlt_lightning.engines import DiskPush, Sampling, VLLMEngine
+from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
 from rlt_lightning.modules import OPDModule, base
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import Divergence, TruncatedImportanceSampling
@@ -185,7 +185,7 @@ def test_an_engine_outside_the_process(
         mismatch_limit=None,  # the worker makes its log-probs up
     )
     with worker_of(tiny_model) as worker:
-        engine = VLLMEngine([worker.url], push=DiskPush(timeout_s=2.0), call_timeout_s=2.0)
+        engine = VLLMEngine([worker.url], push=IPCPush(timeout_s=2.0), call_timeout_s=2.0)
         rollouts = RolloutCallback(engine, Sampling(max_completion_length=8), asynchronous=asynchronous)
         bare_trainer(tmp_path, witness, rollouts, steps=3).fit(opd, datamodule=data(tmp_path, HINT))
     assert [float(step["rollout/staleness"]) for step in witness.metrics] == [0, asynchronous, asynchronous]

@@ -8,25 +8,22 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from threading import Event, Lock
+from threading import Lock
 from typing import Any
 
 import pytest
 import ranks
 import torch
-import vllm_sender
 from cases import full
-from fake_worker import FakeWorker, join_gloo, receive_gloo
-from safetensors.torch import load_file
+from fake_worker import FakeWorker, join_gloo, receive
 from sharded import VERSION, require_strategy, sharded_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlt_lightning.engines import DiskPush, EngineError, GlooPush, NCCLPush, nccl
+from rlt_lightning.engines import EngineError, GlooPush, IPCPush
 from rlt_lightning.engines.client import WorkerClient
-from rlt_lightning.engines.nccl import build_source
-from rlt_lightning.engines.push import WeightPush
+from rlt_lightning.engines.push import BucketPush
 from rlt_lightning.models.load import load_model
-from rlt_lightning.models.weights import Deferred, full_shape, gather_in_groups, whole_tensors
+from rlt_lightning.models.weights import full_shape, gather_in_groups, whole_tensors
 
 DIES_AT = "model.layers.1.self_attn.q_proj.weight"
 
@@ -38,7 +35,7 @@ def shard(rank: int, world_size: int, strategy: str, name: str) -> list[tuple[st
     return list(sharded_model(strategy, name).named_parameters())
 
 
-def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> None:
+def rank_main(rank: int, strategy: str, name: str, url: str) -> None:
     named_tensors = shard(rank, 2, strategy, name)
     whole = {key: parameter.shape for key, parameter in load_model(name).named_parameters()}
     held = sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors)
@@ -46,10 +43,9 @@ def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> Non
         held = sum(p.to_local().numel() for _, p in named_tensors)
     assert held < 0.6 * sum(shape.numel() for shape in whole.values())  # a rank holds half
     assert {key: full_shape(p) for key, p in named_tensors} == {k: tuple(s) for k, s in whole.items()}
-    push = DiskPush(bucket_mib=1, folder=folder)
+    push = IPCPush(bucket_mib=1)
     if rank == 0:
-        failures = push.push(named_tensors, [WorkerClient(url)], VERSION)
-        assert failures == {}, failures
+        push.push(named_tensors, [WorkerClient(url)], VERSION)
     else:
         for _ in gather_in_groups(named_tensors, push.gather_bytes):
             pass
@@ -61,12 +57,10 @@ def rank_main(rank: int, strategy: str, name: str, folder: str, url: str) -> Non
 def test_sharded_weights_arrive_whole(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     require_strategy(strategy)
     with FakeWorker() as worker:
-        arguments = (strategy, tiny_model, str(tmp_path / "weights"), worker.url)
-        ranks.call(rank_main, tmp_path, *arguments)
+        ranks.call(rank_main, tmp_path, strategy, tiny_model, worker.url)
     assert worker.version == VERSION
-    files = sorted((tmp_path / "weights" / VERSION).glob("*.safetensors"))
-    assert len(files) == 2  # the embedding, larger than a bucket, and the rest
-    arrived = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert worker.calls.count("POST /update_weights") == 3  # the embedding is larger than a bucket
+    arrived = worker.tensors
     for name, tensor in load_model(tiny_model).named_parameters():
         assert torch.equal(arrived.pop(name), tensor), name
     assert arrived == {}
@@ -94,65 +88,42 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class InterleavedPush(NCCLPush):
-    """The fault: vLLM reads sharded tensors itself, so that they are gathered while it sends."""
+class InterleavedPush(IPCPush):
+    """The fault: a tensor is gathered while a bucket is sent."""
 
-    def transfer(self, named_tensors: Any, workers: Any, version: str, failures: Any) -> None:
-        def defer(tensor: Any) -> Deferred:
-            def gather() -> Any:
-                with whole_tensors([tensor]) as [whole]:
-                    return whole.clone()
+    sharded: Any = None
 
-            return Deferred(torch.Size(full_shape(tensor)), tensor.dtype, gather)
-
-        class Sharded:
-            def named_parameters(self) -> Iterator[Any]:
-                return ((name, defer(tensor)) for name, tensor in named_tensors)
-
-        self.engine.source = build_source([], None)
-        self.engine.source.module = Sharded()
-        self.run_on_gpu(self.engine.send_weights)
-        for worker in workers:
-            self.finish(worker, version)
+    def send(self, parts: Any, workers: Any) -> None:
+        with whole_tensors([self.sharded]):
+            super().send(parts, workers)
 
 
-PUSHES: dict[str, Callable[..., WeightPush]] = {
+PUSHES: dict[str, Callable[..., BucketPush]] = {
+    "ipc": IPCPush,
     "gloo": GlooPush,
-    "nccl": NCCLPush,
     "interleaved": InterleavedPush,
 }
 
 
 @contextmanager
-def recorded(record: Record, push: WeightPush) -> Iterator[None]:
-    """Note collectives of all threads, and the parts that are sent to workers."""
-    run = nccl.run_in_background
+def recorded(record: Record, push: BucketPush) -> Iterator[None]:
+    """Note collectives, and the parts that are sent to workers."""
+    send, post = push.send, push.post
 
-    def run_recorded(function: Callable[[], Any]) -> Any:
-        def work() -> Any:
-            with Record(record.events):
-                return function()
+    def noted_send(*arguments: Any) -> None:
+        record.note("send")
+        send(*arguments)
+        record.note("sent")
 
-        return run(work)
+    def noted_post(worker: Any, path: str, *arguments: Any) -> Any:
+        if path == "/update_weights":
+            record.note("part")
+        return post(worker, path, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nccl, "run_in_background", run_recorded)
-        if isinstance(push, GlooPush):
-            send, broadcast = push.send, push.broadcast
-
-            def noted_send(*arguments: Any) -> None:
-                record.note("send")
-                send(*arguments)
-                record.note("sent")
-
-            def noted_broadcast(*arguments: Any) -> None:
-                record.note("part")
-                broadcast(*arguments)
-
-            patch.setattr(push, "send", noted_send)
-            patch.setattr(push, "broadcast", noted_broadcast)
-        with record, vllm_sender.installed(record.note, push.timeout_s):
-            yield
+    with pytest.MonkeyPatch.context() as patch, record:
+        patch.setattr(push, "send", noted_send)
+        patch.setattr(push, "post", noted_post)
+        yield
 
 
 def push_main(
@@ -169,31 +140,30 @@ def push_main(
     """Push and write down, on each rank, what was begun in which order, and which workers failed."""
     named_tensors = shard(rank, world_size, strategy, name)
     push = PUSHES[kind](bucket_mib=1, timeout_s=timeout_s)
-    push.bucket_bytes = 2**17
+    push.bucket_bytes = 2**30 if kind == "interleaved" else 2**17
     workers = [WorkerClient(url) for url in urls]
-    for worker in workers:
-        worker.dtype, worker.version = "float32", "0.32.0"
     results = []
     for _ in range(num_pushes):
         record = Record([])
-        outcome: Any = None
+        failure = None
         with recorded(record, push):
             torch.distributed.barrier()
+            if isinstance(push, InterleavedPush):
+                push.sharded = named_tensors[0][1]
             if rank == 0:
                 try:
-                    outcome = push.push(named_tensors, workers, VERSION)
+                    push.push(named_tensors, workers, VERSION)
                 except EngineError as error:
-                    outcome = {"raised": error}
-            elif kind == "interleaved":
-                for _, tensor in named_tensors:
-                    with whole_tensors([tensor]):
-                        pass
+                    failure = str(error)
+                    push.disconnect()  # as the engine does
             else:
                 for _ in gather_in_groups(named_tensors, push.gather_bytes):
                     pass
+                if isinstance(push, InterleavedPush):
+                    with whole_tensors([push.sharded]):
+                        pass
             torch.distributed.barrier()  # every rank comes here, whatever failed
-        outcome = {url: str(error) for url, error in (outcome or {}).items()}
-        results.append({"events": record.events, "failures": outcome})
+        results.append({"events": record.events, "failure": failure})
         workers = workers[1:] or workers  # the first is the one that tests kill
     push.close()
     Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
@@ -216,10 +186,11 @@ def receiver(
 ) -> FakeWorker:
     """A worker that takes weights, in one update or in several, where `call` lets the functions run."""
     received[name] = {}
-    return FakeWorker(
-        on_init=lambda info: call(join_gloo, name, info),
-        on_update=lambda info: received[name].update(call(receive_gloo, name, info, dies_at)),
-    )
+
+    def take(info: dict[str, Any]) -> None:
+        received[name].update(call(receive, name, info, dies_at))
+
+    return FakeWorker(on_init=lambda info: call(join_gloo, name, info), on_update=take)
 
 
 def split_sends(events: list[str]) -> list[list[str]]:
@@ -236,12 +207,11 @@ def split_sends(events: list[str]) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("strategy", "kind", "world_size"),
     [
-        ("fsdp2", "nccl", 2),
-        ("zero3", "nccl", 2),
-        full("fsdp2", "gloo", 2),
+        ("fsdp2", "ipc", 2),
+        ("zero3", "ipc", 2),
+        ("fsdp2", "gloo", 2),
+        full("fsdp2", "ipc", 4),
         full("zero3", "gloo", 2),
-        full("fsdp2", "nccl", 4),
-        full("zero3", "nccl", 4),
     ],
 )
 def test_nothing_is_gathered_within_a_send(
@@ -258,7 +228,6 @@ def test_nothing_is_gathered_within_a_send(
     assert len(sends) > 3
     assert all({*send} == {"part", "sent"} for send in sends), sends
     whole = dict(load_model(tiny_model).named_parameters())
-    assert sum(send.count("part") for send in sends) >= len(whole)
     gathers = [[event for event in rank[0]["events"] if "gather" in event] for rank in found]
     assert len(gathers[0]) > len(sends)
     assert all(other == gathers[0] for other in gathers)  # the ranks take part in the same ones
@@ -276,9 +245,14 @@ def test_a_gather_within_a_send_is_found(tiny_model: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [("fsdp2", "nccl"), full("fsdp2", "gloo"), full("zero3", "nccl"), full("zero3", "gloo")],
+    [
+        ("fsdp2", "ipc"),
+        ("fsdp2", "gloo"),
+        full("zero3", "ipc"),
+        full("zero3", "gloo"),
+    ],
 )
-def test_a_worker_killed_within_a_push_ends_as_documented(
+def test_ranks_stay_in_step_when_a_worker_dies(
     strategy: str, kind: str, tiny_model: str, tmp_path: Path
 ) -> None:
     received: dict[str, Any] = {}
@@ -289,32 +263,11 @@ def test_a_worker_killed_within_a_push_ends_as_documented(
         for worker in (there, here):
             stack.enter_context(worker)
         found = run_push(strategy, kind, 2, tiny_model, tmp_path, there, here, num_pushes=2)
-        lost = {there.url} if kind == "gloo" else {there.url, here.url}
     first, second = found[0]
-    assert first["failures"].keys() == lost
+    assert first["failure"] is not None
     # The other rank gathered everything in step with rank 0, which went on when sending had failed.
     assert found[1][0]["events"] == [event for event in first["events"] if "gather" in event]
-    assert second["failures"] == {}  # with NCCL in a new group, without the dead worker
+    assert second["failure"] is None  # without the dead worker
     assert here.version == VERSION
     for name, tensor in load_model(tiny_model).named_parameters():
         assert torch.equal(received["here"][name], tensor), name
-
-
-def test_an_nccl_push_needs_the_vllm_of_its_workers() -> None:
-    worker = WorkerClient("http://127.0.0.1:9")
-    with vllm_sender.installed(lambda event: None, 1.0):
-        worker.version = "0.33.0"
-        with pytest.raises(EngineError, match=r"worker's vLLM, 0\.33\.0, .* but that has 0\.32\.0"):
-            NCCLPush().prepare(worker)
-
-
-def test_an_nccl_push_that_hangs_ends_the_run_on_every_rank(tiny_model: str, tmp_path: Path) -> None:
-    released = Event()
-
-    def hang(info: Any) -> None:
-        released.wait()
-
-    with FakeWorker(on_init=lambda info: join_gloo("hung", info), on_update=hang) as worker:
-        found = run_push("fsdp2", "nccl", 2, tiny_model, tmp_path, worker, timeout_s=2.0)
-        released.set()
-    assert "must end within 2 s, but did not: a worker died" in found[0][0]["failures"]["raised"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 from cases import full
 from commands import rlt
+from explanation_scorer import ExplanationScorer
 from lightning.pytorch import Callback, Trainer
 from miniatures import QWEN2, SEED1
 from ranks import run
@@ -26,19 +25,17 @@ from trainers import bare_trainer
 
 from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import Sampling
-from rlt_lightning.metrics import catalogue
 from rlt_lightning.models.format import ModelFormat, write_format
 from rlt_lightning.models.load import load_model
-from rlt_lightning.modules import RLTModule, on_policy
+from rlt_lightning.modules import RLTModule, base
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.numerics.students import combine_terms
-from rlt_lightning.rewards import CorrectnessReward, RLTReward, RLTRewardTerms
+from rlt_lightning.numerics.students import combine_tables
+from rlt_lightning.rewards import CorrectnessReward, RLTReward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import Score
+from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import STRATOS
 from rlt_lightning.types import InputError, PromptBatch
@@ -53,28 +50,7 @@ CHAINS: dict[str, Any] = {
 }
 
 
-# Terms that a student computes, beside the reward.
-NAMES = (
-    "solution_log_prob_reward",
-    "kl_reward",
-    "solution_log_prob_mean",
-    "solution_log_prob_min",
-    "kl_mean",
-    "kl_max",
-    "raw_solution_log_prob_mean",
-    "raw_solution_log_prob_min",
-    "raw_kl_mean",
-    "raw_kl_max",
-)
-
-
-@pytest.fixture(autouse=True)
-def _own_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the entries of these students out of the pages that other tests of this process read."""
-    monkeypatch.setattr(catalogue, "entries", dict(catalogue.entries))
-
-
-def terms_of(solution: list[float], kl: list[float], closed: bool = True) -> RLTRewardTerms:
+def terms_of(solution: list[float], kl: list[float], closed: bool = True) -> dict[str, torch.Tensor]:
     """Return the terms of one completion: a solution token and a think token for each number."""
     log_probs, values = torch.tensor([solution], dtype=torch.float32), torch.tensor([kl])
     masks = torch.ones_like(log_probs, dtype=torch.bool), torch.ones_like(values, dtype=torch.bool)
@@ -87,30 +63,30 @@ def test_mean_weighted_mean_and_min_by_hand() -> None:
     # Student b reads three solution tokens of its own: r_SS = (-0.5 - 1 - 1.5)/3 + 0.01 * -1.5 = -1.015,
     # r_KL = (0.5 + 1.5)/2 + 0.01 * 1.5 = 1.015, r_b = -1.015 - 3.045 - 1 = -5.06.
     both = [terms_of([-1, -3], [0.2, 0.4], False), terms_of([-0.5, -1, -1.5], [0.5, 1.5], False)]
-    assert [one.reward.item() for one in both] == pytest.approx([-3.942, -5.06])
+    assert [one["reward"].item() for one in both] == pytest.approx([-3.942, -5.06])
     # mean: (-3.942 - 5.06)/2; with weights 1 and 0.5: (-3.942 - 2.53)/1.5; min: student b's.
-    found = [combine_terms(both, [1, 1], "mean"), combine_terms(both, [1, 0.5], "mean")]
-    found.append(combine_terms(both, [1, 1], "min"))
-    assert [one.reward.item() for one in found] == pytest.approx([-4.501, -4.314666, -5.06])
+    found = [combine_tables(both, [1, 1], "mean"), combine_tables(both, [1, 0.5], "mean")]
+    found.append(combine_tables(both, [1, 1], "min"))
+    assert [one["reward"].item() for one in found] == pytest.approx([-4.501, -4.314666, -5.06])
     # The terms add up, with the format term once: (-2.03 - 1.015)/2, -3 * (0.304 + 1.015)/2, -1.
-    parts = [{name: value.item() for name, value in one.parts().items()} for one in found]
+    parts = [{name: value.item() for name, value in columns_of(one, "term/").items()} for one in found]
     assert parts[0] == pytest.approx({"solution": -1.5225, "kl": -1.9785, "format": -1.0})
     assert parts[1] == pytest.approx({"solution": -1.691666, "kl": -1.623, "format": -1.0})
     assert parts[2] == pytest.approx({"solution": -1.015, "kl": -3.045, "format": -1.0})
-    assert found[2].raw_kl_max.item() == pytest.approx(1.5)
+    assert found[2]["log/student/kl_max"].item() == pytest.approx(1.5)
 
 
 def test_the_smallest_reward_is_found_for_each_completion() -> None:
     # The first completion is hard for b, the second for a; of the third both earn the same: a's terms count.
-    a = replace(terms_of([-1.0], [0.0]), reward=torch.tensor([-1.0, -5.0, -2.0]))
-    b = replace(terms_of([-1.0], [0.0]), reward=torch.tensor([-3.0, -4.0, -2.0]))
+    a = terms_of([-1.0], [0.0]) | {"reward": torch.tensor([-1.0, -5.0, -2.0])}
+    b = terms_of([-1.0], [0.0]) | {"reward": torch.tensor([-3.0, -4.0, -2.0])}
     a, b = (
-        replace(one, **{name: torch.full((3,), value) for name in NAMES})
+        {name: torch.full((3,), value) for name in one} | {"reward": one["reward"]}
         for one, value in ((a, 1.0), (b, 2.0))
     )
-    found = combine_terms([a, b], [1, 1], "min")
-    assert found.reward.tolist() == [-3.0, -5.0, -2.0]
-    assert found.kl_mean.tolist() == [2.0, 1.0, 1.0]
+    found = combine_tables([a, b], [1, 1], "min")
+    assert found["reward"].tolist() == [-3.0, -5.0, -2.0]
+    assert found["record/kl_mean"].tolist() == [2.0, 1.0, 1.0]
 
 
 class Keeper(Callback):
@@ -134,11 +110,11 @@ def fit(folder: Path, module: RLTModule, steps: int = 1, length: int = 24, **dat
 
 def scores_of(
     folder: Path, length: int = 24, steps: int = 1, **options: Any
-) -> tuple[Score, dict[str, float]]:
+) -> tuple[StepBatch, dict[str, float]]:
     """Return the scores of a step's completions, the same ones for any students, and its metrics."""
     options = {"student": None, "optimizer": OptimizerConfig(lr=1e-3)} | options
     keeper = fit(folder, RLTModule("miniature", group_size=4, **options), steps, length)
-    return keeper.batches[-1].step.score, keeper.metrics[-1]
+    return keeper.batches[-1].step, keeper.metrics[-1]
 
 
 OTHERS = [SEED1, QWEN2]
@@ -164,14 +140,18 @@ def test_real_students_combine_as_single_runs_do_by_hand(options: dict[str, Any]
         reduction = "min" if name == "min" else "mean"
         scores, metrics = scores_of(tmp_path, students=several, student_reduction=reduction, **options)
         torch.testing.assert_close(scores.rewards, expected, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(sum(scores.terms.values()), expected, atol=1e-5, rtol=1e-5)
-        for own, terms in zip(scores.by_student.values(), single, strict=True):
-            torch.testing.assert_close(own.rewards, terms.rewards, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            sum(columns_of(scores.table, "term/").values()), expected, atol=1e-5, rtol=1e-5
+        )
+        for label, terms in zip(scores.labels, single, strict=True):
+            torch.testing.assert_close(
+                scores.table[f"of/{label}/reward"], terms.rewards, atol=1e-6, rtol=1e-6
+            )
         assert metrics["reward/mean"] == pytest.approx(expected.mean().item(), abs=1e-6)
         for label, terms in zip(("miniature_seed1", "miniature_qwen2"), single, strict=True):
             assert metrics[f"reward/mean/{label}"] == pytest.approx(terms.rewards.mean().item(), abs=1e-6)
             for part in ("solution", "kl"):
-                value = terms.terms[part].mean().item()
+                value = terms.table[f"term/{part}"].mean().item()
                 assert metrics[f"reward/{part}/{label}"] == pytest.approx(value, abs=1e-6)
 
 
@@ -183,7 +163,7 @@ def test_the_same_student_twice_gives_todays_figures_exactly(tmp_path: Path) -> 
         assert torch.equal(both.rewards, one.rewards)
         own = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
         assert {name: figures[name] for name in own} == own
-    assert [*both.by_student] == ["miniature_seed1", "miniature_seed1_2"]
+    assert [*both.labels] == ["miniature_seed1", "miniature_seed1_2"]
 
 
 @pytest.mark.parametrize(("place", "estimator"), [(0, "k1"), (1, "k3"), full(0, "k3"), full(1, "k1")])
@@ -196,15 +176,15 @@ def test_a_student_in_other_tokens_reads_a_view_of_its_own(
     names = [SEED1]
     names.insert(place, renumbered)
     both, _ = scores_of(tmp_path, students=names, student_reduction="min", **options)
-    label = next(label for label in both.by_student if label.startswith("renumbered"))
-    assert [*both.by_student].index(label) == place
-    own = both.by_student[label]
-    for ours, theirs in ((own.columns, single.columns), (own.figures, single.figures)):
-        assert ours.keys() == theirs.keys()
-        for name, values in theirs.items():
-            torch.testing.assert_close(ours[name], values, atol=1e-4, rtol=1e-4)
-    other = next(one.rewards for name, one in both.by_student.items() if name != label)
-    torch.testing.assert_close(both.rewards, torch.minimum(own.rewards, other))
+    label = next(label for label in both.labels if label.startswith("renumbered"))
+    assert [*both.labels].index(label) == place
+    own = both.table[f"of/{label}/reward"]
+    ours = columns_of(both.table, f"of/{label}/")
+    assert ours.keys() == single.table.keys()
+    for name, values in single.table.items():
+        torch.testing.assert_close(ours[name], values, atol=1e-4, rtol=1e-4)
+    other = next(both.table[f"of/{name}/reward"] for name in both.labels if name != label)
+    torch.testing.assert_close(both.rewards, torch.minimum(own, other))
 
 
 def test_students_of_three_formats_score_as_each_does_by_itself(
@@ -223,10 +203,12 @@ def test_students_of_three_formats_score_as_each_does_by_itself(
         row.views[number].spans is not None for row in batch.rollouts.rollouts[:1] for number in range(3)
     ]
     assert reads == [True, True, False]
-    for name, own in zip(names, batch.step.score.by_student.values(), strict=True):
+    for name, other in zip(names, batch.step.labels, strict=True):
         module = RLTModule(tiny_model, name, group_size=4, reward=RLTReward(score_given=True))
         single = fit(tmp_path, module, **prompts).batches[0].step
-        torch.testing.assert_close(own.rewards, single.rewards, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            batch.step.table[f"of/{other}/reward"], single.rewards, atol=1e-5, rtol=1e-5
+        )
         label = several.students.labels[names.index(name)]
         ours, theirs = batch.step.tokens[f"kl/{label}"], single.tokens["kl"]
         assert [len(ours[i]) for i in range(4)] == [len(theirs[i]) for i in range(4)]
@@ -251,7 +233,7 @@ def test_offloaded_students_are_on_the_device_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stay, _ = scores_of(tmp_path, students=OTHERS)
-    monkeypatch.setattr(on_policy, "Model", Visits)
+    monkeypatch.setattr(base, "Model", Visits)
     back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
     assert torch.equal(back.rewards, stay.rewards)
     assert Visits.most == 1
@@ -374,7 +356,7 @@ def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
     for row in rows:
         a, b = row["reward/miniature"], row["reward/miniature_seed1"]
         assert row["reward"] == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
-        own = row["solution_log_prob_reward/miniature"] + row["kl_reward/miniature"]
+        own = row["solution_reward/miniature"] + row["kl_reward/miniature"]
         assert a == pytest.approx(own + row["format_reward"], abs=1e-5)
     told = [row for row in rows if "thought_kl" in row]
     assert all(len(row["thought_kl/miniature_seed1"]) == len(row["thought_kl"]) for row in told)
@@ -389,35 +371,21 @@ def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
             assert both == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
     verb("report", str(whole), f"--output={tmp_path / 'page.html'}")
     assert "<code>reward/mean/miniature_seed1</code>" in (tmp_path / "page.html").read_text()
-    shown = verb("explain", str(whole), "--question=start 3. add 4.", "--solution=7")
-    assert f"students miniature, {SEED1}" in shown
-    assert shown.count("The student's probability of the whole solution") == 2
 
 
-def test_scoring_ranking_and_explaining_against_several(tmp_path: Path) -> None:
+def test_scoring_and_ranking_against_several(tmp_path: Path) -> None:
     least = [*BOTH, f"--model.students=[miniature, {SEED1}]", "--model.student_reduction=min"]
     rank = [
         "--config=recipe_7b/rank",
         *least,
         "--data.max_rows=6",
-        "--scores.rank_groups=2",
-        "--scores.per_token=true",
+        "--distillation.per_token=true",
     ]
     verb("predict", *rank, f"--output_dir={tmp_path / 'run'}")
     rows = rows_in(tmp_path / "run/scores.jsonl")
     assert len(rows) == 6
     for row in rows:
         assert row["reward"] == min(row["reward/miniature"], row["reward/miniature_seed1"])
-    groups = json.loads((tmp_path / "run/groups.json").read_text())
-    assert groups[0]["reward"] >= groups[1]["reward"]
-    assert {"reward/miniature", "reward/miniature_seed1"} <= groups[0].keys()
-    text = verb("explain", "--config=recipe_7b/rank", *least, "--row=2")
-    [value] = re.findall(r"^reward ([-+][\d.]+) of all students", text, flags=re.MULTILINE)
-    assert float(value) == pytest.approx(rows[1]["reward"], abs=1e-4)
-    for label in ("miniature", "miniature_seed1"):
-        [value] = re.findall(rf"^{label}:.*?^reward +([-+][\d.]+)", text, flags=re.MULTILINE | re.DOTALL)
-        assert float(value) == pytest.approx(rows[1][f"reward/{label}"], abs=1e-4)
-    assert text.count("Explanation: KL of teacher from student (exact)") == 2
 
 
 def test_python_and_other_trainers_score_against_several(renumbered: str) -> None:

@@ -134,9 +134,9 @@ def test_a_class_of_ones_own_gets_no_items_of_before(make_data: MakeData, tmp_pa
         def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
             return super().complete({**columns, "question": f"{columns['question']} Explain."})
 
-    before = make_data("arithmetic", num_embedded_rows=40).items
+    before = make_data("chains", num_embedded_rows=40).items
     assert len(entries(tmp_path)) == 1
-    changed = make_data("arithmetic", num_embedded_rows=40, kind=Longer).items
+    changed = make_data("chains", num_embedded_rows=40, kind=Longer).items
     assert len(changed[0].teacher_prompt) > len(before[0].teacher_prompt)
     assert len(entries(tmp_path)) == 1
 
@@ -322,7 +322,6 @@ BESIDE_THE_KEY = {
     "console": "lines for people, and how often the hub is asked",
     "digests": "whether a file is as it was written",
     "metrics.answers": "names of figures",
-    "metrics.catalogue": "names of figures",
     "run.jsonl": "rows that a run writes",
     "models.embedded": "where tokenizers lie; what they hold is in the key",
     "models.load": "which tokenizer a name stands for; what it holds is in the key",
@@ -354,7 +353,7 @@ from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.datamodules import stratos
 build_keys = stratos.build_keys
 stratos.build_keys = lambda *words: print(*build_keys(*words)) or exit()
-filters = Filters(duplicates="question", overlap_with={{"arithmetic": None}})
+filters = Filters(duplicates="question", overlap_with={{"chains": None}})
 TeacherRLData({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit")
 """
     keys = set()

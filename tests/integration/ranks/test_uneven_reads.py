@@ -17,7 +17,7 @@ from trainers import bare_trainer
 from rlt_lightning.rewards import Reward
 from rlt_lightning.rewards.explanations import list_views, read_solution
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import POLICY, Read, Score, StepBatch
+from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
 from rlt_lightning.strategies import FSDP2
 from rlt_lightning.types import InputError, Rollout
 
@@ -41,11 +41,8 @@ class OfOneRank(Reward):
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
         columns = [step.tokens.get(name, {}) for name in ("solution", "mine")]
         values = [sum(float(column[row].mean()) for column in columns if row in column) for row in rows]
-        return {"read": torch.tensor(values, dtype=torch.float32)}
-
-    def score(self, step: StepBatch, students: Students) -> Score:
-        read = step.numbers["read"]
-        return Score(read, {"read": read}, {}, {}, {"reward": read})
+        read = torch.tensor(values, dtype=torch.float32)
+        return {"reward": read, "term/read": read}
 
 
 def fit_and_validate(rank: int, model: str, folder: str) -> None:

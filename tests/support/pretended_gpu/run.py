@@ -16,7 +16,6 @@ from pretended_gpu.waits import count_waits, format_waits
 
 def prepare() -> None:
     """Do what a run here needs once, before it begins."""
-    skip_measurements()
     if importlib.util.find_spec("bitsandbytes"):
         import_bitsandbytes()
 
@@ -32,14 +31,6 @@ def import_bitsandbytes() -> None:
         from bitsandbytes.backends.cpu import ops
     step = ops._optimizer_update_8bit_blockwise_cpu
     torch.library.register_kernel("bitsandbytes::optimizer_update_8bit_blockwise", "cuda", step)
-
-
-def skip_measurements() -> None:
-    """Give the device a rate of matrix products: to measure a GPU's takes a minute here."""
-    import rlt_lightning.modules.base as base
-    import rlt_lightning.modules.phases as phases
-
-    base.matmul_rate = phases.matmul_rate = lambda device, dtype: 1e15
 
 
 def main() -> int:

@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 
 from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
 from rlt_lightning.callbacks import Checkpoint
 from rlt_lightning.run.metrics_csv import read_rows
-from rlt_lightning.types import InputError
 
 ROWS = [{"question": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}."} for n in range(4)]
-VALIDATED = {"val_check_interval": 2}
+SAMPLING = Sampling(temperature=0.7, max_completion_length=4)
+VALIDATED = {"val_check_interval": 2, "check_val_every_n_epoch": None}
 
 
 def list_checkpoints(folder: Path, checkpoint: Checkpoint, num_val: int = 0, **options: Any) -> list[int]:
     """Train, by default for five iterations; return those whose checkpoints are there."""
-    sampling = Sampling(temperature=0.7, max_completion_length=4)
-    options = {"callbacks": [RolloutCallback(sampling=sampling), checkpoint], "max_steps": 5} | options
+    options = {"callbacks": [RolloutCallback(sampling=SAMPLING), checkpoint], "max_steps": 5} | options
+    ckpt_path = options.pop("ckpt_path", None)
     trainer = Trainer(folder, accelerator="cpu", **options)
     data = TeacherRLData(ROWS, prompts_per_step=1, val_rows=num_val, tags="r1")
-    trainer.fit(RLTModule("miniature", "miniature", group_size=2), data)
+    trainer.fit(RLTModule("miniature", "miniature", group_size=2), data, ckpt_path=ckpt_path)
     return sorted(int(path.stem.partition("=")[2]) for path in (folder / "checkpoints").glob("step=*.ckpt"))
 
 
@@ -42,22 +44,26 @@ def test_checkpoints_come_by_iterations_or_time_and_at_the_end(
     assert list_checkpoints(tmp_path, Checkpoint(save_top_k=-1, **settings)) == steps
 
 
-def test_a_score_has_a_checkpoint(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(save_top_k=-1, monitor="reward/val_mean")
-    assert list_checkpoints(tmp_path, checkpoint, num_val=1, **VALIDATED) == [
-        2,
-        5,
-    ]  # an epoch has three iterations
+def test_lightnings_callback_keeps_the_best_beside_the_newest(tmp_path: Path) -> None:
+    best = ModelCheckpoint(
+        monitor="reward/val_mean", mode="min", filename="best-{step}", save_on_train_epoch_end=False
+    )
+    callbacks = [RolloutCallback(sampling=SAMPLING), Checkpoint(), best]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert list_checkpoints(whole, Checkpoint(), 1, callbacks=callbacks, **VALIDATED) == [5]
+    rows = {step: row for step, row in read_rows(whole / "metrics.csv") if "reward/val_mean" in row}
+    smallest = min(rows, key=lambda step: float(rows[step]["reward/val_mean"]))
+    [path] = (whole / "checkpoints").glob("best-step=*.ckpt")
+    assert path.name == f"best-step={smallest}.ckpt"
+    # A run that starts from it goes on exactly.
+    list_checkpoints(resumed, Checkpoint(), 1, **VALIDATED, ckpt_path=path)
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (resumed, whole))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 def test_default_bounds_the_loss_by_ten_minutes() -> None:
     assert Checkpoint()._train_time_interval == timedelta(minutes=10)
     assert Checkpoint(every_n_train_steps=3)._train_time_interval is None
-
-
-def test_a_score_without_checkpoints_is_refused() -> None:
-    with pytest.raises(InputError, match="save_top_k is 0"):
-        Checkpoint(save_top_k=0, monitor="reward/val_mean")
 
 
 def test_a_resumed_run_goes_on_counting_tokens(tmp_path: Path) -> None:

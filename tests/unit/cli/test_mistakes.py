@@ -49,7 +49,6 @@ MISTAKES = {
     "fitt --config laptop/rlt": ("fitt", "choose from"),
     "fit": ("--config is missing", "try --config laptop/rlt"),
     "test": ("--config is missing", "laptop/evaluate"),
-    "explain": ("--config is missing", "recipe_7b/rank"),
     "configs laptop/rtl": ("laptop/rtl", "rlt configs"),
     "fit --config laptop/rtl": ("laptop/rtl", "config"),
     f"{FIT} --model.group_sise 4": ("group_sise", "not accepted"),

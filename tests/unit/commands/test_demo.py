@@ -41,14 +41,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
 
 
-def test_a_folder_that_holds_a_demo_is_refused(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "data").mkdir()
-    assert demo.run_demo(["--output_dir", str(tmp_path)]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "--output_dir" in line
-    assert "--resume" in line
-
-
 def test_an_interrupted_demo_says_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -57,7 +49,7 @@ def test_an_interrupted_demo_says_how_to_resume(
 
     monkeypatch.setattr(demo, "run_stages", interrupt)
     assert demo.run_demo(["--output_dir", str(tmp_path)]) == 128 + signal.SIGINT
-    assert capsys.readouterr().err.endswith(f": rlt demo --output_dir {tmp_path} --resume true\n")
+    assert capsys.readouterr().err.endswith(f": rlt demo --output_dir {tmp_path}\n")
 
 
 def test_stages_wait_for_what_they_need(tmp_path: Path, capsys: Any) -> None:
@@ -86,18 +78,16 @@ def test_every_stage_reads_what_one_before_it_writes(tmp_path: Path) -> None:
         assert read & stages.keys() == {stage.needs} - {""}, stage
 
 
-@pytest.mark.parametrize(("accuracy", "is_shown"), [(0.95, True), (0.47, False)])
-def test_rlt_must_be_ahead_of_every_arm(accuracy: float, is_shown: bool, tmp_path: Path, capsys: Any) -> None:
-    accuracies = dict.fromkeys(demo.SHOWN, 0.2) | {"best": 0.45, "rlt": accuracy}
+def test_every_student_is_shown(tmp_path: Path, capsys: Any) -> None:
+    accuracies = dict.fromkeys(demo.ARMS, 0.2) | {"best": 0.45}
     for arm, share in accuracies.items():
         (tmp_path / arm / "answers").mkdir(parents=True)
         found = {"sets": {"chains": {"pass_at_1": share}}}
         (tmp_path / arm / "answers" / "evaluation.json").write_text(json.dumps(found))
-    assert demo.show_accuracies(tmp_path) == is_shown
+    demo.show_accuracies(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[3].split()) == "nothing (untrained student) 20 ######"
     assert " ".join(lines[6].split()) == "warm-up teacher, best of 2 45 ##############"
-    assert max(map(len, lines)) <= 80
 
 
 def test_the_best_are_chosen_from_as_many_explanations_as_rlt_samples() -> None:
@@ -111,7 +101,7 @@ def test_the_best_are_chosen_from_as_many_explanations_as_rlt_samples() -> None:
 
 @pytest.mark.slow
 def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlt_lightning", "demo", "--resume", "--output_dir"]
+    command = [sys.executable, "-m", "rlt_lightning", "demo", "--output_dir"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*command, str(whole)], check=True)
     seen: set[Path] = set()
@@ -127,5 +117,5 @@ def test_a_kill_in_any_stage_changes_no_figure(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 0
     assert len(seen) == len({*whole.glob("*/*.log")})  # each stage was killed once
-    for arm in demo.SHOWN:
+    for arm in demo.ARMS:
         assert demo.read_accuracy(whole / arm / "answers") == demo.read_accuracy(killed / arm / "answers")

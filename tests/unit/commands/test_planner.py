@@ -420,8 +420,6 @@ def test_disk_holds_the_checkpoints_that_are_kept_and_the_next() -> None:
     rows = 10 * setup.step.prompts * setup.step.group_size
     text = rows * (4 * setup.step.mean_completion_length + 2000)
     assert parts == {"3 checkpoints": 3600.0, "model": 400.0, "rollouts.jsonl": text}
-    best = planner.list_disk_parts(setup, Checkpoint(5, monitor="reward/val_mean"), 10)
-    assert best["3 checkpoints"] == 3600  # the newest, the best, and one that is written
     every = planner.list_disk_parts(setup, Checkpoint(5, save_top_k=-1), 12)
     assert every["3 checkpoints"] == 3600  # of steps 5, 10 and 12
     none = planner.list_disk_parts(setup, Checkpoint(save_top_k=0), 10)
@@ -574,7 +572,7 @@ def test_mistakes_are_told_in_one_line(llama: str) -> None:
 
 @pytest.mark.slow
 def test_a_real_run_peaks_where_the_plan_says(smollm2: str, tmp_path: Path) -> None:
-    arguments = ["--config=research/configs/correctness_warmup.yaml"]  # 500 tokens
+    arguments = ["--config=research/configs/correctness_warmup.yaml", "--data.source=word_sums"]
     # Blocks that are freed go back at once: resident memory is then what is in use.
     exact = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     assert rlt("plan", *arguments, f"--plan.json={tmp_path / 'plan.json'}").returncode == 0

@@ -12,7 +12,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlt_lightning.callbacks.predictions import write_parquet
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.datamodules.sources import SourceReader, parse_sources, read_rows
 from rlt_lightning.types import BadRowReason, InputError
@@ -121,7 +120,7 @@ def test_an_endless_stream_is_read_as_far_as_max_rows() -> None:
     assert reader.fingerprint(source) == reader.fingerprint(source)
 
 
-@pytest.mark.parametrize("source", ["arithmetic", "rows.jsonl", [{"question": "q", "solution": "s"}]])
+@pytest.mark.parametrize("source", ["chains", "rows.jsonl", [{"question": "q", "solution": "s"}]])
 def test_a_part_is_refused_where_there_are_none(source: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "solution": "s"}\n')
     [source] = parse_sources(str(tmp_path / source) if source == "rows.jsonl" else source)
@@ -149,12 +148,6 @@ def test_a_replaced_table_of_the_same_time_is_noticed(split: str, tmp_path: Path
         assert read_rows(str(path), split) == [(1, {"question": "q", "solution": answer})]
         prints.append(SourceReader().fingerprint(str(path)))
     assert prints[0] != prints[1]
-
-
-def test_what_predict_writes_is_read_as_it_was(tmp_path: Path) -> None:
-    rows = [{"question": "q", "solution": "s", "note": note} for note in (1, "x", {"b": [1, None]}, None)]
-    write_parquet(rows, tmp_path / "rows.parquet")
-    assert read_rows(str(tmp_path / "rows.parquet")) == list(enumerate(rows, start=1))
 
 
 # Text files

@@ -66,7 +66,7 @@ def make_data(tiny_model: str, tmp_path: Path) -> MakeData:
     """Build a datamodule with the tiny model's tokenizer and set it up for fit."""
 
     def make(
-        rows: list[Any] | str = "arithmetic",
+        rows: list[Any] | str = "chains",
         stage: str = "fit",
         sources: list[str] | None = None,
         kind: type[StratosDataModule] = TeacherRLData,
@@ -194,11 +194,7 @@ def test_a_fingerprint_names_the_source_that_changed(make_data: MakeData):
         return make_data(sources=weighted, **options).fingerprint_rows()
 
     before, now = fingerprint(rows, rows), fingerprint(rows, rows[::-1])
-    assert [a == b for a, b in zip(before["training"], now["training"], strict=True)] == [True, False]
-    assert before["held_out"] is None
-    before, now = (fingerprint(rows, val_source=held_out) for held_out in (rows[:2], rows[:1]))
-    assert before["training"] == now["training"]
-    assert before["held_out"] != now["held_out"]
+    assert [a == b for a, b in zip(before, now, strict=True)] == [True, False]
 
 
 def test_a_csv_cell_longer_than_the_csv_modules_default(tmp_path: Path):
@@ -215,7 +211,7 @@ def test_a_folder_of_splits_gives_the_asked_one(tmp_path: Path):
 
 
 def test_the_embedded_source_has_splits():
-    train, test = read_rows("arithmetic", "train", 30), read_rows("arithmetic", "test", 30)
+    train, test = read_rows("chains", "train", 30), read_rows("chains", "test", 30)
     assert [number for number, _ in train] == list(range(1, 31))
     assert {row["question"] for _, row in train}.isdisjoint(row["question"] for _, row in test)
 
@@ -305,14 +301,14 @@ def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.M
 def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_data: MakeData, tmp_path: Path):
     stratos = write_jsonl(tmp_path / "stratos.jsonl", ["", stratos_row("a?"), "{", stratos_row("b?")])
     own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("", "7"), custom_row("d?")])
-    sources = [stratos, "arithmetic", own]
+    sources = [stratos, "chains", own]
     options = {"max_rows": 3, "max_bad_frac": 0.4, "output_dir": str(tmp_path / "run")}
     data = make_data(sources=sources, kind=StudentSFTData, **options)
     assert [item.row for item in data.items] == [2, 4, 5, 6, 7, 8, 10]
     [reports] = json.loads((tmp_path / "run/data_report.json").read_text()).values()
     assert [(r["source"], r["first_row"], r["num_rows"], r["num_used"]) for r in reports] == [
         (stratos, 1, 3, 2),
-        ("arithmetic", 5, 3, 3),
+        ("chains", 5, 3, 3),
         (own, 8, 3, 2),
     ]
     assert [[bad["row"] for bad in report["bad_rows"]] for report in reports] == [[3], [], [2]]
@@ -322,11 +318,11 @@ def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_dat
 
 def test_held_out_rows_of_several_sources(make_data: MakeData, tmp_path: Path):
     own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("d?")])
-    data = make_data(val_source=[own, "arithmetic"], val_rows=3)
+    data = make_data(val_source=[own, "chains"], val_rows=3)
     assert [problem.question for problem in data.problems[20:22]] == ["c?", "d?"]
     assert [problem.row for problem in data.problems[20:]] == [1, 2, 3]
     # Held out of all that are mixed, by seed.
-    mixed = make_data(sources=[own, "arithmetic"], val_rows=4)
+    mixed = make_data(sources=[own, "chains"], val_rows=4)
     assert {item.row for item in [*mixed.items, *mixed.val_items]} == set(range(1, 23))
     assert len(mixed.val_items) == 4
 
@@ -656,7 +652,7 @@ def test_a_process_without_a_row_to_score_is_refused(
 
 
 def test_held_out_rows_of_another_source(make_data: MakeData):
-    data = make_data(val_source="arithmetic", val_rows=3)
+    data = make_data(val_source="chains", val_rows=3)
     assert len(data.items) == 20
     assert len(data.val_items) == 3
     assert {p.question for p in data.problems[:20]}.isdisjoint(p.question for p in data.val_items)

@@ -134,18 +134,6 @@ def test_repetition_penalty_divides_the_logits_of_tokens_already_there() -> None
     assert tokens.item() == 1  # 2.0 / 2 = 1.0 < 1.5
 
 
-def test_update_weights_copies_what_is_not_shared(tiny_model: str) -> None:
-    engine = HFEngine()
-    engine.start(load_model(tiny_model), load_tokenizer(tiny_model), Path())
-    other = {name: tensor + 1 for name, tensor in engine.model.named_parameters()}
-    engine.update_weights(other.items(), policy_version=7)
-    assert engine.policy_version == 7
-    for name, tensor in engine.model.named_parameters():
-        torch.testing.assert_close(tensor, other[name])
-    with pytest.raises(EngineError, match="no weight named 'nonsense'"):
-        engine.update_weights([("nonsense", torch.zeros(1))], 8)
-
-
 def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:
     engine = HFEngine()
     engine.start(load_model(tiny_model).train(), load_tokenizer(tiny_model), Path())

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from commands import rlt
 from fake_worker import FakeWorker, worker_of
-from fleets import WEIGHTS, generate, launched, servers_of, start, start_engine, undisturbed
+from fleets import WEIGHTS, generate, launched, processes_of, start, start_engine, undisturbed
 from fleets import token_ids as ids
 from turns import turns
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import AdapterPush, EngineError, VLLMEngine
 from rlt_lightning.engines.client import WorkerClient
-from rlt_lightning.engines.fleet import State
 from rlt_lightning.types import InputError
 
 __all__ = ["start"]  # a fixture
@@ -44,7 +43,7 @@ def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> 
 
 def test_a_worker_that_dropped_its_weights_is_verified_again(start: Any) -> None:
     engine = start(FakeWorker(), sleep=True)
-    engine.fleet.workers[0].state = State.VERIFIED
+    engine.fleet.verified = True
     engine.put_to_sleep()
     engine.health()
     assert engine.policy_version == -1
@@ -56,15 +55,16 @@ def test_a_worker_that_dropped_its_weights_is_verified_again(start: Any) -> None
 def test_base_weights_under_an_adapter_wait_in_main_memory(start: Any) -> None:
     worker = FakeWorker()
     engine = start(worker, sleep=True)
-    engine.fleet.keeps_weights = VLLMEngine(["http://127.0.0.1:1"], push=AdapterPush()).fleet.keeps_weights
+    engine.fleet.weights = AdapterPush()
     before = engine.policy_version
     engine.put_to_sleep()
     assert worker.sleep_level == 1
     assert engine.policy_version == before  # only the adapter changes, and it is kept
-    assert not VLLMEngine(["http://127.0.0.1:1"]).fleet.keeps_weights
 
 
-def test_sleep_and_waking_have_a_deadline_of_their_own(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_and_waking_have_a_deadline_of_their_own(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     deadlines: dict[str, float] = {}
     call = WorkerClient.call
 
@@ -85,7 +85,8 @@ def test_sleep_and_waking_have_a_deadline_of_their_own(start: Any, monkeypatch: 
     stuck = FakeWorker(held={"/sleep": Event()})
     engine = start(stuck, sleep=True, sleep_timeout_s=0.3)
     engine.put_to_sleep()
-    assert "POST /sleep?level=2 must be answered within 0.3 s" in engine.fleet.down[stuck.url]
+    assert "POST /sleep?level=2 must be answered within 0.3 s" in caplog.text
+    assert stuck.asleep  # at the second call
 
 
 def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:
@@ -109,10 +110,10 @@ def test_a_worker_that_would_keep_its_memory_is_refused(start: Any) -> None:
     start(FakeWorker(frees=False))
 
 
-def test_a_worker_that_does_not_fall_asleep_is_lost(start: Any) -> None:
+def test_a_worker_that_never_falls_asleep_ends_the_run(start: Any) -> None:
     engine = start(FakeWorker(broken={"/sleep": 500}), FakeWorker(), sleep=True)
-    engine.put_to_sleep()
-    assert list(engine.fleet.down) == [engine.fleet.workers[0].url]
+    with pytest.raises(EngineError, match=r"lost twice in one iteration.*/sleep"):
+        engine.put_to_sleep()
 
 
 def test_sampling_during_training_is_refused_for_those_that_take_turns() -> None:
@@ -127,13 +128,12 @@ def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path)
     start_engine(engine, tmp_path)
     try:
         engine.update_weights(WEIGHTS, 0)
-        first, _ = servers_of(engine)
-        assert first.process is not None
-        os.killpg(first.process.pid, signal.SIGKILL)
-        assert ids(generate(engine)) == undisturbed()
-        assert engine.fleet.down
+        first, second = processes_of(engine)
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
         engine.put_to_sleep()  # a start takes memory of the GPU: not while it trains
-        assert not engine.fleet.down
+        assert [process.poll() for process in processes_of(engine)] == [None, None]
+        assert processes_of(engine)[1] is second
         assert engine.policy_version == -1  # it needs a push
     finally:
         engine.close()
@@ -144,7 +144,7 @@ def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> N
         command = ["fit", "--config=tests/rlt.yaml"]
         command += ["--config=configs/add/vllm.yaml", "--trainer.max_steps=2"]
         command += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
-        command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.DiskPush"]
+        command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
         command += ["--rollouts.engine.init_args.sleep=true", "--trainer.val_check_interval=1"]
         command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
         command += ["--rollouts.sampling.max_completion_length=4", "--data.num_embedded_rows=8"]

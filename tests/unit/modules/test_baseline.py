@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from commands import rlt
 from compared import largest_difference, weights
+from explanation_scorer import ExplanationScorer
 from grpo import Witness, module, rollout_callback, slow_log_probs
 from ranks import run
-from tiny import CHAINS
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
-from rlt_lightning.commands.scoring import ExplanationScorer
 from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
@@ -68,16 +65,16 @@ def test_r_ss_of_the_empty_explanation_is_subtracted_as_it_would_enter() -> None
     mask, no_kl = torch.tensor([[True, True, False]]), torch.zeros(1, 0)
     columns = after, mask, no_kl, no_kl.bool(), torch.tensor([True]), None, before
     terms = RLTReward(solution_weight=5, baseline="empty")(*columns)
-    torch.testing.assert_close(terms.baseline, torch.tensor([-4.06 * log(2)]))
-    torch.testing.assert_close(terms.reward, torch.tensor([5 * 2.03 * log(2)]))
+    torch.testing.assert_close(terms["level/baseline"], torch.tensor([-4.06 * log(2)]))
+    torch.testing.assert_close(terms["reward"], torch.tensor([5 * 2.03 * log(2)]))
     # The level stays visible: -2.03 ln 2.
-    level = terms.solution_log_prob_mean + 0.01 * terms.solution_log_prob_min
+    level = terms["record/solution_log_prob_mean"] + 0.01 * terms["record/solution_log_prob_min"]
     torch.testing.assert_close(level, torch.tensor([-2.03 * log(2)]))
     # Clipped at -5 ln 2 the empty one's tokens are p = 1/4 and 1/32: as probabilities 9/64 + 0.01/32.
     processed = RLTReward(normalise_log_probs="exp", clip_log_probs=-5 * log(2), baseline="empty")(*columns)
-    torch.testing.assert_close(processed.baseline, torch.tensor([9 / 64 + 0.01 / 32]))
-    torch.testing.assert_close(processed.reward, torch.tensor([5 / 16 + 0.01 / 8 - 9 / 64 - 0.01 / 32]))
-    assert set(terms.recorded()) - set(RLTReward()(*columns).recorded()) == {"baseline"}
+    torch.testing.assert_close(processed["level/baseline"], torch.tensor([9 / 64 + 0.01 / 32]))
+    torch.testing.assert_close(processed["reward"], torch.tensor([5 / 16 + 0.01 / 8 - 9 / 64 - 0.01 / 32]))
+    assert set(terms) - set(RLTReward()(*columns)) == {"level/baseline"}
 
 
 @pytest.mark.parametrize(
@@ -101,11 +98,15 @@ def test_advantages_and_gradients_are_those_without_it(
         diverse = RolloutCallback(sampling=Sampling(temperature=1.5, max_completion_length=24))
         bare_trainer(folder, diverse, witness).fit(rlt, chains(folder, "miniature"))
         [batch] = witness.batches
-        found[baseline] = batch.step.score.columns, advantages(batch.step.rewards, 4), witness.gradients
+        found[baseline] = (
+            batch.step.table,
+            advantages(batch.step.rewards, 4),
+            witness.gradients,
+        )
     (plain, plain_advantages, plain_gradients), (terms, own_advantages, gradients) = found.values()
-    gain = plain["solution_log_prob_reward"] - terms["baseline"]
-    torch.testing.assert_close(terms["solution_log_prob_reward"], gain, atol=1e-6, rtol=0)
-    assert (terms["baseline"] < -0.01).all()
+    gain = plain["term/solution"] - terms["level/baseline"]
+    torch.testing.assert_close(terms["term/solution"], gain, atol=1e-6, rtol=0)
+    assert (terms["level/baseline"] < -0.01).all()
     assert (own_advantages.abs().view(-1, 4).amax(dim=1) > 0.1).all()
     torch.testing.assert_close(own_advantages, plain_advantages, atol=1e-6, rtol=1e-6)
     assert gradients.keys() == plain_gradients.keys()
@@ -138,12 +139,12 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     assert batch.rollouts is not None
     rows = batch.rollouts.rollouts
     assert read == [rows[0].problem.row, rows[4].problem.row]
-    terms: Any = batch.step.score.columns
+    levels = batch.step.table["level/baseline"]
     slow = [
         slow_baseline(rlt.list_scoring_models()[0][1].model, build_empty_view(row.problem, data.format))
         for row in rows
     ]
-    assert terms["baseline"].tolist() == pytest.approx(slow, abs=1e-5)
+    assert levels.tolist() == pytest.approx(slow, abs=1e-5)
 
     # In chunks: the second and third bring nothing of a problem that the first did not have.
     step, packed = StepBatch.of_rollouts(batch.rollouts), PhaseStats()
@@ -154,7 +155,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     assert counts == [2, 2, 2]
     with torch.no_grad():
         chunks = rlt.reward.measure(step, range(len(rows)), rlt.students)
-    torch.testing.assert_close(chunks["baseline"], terms["baseline"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(chunks["level/baseline"], levels, atol=1e-5, rtol=0)
 
 
 @pytest.mark.full
@@ -180,7 +181,7 @@ def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> No
 
         def __call__(self, *columns: Any, **options: Any) -> Any:
             terms = super().__call__(*columns, **options)
-            return replace(terms, reward=torch.zeros_like(terms.reward))
+            return terms | {"reward": torch.zeros_like(terms["reward"])}
 
     witness, folder = Witness(), tmp_path / "run"
     rlt = module("miniature", reward=Equal(baseline="empty"))
@@ -193,8 +194,8 @@ def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> No
     assert batch.step.counts.dropped_groups == 4
     student = rlt.list_scoring_models()[0][1].model
     slow = [slow_baseline(student, build_empty_view(r.problem, data.format)) for r in batch.rollouts.rollouts]
-    terms: Any = batch.step.score.columns
-    assert terms["baseline"].tolist() == pytest.approx(slow, abs=1e-5)
+    levels = batch.step.table["level/baseline"]
+    assert levels.tolist() == pytest.approx(slow, abs=1e-5)
 
 
 # Everywhere else
@@ -231,17 +232,4 @@ def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> Non
     terms: Any = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
     [score] = teachers[1].score([row])
     assert float(terms.rewards) == pytest.approx(score.reward, abs=1e-5)
-    assert float(terms.columns["solution_log_prob_reward"]) == pytest.approx(score.r_ss, abs=1e-5)
-
-
-def test_rlt_explain_prints_the_gain_as_the_term() -> None:
-    options = ["--config=configs/recipe_7b/rank.yaml", *CHAINS, "--row=1", "--trainer.accelerator=cpu"]
-    options += ["--model.teacher=miniature", "--model.student=miniature", "--data.tags=r1"]
-    plain, gaining = (rlt("explain", *options, *more) for more in ([], ["--model.reward.baseline=empty"]))
-    assert plain.returncode == gaining.returncode == 0, plain.stderr + gaining.stderr
-    solutions, rewards = (
-        [float(re.findall(rf"^ *{name} +(\S+)", run.stdout, re.M)[0]) for run in (plain, gaining)]
-        for name in ("solution", "reward")
-    )
-    assert solutions[0] < 0 < 0.1 < solutions[1]
-    assert rewards[1] - rewards[0] == pytest.approx(solutions[1] - solutions[0], abs=2e-4)
+    assert float(terms.table["term/solution"]) == pytest.approx(score.r_ss, abs=1e-5)

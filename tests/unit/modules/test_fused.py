@@ -28,9 +28,8 @@ from rlt_lightning.models.kernels import (
     steps_fused,
 )
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
-from rlt_lightning.modules.base import check_model
+from rlt_lightning.modules.base import check_model, get_frozen_ready
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.on_policy import get_frozen_ready
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.rewards import RLTReward

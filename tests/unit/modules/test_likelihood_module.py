@@ -20,7 +20,6 @@ from trainers import bare_trainer
 from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
-from rlt_lightning.commands.explain import ExplainOptions, explain
 from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
@@ -32,7 +31,7 @@ from rlt_lightning.numerics import DrGRPOLoss, GRPOLoss, LeaveOneOutAdvantages
 from rlt_lightning.rewards import LogProbReward, NOVERReward, RLPRReward, SolutionScores, VeriFreeReward
 from rlt_lightning.rewards.explanations import read_solution
 from rlt_lightning.rewards.students import Student, Students
-from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.tags import R1, STRATOS, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
 
@@ -181,7 +180,7 @@ def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any,
     # The tokens of an empty thought are a line end, and then its closing tag.
     newline = encode(policy_tokenizer(tmp_path), "\n")
     scores = solution_scores(policy, rows, [newline] * len(rows) if reward.baseline == "empty" else None)
-    rewards = reward(scores).reward.detach()
+    rewards = reward(scores)["reward"].detach()
     torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=0)
 
     advantages = LeaveOneOutAdvantages()(rewards, 4)
@@ -230,7 +229,7 @@ def test_two_groups_of_one_row_are_compared_apart(tmp_path: Path) -> None:
         step = StepBatch.of_rollouts(Rollouts(rows[first : first + number], group_size, 0, 1.0))
         step.tokens["solution"] = {i: torch.tensor([-1.0 - first - i]) for i in range(number)}
         step.put_numbers(range(number), reward.measure(step, range(number), students))
-        return reward.score(step, students).rewards
+        return reward.score(step.table, group_size, students)["reward"]
 
     torch.testing.assert_close(score(0, 4, 2), torch.cat([score(0, 2, 2), score(2, 2, 2)]))
     assert not torch.equal(score(0, 4, 2), score(0, 4, 4))
@@ -257,8 +256,8 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
         assert likelihood.answer_weight == 0
         rows = batch.rollouts.rollouts
         with torch.no_grad():
-            slow = LogProbReward()(solution_scores(frozen.model, rows)).reward
-            of_policy = LogProbReward()(solution_scores(likelihood.policy, rows)).reward
+            slow = LogProbReward()(solution_scores(frozen.model, rows))["reward"]
+            of_policy = LogProbReward()(solution_scores(likelihood.policy, rows))["reward"]
         torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=0)
         assert float((slow - of_policy).abs().max()) > 0.01
 
@@ -271,7 +270,7 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
     fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorer)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    score, expected = batch.step.score, []
+    step, expected = batch.step, []
     for row in batch.rollouts.rollouts:
         context, thought = row.problem.teacher_prompt, row.views[0].compared
         log_p, log_q = (
@@ -285,9 +284,9 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
             own, other = (one.gather(1, ids)[:, 0] for one in (log_p, log_q))
             values = own - other if estimator == "k1" else (other - own).expm1() - (other - own)
         expected.append(-2.0 * values.mean())
-    torch.testing.assert_close(score.terms["kl"], torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
-    assert score.terms.keys() == {"solution", "format", "kl"}
-    torch.testing.assert_close(score.rewards, sum(score.terms.values()))
+    torch.testing.assert_close(step.table["term/kl"], torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
+    assert columns_of(step.table, "term/").keys() == {"solution", "format", "kl"}
+    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term/").values()))
     assert "kl_reward" in likelihood.reward.columns()
 
 
@@ -310,11 +309,11 @@ def test_the_policy_reads_thoughts_once_for_all_scorers(tmp_path: Path) -> None:
         fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorers)
     # The engine's log-probs are at another temperature, so the policy scores its thoughts, and then trains.
     assert passes == [False, True]
-    score = witness.batches[0].step.score
-    of_teacher, of_itself = (by_student.terms["kl"] for by_student in score.by_student.values())
+    step = witness.batches[0].step
+    of_teacher, of_itself = (step.table[f"of/{label}/term/kl"] for label in step.labels)
     torch.testing.assert_close(of_itself, torch.zeros(8), atol=1e-5, rtol=0)
     assert float(of_teacher.abs().max()) > 0.01
-    torch.testing.assert_close(score.rewards, sum(score.terms.values()))
+    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term/").values()))
 
 
 @pytest.mark.parametrize("reward", [full(RLPRReward()), full(NOVERReward())], ids=["rlpr", "nover"])
@@ -327,9 +326,10 @@ def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: st
         names = scorer if isinstance(scorer, str) else [*scorer]
         options = {"force_format": True, "student_tokenizer": names}
         fit(tmp_path / str(len(found)), module(reward=reward, **named), witness, **options)
-        found[str(scorer)] = witness.batches[0].step.score.columns
+        step = witness.batches[0].step
+        found[str(scorer)] = {"reward": step.rewards} | columns_of(step.table, "record/")
         if isinstance(scorer, dict):
-            assert [*witness.batches[0].step.score.by_student] == Students.of(None, scorer).labels
+            assert step.labels == Students.of(None, scorer).labels
     several, first, second = found.values()
     assert not torch.allclose(first["reward"], second["reward"], atol=1e-3)
     for name in several:
@@ -387,9 +387,7 @@ def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -
         read(tags, prompt, student_system_prompt=given, force_format=True)
 
 
-def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be an RLTReward, but is LogProbReward"):
-        explain(module(), data(tmp_path), rollouts(), ExplainOptions())
+def test_tools_for_explanations_refuse_the_rewards() -> None:
     with pytest.raises(InputError, match="that judges explanations, but VeriFreeReward judges thoughts"):
         RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must have no KL term for TRL"):
@@ -443,7 +441,7 @@ def test_a_run_of_the_config_has_its_files_and_resumes_exactly(tmp_path: Path) -
     metrics = (whole / "metrics.csv").read_text().splitlines()[0]
     assert {"reward/solution", "reward/format", "policy/answer_loss"} <= set(metrics.split(","))
     row = json.loads((whole / "rollouts.jsonl").read_text().splitlines()[0])
-    assert row["reward"] == pytest.approx(row["solution_log_prob_reward"] + row["format_reward"])
+    assert row["reward"] == pytest.approx(row["solution_reward"] + row["format_reward"])
     # The learning rate depends on max_steps: the second run goes on from the first one's second checkpoint.
     checkpoint = sorted((whole / "checkpoints").glob("step*"))[1]
     result = rlt(*command, "--trainer.max_steps=3", f"--output_dir={first}", f"--ckpt_path={checkpoint}")
@@ -464,7 +462,7 @@ def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> 
     plain, adapted = Watch(), Watch()
     fit(tmp_path / "plain", module(student=scorer), plain)
     fit(tmp_path / "lora", module(student=scorer, lora=LoRA(rank=2)), adapted)
-    ours, theirs = (one.batches[0].step.score.columns for one in (adapted, plain))
+    ours, theirs = (columns_of(one.batches[0].step.table, "record/") for one in (adapted, plain))
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name], values, atol=1e-5, rtol=0)
     assert adapted.trained
@@ -478,7 +476,7 @@ def test_early_scores_are_those_of_scoring_at_the_end(scored: Any, tmp_path: Pat
         callback = rollouts(engine=engine, score_early=early)
         likelihood = module(reward=RLPRReward(), micro_batch_tokens=16)
         bare_trainer(tmp_path / str(early), callback, witness).fit(likelihood, data(tmp_path / str(early)))
-        found.append(witness.batches[0].step.score.columns)
+        found.append(columns_of(witness.batches[0].step.table, "record/"))
     for name, values in found[0].items():
         torch.testing.assert_close(found[1][name], values, atol=1e-5, rtol=0)
 
@@ -496,7 +494,7 @@ def test_dynamic_sampling_replaces_groups_that_earn_the_same(tmp_path: Path) -> 
             policy = module().load("miniature", "float32").model
             policy.load_state_dict(witness.weights_before, strict=False)
             # In float64, so that only the rounding of ours counts: that of log-probs as low as -40 nats.
-            slow = reward(solution_scores(policy.double(), batch.rollouts.rollouts)).reward.float()
+            slow = reward(solution_scores(policy.double(), batch.rollouts.rollouts))["reward"].float()
         torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=1e-5)
     assert counts == {VeriFreeReward: (2, 1), LogProbReward: (0, 0)}
 

@@ -120,7 +120,7 @@ def test_one_step_equals_full_logits(
     assert sum(len(own) > 0 for own in values) >= 6
     means = torch.stack([-own.mean() if len(own) else torch.zeros(()) for own in values])
     torch.testing.assert_close(batch.step.rewards, means.detach().float(), atol=2e-6, rtol=0)
-    assert [len(own) for own in values] == [int(n) for n in batch.step.score.terms["judged_tokens"]]
+    assert [len(own) for own in values] == [int(n) for n in batch.step.table["record/judged_tokens"]]
 
     loss = torch.cat(values).mean()
     torch.testing.assert_close(witness.metrics[0]["policy/loss"], loss.detach().float(), atol=1e-6, rtol=0)

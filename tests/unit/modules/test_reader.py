@@ -13,7 +13,7 @@ from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.reader import PassKey, Reader
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import RolloutRequest
 from rlt_lightning.rollouts.step import POLICY, Read, Shards, StepBatch
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
 

@@ -23,16 +23,15 @@ from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.phases import forward_flops
+from rlt_lightning.modules.phases import count_weights
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import DAPOLoss, GRPOLoss, PolicyLoss
-from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.strategies.sharding import Unsharded
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import Completion, InputError, RewardTerms, Rollout, Rollouts
+from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
 
 
 def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
@@ -267,9 +266,8 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
     ]
     scores = rlt.score(replace(rollouts, rollouts=empty))
     assert {len(values) for values in scores.tokens["kl"].values()} == {0}
-    assert scores.score is not None
-    assert scores.score.terms["kl"].abs().max() == 0
-    assert scores.score.terms["format"].tolist() == [-1.0] * len(empty)
+    assert scores.table["term/kl"].abs().max() == 0
+    assert scores.table["term/format"].tolist() == [-1.0] * len(empty)
 
 
 @pytest.mark.parametrize("case", ["no log-probs", "another temperature", "exact KL"])
@@ -360,34 +358,27 @@ def test_speed_and_memory_are_logged_by_phase(scored: Scored) -> None:
     unshared = sum(len(r.problem.teacher_prompt) + len(r.completion.token_ids) for r in rows)
     assert metrics["perf/shared_frac"] == pytest.approx(1 - computed / unshared)
     assert metrics["perf/padding_frac"] == 0
-    assert 0 < metrics["perf/mfu"] < 1
+    assert "perf/mfu" not in metrics  # on a CPU
     for phase in ("generate", "push", "score", "train"):
         assert 0.1 < metrics[f"perf/{phase}_peak_gib"] < 100
 
 
-def test_floating_point_operations_by_hand(tiny_model: str) -> None:
+def test_weights_that_a_token_goes_through_by_hand(tiny_model: str) -> None:
     model = module(tiny_model).load(tiny_model, "float32").model
     # Per layer: q and o 64 x 64, k and v 64 x 32 (one head of 32), three of the MLP 64 x 128.
     weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
-    mask = [False] * 4 + [True]
-    packed = PackedSequences.from_sequences([ScoredSequence([1, 2, 3], [4, 5], mask)] * 2, ((0, 1),))
-    # A prefix of 3 sees 6 pairs; each continuation of 2 sees 3 of its own and 2 x 3 of the prefix.
-    pairs = 6 + 2 * (3 + 6)
-    expected = 2 * weights * 7 + 4 * 2 * 64 * pairs + 2 * 2 * 64 * 8192
     norms = 2 * 2 * 64 + 64  # vectors: not multiplied
     assert sum(p.numel() for p in model.parameters()) == weights + 64 * 8192 + norms
-    assert forward_flops(model, packed) == expected
+    assert count_weights(model) == weights
 
 
 def test_a_token_goes_through_the_chosen_experts_alone() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "intermediate_size": 48}
     model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2))
-    sequence = ScoredSequence([], [1, 2, 3], [False, False, True])
-    packed = PackedSequences.from_sequences([sequence])
     # q and o 32 x 32, k and v 32 x 16, the router 32 x 8, two experts of three 32 x 48.
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 2 * 3 * 32 * 48)
-    assert forward_flops(model, packed) == 2 * weights * 3 + 4 * 2 * 32 * 6 + 2 * 32 * 64
+    assert count_weights(model) == weights
 
 
 def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:
@@ -499,20 +490,12 @@ class LogTerm(RLTReward):
         return {"fine": ones, "luck": ones.index_fill(0, torch.tensor([0]), 0.0).log()}
 
 
-@dataclass(frozen=True)
-class RatioTerms(RewardTerms):
-    """A term that is 0 / 0."""
-
-    fine: torch.Tensor
-    ratio: torch.Tensor
-
-
 class Ratio(TextReward):
-    """The same as a reward of texts."""
+    """A term that is 0 / 0, in a reward of texts."""
 
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, torch.Tensor]:
         zeros = torch.zeros(len(rollouts))
-        return RatioTerms(zeros / zeros, zeros, zeros / zeros)
+        return {"reward": zeros / zeros, "term/fine": zeros, "term/ratio": zeros / zeros}
 
 
 class LogAdvantages(GroupNormalisedAdvantages):

@@ -113,4 +113,3 @@ def test_architectures_that_run_one_by_one_are_trained(
     with pytest.warns(UserWarning, match="runs with layout 'single'"):
         trainer.fit(sft, datamodule=data)
     assert 5 < sft.step_metrics["policy/loss"] < 20
-    assert sft.step_metrics["perf/mfu"] > 0

@@ -14,17 +14,18 @@ from commands import ROOT, rlt, start
 from fits import assert_one_clear_line, metrics, wait_for
 from grpo import TEMPERATURE, Witness, rollout_callback, slow_log_probs
 from lightning.pytorch import Callback
-from seeded import SeededReward
 from trainers import bare_trainer
 
 from rlt_lightning.datamodules import StratosDataModule, StudentRLData
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.rollout_rows import rollout_rows
+from rlt_lightning.modules.step_metrics import reward_metrics
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward
-from rlt_lightning.rewards.correctness import judge_texts
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.tags import R1, TagStyle
-from rlt_lightning.types import Completion, InputError, Problem, Rollout
+from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
 
 # One-letter tags, which a model with random weights writes now and then.
 LETTERS = TagStyle("e", "t", "a", "o", "{", "}", separator="\n")
@@ -41,7 +42,7 @@ def in_tags(solution: str) -> str:
 
 
 def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
-    settings = {"source": "arithmetic", "num_embedded_rows": 8, "prompts_per_step": 2}
+    settings = {"source": "chains", "num_embedded_rows": 8, "prompts_per_step": 2}
     kind = options.pop("kind", StudentRLData)
     return kind(tokenizer=model, output_dir=str(folder), **settings | options)
 
@@ -51,6 +52,8 @@ def student_fit(model: str, folder: Path, *options: str) -> list[str]:
     return [
         "fit",
         "--config=research/configs/correctness.yaml",
+        "--data.source=chains",
+        "--data.val_source=chains",
         f"--model.teacher={model}",
         "--model.group_size=2",
         "--model.optimizer.lr=1e-3",
@@ -91,8 +94,8 @@ def test_an_answer_earns_what_the_paper_says(
     text: str, columns: dict[str, Any], expected: tuple[float, int, int], judging: CorrectnessReward
 ) -> None:
     terms = judging([answer(text, **columns)], R1)
-    assert (terms.reward.item(), terms.correct.item(), terms.formatted.item()) == expected
-    assert terms.timed_out.item() == 0
+    assert (*(terms[name].item() for name in ("reward", "level/correct", "level/formatted")),) == expected
+    assert terms["level/timed_out"].item() == 0
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +152,7 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
         Rollout(problem, Completion([1], None, "eos"), in_tags(text), True)
         for problem, text in zip(made.problems, answers, strict=True)
     ]
-    assert terms(right, R1).reward.tolist() == [1.0] * 5
+    assert terms(right, R1)["reward"].tolist() == [1.0] * 5
     terms.close()
 
 
@@ -194,12 +197,12 @@ def test_one_step_goes_from_answers_to_rewards_to_advantages_to_the_loss(
 
     [batch] = witness.batches
     assert batch.rollouts is not None
-    rows, score = batch.rollouts.rollouts, batch.step.score
+    rows, step = batch.rollouts.rollouts, batch.step
     formatted = torch.tensor([bool(re.search("e.*t.*a.*o", row.text, re.DOTALL)) for row in rows])
     assert 0 < formatted.sum() < len(rows)
-    assert score.terms["correct"].sum() == 0
+    assert step.table["level/correct"].sum() == 0
     rewards = torch.where(formatted, -0.5, -1.0)
-    torch.testing.assert_close(score.rewards, rewards)
+    torch.testing.assert_close(step.rewards, rewards)
 
     groups = rewards.view(2, 8)  # (P, G)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -271,9 +274,29 @@ def test_two_processes_judge_their_own(tiny_model: str, tmp_path: Path) -> None:
         assert metrics(two)[1][name] == pytest.approx(metrics(one)[1][name]), name
 
 
-def test_a_term_may_have_no_name_of_a_column() -> None:
-    with pytest.raises(InputError, match=r"of SeededReward must have names .*, but have seed\. Choose"):
-        judge_texts(SeededReward(), [], R1)
+def scored(**columns: torch.Tensor) -> StepBatch:
+    """A step of two completions with these columns."""
+    step = StepBatch.of_rollouts(Rollouts([answer("a"), answer("b")], 2, 0, 1.0))
+    step.set_scores(
+        {"reward": torch.zeros(2)} | {name.replace("_", "/", 1): v for name, v in columns.items()}
+    )
+    return step
+
+
+def test_a_misspelt_column_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"has the columns reward and term/NAME, .* but one has terms/brevity"
+    ):
+        scored(terms_brevity=torch.zeros(2))
+
+
+def test_a_column_may_not_take_the_name_of_another() -> None:
+    assert [row["brevity_reward"] for row in rollout_rows(scored(term_brevity=torch.ones(2)), [0])] == [1]
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'seed'"):
+        list(rollout_rows(scored(level_seed=torch.zeros(2)), [0]))
+    for name in ("term_std", "level_mean", "term_group_std"):
+        with pytest.raises(TypeError, match="multiple values for keyword argument"):
+            reward_metrics(scored(**{name: torch.zeros(2)}))
 
 
 @pytest.mark.full
@@ -283,12 +306,12 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
     (tmp_path / "my_rewards.py").write_text(
         "import torch\n"
         "from rlt_lightning.rewards import TextReward\n"
-        "from rlt_lightning.types import RewardTerms\n\n\n"
+        "\n\n"
         "class Brevity(TextReward):\n"
         "    def __init__(self, per_letter: float = -0.1) -> None:\n"
         "        self.per_letter = per_letter\n\n"
         "    def __call__(self, rollouts, tags):\n"
-        "        return RewardTerms(torch.tensor([self.per_letter * len(r.text) for r in rollouts]))\n"
+        "        return {'reward': torch.tensor([self.per_letter * len(r.text) for r in rollouts])}\n"
     )
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = ["--model.reward=my_rewards.Brevity", "--model.reward.per_letter=-0.5"]
@@ -332,7 +355,7 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
             "judges answers, but the completions of TeacherRLData are explanations",
         ),
         (["--model.reward.wrong=2"], "reward.right must be above wrong"),
-        (["--data.source=arithmetic:geometry"], "'arithmetic:KIND' such as 'arithmetic:addition'"),
+        (["--data.source=chains:geometry"], "'chains' (the default)"),
     ],
 )
 def test_what_does_not_go_together_is_one_clear_line(
@@ -364,7 +387,7 @@ def test_settings_of_the_rlt_reward_are_still_named_directly(tiny_model: str, tm
 
 def test_traditional_rl_is_planned_without_a_student(tiny_model: str) -> None:
     command = ["plan", "--config=configs/recipe_7b/grpo.yaml", f"--model.teacher={tiny_model}"]
-    found = rlt(*command, "--data.source=arithmetic:addition", "--trainer.devices=8")
+    found = rlt(*command, "--data.source=chains", "--trainer.devices=8")
     assert found.returncode == 0, found.stderr
     assert f"policy {tiny_model}" in found.stdout
     assert "student" not in found.stdout

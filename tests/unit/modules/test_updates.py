@@ -21,7 +21,7 @@ from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import CISPOLoss, DAPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
 from rlt_lightning.rewards import TextReward
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import InputError, RewardTerms, Rollout
+from rlt_lightning.types import InputError, Rollout
 
 LR = 0.05
 MAX_NORM = 0.1
@@ -200,8 +200,8 @@ def train_with_trl(
 class LetterReward(TextReward):
     """The number of an explanation's letters e, which has no rounding."""
 
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
-        return RewardTerms(torch.tensor([float(row.text.count("e")) for row in rollouts]))
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, torch.Tensor]:
+        return {"reward": torch.tensor([float(row.text.count("e")) for row in rollouts])}
 
 
 class WithRecord(RLTModule):

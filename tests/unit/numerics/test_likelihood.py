@@ -50,10 +50,10 @@ def equals(found: Tensor, expected: list[float]) -> None:
 def test_log_prob_is_the_sum_or_the_mean() -> None:
     # ln(1/2 * 1/8) = -4 ln 2, a mean of -2 ln 2; the second is not closed: ln(1/4) - 1.
     given = scores([1 / 2, 1 / 8], [1 / 4, 5], closed=[True, False])
-    equals(LogProbReward()(given).reward, [-4 * log(2), -2 * log(2) - 1])
+    equals(LogProbReward()(given)["reward"], [-4 * log(2), -2 * log(2) - 1])
     mean = LogProbReward(reduction="mean", format_penalty=0)(given)
-    equals(mean.reward, [-2 * log(2), -2 * log(2)])
-    equals(mean.solution_log_prob_min, [-3 * log(2), -2 * log(2)])
+    equals(mean["reward"], [-2 * log(2), -2 * log(2)])
+    equals(mean["log/student/solution_log_prob_min"], [-3 * log(2), -2 * log(2)])
 
 
 def test_rlpr_is_the_gain_in_mean_probability() -> None:
@@ -61,19 +61,18 @@ def test_rlpr_is_the_gain_in_mean_probability() -> None:
     empty = torch.full((3, 2), 1 / 8, dtype=torch.float64).log()
     given = scores([1 / 2, 1 / 4], [1 / 16, 1 / 16], [1 / 2, 1 / 2], closed=[True, True, False])
     terms = RLPRReward()(replace(given, empty_log_probs=empty))
-    equals(terms.reward, [0.9 / 4 + 0.1, 0.1, 0.0])
-    assert terms.baseline is not None
-    equals(terms.baseline, [1 / 8] * 3)
+    equals(terms["reward"], [0.9 / 4 + 0.1, 0.1, 0.0])
+    equals(terms["level/baseline"], [1 / 8] * 3)
     assert (RLPRReward().baseline, RLPRReward(subtract_empty=False).baseline) == ("empty", "none")
-    equals(RLPRReward(subtract_empty=False)(given).reward, [0.9 * 3 / 8 + 0.1, 0.9 / 16 + 0.1, 0.0])
+    equals(RLPRReward(subtract_empty=False)(given)["reward"], [0.9 * 3 / 8 + 0.1, 0.9 / 16 + 0.1, 0.0])
     # bfloat16 has 8 bits of mantissa: 0.3 becomes 0.30078125.
     rounded = RLPRReward(subtract_empty=False, format_coef=0, round_bf16=True)(scores([0.3, 0.3]))
-    equals(rounded.reward, [0.30078125])
+    equals(rounded["reward"], [0.30078125])
 
 
 def test_verifree_is_the_probability_of_the_whole_solution() -> None:
     given = scores([1 / 2, 1 / 8], [1 / 4, 5], [1 / 2, 1 / 2], closed=[True, True, False])
-    equals(VeriFreeReward()(given).reward, [1 / 16, 1 / 4, 0.0])
+    equals(VeriFreeReward()(given)["reward"], [1 / 16, 1 / 4, 0.0])
 
 
 def test_nover_is_rank_and_efficiency_within_the_group() -> None:
@@ -83,22 +82,22 @@ def test_nover_is_rank_and_efficiency_within_the_group() -> None:
     nats = NOVERReward().nats(given)
     equals(nats[:3].exp(), [2.0, 4.0, 3.0])
     terms = NOVERReward()(given)
-    equals(terms.solution_log_prob_reward, [1.0, 1 / 3, 2 / 3, 0.0, 1.0])
-    equals(terms.reward, [2.0, 4 / 3, 5 / 3, 0.0, 2.0])
+    equals(terms["term/solution"], [1.0, 1 / 3, 2 / 3, 0.0, 1.0])
+    equals(terms["reward"], [2.0, 4 / 3, 5 / 3, 0.0, 2.0])
     # Of 1, 100 and 10 tokens N is 1, 3 and 2. p = 1/8: PPL 8, 2, 2.83. The last is shorter, but not better.
     given = replace(scores([1 / 8], [1 / 8], [1 / 8]), lengths=torch.tensor([1, 100, 10]))
     equals(NOVERReward().nats(given), [log(8), log(8) / 3, log(8) / 2])
-    equals(NOVERReward()(given).parts()["efficiency"], [0.0, 0.0, 0.0])
+    equals(NOVERReward()(given)["term/efficiency"], [0.0, 0.0, 0.0])
     # The first is the shortest and the best: it beats both others, and the second one of two.
     given = replace(scores([1 / 2], [1 / 64], [1 / 4096]), lengths=torch.tensor([1, 2, 3]))
-    equals(NOVERReward(efficiency_weight=4)(given).parts()["efficiency"], [4.0, 2.0, 0.0])
+    equals(NOVERReward(efficiency_weight=4)(given)["term/efficiency"], [4.0, 2.0, 0.0])
 
 
 def test_equal_perplexities_are_ranked_in_order_or_alike() -> None:
     given = scores([1 / 4], [1 / 2], [1 / 4], [1 / 4])
-    equals(NOVERReward()(given).solution_log_prob_reward, [3 / 4, 1.0, 2 / 4, 1 / 4])
+    equals(NOVERReward()(given)["term/solution"], [3 / 4, 1.0, 2 / 4, 1 / 4])
     # The ranks 1, 2 and 3 have the mean 2.
-    equals(NOVERReward(ties="mean")(given).solution_log_prob_reward, [2 / 4, 1.0, 2 / 4, 2 / 4])
+    equals(NOVERReward(ties="mean")(given)["term/solution"], [2 / 4, 1.0, 2 / 4, 2 / 4])
 
 
 def slow_nover(given: SolutionScores, i: int) -> float:
@@ -127,7 +126,7 @@ def test_nover_equals_a_slow_version() -> None:
         log_probs, torch.arange(6) < torch.randint(1, 7, (40, 1)), torch.rand(40) < 0.8, lengths,
         torch.arange(40) // 8,
     )  # fmt: skip
-    equals(NOVERReward()(given).reward, [slow_nover(given, i) for i in range(40)])
+    equals(NOVERReward()(given)["reward"], [slow_nover(given, i) for i in range(40)])
 
 
 @pytest.mark.parametrize(
@@ -146,9 +145,9 @@ def test_reductions_are_those_of_the_released_code(reduction: Any, expected: flo
     # RLT's r_SS with it, and r_KL of the same values.
     rlt = RLTReward(reduction=reduction, kl_reduction=reduction, min_coef=0, max_coef=0, kl_weight=2)
     terms = rlt(values, mask, values, mask, torch.tensor([True]))
-    equals(terms.solution_log_prob_reward, [expected])
+    equals(terms["term/solution"], [expected])
     # An empty row gets one 0 in r_KL; a row with tokens is as it is.
-    equals(terms.kl_reward, [-2 * expected])
+    equals(terms["term/kl"], [-2 * expected])
 
 
 def scores_of(values: Tensor, mask: Tensor) -> SolutionScores:
@@ -296,8 +295,8 @@ def test_rlpr_equals_the_released_code() -> None:
     # The code rounds B to bfloat16, by up to 0.2 %, and only B.
     rounded = after.bfloat16().float().masked_fill(~golden_scores().closed, 0.0)
     is_near(rounded, GOLDEN["rlpr"]["after"])
-    is_near(RLPRReward(round_bf16=True)(golden_scores()).reward, GOLDEN["rlpr"]["reward"])
-    exact = rlpr(golden_scores()).reward
+    is_near(RLPRReward(round_bf16=True)(golden_scores())["reward"], GOLDEN["rlpr"]["reward"])
+    exact = rlpr(golden_scores())["reward"]
     torch.testing.assert_close(exact, torch.tensor(GOLDEN["rlpr"]["reward"]), atol=0.9 * 2**-9, rtol=0)
     assert exact.std() > 0.01
 
@@ -305,7 +304,7 @@ def test_rlpr_equals_the_released_code() -> None:
 def test_verifree_equals_the_released_code_with_its_gradient() -> None:
     golden = GOLDEN["verifree"]
     given = golden_scores(log_probs=golden["scale_of_log_probs"] * golden_scores().log_probs)
-    is_near(VeriFreeReward()(given).reward, golden["reward"])
+    is_near(VeriFreeReward()(given)["reward"], golden["reward"])
     log_probs = given.log_probs.clone().requires_grad_()
     rewards = VeriFreeReward().score_solution(replace(given, log_probs=log_probs))
     # The code's answer loss is -r(z) log p(y | z), r without gradient, of one thought at a time.
@@ -324,9 +323,9 @@ def test_verifree_equals_the_released_code_with_its_gradient() -> None:
 
 def test_nover_equals_the_released_code() -> None:
     terms = NOVERReward()(golden_scores())
-    is_near(terms.solution_log_prob_reward, GOLDEN["nover"]["rank"])
-    is_near(terms.parts()["efficiency"], GOLDEN["nover"]["efficiency"])
-    is_near(terms.format_reward, GOLDEN["nover"]["format"])
+    is_near(terms["term/solution"], GOLDEN["nover"]["rank"])
+    is_near(terms["term/efficiency"], GOLDEN["nover"]["efficiency"])
+    is_near(terms["term/format"], GOLDEN["nover"]["format"])
     assert len(set(GOLDEN["nover"]["rank"])) == 6
     assert max(GOLDEN["nover"]["efficiency"]) > 0
 
@@ -334,6 +333,6 @@ def test_nover_equals_the_released_code() -> None:
 def test_log_prob_is_that_of_the_recorded_tokens() -> None:
     # The paper has no released code: the sum and the mean of what the others judge.
     for reduction in ("sum", "mean"):
-        reward = LogProbReward(reduction=reduction, format_penalty=0)(golden_scores()).reward  # type: ignore[arg-type]
+        reward = LogProbReward(reduction=reduction, format_penalty=0)(golden_scores())["reward"]  # type: ignore[arg-type]
         number = 1 if reduction == "sum" else len(GOLDEN["empty_log_probs"])
         is_near(reward, [sum(row) / number for row in GOLDEN["log_probs"]])

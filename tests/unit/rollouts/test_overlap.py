@@ -40,8 +40,7 @@ from rlt_lightning.engines import (
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.sampler import sum_hidden_seconds
+from rlt_lightning.rollouts.sampler import RolloutRequest, sum_hidden_seconds
 from rlt_lightning.types import Completion
 
 __all__ = ["start"]  # a fixture

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 from commands import Running, wait_until
 
-from rlt_lightning.checkpoints.folder import write_best
 from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError
 
-LAST, BEST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
+LAST, FIRST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
 ELSEWHERE = "../other/step=000003.ckpt"
-# The run in the folder: nothing; checkpoints of two steps, the first the best; rows of a prediction; a model.
+# The run in the folder: nothing; checkpoints of two steps; rows of a prediction; a model.
 NOTHING: list[str] = []
-TRAINED, SCORED, EXPORTED = [BEST, LAST], ["scores.jsonl"], ["model/config.json"]
+TRAINED, SCORED, EXPORTED = [FIRST, LAST], ["scores.jsonl"], ["model/config.json"]
 
 # verb, what lies there, ckpt_path, resume, overwrite -> subfolder, ckpt_path, resume, overwrite
 CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | None, bool, bool]]] = [
@@ -25,16 +24,14 @@ CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | Non
     ("fit", TRAINED, None, False, False, ("", None, False, False)),
     ("fit", TRAINED, None, False, True, ("", None, False, True)),
     ("fit", TRAINED, None, True, False, ("", LAST, True, False)),
-    ("fit", TRAINED, "best", True, False, ("", LAST, True, False)),
-    ("fit", NOTHING, "best", True, False, ("", None, False, True)),
+    ("fit", NOTHING, "last", True, False, ("", None, False, True)),
     ("fit", NOTHING, ELSEWHERE, True, False, ("", ELSEWHERE, False, True)),
     ("fit", TRAINED, ELSEWHERE, True, False, ("", LAST, True, False)),
     ("fit", TRAINED, "last", False, False, ("", LAST, True, False)),
     ("fit", TRAINED, "last", False, True, ("", LAST, True, True)),
-    ("fit", TRAINED, "best", False, False, ("", BEST, True, False)),
-    ("fit", TRAINED, BEST, False, False, ("", BEST, True, False)),
+    ("fit", TRAINED, FIRST, False, False, ("", FIRST, True, False)),
     ("fit", TRAINED, ELSEWHERE, False, False, ("", ELSEWHERE, False, False)),
-    ("validate", TRAINED, "best", False, False, ("validate", BEST, False, False)),
+    ("validate", TRAINED, "last", False, False, ("validate", LAST, False, False)),
     ("predict", TRAINED, "last", False, False, ("predict", LAST, False, False)),
     ("predict", NOTHING, ELSEWHERE, False, False, ("", ELSEWHERE, False, False)),
     ("predict", NOTHING, None, True, False, ("", None, False, True)),
@@ -47,12 +44,10 @@ CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | Non
 # The same, and what the refusal says; None in place of what lies there: the user named no folder.
 REFUSALS: list[tuple[str, list[str] | None, str | None, bool, bool, str]] = [
     ("fit", None, "last", False, False, "need --output_dir"),
-    ("predict", None, "best", False, False, "need --output_dir"),
     ("fit", None, None, True, False, "need --output_dir"),
     ("test", None, None, True, False, "need --output_dir"),
     ("fit", NOTHING, "last", False, False, "--ckpt_path last needs a checkpoint"),
     ("validate", NOTHING, "last", False, True, "--ckpt_path last needs a checkpoint"),
-    ("fit", NOTHING, "best", False, False, "--ckpt_path best needs a checkpoint with a score"),
     ("fit", NOTHING, "none.ckpt", False, False, "--ckpt_path must be a checkpoint"),
     ("fit", SCORED, None, True, False, "does not replace .*scores.jsonl"),
     ("fit", EXPORTED, None, True, False, "does not replace .*model"),
@@ -65,8 +60,6 @@ def write(folder: Path, names: list[str]) -> None:
     for name in [*names, ELSEWHERE]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    if BEST in names:
-        write_best(folder / "checkpoints", {"checkpoint": Path(BEST).name})
 
 
 @pytest.mark.parametrize(("verb", "lies", "ckpt_path", "resume", "overwrite", "expected"), CHOICES)
@@ -91,7 +84,7 @@ def test_the_run_folder_follows_from_options_and_what_exists(
 @pytest.mark.parametrize("named", [".", "checkpoints"])
 def test_a_run_stands_for_its_newest_checkpoint(named: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write(run, [f"{BEST}/state.pt", f"{LAST}/state.pt"])
+    write(run, [f"{FIRST}/state.pt", f"{LAST}/state.pt"])
     for verb in ("fit", "predict"):
         choice = choose_run_folder(verb, str(tmp_path / "new"), "", str(run / named))
         assert choice == RunFolder(tmp_path / "new", str(run / LAST), resume=False, overwrite=False)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import rlt
 from safetensors.torch import load_file
+from trace_kinds import chain_kind, parse_chain
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.embedded import MINIATURES
@@ -21,12 +22,10 @@ from rlt_lightning.tasks.stepwise import (
     CHAIN_WORDING,
     Mixture,
     build_chain,
-    chain_kind,
     chain_rows,
     draw_chains,
     draw_ending,
     draw_trace,
-    parse_chain,
 )
 from rlt_lightning.types import InputError
 

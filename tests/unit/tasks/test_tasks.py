@@ -13,10 +13,6 @@ from rlt_lightning.types import InputError
 
 # Recorded before all sources shared one function that draws: source, split, seed, hash of 60 rows.
 RECORDED = [
-    ("arithmetic", "train", 0, "9349948eb9d18364"),
-    ("arithmetic", "test", 3, "17bd38c92a780833"),
-    ("arithmetic:small_sum", "train", 0, "6f672ee1b77795c5"),
-    ("arithmetic:small_sum", "test", 3, "d939b2b815495160"),
     ("chains", "train", 0, "e4cca974975bfd0d"),
     ("chains", "test", 3, "cb97b82454812d6e"),
     ("chains:right", "train", 0, "282e1179b2316e5c"),

@@ -6,14 +6,10 @@ import re
 from collections import Counter
 
 import pytest
+from trace_kinds import parse_word_sum, word_sum_kind
 
 from rlt_lightning.tasks import EMBEDDED, draw, stepwise
-from rlt_lightning.tasks.stepwise import (
-    build_word_sum,
-    parse_word_sum,
-    word_sum_kind,
-    word_sum_rows,
-)
+from rlt_lightning.tasks.stepwise import build_word_sum, word_sum_rows
 from rlt_lightning.types import InputError
 
 QUESTION = "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?"

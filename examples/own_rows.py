@@ -1,7 +1,7 @@
 """The Python part of examples/own_rows.sh: split the rows before its stages, tabulate the results after them.
 
-python -m rlt_lightning.commands.own_rows split ROWS FOLDER    train.jsonl, held_out.jsonl, test.jsonl
-python -m rlt_lightning.commands.own_rows table RUN            own_rows.md: accuracies and costs of stages
+python examples/own_rows.py split ROWS FOLDER    train.jsonl, held_out.jsonl, test.jsonl
+python examples/own_rows.py table RUN            own_rows.md: accuracies and costs of stages
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def describe_costs(name: str, figures: Sequence[float], num_cards: int) -> str:
 
 def main(words: Iterable[str] | None = None) -> int:
     """Run `split` or `table`, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m rlt_lightning.commands.own_rows", allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
     split = verbs.add_parser("split", help="write train.jsonl, held_out.jsonl and test.jsonl")
     split.add_argument("rows", help="a file, a folder or a hub id, as data.source takes it")

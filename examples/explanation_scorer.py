@@ -1,204 +1,35 @@
-"""Score a few problems: for `rlt explain`, `rlt check`, `Teacher`, and the reward functions for TRL and verl.
+"""Score the completions of another trainer: trl_reward.py and verl_reward.py are built on this.
 
-score_problems      rows ─▶ Problems ─▶ their completions, or those that an engine samples ─▶ RLTModule
-                    the models are loaded here, as in `rlt predict`: `rlt explain`, `rlt check`, Teacher
-ExplanationScorer   row ────────▶ Problem ┐
-                    completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ Score: reward and its terms
-                    another program (TRL, verl) samples, and provides the teacher
+    row ────────▶ Problem ┐
+    completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ StepBatch: reward and its terms
+
+The other program samples, and provides the teacher.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, cast
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
 
-from rlt_lightning.callbacks.progress import IterationLines, has_terminal
-from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import list_model_contexts
-from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.stages import ReadData, TeacherRLData
-from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.datamodules.student_views import StudentViews
 from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.load import Dtype, load_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.reader import Reader, score_rollouts
-from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.numerics.students import Reduction
-from rlt_lightning.rewards import Reward, RLTReward, TextReward
-from rlt_lightning.rewards.explanations import build_empty_completion, require_scorable
+from rlt_lightning.rewards import Reward, RLTReward
+from rlt_lightning.rewards.explanations import require_scorable
 from rlt_lightning.rewards.students import StudentNames, Students, split_student_setting
-from rlt_lightning.rollouts.step import POLICY, Score, StepBatch
+from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
-from rlt_lightning.types import (
-    BadRowError,
-    Completion,
-    InputError,
-    Problem,
-    PromptBatch,
-    RewardTerms,
-    Rollout,
-    Rollouts,
-)
-
-
-class NoReward(TextReward):
-    """The reward that `Teacher` uses if it has no student; its zeros are not shown."""
-
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> RewardTerms:
-        """See `TextReward`."""
-        return RewardTerms(torch.zeros(len(rollouts)))
-
-
-@dataclass(frozen=True)
-class ScoredBatch:
-    """Completions of some rows with their rewards.
-
-    Attributes:
-        step: The completions.
-        empty: An empty explanation of the first problem, scored; None if none was asked for.
-    """
-
-    step: StepBatch
-    empty: StepBatch | None
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """Return the completions."""
-        return self.step.rollouts(self.step.shard)
-
-
-def score_problems(
-    module: RLTModule,
-    data: StratosDataModule,
-    rollouts: RolloutCallback,
-    with_empty: bool = False,
-    progress: bool = False,
-    **trainer: Any,
-) -> list[ScoredBatch]:
-    """Score completions of rows as `rlt predict` does, in one process, and leave no files.
-
-    Args:
-        module: The teacher, its students and the reward.
-        data: The rows; those of ScoringData bring their completions. Of a TeacherRLData with one row
-            completions end where the models' contexts do.
-        rollouts: How completions are sampled, if the rows bring none.
-        with_empty: Whether the students score an empty explanation too.
-        progress: Whether a bar, or lines in a log, count the batches of data.val_batch_size rows.
-        trainer: Further arguments of Lightning's Trainer, such as accelerator and precision.
-
-    Raises:
-        InputError: If a row cannot be used, or the models' contexts leave no room for an explanation.
-    """
-    collector = ScoreCollector(with_empty, progress)
-    lines = [IterationLines()] if progress and not has_terminal() else []
-    with TemporaryDirectory(prefix="rlt-") as folder:
-        settings = trainer | {
-            # The collector first: RolloutCallback checks in its setup whether completions fit.
-            "callbacks": [collector, rollouts, *lines],
-            "default_root_dir": folder,
-            "devices": 1,
-            "num_nodes": 1,
-            "strategy": "auto",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": progress and not lines,
-        }
-        Trainer(**settings).predict(module, datamodule=data, return_predictions=False)
-    return collector.scored
-
-
-class ScoreCollector(Callback):
-    """Keep the scored batches of a prediction, and fit completions into the models' contexts."""
-
-    def __init__(self, with_empty: bool, progress: bool) -> None:
-        self.with_empty, self.progress = with_empty, progress
-        self.scored: list[ScoredBatch] = []
-        self.waiting = ExitStack()
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        data = get_stratos_data(trainer)
-        if isinstance(data, TeacherRLData) and len(data.items) == 1:
-            fit_context(trainer, cast(RLTModule, pl_module))
-
-    @override
-    def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: PromptBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if isinstance(get_stratos_data(trainer), TeacherRLData):
-            number = len(batch.problems)
-            what = "the explanation" if number == 1 else f"explanations of {number} problems"
-            self.waiting.enter_context(waiting_for(what))
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.waiting.close()
-
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: PromptBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        empty = None
-        if self.with_empty:
-            assert batch.rollouts is not None
-            # In the precision in which RLTModule scored the explanations.
-            with trainer.precision_plugin.forward_context():
-                rollout = build_empty_rollout(batch.problems[0], get_stratos_data(trainer).student_views)
-                rollouts = replace(batch.rollouts, rollouts=[rollout], group_size=1)
-                empty = cast(RLTModule, pl_module).score(rollouts)
-        self.waiting.close()
-        self.scored.append(ScoredBatch(batch.step, empty))
-
-
-def build_empty_rollout(problem: Problem, views: StudentViews) -> Rollout:
-    """Return an empty explanation as every student reads it, with which others are compared."""
-    return views.build_rollout(problem, build_empty_completion(problem, views.formats[0]))
-
-
-def fit_context(trainer: Trainer, module: RLTModule) -> None:
-    """Limit completions to the room that the only problem leaves in the models' contexts.
-
-    Args:
-        trainer: The trainer, whose RolloutCallback is changed.
-        module: The RLTModule.
-
-    Raises:
-        InputError: If there is no room for an explanation.
-    """
-    models = list_model_contexts(module, get_stratos_data(trainer))
-    room = min(model.context - int(model.fixed[0]) for model in models)
-    if room < 1:
-        raise InputError(
-            "Question and solution must leave room for an explanation, but with their prompts they are "
-            f"{1 - room} tokens too long for the models' contexts. Shorten them."
-        )
-    rollouts = RolloutCallback.of(trainer)
-    if room < rollouts.sampling.max_completion_length:
-        rollouts.sampling = replace(rollouts.sampling, max_completion_length=room)
-    rollouts.val_sampling = rollouts.sampling
+from rlt_lightning.types import BadRowError, Completion, InputError, Problem, Rollout, Rollouts
 
 
 class ExplanationScorer:
@@ -322,8 +153,8 @@ class ExplanationScorer:
 
     def score(
         self, rollouts: Sequence[Rollout], teacher: RunModel, device: torch.device, group_size: int = 1
-    ) -> Score:
-        """Return the reward of N explanations and its terms, each (N,).
+    ) -> StepBatch:
+        """Return N explanations with their rewards and terms, each (N,).
 
         Args:
             rollouts: N explanations, made by `build_rollout`; those of one problem share its prompt's
@@ -340,9 +171,7 @@ class ExplanationScorer:
         models = self.models | {POLICY: Model(teacher)}
         reader = Reader(models, self._plan, device, self.head)
         groups = Rollouts(list(rollouts), group_size, 0, self.temperature)
-        step = score_rollouts(reader, self.reward, self.students, groups)
-        assert step.score is not None
-        return step.score
+        return score_rollouts(reader, self.reward, self.students, groups)
 
     @property
     def temperature(self) -> float:

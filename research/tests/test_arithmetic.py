@@ -1,4 +1,4 @@
-"""The embedded arithmetic source is right, and gives the same rows on every machine."""
+"""The arithmetic problems are right, and give the same rows on every machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from arithmetic import KINDS, NAMES, TEMPLATES, THINGS, arithmetic_rows
 from transformers import AutoTokenizer
 
-from rlt_lightning.tasks.arithmetic import KINDS, NAMES, TEMPLATES, THINGS, arithmetic_rows
 from rlt_lightning.types import InputError
 
 NUMBER = r"\d+(?:\.\d+)?"
@@ -101,10 +101,7 @@ def test_rows_vary():
 
 @pytest.mark.full
 def test_rows_are_the_same_in_another_process():
-    code = (
-        "from rlt_lightning.tasks.arithmetic import arithmetic_rows\n"
-        "print(arithmetic_rows(50, 7)[49]['question'])"
-    )
+    code = "from arithmetic import arithmetic_rows\nprint(arithmetic_rows(50, 7)[49]['question'])"
     other = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -136,7 +133,7 @@ def test_one_kind_can_be_had_alone_even_an_easy_one():
 def test_impossible_requests_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="splits train and test, but got 'dev'"):
         arithmetic_rows(1, split="dev")
-    monkeypatch.setattr("rlt_lightning.tasks.arithmetic.TEMPLATES", (lambda rng: ("q", "t", "1"),))
+    monkeypatch.setattr("arithmetic.TEMPLATES", (lambda rng: ("q", "t", "1"),))
     with pytest.raises(
         InputError, match=r"about [01] different rows of these settings, but 5 were asked for"
     ):

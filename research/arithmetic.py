@@ -1,9 +1,12 @@
-"""The default source: worked arithmetic problems, generated from a seed without a download."""
+"""Worked arithmetic problems from a seed: `python research/arithmetic.py FOLDER` writes small sums."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from random import Random
 
 from rlt_lightning.tasks.draw import draw_different
@@ -295,3 +298,20 @@ TEMPLATES: tuple[Callable[[Random], Worked], ...] = (
 )
 
 KINDS = {template.__name__: template for template in (*TEMPLATES, small_sum)}
+
+
+def main() -> None:
+    """Write small sums for configs/correctness_warmup.yaml and configs/correctness.yaml."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, number, seed, split in (
+        ("warmup", 64, 1, "train"),
+        ("train", 256, 0, "train"),
+        ("test", 256, 0, "test"),
+    ):
+        rows = arithmetic_rows(number, seed, split, kind="small_sum")
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

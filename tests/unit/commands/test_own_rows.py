@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from jars import build_rows, write_rows
-
-from rlt_lightning.commands.own_rows import (
+from own_rows import (
     build_page,
     choose_part,
     main,
     split_rows,
     wilson_interval,
 )
+
 from rlt_lightning.types import InputError
 
 
