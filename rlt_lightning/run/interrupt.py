@@ -149,7 +149,7 @@ class Interrupt(Callback):
         only_ctrl_c = noted == {signal.SIGINT}
         if trainer.is_global_zero:
             print(
-                f"rlt: {'interrupted' if only_ctrl_c else 'terminated'}. The run stopped after iteration "
+                f"\nrlt: {'interrupted' if only_ctrl_c else 'terminated'}. The run stopped after iteration "
                 f"{trainer.global_step}. Set resume to true to resume it in {trainer.default_root_dir}.",
                 file=sys.stderr,
             )
