@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -21,7 +20,6 @@ import xxhash
 from rlt_lightning.types import InputError
 
 SUFFIX = ".xxh128"
-NUM_THREADS = 4
 
 
 def write_digests(folder: Path, files: Iterable[Path], rank: int = 0) -> None:
@@ -57,25 +55,20 @@ def require_digests(folder: Path, remedy: str, names: list[str] | None = None) -
     """
     digests = read_digests(folder)
     if names is None:
-        own = [path for path in folder.rglob("*") if path.suffix != SUFFIX and path.name[0] != "."]
-        paths = [path.relative_to(folder).as_posix() for path in own if path.is_file()]
-        names = sorted({*digests, *paths})
-
-    def find_fault(name: str) -> str | None:
-        if not (folder / name).is_file():
-            return f"{folder / name} is missing"
-        if name not in digests:
-            return f"{folder / name} has no digest in {folder}/*{SUFFIX}"
-        return (
-            None if compute_digest(folder / name) == digests[name] else f"{folder / name} has another digest"
-        )
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        faults = [fault for fault in threads.map(find_fault, names) if fault]
-    if not names:
-        faults = ["none is there"]
-    if faults:
-        raise InputError(f"Every file of {folder} must be as it was written, but {faults[0]}. {remedy}")
+        files = (path for path in folder.rglob("*") if path.is_file())
+        own = [path for path in files if path.suffix != SUFFIX and path.name[0] != "."]
+        names = sorted({*digests, *(path.relative_to(folder).as_posix() for path in own)}) or ["any file"]
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            fault = "is missing"
+        elif name not in digests:
+            fault = f"has no digest in {folder}/*{SUFFIX}"
+        elif compute_digest(path) != digests[name]:
+            fault = "has another digest"
+        else:
+            continue
+        raise InputError(f"Every file of {folder} must be as it was written, but {path} {fault}. {remedy}")
 
 
 def compute_digest(path: Path) -> str:

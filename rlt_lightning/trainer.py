@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -35,7 +33,6 @@ from rlt_lightning.callbacks import (
     Alarms,
     Checkpoint,
     DistillationWriter,
-    EvaluateEvery,
     EvaluationWriter,
     ModelExporter,
     ResponseCallback,
@@ -43,19 +40,11 @@ from rlt_lightning.callbacks import (
     RolloutRecorder,
 )
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.console import announce
-from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.modules.base import require_strategy
-from rlt_lightning.run.folder import (
-    RunFolder,
-    choose_run_folder,
-    lock_folder,
-    open_run_folder,
-    remove_empty_folders,
-)
-from rlt_lightning.run.interrupt import TERMINATED, Interrupted
+from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.run.metrics_csv import MetricsCSV
-from rlt_lightning.run.ranks import choose_status, find_global_rank, require_processes, require_tasks
+from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.types import InputError, as_list
 
 # The callbacks of every run, by the names of their settings: of `rlt test`, and of other verbs.
@@ -68,16 +57,12 @@ TRAINING: dict[str, type[Callback]] = {
     "alarms": Alarms,
     "distillation": DistillationWriter,
 }
-# Arguments of Lightning's Trainer, and of its verbs, that a run has unless others are set.
+# Arguments of Lightning's Trainer that a run has unless others are set.
 TRAINER_DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 1,
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
     "use_distributed_sampler": False,  # our loader distributes the rows itself
-}
-VERB_DEFAULTS: dict[str, dict[str, Any]] = {
-    "test": {"verbose": False},  # EvaluationWriter prints the table
-    "predict": {"return_predictions": False},  # they are in files
 }
 # Warnings of other packages that say nothing about the user's run.
 STRAY = (
@@ -93,8 +78,6 @@ STRAY = (
     ".*defined a `validation_step` but have no `val_dataloader`.*",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ".*gradient_checkpointing_enable` is deprecated.*",
-    # It tells to use `srun`; `require_processes` does where too few processes were started.
-    ".*`srun` command is available on your system but is not used.*",
     # DeepSpeed calls these two.
     ".*all_gather_into_tensor.*deprecated.*",
     ".*reduce_scatter_tensor.*deprecated.*",
@@ -140,7 +123,7 @@ def in_run_folder(verb: str) -> Any:
     @wraps(method)
     def run(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         call = signature(method).bind(self, *args, **kwargs)
-        given = call.arguments = VERB_DEFAULTS.get(verb, {}) | call.arguments
+        given = call.arguments
         data = given.get("datamodule") or given.get("train_dataloaders", given.get("dataloaders"))
         with self.enter_run_folder(verb, data, given.get("ckpt_path")) as given["ckpt_path"]:
             return method(*call.args, **call.kwargs)
@@ -151,10 +134,9 @@ def in_run_folder(verb: str) -> Any:
 class Trainer(lightning.pytorch.Trainer):
     """Lightning's Trainer for the modules of this package; a run equals that of `rlt` with the same settings.
 
-    The first verb writes into `output_dir`, and each further one, such as `validate` after `fit`, into a
-    folder of its name inside it. `fit` leaves the trained model in `output_dir/model`. The first Ctrl-C stops
-    a fit with a KeyboardInterrupt once its iteration is finished and its checkpoint written; SIGTERM does so
-    with SystemExit(143).
+    All verbs of a trainer write into `output_dir`. `fit` leaves the trained model in `output_dir/model`. The
+    first Ctrl-C stops a fit with SystemExit(130) once its iteration is finished and its checkpoint written;
+    SIGTERM does so with SystemExit(143).
 
     Args:
         output_dir: The run folder. If it contains a run, resume or overwrite must be set. A RunFolder is
@@ -166,7 +148,7 @@ class Trainer(lightning.pytorch.Trainer):
             own.
 
     Raises:
-        InputError: If two callbacks bring completions, a strategy does not work, or GPUs are missing.
+        InputError: If a callback of every run is there twice, or a strategy does not work.
     """
 
     fit, validate, test, predict = map(in_run_folder, ("fit", "validate", "test", "predict"))
@@ -194,23 +176,14 @@ class Trainer(lightning.pytorch.Trainer):
         self._metrics = MetricsCSV(str(self.output_dir))
         options["logger"] = [self._metrics, *as_list(options.get("logger"))]
         options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]
-        require_gpus(options.get("accelerator", "auto"), options.get("devices", "auto"))
         # Lightning moves Checkpoint behind all others.
         options["callbacks"] = [*named, *missing]
-        require_tasks()
         super().__init__(default_root_dir=self.output_dir, **options)
         require_strategy(self.strategy)
-        require_processes(self)
 
     @contextmanager
     def enter_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
-        """Open the folder of a verb, and lend its name to the datamodule; yield the checkpoint to load."""
-        questions = (part.questions for part in self.callbacks if isinstance(part, EvaluateEvery))  # type: ignore[attr-defined]
-        for part in (data, *questions):
-            if isinstance(part, (StratosDataModule, EvaluationDataModule)):
-                part.require_files()
-        if (last := self.world_size - 1) and not self._is_open:
-            announce(f"waiting for {'rank 1' if last == 1 else f'ranks 1 to {last}'} to start")
+        """Open the run folder, and lend its name to the datamodule; yield the checkpoint to load."""
         path = None if ckpt_path is None else str(ckpt_path)
         if self._opened is None:
             path = self._open(verb, path)
@@ -221,61 +194,21 @@ class Trainer(lightning.pytorch.Trainer):
             data.output_dir = self.default_root_dir
         try:
             yield path
-        except Interrupted as stop:
-            if self._opened is not None:
-                raise  # `rlt` says how to resume
-            told = f"{stop} To resume it: Trainer({str(self.output_dir)!r}, resume=True)"
-            if stop.status != TERMINATED:
-                raise KeyboardInterrupt(told) from None
-            if self.is_global_zero:
-                print(f"rlt: terminated. {told}", file=sys.stderr)
-            raise SystemExit(choose_status(TERMINATED)) from None
-        except BaseException:
-            remove_empty_folders()
-            raise
         finally:
             if lends:
                 data.output_dir = None
 
     def _open(self, verb: str, ckpt_path: str | None) -> str | None:
-        """Open the folder of a verb, and return the checkpoint to load."""
-        output_dir, again, is_fit = str(self.output_dir), self._is_open, verb == "fit"
-        if again:
-            choice = choose_run_folder(verb, output_dir, ckpt_path=ckpt_path, overwrite=not is_fit)
-            choice = replace(choice, folder=self.output_dir if is_fit else self.output_dir / verb)
-        else:
-            choice = choose_run_folder(verb, output_dir, "", ckpt_path, self.resume, self.overwrite)
-        if find_global_rank() == 0:
-            if again and is_fit:  # it continues
-                lock_folder(choice.folder)
-            else:
+        """Open the run folder with the first verb, and return the checkpoint to load."""
+        output_dir, is_first = str(self.output_dir), not self._is_open
+        choice = choose_run_folder(verb, output_dir, "", ckpt_path, self.resume and is_first, self.overwrite)
+        if is_first:
+            if find_global_rank() == 0:
                 open_run_folder(choice)
+            self._default_root_dir = str(choice.folder)
+            self._metrics.path = choice.folder / "metrics.csv"
         self._is_open = True
-        self._default_root_dir = str(choice.folder)
-        metrics = self._metrics if choice.folder == self.output_dir else MetricsCSV(str(choice.folder))
-        self.loggers = [metrics if isinstance(log, MetricsCSV) else log for log in self.loggers]
         return choice.ckpt_path
-
-
-def require_gpus(accelerator: Any, devices: Any) -> None:
-    """Check that there is a GPU where the settings ask for one, or for several devices of the automatic kind.
-
-    Lightning would start as many processes on the CPU.
-
-    Raises:
-        InputError: If there is none, or if the devices of a CPU are no number.
-    """
-    if accelerator == "cpu" and devices != "auto" and not str(devices).strip().isdigit():
-        raise InputError(
-            f"trainer.devices must be how many processes use the CPU, but is {devices}. Set it to a number."
-        )
-    asks = accelerator in ("gpu", "cuda") or (accelerator == "auto" and devices not in ("auto", 1, "1"))
-    if asks and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-        raise InputError(
-            f"trainer.accelerator {accelerator} with trainer.devices {devices} needs a GPU, but PyTorch "
-            f"{torch.__version__} (CUDA {torch.version.cuda}) finds none. Set trainer.accelerator to cpu, or "
-            "look at nvidia-smi and at the installed PyTorch."
-        )
 
 
 def build_missing(named: list[Callback], with_checkpoints: bool) -> list[Callback]:
@@ -284,13 +217,16 @@ def build_missing(named: list[Callback], with_checkpoints: bool) -> list[Callbac
     Each is idle in the verbs that are not its own.
 
     Raises:
-        InputError: If several bring completions.
+        InputError: If one is there twice, as where a config names it besides its section.
     """
-    for kind in (RolloutCallback, ResponseCallback):
-        if (number := sum(isinstance(part, kind) for part in named)) > 1:
+    missing = []
+    for kind in (*TRAINING.values(), *TESTING.values()):
+        number = sum(isinstance(part, kind) for part in named)
+        if number > 1:
             raise InputError(
-                f"A run has one {kind.__name__}, but callbacks has {number}. Remove all but one."
+                f"A run has one {kind.__name__}, but callbacks has {number}. Remove all but one; in a config "
+                "set its section instead."
             )
-    kinds = [*TRAINING.values(), *TESTING.values()]
-    missing = [kind for kind in kinds if not any(isinstance(part, kind) for part in named)]
-    return [kind() for kind in missing if with_checkpoints or kind is not Checkpoint]
+        if not number and (with_checkpoints or kind is not Checkpoint):
+            missing.append(kind())
+    return missing

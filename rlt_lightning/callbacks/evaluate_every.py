@@ -34,7 +34,7 @@ from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.engines.base import EngineError, Sampling
+from rlt_lightning.engines.base import Sampling
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import name_figures
@@ -96,7 +96,7 @@ class EvaluateEvery(Callback):
         self.at_start = at_start
         self.judge_deadline_s = judge_deadline_s
         self.deadline_s = deadline_s
-        self.collectives = Collectives(deadline_s, EngineError)
+        self.collectives = Collectives(deadline_s)
         # Each fit sets these three.
         self.questions = self._build_questions()
         self.dispatcher: Dispatcher | None = None
@@ -160,7 +160,6 @@ class EvaluateEvery(Callback):
             figures = self.collectives.on_rank_zero(
                 trainer,
                 lambda: self._judge_responses(responses) | {SECONDS: time.monotonic() - begin},
-                "rank 0, which judges the answers",
             )
         # What this took is no part of the next step's phases.
         module.phase.lap()

@@ -16,7 +16,6 @@ from typing_extensions import override
 from rlt_lightning.modules.rollout_rows import build_token_columns, rollout_rows
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
-from rlt_lightning.run.ranks import waiting_for_ranks
 from rlt_lightning.types import PromptBatch
 
 T = TypeVar("T")
@@ -102,6 +101,5 @@ def gather_rows(rows: list[T], trainer: Trainer) -> list[T]:
     if trainer.world_size == 1:
         return rows
     parts: list[list[T]] | None = [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
-    with waiting_for_ranks(trainer, "rank 0 to take the rows", "the rows of all ranks"):
-        torch.distributed.gather_object(rows, parts, dst=0)
+    torch.distributed.gather_object(rows, parts, dst=0)
     return [row for part in parts or [] for row in part]

@@ -1,269 +1,156 @@
-"""Print `rlt --help` and `rlt VERB --help` at once, without importing PyTorch."""
+"""What `rlt --help` and `rlt VERB --help` print, at once, without importing PyTorch."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import sys
-import textwrap
-from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher, get_close_matches
+import argparse
 
-from rlt_lightning.types import InputError
+from rlt_lightning.version import __version__
 
-HELPS = {"-h", "--help"}
+# By verb: what it does, then an example and what most people set. Lines fit into 80 columns.
+VERBS = {
+    "demo": """Show what RLT does for a student: all stages in miniature, two minutes.
 
-RUN = """  --config CONFIG        a config by name (rlt configs), or a YAML file; a later one wins
-  --output_dir DIR       the run folder; runs/<config>-<time> by default
-  --resume true          resume the run in --output_dir, or start it if there is none
-  --overwrite true       replace the run in --output_dir
-  --seed N               seed of everything random
-"""
-MACHINE = """  --trainer.accelerator auto          cpu or gpu; auto takes a GPU if there is one
-  --trainer.devices auto              number of processes, a GPU each; auto takes all GPUs
-  --trainer.precision 32-true         or bf16-mixed
-"""
-MODELS = """  --model.teacher MODEL               the teacher: local folder, hub id, miniature or smollm2-135m
-  --model.student MODEL               the frozen student that scores it, with any tokenizer
-  --model.pretrained MODEL            the model of the other stages
-"""
-REWARD = """  --model.reward.kl_weight 3.0        weight of r_KL, lambda in the paper
-  --model.reward.kl_estimator k1      k1, k3 or exact
-"""
-DATA = """  --data.source SOURCE                file, folder, hub id or embedded task: question and solution
-  --data.max_rows N                   most rows read of each source
-"""
-SAMPLING = """  --rollouts.sampling.temperature 0.7
-  --rollouts.sampling.max_completion_length 16384    tokens, end tag included
-  --rollouts.engine CLASS             HFEngine: in process; VLLMEngine: vLLM; by default vLLM on GPUs
-"""
-
-# By verb: what is typed after it, what it does, and the options that most people set.
-VERBS: dict[str, tuple[str, str, str]] = {
-    "demo": (
-        "[--output_dir DIR]",
-        "Show what RLT does for a student: all stages in miniature, two minutes.",
-        "",
-    ),
-    "configs": (
-        "[NAME] [--copy DIR]",
-        "List the configs of the package, show one of them, or copy it.",
-        "  --copy DIR    copy it there, with the other configs of its launch line\n",
-    ),
-    "fit": (
-        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
-        "Train a teacher or a student, by the stage that the config is of.",
-        RUN
-        + """  --ckpt_path CHECKPOINT last of --output_dir, a checkpoint, or a run to start from
-
-"""
-        + MACHINE
-        + """  --trainer.strategy auto             how several GPUs share the work; docs/hardware.md
-  --trainer.max_steps N               optimizer steps, each of them one RL iteration
-  --trainer.max_epochs N              passes over the data
-
-"""
-        + MODELS
-        + """  --model.group_size 8                completions per problem, G
-"""
-        + REWARD
-        + """  --model.optimizer.lr 1e-6
-  --model.lora.rank 32                train a LoRA
-  --model.micro_batch_tokens 16384    tokens per forward; bounds memory, does not change the step
-  --model.gradient_checkpointing true
-
-"""
-        + DATA
-        + """  --data.prompts_per_step 16          problems per optimizer step, over all processes
-  --data.val_rows 0                   rows held out for validation
-
-"""
-        + SAMPLING
-        + """  --rollouts.asynchronous true        sample the next step's completions while this step trains
-  --checkpoint.every_n_train_steps 5  by default every 10 minutes
+  rlt demo [--output_dir DIR]
 """,
-    ),
-    "validate": (
-        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
-        "Measure reward or loss on held-out rows, without training.",
-        f"{RUN}\n{MACHINE}\n{MODELS}{REWARD}\n{DATA}"
-        "  --data.val_rows N                   rows held out by seed\n"
-        f"\n{SAMPLING}",
-    ),
-    "predict": (
-        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
-        "Let a teacher write a distillation set (generate), or score given explanations (score, rank).",
-        f"{RUN}\n{MACHINE}\n{MODELS}{REWARD}\n{DATA}"
-        """  --data.trace_columns [NAME]         columns of explanations to score, with ScoringData
+    "configs": """List the configs of the package, or show one of them.
+
+  rlt configs
+  rlt configs laptop/rlt > my.yaml
+""",
+    "fit": """Train a teacher or a student, by the stage that the config is of.
+
+  rlt fit --config laptop/rlt --output_dir runs/try --trainer.max_steps 10
+
+A config is a name (rlt configs) or a YAML file; a later one wins. All settings
+of this run, as YAML: add --print_config. Those of a class: --model.help CLASS.
+Every option with its meaning: --help-all.
+
+  --output_dir DIR             run folder; runs/<config>-<time> by default
+  --resume true                resume the run there; start it if there is none
+  --overwrite true             replace the run there
+  --seed N                     seed of everything random
+  --trainer.accelerator auto   cpu or gpu; auto takes a GPU if there is one
+  --trainer.devices auto       number of processes, a GPU each
+  --trainer.strategy auto      how GPUs share the work; docs/hardware.md
+  --trainer.max_steps N        optimizer steps; --trainer.max_epochs: passes
+  --model.teacher MODEL        local folder, hub id, miniature or smollm2-135m
+  --model.student MODEL        frozen student that scores; any tokenizer
+  --model.pretrained MODEL     the model of the other stages
+  --model.group_size 8         completions per problem
+  --model.reward.kl_weight 3   weight of r_KL, lambda in the paper
+  --model.optimizer.lr 1e-6
+  --model.lora.rank 32         train a LoRA
+  --model.micro_batch_tokens N tokens per forward: bounds memory, not the step
+  --data.source SOURCE         file, folder, hub id or embedded task
+  --data.prompts_per_step 16   problems per optimizer step, of all processes
+  --data.val_rows N            rows held out for validation
+  --rollouts.engine CLASS      HFEngine: in process; VLLMEngine: vLLM
+  --rollouts.sampling.temperature 0.7
+  --rollouts.sampling.max_completion_length 16384
+  --checkpoint.every_n_train_steps 5
+""",
+    "validate": """Measure reward or loss on held-out rows, without training.
+
+  rlt validate --config laptop/rlt --data.val_rows 64
+
+Options: those of rlt fit.
+""",
+    "predict": """Let a teacher write a distillation set, or score given explanations.
+
+  rlt predict --config laptop/generate --model.teacher runs/try/model
+
+  --data.trace_columns [NAME]         columns to score, with ScoringData
   --data.student_context N            most tokens that a student will take
-
-"""
-        f"{SAMPLING}"
-        """  --rollouts.num_traces 1             explanations per problem
-  --rollouts.max_resamples 0          how often one that cannot be used is sampled again
-  --distillation.select fits_context  which traces are taken
+  --rollouts.num_traces 1             explanations per problem
+  --rollouts.max_resamples 0          how often an unusable one is made again
+  --distillation.select fits_context  which explanations are taken
   --distillation.per_token true       write the figures of every token
-""",
-    ),
-    "test": (
-        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
-        "Evaluate a student: its accuracy on sets of problems.",
-        f"{RUN}\n{MACHINE}"
-        """  --model.pretrained MODEL            the student: local folder, hub id, miniature or smollm2-135m
 
-  --data.sets '{NAME: FILE}'          sets of problems; null takes the known set of that name
-  --data.max_rows N                   most problems of each set
-  --data.responses FILE               judge given responses
-
-  --rollouts.num_samples 1            responses per problem, k
-"""
-        f"{SAMPLING}",
-    ),
-    "plan": (
-        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
-        "Predict the memory that a run would need; nothing is loaded.",
-        """  --plan.device auto                  H100, H200, A100, B200 or cpu
-  --plan.device_gib GIB               memory of a device that is not in the table
-  --plan.prompt_length N              longest prompt, tokens; else the limit
-  --plan.completion_length N          longest completion, tokens; else the limit
-  --plan.json FILE                    also write the plan there
-
-and all options of rlt fit and rlt predict.
+Other options: those of rlt fit.
 """,
-    ),
-    "check": (
-        "--config CONFIG [--config OVERLAY ...] [--KEY VALUE ...]",
-        "Check on your rows and models, before a stage, whether its run can teach anything.",
-        """  --check.rows 16                     problems to sample completions of
-  --check.completions 4               completions of each problem
+    "test": """Evaluate a student: its accuracy on sets of problems.
 
-and all options of rlt fit.
-""",
-    ),
-    "explain": (
-        "TEACHER --question '…' --solution '…' [--student MODEL] [--explanation '…']",
-        "Show what an explanation is worth to a student, by term and by token.",
-        """TEACHER is a run, a model folder or a hub id. It writes the explanation if none is given.
+  rlt test --config laptop/evaluate --model.pretrained runs/student/model
 
-  --student MODEL                     the frozen student; without it nothing is scored
-  --reward.KEY, --sampling.KEY VALUE  options of RLTReward and of Sampling
-  --seed 0                            another seed samples another explanation
+  --data.sets '{NAME: FILE}'   sets of problems; null takes a known set
+  --data.max_rows N            most problems of each set
+  --data.responses FILE        judge given responses
+  --rollouts.num_samples 1     responses per problem
+
+Other options: those of rlt fit for run, machine and sampling.
 """,
-    ),
-    "export": (
-        "--ckpt_path CHECKPOINT --output_dir FOLDER",
-        "Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.",
-        """  --dtype TYPE                        float32, bfloat16 or float16; else the run's model.dtype
-  --adapter merged                    or separate: write only the LoRA
-  --overwrite true                    replace a model in --output_dir
+    "plan": """Predict the memory that a run would need; nothing is loaded.
+
+  rlt plan --config recipe_7b/rlt --config hardware/zero3_8gpu
+
+  --plan.device auto           H100, H200, A100, B200 or cpu
+  --plan.device_gib GIB        memory of a device that is not in the table
+  --plan.prompt_length N       longest prompt, tokens; else the limit
+  --plan.completion_length N   longest completion, tokens; else the limit
+  --plan.json FILE             also write the plan there
+
+Other options: those of rlt fit.
 """,
-    ),
-    "report": (
-        "RUN [--output FILE]",
-        "Write one page of a run: what changed, curves, completions token by token.",
-        "  --output FILE                       by default report.html in the run's folder\n",
-    ),
+    "check": """Check on your rows and models whether a run of rlt fit can teach anything.
+
+  rlt check --config own_rows/rlt --data.source rows.jsonl
+
+  --check.rows 16              problems to sample completions of
+  --check.completions 4        completions of each problem
+
+Other options: those of rlt fit.
+""",
+    "explain": """Show what an explanation is worth to a student, by term and by token.
+
+  rlt explain runs/try --question '1 + 1?' --solution 2 --student miniature
+
+The run, model folder or hub id that is named first writes the explanation.
+
+  --student MODEL              frozen student; without it nothing is scored
+  --explanation TEXT           an explanation of your own
+  --seed 0                     another seed samples another explanation
+  --reward.KEY, --sampling.KEY options of RLTReward and of Sampling
+""",
+    "export": """Make a Hugging Face folder from a checkpoint of any strategy, on a CPU.
+
+  rlt export --ckpt_path CHECKPOINT --output_dir FOLDER
+
+  --dtype TYPE                 float32, bfloat16 or float16
+  --adapter merged             or separate: write only the LoRA
+  --overwrite true             replace a model in --output_dir
+""",
+    "report": """Write one page of a run: what changed, curves, completions.
+
+  rlt report RUN [--output FILE]
+""",
 }
 
-# Verb -> the config that the message about a missing one proposes.
-FIRST_CONFIGS = dict.fromkeys(("fit", "validate", "plan", "check"), "laptop/rlt") | {
-    "predict": "laptop/generate",
-    "test": "laptop/evaluate",
-}
+STAGES = """First see what RLT does for a student, then make a run of your own:
 
-STAGES = """The stages, in their order (`rlt configs` lists all experiments and overlays):
+  rlt demo                                 two minutes on two CPU cores
+  rlt fit --config laptop/rlt              stage 2 in miniature, half a minute
+
+The stages, in their order:
 
   rlt fit --config recipe_7b/warmup        stage 1: warm-up of the teacher
-  rlt fit --config recipe_7b/rlt           stage 2: GRPO with a student's reward
-  rlt predict --config recipe_7b/generate  stage 3: the teacher writes traces
-  rlt fit --config recipe_7b/sft           stage 4: a student learns from them
+  rlt fit --config recipe_7b/rlt           stage 2: GRPO, a student's reward
+  rlt predict --config recipe_7b/generate  stage 3: the teacher explains
+  rlt fit --config recipe_7b/sft           stage 4: a student learns from it
   rlt fit --config recipe_7b/opd           stage 4b: on-policy distillation
-  rlt test --config recipe_7b/evaluate     stage 5: accuracy, beside the paper's
+  rlt test --config recipe_7b/evaluate     stage 5: accuracy
 
-  rlt fit --config laptop/rlt              stage 2 in miniature, half a minute
-  rlt fit --config recipe_7b/grpo          traditional RL, by correct answers
-  rlt fit --config recipe_7b/likelihood    thinking without a checker
-  rlt predict --config recipe_7b/rank      rank your explanations by the reward
-"""
-
-FIRST_RUN = """rlt trains Reinforcement-Learned Teachers (arXiv:2506.08388). First see what
-that does for a student, in two minutes on two CPU cores; then make a run of
-your own, half a minute long:
-
-  rlt demo
-  rlt fit --config laptop/rlt --output_dir runs/try
-
-Their last lines say where everything is and what to run next.
-`rlt VERB --help` shows what to set:
-
+rlt VERB --help shows what to set.
 """
 
 
-def print_main_help() -> None:
-    """Print `rlt --help`: every verb and the stages."""
-    print("usage: rlt VERB [--config CONFIG ...] [--KEY VALUE ...]\n")
-    print("Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388).\n")
-    print_verbs()
-    print_wrapped(f"\n{STAGES}")
-
-
-def print_verbs() -> None:
-    """Print a line of every verb."""
-    print_wrapped("\n".join(f"  rlt {verb:8}   {line}" for verb, (_, line, _) in VERBS.items()))
-
-
-def print_verb_help(verb: str) -> None:
-    """Print `rlt VERB --help`: usage, and what most people set."""
-    usage, line, options = VERBS[verb]
-    print_wrapped(f"usage: rlt {verb} {usage}\n\n{line}")
-    if options:
-        print_wrapped(f"\n{options}")
-    if "--KEY VALUE" in usage:
-        print(f"\nAll options: rlt {verb} --help-all; those of a class: rlt {verb} --model.help CLASS")
-
-
-def print_wrapped(text: str) -> None:
-    """Print text; on a terminal a line that is too long continues below its second column."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    for line in text.splitlines():
-        gap = re.match(r"  \S.*?  +", line)
-        indent = " " * (gap.end() if gap else 0)
-        print(textwrap.fill(line, width, subsequent_indent=indent) if 0 < width < len(line) else line)
-
-
-def suggest_verb(name: str) -> str:
-    """Return the message for a verb that does not exist."""
-    near = ["fit"] if name in ("train", "run") else get_close_matches(name, VERBS, n=1)
-    hint = f" Did you mean rlt {near[0]}?" if near else " For help type rlt --help."
-    return f"A verb must be one of {', '.join(VERBS)}, but got '{name}'.{hint}"
-
-
-def require_config(verb: str, words: Sequence[str]) -> None:
-    """Check that a config, or the class of a module, is among the words after a verb that needs one.
-
-    Raises:
-        InputError: If there is neither; what only shows settings needs none.
-    """
-    shows = any(word.startswith(("--help", "--print_config")) or ".help" in word for word in words)
-    named = any(word.startswith(("--config", "-c", "--model")) for word in words)
-    if verb in FIRST_CONFIGS and not (named or shows):
-        raise InputError(f"--config is missing; try --config {FIRST_CONFIGS[verb]}. `rlt configs` lists all.")
-
-
-def suggest_option(name: str, known: Iterable[str]) -> str:
-    """Return `Did you mean X?` for a misspelled option; nothing if no option is like it.
-
-    A right last part is enough: `lr` means `model.optimizer.lr`.
-
-    Args:
-        name: Without dashes, such as `model.group_sise`.
-        known: The options that exist.
-    """
-
-    def measure_likeness(option: str) -> float:
-        if name.rpartition(".")[2] == option.rpartition(".")[2]:
-            return 0.99
-        return SequenceMatcher(None, name, option).ratio()
-
-    best = max(known, key=lambda option: (measure_likeness(option), -len(option)), default="")
-    return f" Did you mean {best}?" if best and measure_likeness(best) > 0.75 else ""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of verbs and their help texts; each verb has another one for its options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    about = "Train, apply and evaluate Reinforcement-Learned Teachers (arXiv:2506.08388)."
+    parser = argparse.ArgumentParser("rlt", description=about, epilog=STAGES, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"rlt {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb, text in VERBS.items():
+        line = text.partition("\n")[0]
+        verbs.add_parser(verb, help=line, description=text, formatter_class=raw, allow_abbrev=False)
+    return parser

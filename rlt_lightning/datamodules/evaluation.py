@@ -136,7 +136,7 @@ class EvaluationDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read everything, so that bad data is reported before a model is loaded."""
         if self.follows_module and self.trainer is not None:
-            self.tokenizer_name, _ = find_models(self.trainer)
+            self.tokenizer_name, _ = find_models(self.trainer.lightning_module)
         wanted = (self.tokenizer_name, self.output_dir, self.num_samples)
         if self._prepared_for == wanted:
             return

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.console import try_hub, without_hub_retries
+from rlt_lightning.console import try_hub
 from rlt_lightning.datamodules.bad_rows import NumberedRow
 from rlt_lightning.datamodules.rows import has_texts
 from rlt_lightning.tasks import EMBEDDED
@@ -533,8 +533,7 @@ def name_unloadable(name: str, split: str) -> Iterator[None]:
     import pyarrow  # type: ignore[import-untyped]
 
     try:
-        with without_hub_retries():
-            yield
+        yield
     except InputError:
         raise
     except (

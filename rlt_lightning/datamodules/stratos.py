@@ -190,7 +190,7 @@ class StratosDataModule(LightningDataModule, ABC):
             if hasattr(module, "require_data"):
                 module.require_data(self)
             if self.follows_module:
-                self.tokenizer_name, self.student_names = find_models(self.trainer)
+                self.tokenizer_name, self.student_names = find_models(self.trainer.lightning_module)
         wanted = (stage, self.tokenizer_name, self.student_names)
         if self._prepared_for == wanted:
             return
@@ -669,9 +669,8 @@ def longest_sequence(problem: Problem, num_completion: int, num_read: int) -> in
     return max(len(problem.teacher_prompt) + num_completion, student)
 
 
-def find_models(trainer: Trainer) -> tuple[str | None, tuple[str, ...]]:
-    """Return the names of a run's trained or evaluated model, and of the frozen ones that read for it."""
-    module: Any = trainer.lightning_module
+def find_models(module: Any) -> tuple[str | None, tuple[str, ...]]:
+    """Return the names of a module's trained or evaluated model, and of the frozen ones that read for it."""
     students, teacher = getattr(module, "students", None), getattr(module, "teacher_name", None)
     frozen = students.names if students else (teacher,) if teacher else ()
     return getattr(module, "pretrained", None), frozen

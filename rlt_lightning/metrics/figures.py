@@ -105,7 +105,7 @@ class HeldOutFigures:
 
         A rank may lack names, such as one without a held-out batch.
         """
-        parts = gather_from_ranks(trainer, self.metrics, "the held-out figures of all ranks")
+        parts = gather_from_ranks(trainer, self.metrics)
         self.metrics = {}
         merged: dict[str, Metric] = {}
         for part in parts:

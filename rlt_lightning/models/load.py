@@ -19,7 +19,6 @@ from rlt_lightning.console import (
     size_text,
     try_hub,
     waiting_for,
-    without_hub_retries,
 )
 from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
@@ -112,7 +111,7 @@ def find_file(kind: str, name: str, file_name: str) -> Path | None:
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     options: dict[str, Any] = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
     path = None
-    with quiet_hub(kind, name), contextlib.suppress(OSError):
+    with waiting_for_hub(kind, name), contextlib.suppress(OSError):
         path = cached_file(Path(resolve(name)).expanduser(), file_name, **options)
     return None if path is None else Path(path)
 
@@ -327,7 +326,7 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
             f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
         )
     try:
-        with quiet_hub(kind, name):
+        with waiting_for_hub(kind, name):
             yield
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
@@ -338,13 +337,6 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
         raise InputError(
             f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). {remedy}"
         ) from error
-
-
-@contextlib.contextmanager
-def quiet_hub(kind: str, name: str) -> Iterator[None]:
-    """Name a wait for the hub, in place of the hub's own warnings."""
-    with without_hub_retries(), waiting_for_hub(kind, name):
-        yield
 
 
 def is_local(name: str) -> bool:

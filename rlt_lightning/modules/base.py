@@ -24,7 +24,6 @@ from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters
 from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.engines import EngineError
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
@@ -57,12 +56,8 @@ from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.step import POLICY, Shards, StepBatch
-from rlt_lightning.run.ranks import (
-    gather_from_ranks,
-    make_ranks_end_together,
-    raise_from_ranks,
-    waiting_for_ranks,
-)
+from rlt_lightning.run.interrupt import Interrupt
+from rlt_lightning.run.ranks import gather_from_ranks, raise_from_ranks, require_processes
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError, Rollouts, as_list
@@ -164,9 +159,10 @@ class PolicyModule(LightningModule):
         return 3 if self.lora is None else 2
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse strategies that do not work; let ranks end with the first that fails, or after a signal."""
+        """Refuse strategies and launches that do not work; let a signal to one rank stop all."""
         require_strategy(self.trainer.strategy)
-        return make_ranks_end_together(self.trainer, EngineError)
+        require_processes(self.trainer)
+        return [Interrupt(self.trainer)]
 
     def setup(self, stage: str) -> None:
         """Refuse data of another stage, and number types in which training does not work."""
@@ -453,7 +449,7 @@ class PolicyModule(LightningModule):
 
     def gather_keys(self, keys: list[PassKey]) -> list[list[PassKey]]:
         """Return the keys of all ranks' passes."""
-        return gather_from_ranks(self.trainer, keys, "what models read on all ranks")
+        return gather_from_ranks(self.trainer, keys)
 
     def max_over_ranks(self, *numbers: float) -> list[float]:
         """Return the largest value over ranks of each number, in fp32."""
@@ -675,8 +671,7 @@ class OnPolicyModule(PolicyModule):
         """Return the sum over all ranks of a tensor; Lightning's own sum would also wait at a barrier."""
         values = upload(values, self.device)
         if self.trainer.world_size > 1:
-            with waiting_for_ranks(self.trainer, "the rewards of all ranks"):
-                torch.distributed.all_reduce(values)
+            torch.distributed.all_reduce(values)
         return values
 
     # The policy update

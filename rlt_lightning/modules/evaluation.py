@@ -13,14 +13,14 @@ from rlt_lightning.datamodules.evaluation import (
     EvaluationDataModule,
     get_evaluation_data,
 )
-from rlt_lightning.engines import EngineError
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import Figures, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.modules.responses import Sample, evaluate
-from rlt_lightning.run.ranks import make_ranks_end_together
+from rlt_lightning.run.interrupt import Interrupt
+from rlt_lightning.run.ranks import require_processes
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
@@ -64,8 +64,9 @@ class EvaluationModule(LightningModule):
         self.pass_at: dict[str, dict[int, float]] = {}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Let all ranks end with the first that fails, or with a signal."""
-        return make_ranks_end_together(self.trainer, EngineError)
+        """Refuse launches that do not work; let a signal to one rank stop all."""
+        require_processes(self.trainer)
+        return [Interrupt(self.trainer)]
 
     @property
     def policy(self) -> Any:

@@ -63,7 +63,6 @@ from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import (
     Engine,
-    EngineError,
     Placement,
     SampleRequest,
     Sampling,
@@ -75,7 +74,7 @@ from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.weight_sync import Policy, WeightSync
-from rlt_lightning.run.ranks import Collectives, gather_from_ranks, waiting_for_ranks
+from rlt_lightning.run.ranks import Collectives, gather_from_ranks
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
 
 T = TypeVar("T")
@@ -256,7 +255,7 @@ class RolloutRequest:
         def describe() -> str:
             return f"the engine's completions, {len(self.completions)} of {total} are there"
 
-        with waiting_for(describe, on_terminal=False):
+        with waiting_for(describe):
             while self.sampling_now:
                 try:
                     arrival = self.arrivals.get(block=num_tokens < min_tokens)
@@ -325,7 +324,7 @@ class Dispatcher:
         self.engine = engine
         self.is_server = engine.placement is Placement.SERVER
         self.weights = WeightSync(engine, verify_every_n_steps, self.call)
-        self.collectives = Collectives(deadline_s, EngineError)
+        self.collectives = Collectives(deadline_s)
         # `start` sets both.
         self.trainer: Trainer | None = None
         self.module: Policy | None = None
@@ -453,7 +452,7 @@ class Dispatcher:
         if self.is_server or trainer.world_size == 1:
             return chunk
         packed = {number: pack_completion(sampled) for number, sampled in request.completions.items()}
-        parts = self.collectives.gather(trainer, packed, "the completions of all ranks")
+        parts = self.collectives.gather(trainer, packed)
         request.completions = {
             number: unpack_completion(arrays) for part in parts for number, arrays in part.items()
         }
@@ -481,8 +480,7 @@ class Dispatcher:
         if self.engine.takes_turns:
             trainer, _ = self._bound()
             torch.cuda.empty_cache()
-            with waiting_for_ranks(trainer, "all ranks to free their GPU"):
-                trainer.strategy.barrier()
+            trainer.strategy.barrier()
 
 
 class SampledPolicy(Policy, Protocol):
@@ -684,7 +682,7 @@ class Sampler:
         """
         parts, rank = [(problems, seeds)], 0
         if self.dispatcher.is_server:
-            parts = gather_from_ranks(self.trainer, parts[0], "all ranks to announce their problems")
+            parts = gather_from_ranks(self.trainer, parts[0])
             rank = self.trainer.global_rank
         together = [problem for part, _ in parts for problem in part]
         request = self._build(together, step, sampling, num_completions, 0)
@@ -727,7 +725,7 @@ class Sampler:
 
     def _gather(self, problems: list[Problem]) -> list[Problem]:
         """Return the problems of all ranks, in rank order."""
-        parts = gather_from_ranks(self.trainer, problems, "all ranks to announce their problems")
+        parts = gather_from_ranks(self.trainer, problems)
         return [problem for part in parts for problem in part]
 
     def _require_rows(self, request: RolloutRequest, problems: list[Problem]) -> None:

@@ -5,8 +5,8 @@ In a fit they end nothing by themselves: they may come in the middle of a collec
     signal ─▶ Signals notes it, on this rank
               an iteration or a validation ends ─▶ Interrupt: has any rank noted one? Then Checkpoint saves
               the last finished iteration, and Interrupted is raised on all ranks
-                `rlt fit` prints the command that resumes, and exits with status 130, or 143 after SIGTERM
-                `Trainer.fit` raises KeyboardInterrupt, or SystemExit(143)
+                which is a SystemExit: of status 130, or 143 after SIGTERM; 0 on other ranks, since Lightning
+                and `srun --kill-on-bad-exit` kill rank 0 for that of another one
               SLURM's: rank 0 then puts the job into the queue again, and the status is 143
 
 A second Ctrl-C ends the process at once. A second SIGTERM does nothing: a process gets several within
@@ -34,16 +34,7 @@ REQUEUE = signal.SIGUSR1  # whatever SLURMEnvironment.requeue_signal is
 
 
 class Interrupted(SIGTERMException):
-    """Raised on all ranks after the same iteration. A KeyboardInterrupt would let Lightning kill them.
-
-    Args:
-        message: After which iteration.
-        status: The exit status of a script that does not catch it.
-    """
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = self.code = status
+    """Raised on all ranks after the same iteration. A KeyboardInterrupt would let Lightning kill them."""
 
 
 class Signals(_SignalConnector):
@@ -156,10 +147,14 @@ class Interrupt(Callback):
             if hasattr(checkpoint, "save_finished_iteration"):  # now: rollouts in flight belong to it
                 checkpoint.save_finished_iteration(trainer)
         only_ctrl_c = noted == {signal.SIGINT}
-        raise Interrupted(
-            f"The run stopped after iteration {trainer.global_step}.",
-            128 + signal.SIGINT if only_ctrl_c else TERMINATED,
-        )
+        if trainer.is_global_zero:
+            print(
+                f"\nrlt: {'interrupted' if only_ctrl_c else 'terminated'}. The run stopped after iteration "
+                f"{trainer.global_step}. Set resume to true to resume it in {trainer.default_root_dir}.",
+                file=sys.stderr,
+            )
+            raise Interrupted(128 + signal.SIGINT if only_ctrl_c else TERMINATED)
+        raise Interrupted(0)
 
 
 def on_any_rank(trainer: Trainer, flag: bool) -> bool:

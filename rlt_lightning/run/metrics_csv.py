@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from rlt_lightning.types import InputError, naming_full_disk
+from rlt_lightning.types import naming_full_disk
 
 # Steps and values; None for a value that is not finite.
 Curve = tuple[list[int], list[float | None]]
@@ -84,11 +84,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def resume_after(self, step: int) -> None:
-        """Read what an earlier run wrote, up to a step, and drop the rest.
-
-        Raises:
-            InputError: See `read_rows`.
-        """
+        """Read what an earlier run wrote, up to a step, and drop the rest."""
         self.rows = {number: row for number, row in read_rows(self.path) if number <= step}
         self.saved = self.unsaved = set(self.rows)  # so that this rewrites the file
         if not self.rows:
@@ -97,11 +93,7 @@ class MetricsCSV(Logger):
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
-    """Read metrics.csv: a curve for each metric that has any value, and remarks for the page.
-
-    Raises:
-        InputError: See `read_rows`.
-    """
+    """Read metrics.csv: a curve for each metric that has any value, and remarks for the page."""
     curves: dict[str, Curve] = {}
     odd: dict[str, list[int]] = defaultdict(list)
     for step, row in read_rows(path):
@@ -121,27 +113,17 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the step of each line of metrics.csv, and its cells that are not empty.
+    """Yield the step of each line of metrics.csv, and its cells that are not empty; nothing without a file.
 
-    Nothing comes from what a crash may leave: a kill may tear the last line, and a machine that loses power
-    may leave zeros in place of a line. Without a file nothing comes at all.
+    A kill may have torn the last line, which is left out.
 
     Raises:
-        InputError: If a step is no whole number, or another cell no number.
+        ValueError: If a cell is no number.
     """
-    if not path.exists():
-        return
-    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    reader = csv.DictReader("" if "\0" in line else line for line in whole)
-    for row in reader:
-        cells = {name: cell for name, cell in row.items() if cell}
-        try:
-            step = int(cells.pop("step"))
+    if path.exists():
+        *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        for row in csv.DictReader(whole):
+            cells = {name: cell for name, cell in row.items() if cell and name != "step"}
             for cell in cells.values():
                 float(cell)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"Line {reader.line_num} of {path} must be a step and numbers, below a line of names, but is "
-                f"{whole[reader.line_num - 1].strip()[:80]!r}. Correct or delete it, or move the file away."
-            ) from error
-        yield step, cells
+            yield int(row["step"]), cells

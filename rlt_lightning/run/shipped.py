@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 
@@ -57,8 +56,8 @@ def find_config(name: str) -> Path:
     if name in files:
         return files[name]
     raise InputError(
-        f"A config must be a file or the name of one of the package, but '{name}' is neither."
-        f"{suggest_names(name, files)} `rlt configs` lists the package's."
+        f"A config must be a file or the name of one of the package, but '{name}' is neither. `rlt configs` "
+        "lists the package's."
     )
 
 
@@ -77,18 +76,3 @@ def read_next_command(configs: Iterable[Path], run_folder: Path) -> str | None:
     texts = [path.read_text() for path in configs if path.is_file()]
     lines = [line for text in texts for line in text.splitlines() if line.startswith(NEXT)]
     return lines[-1].removeprefix(NEXT).replace("RUN", shlex.quote(str(run_folder))) if lines else None
-
-
-def suggest_names(name: str, names: Iterable[str]) -> str:
-    """Return a sentence with the names that a wrong one may mean; nothing if there are none.
-
-    A whole name comes first; then, since a folder may be missing or wrong, its last part in any folder.
-    """
-    known = [*names]
-    wanted = name.removesuffix(".yaml").removesuffix(".yml")
-    near = get_close_matches(wanted, known, cutoff=0.85)
-    if not near:
-        end, ends = Path(wanted).name, {Path(other).name for other in known}
-        ends = {end} if end in ends else {*get_close_matches(end, ends)}
-        near = [other for other in known if Path(other).name in ends]
-    return f" Did you mean {' or '.join(near)}?" if near else ""

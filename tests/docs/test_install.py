@@ -191,16 +191,10 @@ def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
     assert done.returncode == 0, (following, done.stderr)
 
 
-def test_configs_are_listed_shown_and_copied(rlt: Rlt, tmp_path: Path) -> None:
+def test_configs_are_listed_and_shown(rlt: Rlt) -> None:
     table = rlt("configs", fresh=True).stdout
-    assert all(f" {name} " in table for name in list_shipped_configs())
+    assert all(f" {name}\n" in table for name in list_shipped_configs())
     assert rlt("configs", "add/lora").stdout == list_shipped_configs()["add/lora"].read_text()
-    command = shlex.split(rlt("configs", "add/lora", "--copy", "mine").stdout.splitlines()[-1])
-    files = ["mine/laptop/rlt.yaml", "mine/add/lora.yaml"]
-    assert command == ["Run:", "rlt", "fit", "--config", files[0], "--config", files[1]]
-    assert all((tmp_path / "empty" / file).exists() for file in files)
-    done = rlt(*command[2:], *TINY["fit"], fresh=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +15,9 @@ from fake_worker import FakeWorker, worker_of
 from parsed import check_rlt, parser_of
 from tiny import CONFIGS, OVERLAYS, TINY, generates, launch_words, name_of, tiny_run, uses_workers
 
-from rlt_lightning.cli.configs import copy_config
 from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
-from rlt_lightning.types import InputError
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -76,51 +70,6 @@ def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert find_config("laptop/rlt") == ROOT / "configs" / "laptop" / "rlt.yaml"
     Path("laptop/opd").touch()
     assert find_config("laptop/opd") == Path("laptop/opd")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "near"),
-    [
-        ("laptop/rtl", "Did you mean laptop/rlt?"),
-        ("rlt", "Did you mean laptop/rlt or recipe_7b/rlt or own_rows/rlt?"),
-        ("overlays/zero3.yml", "Did you mean hardware/zero3?"),
-        ("vllm", "Did you mean add/vllm?"),
-        ("something_else", "'something_else' is neither. `rlt configs`"),
-    ],
-)
-def test_a_wrong_name_is_told_the_near_ones(
-    wrong: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=re.escape(near)):
-        find_config(wrong)
-
-
-def test_a_copy_brings_what_the_launch_line_names_and_replaces_nothing(tmp_path: Path) -> None:
-    for config in (*CONFIGS, *OVERLAYS):
-        folder = tmp_path / "copies" / name_of(config)
-        *_, line = copy_config(name_of(config), folder).splitlines()
-        named = [Path(word) for word in shlex.split(line) if word.endswith(".yaml")]
-        assert {path: path.read_text() for path in named} == {
-            path: find_config(str(path.relative_to(folder).with_suffix(""))).read_text() for path in named
-        }
-        assert folder / f"{name_of(config)}.yaml" in named
-        named[-1].write_text("changed: true")
-        with pytest.raises(InputError, match="A copy must not replace a file"):
-            copy_config(name_of(config), folder)
-        assert named[-1].read_text() == "changed: true"
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"--copy must name a folder that can be written, but .*/file/in is"):
-        copy_config("laptop/rlt", tmp_path / "file" / "in")
-
-
-def test_a_list_of_configs_may_be_read_in_part() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    words = [sys.executable, "-m", "rlt_lightning", "configs"]
-    done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_names_stand_for_files_wherever_a_config_is_an_option() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from commands import ROOT, python, rlt
-from fits import assert_one_clear_line
+from commands import ROOT, python
 from safetensors.torch import load_file
 
 from rlt_lightning import (
@@ -29,8 +28,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 [PLAIN] = re.findall(r'^```python title="plain.py"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL)
-SGD = ["--optimizer=torch.optim.SGD", "--optimizer.lr=0.5", "--optimizer.momentum=0.9"]
-COSINE = ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=10"]
 
 
 def data(**options: Any) -> TeacherRLData:
@@ -65,12 +62,20 @@ def test_the_page_trains_with_an_unmodified_trainer(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
-def test_lightnings_checkpoint_resumes_exactly_and_loads(tmp_path: Path) -> None:
-    trainer(tmp_path / "whole", max_steps=3).fit(module(), data())
+class WithSGD(RLTModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+@pytest.mark.parametrize("kind", [RLTModule, WithSGD])
+def test_lightnings_checkpoint_resumes_exactly_and_loads(kind: type[RLTModule], tmp_path: Path) -> None:
+    trainer(tmp_path / "whole", max_steps=3).fit(module(kind), data())
     first = trainer(tmp_path / "part")
-    first.fit(module(), data())
+    first.fit(module(kind), data())
     path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    trainer(tmp_path / "resumed", max_steps=3).fit(module(), data(), ckpt_path=path)
+    trainer(tmp_path / "resumed", max_steps=3).fit(module(kind), data(), ckpt_path=path)
     assert equal(exported(tmp_path / "resumed"), exported(tmp_path / "whole"))
     made = {"teacher": "miniature-teacher", "student": "miniature", "group_size": 2}
     loaded = RLTModule.load_from_checkpoint(path, **made)
@@ -85,47 +90,6 @@ def test_lightnings_checkpoint_resumes_exactly_and_loads(tmp_path: Path) -> None
     assert len(again.predict(loaded, data()) or []) == 4
 
 
-class WithSGD(RLTModule):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
-
-
-def fit_command(folder: Path, *options: str) -> None:
-    words = ["--data.num_embedded_rows=16", "--data.prompts_per_step=4", "--model.group_size=2"]
-    words += ["--checkpoint.every_n_train_steps=1", "--rollouts.sampling.max_completion_length=16"]
-    done = rlt("fit", "--config=laptop/rlt", *words, *options, f"--output_dir={folder}")
-    assert done.returncode == 0, done.stderr
-
-
-def test_an_optimizer_and_a_scheduler_by_name_train_and_resume_exactly(tmp_path: Path) -> None:
-    fit_command(tmp_path / "whole", *SGD, *COSINE, "--trainer.max_steps=3")
-    fit_command(tmp_path / "part", *SGD, *COSINE, "--trainer.max_steps=2")
-    config = f"--config={tmp_path / 'part' / 'config.yaml'}"
-    fit_command(tmp_path / "part", config, "--trainer.max_steps=3", "--resume=true")
-    assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))
-    # A module that makes the same two itself takes the same steps.
-    rows = data(num_embedded_rows=16)
-    options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=1.0), "micro_batch_tokens": 4096}
-    own = trainer(tmp_path / "own", max_steps=3)
-    own.callbacks[0].sampling = Sampling(0.7, max_completion_length=16)  # type: ignore[attr-defined]
-    own.fit(module(WithSGD, **options), rows)
-    assert own.optimizers[0].param_groups[0]["lr"] == pytest.approx(
-        0.5 * 0.5 * (1 + torch.tensor(0.3 * torch.pi).cos())
-    )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3", "deepspeed_stage_1"])
-def test_an_optimizer_by_name_resumes_exactly_on_two_ranks(tmp_path: Path, strategy: str) -> None:
-    ranks = [f"--trainer.strategy={strategy}", "--trainer.devices=2", *SGD, *COSINE]
-    fit_command(tmp_path / "whole", *ranks, "--trainer.max_steps=3")
-    fit_command(tmp_path / "part", *ranks, "--trainer.max_steps=2")
-    fit_command(tmp_path / "part", *ranks, "--trainer.max_steps=3", "--resume=true")
-    assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3"])
 def test_an_unmodified_trainer_on_two_ranks(tmp_path: Path, strategy: str) -> None:
@@ -136,9 +100,3 @@ def test_an_unmodified_trainer_on_two_ranks(tmp_path: Path, strategy: str) -> No
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model" / "model.safetensors").exists()
-
-
-def test_an_optimizer_that_refuses_the_weights_is_one_line(tmp_path: Path) -> None:
-    words = ["--data.num_embedded_rows=8", "--optimizer=Muon", f"--output_dir={tmp_path}"]
-    done = rlt("fit", "--config=laptop/rlt", *words)
-    assert_one_clear_line(done, "--optimizer and --lr_scheduler")

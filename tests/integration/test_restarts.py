@@ -26,7 +26,6 @@ from nodes import two_nodes
 from safetensors.torch import load_file
 
 from rlt_lightning.cli.stages import SaveConfig
-from rlt_lightning.run.ranks import require_restartable
 from rlt_lightning.types import InputError
 
 STEPS = 6
@@ -129,9 +128,6 @@ def test_killed_and_restarted_by_torchrun_equals_not_stopping(
     assert status == 0, log[-4000:]
     # Each kill came, its rank was named, and the next life said which one it is.
     assert log.count("--- made at") == len(kills)
-    assert killed_ranks(lines) == ranks, log
-    restarts = re.findall(r"restarted all processes: restart (\d) of at most 3", log)
-    assert restarts == ["1", "2", "3"][: len(kills)]
     assert_equal(whole, killed)
 
 
@@ -161,39 +157,6 @@ def assert_equal(whole: Path, killed: Path) -> None:
     assert len(rows[0]) == len(set(rows[0]))
     names = [sorted(str(path.relative_to(run)) for path in run.rglob("*")) for run in (whole, killed)]
     assert names[0] == names[1]
-
-
-@pytest.mark.parametrize(("hook", "step"), [full("setup", 0), slow("on_after_backward", 1)])
-def test_the_rank_that_was_killed_is_named_under_torchrun(
-    hook: str, step: int, tiny_model: str, tmp_path: Path
-) -> None:
-    words = [*options(tiny_model, tmp_path / "run", "ddp"), kill(0, rank=1, hook=hook, step=step)]
-    [status], lines = torchrun(tmp_path / "run", words, one_node(0))
-    assert status == 1
-    assert killed_ranks(lines) == ["1"], lines
-    assert not any(line.startswith("rlt: error") for line in lines), lines
-
-
-@pytest.mark.parametrize(
-    ("resume", "agents_store", "expected"),
-    [
-        (False, "False", "needs --resume true"),
-        (True, "True", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-        (True, "False", None),
-    ],
-)
-def test_a_run_that_could_not_be_restarted_is_refused_at_once(
-    resume: bool, agents_store: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents_store)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    require_restartable(resume)  # what is never restarted needs nothing
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    if expected is None:
-        require_restartable(resume)
-        return
-    with pytest.raises(InputError, match=expected):
-        require_restartable(resume)
 
 
 def test_ranks_that_find_other_checkpoints_do_not_train() -> None:

@@ -11,11 +11,11 @@ from commands import ROOT
 from jsonargparse import ArgumentParser, capture_parser
 
 from rlt_lightning.cli import main as cli
-from rlt_lightning.cli import stages
+from rlt_lightning.cli import shared_settings, stages
 from rlt_lightning.commands.demo import build_demo_parser
 from rlt_lightning.run.shipped import find_config
 
-VERBS = [*stages.TRAINER_VERBS, *cli.COMMAND_LINES, *cli.COMMANDS]
+VERBS = [*stages.TRAINER_VERBS, *shared_settings.COMMANDS, *cli.COMMANDS]
 
 
 STANDS_FOR = dict.fromkeys(("RUN/config.yaml", "NAME"), "laptop/rlt")
@@ -46,14 +46,10 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
-    if verb == "explain":
-        options = cli.name_bare_word(verb, options)
-    command_line = cli.COMMAND_LINES.get(verb)
-    words = (
-        options
-        if verb in cli.COMMANDS
-        else [command_line.settings_verb if command_line else verb, *stages.propose_data(options)]
-    )
+    if verb in cli.BARE and not options[0].startswith("-"):
+        options[0] = f"--{cli.BARE[verb]}={options[0]}"
+    settings_verb = "fit" if verb in shared_settings.COMMANDS else verb
+    words = options if verb in cli.COMMANDS else [settings_verb, *options]
     before, sys.argv = sys.argv, ["rlt", verb]
     sys.path.insert(0, str(files))
     try:

@@ -10,8 +10,7 @@ import yaml
 from commands import ROOT
 from torch import Tensor
 
-from rlt_lightning.cli.configs import read_launch_line
-from rlt_lightning.run.shipped import find_config
+from rlt_lightning.run.shipped import find_config, read_launch_line
 from rlt_lightning.strategies.sharding import ModelEntry
 
 EXPERIMENTS = ("laptop", "recipe_7b", "own_rows")

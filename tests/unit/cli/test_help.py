@@ -1,4 +1,4 @@
-"""What `--help` prints, at once, and how a misspelled name is answered."""
+"""What `--help` prints, at once, and what it names."""
 
 from __future__ import annotations
 
@@ -7,74 +7,80 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
-from cases import full
 from commands import ROOT, rlt
-from parsed import parser_of
+from parsed import check_rlt, parser_of
 
-from rlt_lightning.cli.help import VERBS, print_main_help, print_verb_help, suggest_option
-from rlt_lightning.cli.parser import list_options
+from rlt_lightning import __main__ as program
+from rlt_lightning.cli.help import VERBS
 from rlt_lightning.run.shipped import list_shipped_configs
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_is_one_screen(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    print_verb_help(verb)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"usage: rlt {verb}")
-    assert len(lines) <= 60
+def print_help(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", ["rlt", *words, "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ending:
+        program.main()
+    assert ending.value.code == 0
+    return capsys.readouterr().out
 
 
-@cache
-def known(verb: str) -> frozenset[str]:
-    return frozenset(list_options(parser_of(verb)))
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_fits_in_80_columns(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = print_help([verb] if verb else [], monkeypatch, capsys)
+    assert printed.startswith(f"usage: rlt {verb}")
+    assert max(map(len, printed.splitlines())) <= 80
+    names = VERBS if not verb else ()
+    assert all(f"\n    {name} " in printed for name in names)
 
 
-@pytest.mark.parametrize("verb", ["fit", full("validate"), full("predict"), "test", full("plan")])
-def test_every_option_of_a_help_exists(verb: str) -> None:
-    shown = {*re.findall(r"--([\w.]+)", VERBS[verb][2])} - {"config"}
-    assert shown <= {name.removesuffix(".help") for name in known(verb)}
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("demo", "report")])
+def test_examples_and_options_of_a_help_exist(verb: str, tmp_path: Path) -> None:
+    for line in re.findall(rf"^  rlt ({verb}\b.*)", VERBS[verb], re.MULTILINE):
+        if "[" not in line and "CHECKPOINT" not in line:
+            check_rlt(shlex.split(line.partition(" > ")[0]), tmp_path)
+    shown = {*re.findall(r"^  --([\w.]+)", VERBS[verb], re.MULTILINE)}
+    known = {word[2:] for word in printed_options(verb)} if shown else set()
+    assert {name.split(".")[0] for name in shown} <= {name.split(".")[0] for name in known}
+
+
+def printed_options(verb: str) -> list[str]:
+    return re.findall(r"--[\w.]+", rlt(verb, "--help-all").stdout)
+
+
+def test_help_of_fit_begins_with_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = print_help(["fit"], monkeypatch, capsys)
+    assert printed.index("rlt fit --config laptop/rlt") < printed.index("--output_dir DIR ")
+    assert "--print_config" in printed
 
 
 def test_help_of_a_verb_imports_nothing_heavy() -> None:
     code = (
-        "import sys; sys.argv = ['rlt', 'fit', '--help']; import rlt_lightning.__main__ as m; m.main()\n"
+        "import sys; sys.argv = ['rlt', 'fit', '--help']; import rlt_lightning.__main__ as m\n"
+        "try: m.main()\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'lightning', 'jsonargparse', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "--model.group_size 8 " in done.stdout
-    assert "--model.reward.kl_weight 3.0 " in done.stdout
 
 
 def test_output_that_no_encoding_shows_ends_no_command() -> None:
-    code = "import sys; sys.argv = ['rlt', 'explain', '--help']; import rlt_lightning.__main__ as m; m.main()"
+    code = (
+        "import sys; sys.argv = ['rlt', 'configs']; import rlt_lightning.__main__ as m; m.LIGHT['configs'] = "
+    )
+    code += "lambda words: print(chr(0x2192)) or 0; m.main()"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
     )
-    assert done.returncode == 0, done.stderr
-    assert "--question" in done.stdout
-
-
-def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    print_main_help()
-    printed = capsys.readouterr().out
-    assert all(f"rlt {verb} " in printed for verb in VERBS)
-
-
-def test_help_all_is_the_parsers_own() -> None:
-    done = rlt("fit", "--help-all")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: rlt fit --config CONFIG")
-    assert "--print_config" in done.stdout
-
-
-def test_nothing_near_is_suggested_for_another_word() -> None:
-    assert suggest_option("zzzz", ["model.group_size", "trainer.max_steps"]) == ""
+    assert (done.returncode, done.stdout) == (0, "?\n"), done.stderr
 
 
 # The next command, which a config names

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from commands import ROOT, rlt
+from commands import rlt
 
 from rlt_lightning import Teacher
-from rlt_lightning.cli.parser import split_words
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.tasks.stepwise import chain_rows
 
@@ -63,7 +58,6 @@ def test_given_texts_are_scored_by_token(tiny_model: str) -> None:
     ("words", "message"),
     [
         (["--question=Why?", "--solution=4", "--explanation=So."], "A score needs a student"),
-        (["--question=Why?", "--solution=4", "Why?"], "rlt explain takes one run"),
         (["--question=" + "add 1, " * 1000, "--solution=4"], "leave room for an explanation"),
         (["--question=Why?", "--solution= "], "solution"),
     ],
@@ -73,22 +67,3 @@ def test_what_cannot_be_explained_is_one_line(words: list[str], message: str) ->
     assert result.returncode == 2
     assert message in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
-
-
-def test_words_without_an_option_are_told_from_values() -> None:
-    words = ["RUN", "--question", "Why?", "--solution=-x + 1", "--row", "-1"]
-    options = [("--question", "Why?"), ("--solution=-x + 1",), ("--row", "-1")]
-    assert split_words(words) == (["RUN"], options)
-
-
-@pytest.mark.full
-def test_a_reader_who_has_enough_gets_no_traceback(tiny_model: str) -> None:
-    own = ["--question=Why?", "--solution=4", "--explanation=Two and two.", f"--student={tiny_model}"]
-    words = [sys.executable, "-m", "rlt_lightning", "explain", tiny_model, *own]
-    reading, writing = os.pipe()
-    os.close(reading)
-    result = subprocess.run(words, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=570)
-    os.close(writing)
-    assert result.returncode == 128 + signal.SIGPIPE
-    assert "Traceback" not in result.stderr
-    assert "BrokenPipe" not in result.stderr

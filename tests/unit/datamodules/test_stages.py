@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from commands import rlt
 from jsonargparse import ArgumentError, ArgumentParser
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
-from rlt_lightning.cli.stages import find_class, propose_data
 from rlt_lightning.datamodules import (
     EvaluationDataModule,
     ScoringData,
@@ -79,36 +76,6 @@ def test_a_stage_refuses_the_settings_of_others(kind: type[StratosDataModule]) -
 
 
 # The command line
-
-
-def test_a_module_proposes_its_data(tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text(yaml.safe_dump({"model": {"class_path": "rlt_lightning.modules.OPDModule"}}))
-    for words, kind in (
-        (["--model", "RLTModule"], TeacherRLData),
-        (["--model=rlt_lightning.modules.SFTModule"], StudentSFTData),
-        (["--config", str(path)], StudentOPDData),
-        (["--config", str(path), "--model={class_path: RLTModule}"], TeacherRLData),
-        (["--config=laptop/rlt", "--data.max_rows=4"], TeacherRLData),
-    ):
-        proposed, *rest = propose_data(words)
-        assert (proposed.rpartition(".")[2], rest) == (kind.__name__, words)
-    for words in (["--data=ScoringData"], ["--model=NoModule"], ["--model=no.Module"], ["--config={a: 1}"]):
-        assert propose_data(words) == words
-    assert find_class(["--config=laptop/rlt", "--data=ScoringData"], "data") == "ScoringData"
-
-
-def test_a_run_needs_no_name_of_its_data(tmp_path: Path) -> None:
-    rows = [{"question": f"start {i}, add 1?", "solution": str(i + 1)} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    models = ["--model=RLTModule", "--model.teacher=miniature", "--model.student=miniature"]
-    data = [f"--data.source={tmp_path / 'rows.jsonl'}", "--data.prompts_per_step=2", "--data.tags=r1"]
-    data += ["--data.teacher_system_prompt=", "--data.student_system_prompt="]
-    run = ["--trainer.max_steps=1", "--trainer.accelerator=cpu", f"--output_dir={tmp_path / 'run'}"]
-    result = rlt("fit", *models, *data, *run, "--rollouts.sampling.max_completion_length=8")
-    assert result.returncode == 0, result.stderr
-    settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]
-    assert settings["class_path"].endswith(".TeacherRLData")
 
 
 def test_a_wrong_pair_is_one_clear_line(tmp_path: Path) -> None:

@@ -34,5 +34,3 @@ def test_only_rank_zero_announces(monkeypatch: pytest.MonkeyPatch, capsys: Captu
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     console.announce("loading")
     assert capsys.readouterr() == ("", "")
-
-

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -17,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from commands import python
 from filelock import FileLock
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
@@ -116,7 +113,7 @@ def test_a_name_that_is_no_hub_id_never_asks_the_hub(
     def ask(*_: Any, **__: Any) -> None:
         raise AssertionError("the hub was asked")
 
-    monkeypatch.setattr(pretrained, "quiet_hub", ask)
+    monkeypatch.setattr(pretrained, "waiting_for_hub", ask)
     for load in (load_model, load_tokenizer, load_format, pretrained.model_config):
         with pytest.raises(InputError) as caught:
             load(name)
@@ -149,39 +146,7 @@ def test_waits_for_the_hub_are_named(
     with pytest.raises(InputError, match="could not be loaded"):
         pretrained.model_config("nobody/nothing")
     first = capsys.readouterr().err.splitlines()[0]
-    assert first == "waiting for the model nobody/nothing from the Hugging Face hub or its cache: 0 s"
-
-
-def test_a_hub_that_does_not_answer_is_tried_once() -> None:
-    code = """
-from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.models.load import load_format, load_tokenizer
-from rlt_lightning.types import InputError
-assert load_format("nobody/nothing") is None
-for load, name in ((load_tokenizer, "nobody/nothing"), (read_rows, "nobody/rows")):
-    try:
-        load(name)
-    except InputError as error:
-        print(error)
-"""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        tries: list[int] = []
-
-        def hang_up() -> None:
-            with suppress(OSError):  # the test has closed it
-                while connection := server.accept()[0]:
-                    tries.append(1)
-                    connection.close()
-
-        Thread(target=hang_up, daemon=True).start()
-        hub = f"http://127.0.0.1:{server.getsockname()[1]}"
-        done = python(code, Path(), fresh=True, HF_HUB_OFFLINE="", HF_ENDPOINT=hub)
-    assert done.returncode == 0, done.stderr
-    assert len(tries) == 1
-    assert f"{hub} cannot be reached" in done.stderr
-    tokenizer, rows = done.stdout.splitlines()
-    assert "hf download nobody/nothing" in tokenizer
-    assert "hf download nobody/rows --repo-type dataset" in rows
+    assert first == "waiting for the model nobody/nothing from the Hugging Face hub or its cache"
 
 
 def test_another_process_that_fetches_is_named(

@@ -12,7 +12,6 @@ from cases import full, slow
 from commands import rlt
 from compared import largest_difference, weights
 from grpo import Witness, slow_log_probs
-from jsonargparse import Namespace
 from outside import Outside, Waiting, scored
 from ranks import run
 from torch import Tensor
@@ -20,7 +19,6 @@ from trainers import bare_trainer
 from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
-from rlt_lightning.cli.stages import frozen_student
 from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
@@ -334,15 +332,6 @@ def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: st
     assert not torch.allclose(first["reward"], second["reward"], atol=1e-3)
     for name in several:
         torch.testing.assert_close(several[name], (first[name] + 3 * second[name]) / 4, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("student", "students", "named"),
-    [("policy", None, None), ("reference", None, None), ("a", None, "a"), (None, ["a", "b"], ["a", "b"])],
-)
-def test_the_command_line_tells_the_data_whose_tokens_score(student: Any, students: Any, named: Any) -> None:
-    arguments = Namespace(teacher="m", student=student, students=students)
-    assert frozen_student(Namespace(init_args=arguments)) == named
 
 
 def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import Running, wait_until
 
-from rlt_lightning.run import folder as run_folder
-from rlt_lightning.run.folder import RUN_SETTINGS, RunFolder, choose_run_folder, open_run_folder
+from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError
 
 LAST, FIRST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
@@ -23,13 +21,12 @@ CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | Non
     ("fit", NOTHING, None, False, False, ("", None, False, False)),
     ("fit", NOTHING, None, False, True, ("", None, False, True)),
     ("fit", NOTHING, None, True, False, ("", None, False, True)),
-    ("fit", NOTHING, "last", False, True, ("", None, False, True)),
     ("fit", TRAINED, None, False, False, ("", None, False, False)),
     ("fit", TRAINED, None, False, True, ("", None, False, True)),
-    ("fit", TRAINED, None, True, False, ("", LAST, True, True)),
+    ("fit", TRAINED, None, True, False, ("", LAST, True, False)),
     ("fit", NOTHING, "last", True, False, ("", None, False, True)),
     ("fit", NOTHING, ELSEWHERE, True, False, ("", ELSEWHERE, False, True)),
-    ("fit", TRAINED, ELSEWHERE, True, False, ("", LAST, True, True)),
+    ("fit", TRAINED, ELSEWHERE, True, False, ("", LAST, True, False)),
     ("fit", TRAINED, "last", False, False, ("", LAST, True, False)),
     ("fit", TRAINED, "last", False, True, ("", LAST, True, True)),
     ("fit", TRAINED, FIRST, False, False, ("", FIRST, True, False)),
@@ -46,12 +43,12 @@ CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | Non
 ]
 # The same, and what the refusal says; None in place of what lies there: the user named no folder.
 REFUSALS: list[tuple[str, list[str] | None, str | None, bool, bool, str]] = [
-    ("fit", None, "last", False, False, "--ckpt_path last needs --output_dir"),
-    ("fit", None, None, True, False, "--resume needs --output_dir"),
-    ("test", None, None, True, False, "--resume needs --output_dir"),
+    ("fit", None, "last", False, False, "need --output_dir"),
+    ("fit", None, None, True, False, "need --output_dir"),
+    ("test", None, None, True, False, "need --output_dir"),
     ("fit", NOTHING, "last", False, False, "--ckpt_path last needs a checkpoint"),
     ("validate", NOTHING, "last", False, True, "--ckpt_path last needs a checkpoint"),
-    ("fit", NOTHING, "none.ckpt", False, False, "must be last or a checkpoint that exists"),
+    ("fit", NOTHING, "none.ckpt", False, False, "--ckpt_path must be a checkpoint"),
     ("fit", SCORED, None, True, False, "does not replace .*scores.jsonl"),
     ("fit", EXPORTED, None, True, False, "does not replace .*model"),
     ("predict", TRAINED, None, True, False, "does not replace .*step=000001.ckpt"),
@@ -122,105 +119,44 @@ def test_without_a_folder_the_default_is_chosen() -> None:
     assert choose_run_folder("fit", None, "runs/x") == RunFolder(Path("runs/x"), None, False, False)
 
 
-def start(folder: Path, overwrite: bool = False, given: tuple[Path, ...] = ()) -> None:
-    open_run_folder(RunFolder(folder, None, False, overwrite), given)
+def start(folder: Path, overwrite: bool = False) -> None:
+    open_run_folder(RunFolder(folder, None, False, overwrite))
 
 
-def leave_failed_start(folder: Path, output_dir: str | None = None) -> None:
-    """What a run leaves that failed at its first push: two ranks, W&B, launched workers, AdapterPush."""
+def leave_run(folder: Path) -> None:
+    """What a run leaves: of two ranks, with W&B, launched workers, DiskPush, and a file half written."""
     for name in ("checkpoints", "workers", "wandb", "weights/76d9f89c-000000", "weights/76d9f89c-000001.tmp"):
         (folder / name).mkdir(parents=True)
-    (folder / "workers" / "worker-8000.log").write_text("out of memory")
-    (folder / "wandb" / "run_id").write_text("abc")
-    (folder / "weights" / "76d9f89c-000000" / "adapter_model.safetensors").touch()
-    resolved = {name: None for name in RUN_SETTINGS} | {"output_dir": output_dir or str(folder)}
-    (folder / "config.yaml").write_text(yaml.safe_dump(resolved))
-    (folder / "metrics.csv").touch()
+    for name in ("workers/worker-8000.log", "wandb/run_id", "config.yaml", "metrics.csv", "metrics.tmp"):
+        (folder / name).touch()
     (folder / "data_report.json").write_text("{}")
 
 
-def test_a_failed_start_is_taken_over_and_nothing_of_it_is_deleted(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    leave_failed_start(run)
-    before = sorted(run.rglob("*"))
-    start(run)
-    assert sorted(run.rglob("*")) == before
+def test_a_report_of_bad_rows_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "data_report.json").touch()
+    start(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("thesis.txt", "rollouts.jsonl", "scores.jsonl", "model/config.json", LAST, ".env"),
-        *("workers/notes.txt", "weights/model.safetensors"),
-    ],
-)
-def test_files_of_a_user_or_of_a_run_are_not_taken_over(name: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    leave_failed_start(run)
-    (run / name).parent.mkdir(exist_ok=True)
-    (run / name).touch()
-    with pytest.raises(InputError, match="must be empty or new"):
-        start(run)
-    assert (run / name).exists()
-
-
-def test_metrics_of_a_step_are_not_taken_over(tmp_path: Path) -> None:
-    leave_failed_start(tmp_path)
-    (tmp_path / "metrics.csv").write_text("step,loss\n1,0.5\n")
+@pytest.mark.parametrize("name", ["thesis.txt", "rollouts.jsonl", "config.yaml", LAST, ".env"])
+def test_what_lies_in_a_folder_is_never_taken_over(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
     with pytest.raises(InputError, match="must be empty or new"):
         start(tmp_path)
+    assert (tmp_path / name).exists()
 
 
-def test_a_config_that_the_user_wrote_is_not_taken_over(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    written = {name: None for name in RUN_SETTINGS - {"seed_everything"}}
-    for text in ("model: {teacher: mine}\n", yaml.safe_dump(written), "{", "- trainer\n"):
-        config.write_text(text)
-        for given in ((), (config,)):
-            with pytest.raises(InputError, match="must be empty or new"):
-                start(tmp_path, given=given)
-        assert config.read_text() == text
-
-
-def test_a_copied_config_is_taken_over_only_when_given(tmp_path: Path) -> None:
-    leave_failed_start(tmp_path / "run")
-    copy = (tmp_path / "run").rename(tmp_path / "copy")
-    with pytest.raises(InputError, match="must be empty or new"):
-        start(copy)
-    start(copy, given=(copy / "config.yaml",))  # its settings are read, and written again
-
-
-def test_another_working_directory_takes_over_a_failed_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    leave_failed_start(tmp_path / "runs" / "a", "runs/a")
-    leave_failed_start(tmp_path / "runs" / "b", "../runs/b")
-    leave_failed_start(tmp_path / "runs" / "c", "../c")
-    leave_failed_start(tmp_path / "runs" / "d", "runs/a")
-    for place, before in ((tmp_path, "runs"), (tmp_path / "elsewhere", "../runs"), (tmp_path / "runs", ".")):
-        monkeypatch.chdir(place)
-        for name in "abc":
-            start(Path(before, name))
-        with pytest.raises(InputError, match="must be empty or new"):
-            start(Path(before, "d"))
-
-
-@pytest.mark.parametrize("output_dir", [".", "..", "../a/b/.."])
-def test_the_working_directory_is_chosen_by_its_name(
-    output_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "a")
-    assert choose_run_folder("fit", output_dir).folder == Path(tmp_path, "a", output_dir).resolve()
-
-
-def test_overwriting_keeps_the_given_config(tmp_path: Path) -> None:
-    leave_failed_start(tmp_path)
-    start(tmp_path, overwrite=True, given=(tmp_path / "config.yaml",))
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+def test_overwriting_deletes_a_run_and_keeps_its_config(tmp_path: Path) -> None:
+    leave_run(tmp_path)
+    (tmp_path / "thesis.txt").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=r"also holds thesis\.txt"):
+        start(tmp_path, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "thesis.txt").unlink()
     start(tmp_path, overwrite=True)
-    assert not list(tmp_path.iterdir())
+    # The command line may name the config, which ranks that are started later read again.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "data_report.json"]
 
 
 def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
@@ -234,14 +170,3 @@ def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
     other.wait()
     start(tmp_path)
     start(tmp_path)  # one process may open it again
-
-
-def test_only_empty_folders_of_this_start_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    start(tmp_path / "mine" / "runs" / "first")
-    run_folder.remove_empty_folders()
-    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
-    start(tmp_path / "runs" / "second")
-    (tmp_path / "runs" / "second" / "data_report.json").touch()
-    run_folder.remove_empty_folders()
-    assert (tmp_path / "runs" / "second" / "data_report.json").exists()
