@@ -40,7 +40,7 @@ LAYERS = [
 ]
 # The only files that import these packages, so that a laptop without them runs all the rest.
 WRAPPERS = {
-    "vllm": {"vllm_worker.py", "engines/nccl.py"},
+    "vllm": {"vllm_worker.py"},
     "trl": set(),  # TRL calls us; only a test and a benchmark import it
     "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
     "wandb": set(),  # by Lightning's logger
