@@ -126,7 +126,6 @@ VERBS: dict[str, tuple[str, str, str]] = {
   --plan.device_gib GIB               memory of a device that is not in the table
   --plan.prompt_length N              longest prompt, tokens; else the limit
   --plan.completion_length N          longest completion, tokens; else the limit
-  --plan.json FILE                    also write the plan there
 
 and all options of rlt fit and rlt predict.
 """,
