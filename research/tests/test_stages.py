@@ -1,19 +1,16 @@
-"""The parts that all comparisons share: stages in processes, parallel jobs, summed seconds, and tables."""
+"""The parts that all comparisons share: stages in processes, jobs side by side, intervals and tables."""
 
 from __future__ import annotations
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import jobs
+import driver
 import pytest
-from arms import Arms, Setting
+from arms import Setting
 from stages import StageError, Stages
-from tables import build_tables, show_explanations
 
 
 def fail(words: list[str], log: Path) -> None:
@@ -67,45 +64,30 @@ def test_an_interruption_ends_the_stages_that_run(tmp_path: Path) -> None:
             time.sleep(0.02)
         raise KeyboardInterrupt
 
-    ones: Any = [SimpleNamespace(prepare=lambda: stages.run([str(tmp_path / "begun")], tmp_path / "log"))]
-    ones += [SimpleNamespace(prepare=interrupt)]
     with pytest.raises(KeyboardInterrupt):
-        jobs.run_arms(stages, ones, [])
+        driver.run_side_by_side(
+            stages, [interrupt, lambda: stages.run([str(tmp_path / "begun")], tmp_path / "log")]
+        )
     assert time.perf_counter() - begin < 100
 
 
-def test_the_clock_adds_up_over_starts(tmp_path: Path) -> None:
-    (tmp_path / jobs.CLOCK).write_text("100.0")
-    jobs.Clock(tmp_path / jobs.CLOCK).write()
-    assert 100 <= float((tmp_path / jobs.CLOCK).read_text()) < 110
+def test_an_interval_is_students_t_over_seeds() -> None:
+    # Mean 5, standard deviation 1, t = 4.303 for two degrees of freedom.
+    assert driver.compute_interval([4.0, 5.0, 6.0], 512) == pytest.approx(4.303 / 3**0.5)
+    # One seed: 1.96 standard errors of 256 right answers to 512 problems.
+    assert driver.compute_interval([50.0], 512) == pytest.approx(196 * (0.25 / 512) ** 0.5)
 
 
-def test_the_table_has_a_row_for_every_arm() -> None:
-    arms: dict[str, Any] = {"base": {"accuracy": [20.0], "greedy": [90.0]}}
+def test_tables_and_picture_have_every_arm(tmp_path: Path) -> None:
     kinds = {"steps": 80.0, "filler": 10.0, "leap": 5.0, "wrong": 5.0, "other": 0.0}
-    arms["rlt"] = {"accuracy": [95.0], "greedy": [99.0], "kinds": [kinds]}
-    page = build_tables({"seeds": [0], "arms": arms, "reward_by_kind": {}, "groups": []})
-    assert "| untrained student | 20.0 ± 3.5 | 90.0 ± 2.6 |  |" in page
-    assert "| **RLT teacher** | 95.0 ± 1.9 | 99.0 ± 0.9 | 80 / 10 / 5 / 5 / 0 |" in page
-    assert "| untrained student | +75.0 ± 3.9 | +9.0 ± 2.7 |" in page
-
-
-def test_explanations_are_shown_with_their_kinds(tmp_path: Path, capsys: Any) -> None:
-    one = Arms(Stages(tmp_path), Setting(), 0)
-    question, right, leap = (
-        "start 2, add 1, times 3?",
-        "2 add 1 is 3, 3 times 3 is 9.",
-        "clearly it must be 9.",
-    )
-    rows = [
-        {"question": question, "solution": "9", "trace": trace, "reasoning_trace": text, "reward": reward}
-        for trace, (text, reward) in enumerate([(right, -0.5), (leap, -0.1), (leap, -0.3)])
-    ]
-    path = one.folder / "warmup/samples/traces.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    show_explanations(one)
-    lines = capsys.readouterr().out.splitlines()
-    assert "  warm-up teacher, T 0.7: 2 leaps to the answer, 1 every step right" in lines
-    assert lines[lines.index("    best   -0.10  (leaps to the answer)") + 1].strip() == leap
-    assert lines[lines.index("    worst  -0.50  (every step right)") + 1].strip() == right
+    students: Any = {
+        "base": {"accuracy": [20.0], "greedy": [90.0]},
+        "rlt": {"accuracy": [95.0], "greedy": [99.0], "traces": [kinds]},
+    }
+    figures, sampled, greedy = driver.list_tables(students, {}, 512)[1::2]
+    assert "| base | 20.00 ± 3.46 | 90.00 ± 2.60 |  |" in figures
+    assert "| steps 80 / filler 10 / leap 5 / wrong 5 / other 0 |" in figures
+    assert "| rlt |  | +75.0 ± 3.9 |" in sampled or "| rlt | +75.0 ± 3.9 |" in sampled
+    assert "+9.0 ± 2.7" in greedy
+    driver.draw([Setting("main")], [students], tmp_path / "a.svg")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
