@@ -25,18 +25,11 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from stages import Stages
+from trace_kinds import TRACE_KINDS, chain_kind
 
 from rlt_lightning.run.jsonl import format_line, read_json_rows, rewrite
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.stepwise import (
-    CHAIN_SPLITS,
-    OPERATIONS,
-    TRACE_KINDS,
-    Mixture,
-    Operation,
-    chain_kind,
-    chain_rows,
-)
+from rlt_lightning.tasks.stepwise import CHAIN_SPLITS, OPERATIONS, Mixture, Operation, chain_rows
 from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
@@ -172,9 +165,9 @@ class Arms:
 
     # Stages
 
-    def stage(self, name: str, verb: str, config: str, **options: Any) -> Path:
+    def stage(self, name: str, verb: str, config: str, result: str | None = None, **options: Any) -> Path:
         """Run a stage in a folder of this seed, and return the folder."""
-        return self.stages(f"{self.name}/{name}", verb, config, **options)
+        return self.stages(f"{self.name}/{name}", verb, config, result, **options)
 
     def prepare(self) -> None:
         """Write the data and, once for all seeds, pretrain the base of a setting that has none."""

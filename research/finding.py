@@ -57,8 +57,9 @@ from typing import Any, ClassVar
 import driver
 from arms import MINIATURES, PROMPTS_PER_STEP, SHUFFLED, Arms, Row, Setting, Table, read
 from stages import StageError
+from trace_kinds import chain_kind
 
-from rlt_lightning.tasks.stepwise import Mixture, chain_kind
+from rlt_lightning.tasks.stepwise import Mixture
 from rlt_lightning.types import InputError
 
 # The warm-up teacher's most probable explanation has all steps right.
@@ -220,7 +221,21 @@ class Finding(Arms):
         """Return the file of one of the groups of the warm-up teacher's traces, the best first."""
         several = {"rollouts__num_traces": 1, "distillation__select": "all"}
         pool = self.explain("warmup/pool", self.warm_up(), source="pool", **several)
-        return self.write_rows(arm, take_group(read(pool / "distillation.jsonl"), by, number))
+        scored = self.stage(
+            "warmup/scores",
+            "predict",
+            "recipe_7b/rank",
+            "scores.jsonl",
+            trainer__accelerator="cpu",
+            model__teacher=self.warm_up(),
+            model__student=self.student_base,
+            data__source=pool / "distillation.jsonl",
+            data__prompts_per_step=64,
+            data__tags="r1",
+            data__teacher_system_prompt="",
+            data__student_system_prompt="",
+        )
+        return self.write_rows(arm, take_group(read(scored / "scores.jsonl"), by, number))
 
     def train_student(self, arm: str) -> Path | str:
         """Return the student of an arm; two have learned by their own right answers (GRPO)."""

@@ -27,8 +27,9 @@ from typing import Any, ClassVar
 
 import driver
 from arms import SHUFFLED, Arms, Setting, Table, read
+from trace_kinds import word_sum_kind
 
-from rlt_lightning.tasks.stepwise import word_sum_kind, word_sum_rows
+from rlt_lightning.tasks.stepwise import word_sum_rows
 
 WRITTEN: dict[str, dict[str, Any]] = {  # how the warm-up teacher writes the traces of an arm
     "warmup": {},

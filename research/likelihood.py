@@ -32,10 +32,11 @@ from typing import Any, ClassVar
 
 import driver
 from arms import PROMPTS_PER_STEP, Arms, Row, Setting, Table, read
+from trace_kinds import parse_chain
 
 from rlt_lightning.judging.answers import solution_block
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.stepwise import CHAIN_WORDING, parse_chain
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING
 
 NUM_WARM = 128  # traces of the start `warm`
 STARTS = ("base", "warm")

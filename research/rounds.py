@@ -39,16 +39,10 @@ from typing import Any, ClassVar
 
 import driver
 from arms import MINIATURES, SHUFFLED, Arms, Row, Setting, Table, read
+from trace_kinds import parse_chain
 from ways import NEW
 
-from rlt_lightning.tasks.stepwise import (
-    CHAIN_WORDING,
-    NEW_MIXTURE,
-    TraceKind,
-    chain_rows,
-    draw_ending,
-    parse_chain,
-)
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_MIXTURE, TraceKind, chain_rows, draw_ending
 from rlt_lightning.types import InputError
 
 ARM = re.compile(

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Literal
 import driver
 from arms import MINIATURES, Row, Setting, Table, read
 from rounds import EXACT, NEW, Rounds, read_number, show_wrong
-
-from rlt_lightning.tasks.stepwise import chain_kind, parse_chain
+from trace_kinds import chain_kind, parse_chain
 
 Estimator = Literal["k1", "exact"]
 ESTIMATORS: dict[Estimator, dict[str, Any]] = {"k1": {}, "exact": EXACT}

@@ -54,13 +54,14 @@ class Stages:
         """Start the process that does the imports, without waiting for them."""
         forkserver.ensure_running()
 
-    def __call__(self, name: str, verb: str, config: str, **options: Any) -> Path:
+    def __call__(self, name: str, verb: str, config: str, result: str | None = None, **options: Any) -> Path:
         """Run `rlt VERB --config CONFIG` with options and return its folder.
 
         Args:
             name: Name of its folder.
             verb: fit, predict or test.
             config: Name of a shipped config; a file of that name does not win.
+            result: File that a finished run has; None: by verb.
             options: Settings, with `__` for a dot.
 
         Raises:
@@ -79,7 +80,7 @@ class Stages:
                 raise StageError(
                     f"{folder} must have today's settings, but has others. Remove it, or choose another."
                 )
-            if not (folder / RESULTS[verb]).exists():
+            if not (folder / (result or RESULTS[verb])).exists():
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 note.write_text(made_with)
                 begin = time.perf_counter()

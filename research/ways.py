@@ -26,8 +26,9 @@ from typing import Any, ClassVar
 import driver
 from arms import Arms, Setting, Table, read
 from finding import Finding
+from trace_kinds import parse_chain
 
-from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_MIXTURE, NEW_OPERATIONS, parse_chain
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, NEW_MIXTURE, NEW_OPERATIONS
 
 NEW = Setting(
     "new",

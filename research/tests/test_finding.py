@@ -18,10 +18,10 @@ from arms import Arms, Setting, read
 from finding import Finding
 from make_miniature import draw_sheet
 from stages import Stages
+from trace_kinds import CHAIN_QUESTION, parse_chain
 
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.models.load import load_model, load_tokenizer
-from rlt_lightning.tasks.stepwise import CHAIN_QUESTION, parse_chain
 
 SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 

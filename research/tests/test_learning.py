@@ -10,9 +10,9 @@ from pathlib import Path
 import learning
 import pytest
 from arms import read
+from trace_kinds import word_sum_kind
 
 from rlt_lightning.models.kernels import cpu_has_bfloat16
-from rlt_lightning.tasks.stepwise import word_sum_kind
 
 ROOT = Path(__file__).parents[2]
 

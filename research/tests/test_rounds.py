@@ -18,8 +18,9 @@ import yaml
 from arms import read
 from rounds import Rounds
 from stages import Stages
+from trace_kinds import chain_kind, parse_chain
 
-from rlt_lightning.tasks.stepwise import NEW_MIXTURE, NEW_OPERATIONS, chain_kind, chain_rows, parse_chain
+from rlt_lightning.tasks.stepwise import NEW_MIXTURE, NEW_OPERATIONS, chain_rows
 from rlt_lightning.types import InputError
 
 ROOT = Path(__file__).parents[2]
