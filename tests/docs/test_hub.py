@@ -100,14 +100,6 @@ def test_a_model_inherits_base_and_licence_of_a_local_one(tmp_path: Path) -> Non
     assert inherited_header(str(tmp_path)) == {}
 
 
-def test_a_card_names_no_place_on_this_machine() -> None:
-    training = {"teacher": "/home/alice/runs/warmup/model", "rows": "~/data/rows/a.jsonl, Qwen/Qwen2.5-7B"}
-    card = write_model_card(FACTS | {"training": training | {"paper": "https://example.com/a/b/c"}})
-    assert "| teacher | …/warmup/model |" in card
-    assert "| rows | …/rows/a.jsonl, Qwen/Qwen2.5-7B |" in card
-    assert "https://example.com/a/b/c" in card
-
-
 def test_a_run_that_may_not_upload_ends_before_it_trains(hub: FakeHub, tmp_path: Path) -> None:
     words = [*QUICKSTART, f"--output_dir={tmp_path}/run", "--export.repo_id=bob/teacher"]
     refused = python(AT_HUB.format(url=hub.url, words=words), ROOT, HF_TOKEN=TOKEN)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from async_runs import Witness, assert_same, fit
-from commands import ROOT, rlt
+from commands import ROOT
 from fake_worker import worker_of
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
@@ -27,7 +27,6 @@ from misfits import Terms
 from wandb_run import runs_in
 from wheel import OFFLINE, PIP, build_wheel
 
-import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.commands.report import write_report
@@ -295,32 +294,7 @@ def test_terms_come_in_the_order_of_their_names_as_numbers_of_the_reward() -> No
     assert {values.dtype for values in terms.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("missing", r"Terms.extra_names, \['one', 'two'\], but returned \['one'\]"),
-        ("none", "but returned NoneType"),
-        ("column", r"one number per rollout, \(2,\), but 'one' is \(2, 1\)"),
-        ("mean", r"but 'two' is \(\)"),
-        ("list", "but 'two' is list"),
-    ],
-)
-def test_a_term_that_is_none_is_named(kind: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Terms(kind=kind).check_extra_terms(rollouts(7, 8), torch.device("cpu"))
-
-
 # The engine
-
-
-def test_the_tree_of_errors_is_whole() -> None:
-    tree = re.findall(r"[├└]── (\w+) [* ] +([\w/]+)\.py", rlt_lightning.types.__doc__ or "")
-    found = []
-    for path in Path(rlt_lightning.__file__).parent.rglob("*.py"):
-        place = str(path.relative_to(ROOT / "rlt_lightning").with_suffix(""))
-        names = re.findall(r"^class (\w+)\(\w*(?:Error|Exception|Lost)\):", path.read_text(), re.MULTILINE)
-        found += [(name, place) for name in names]
-    assert sorted(tree) == sorted(found)
 
 
 class FourMethods(Engine):
@@ -398,34 +372,3 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
 
 
 # What is wrong is told in one line
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model.reward=nowhere.Reward"], "No module named 'nowhere'"),
-        (["--model.reward=misfits.Nope"], "module 'misfits' has no attribute 'Nope'"),
-        (["--model.reward=misfits.NoBase"], "misfits.NoBase does not correspond to a subclass of Reward"),
-        (["--model.reward=misfits.TakenName"], "TakenName.extra_names has 'kl', which is taken"),
-        (["--trainer.callbacks+=misfits.NoBase"], "a subclass of Callback"),
-        (["--rollouts.engine=nowhere.Engine"], "No module named 'nowhere'"),
-        (["--rollouts.engine=misfits.NoMethods"], "does not implement protocol Engine"),
-        (["--rollouts.engine=misfits.NoAnnotations"], "does not implement protocol Engine"),
-        (["--model.reward=misfits.Terms", "--model.reward.kind=column"], "but 'one' is (8, 1). Correct it."),
-    ],
-)
-def test_a_class_that_cannot_be_used_is_one_clear_line(
-    options: list[str], message: str, tiny_model: str, tmp_path: Path
-) -> None:
-    words = [
-        "fit",
-        "--config=tests/rlt.yaml",
-        *of_models(tiny_model),
-        f"--output_dir={tmp_path / 'run'}",
-    ]
-    result = rlt(*words, "--rollouts.sampling.max_completion_length=4", *options)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("rlt: error: ")]
-    assert result.returncode == 2, result.stderr
-    assert len(lines) == 1
-    assert "Traceback" not in result.stderr
-    assert message in lines[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import lightning
 import pytest
 import torch
 from commands import ROOT, python, rlt
-from fits import assert_one_clear_line
 from safetensors.torch import load_file
 
 from rlt_lightning import (
@@ -190,36 +188,6 @@ class WithSGD(RLTModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-class WithTwo(RLTModule):
-    def configure_optimizers(self) -> Any:
-        weights = [*self.parameters()]
-        return [torch.optim.SGD(weights[:1], lr=0.1), torch.optim.SGD(weights[1:], lr=0.1)]
-
-
-class WithClosure(RLTModule):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
-class WithPlateau(RLTModule):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "reward/mean"}}
-
-
-class WithSparse(RLTModule):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SparseAdam([*self.parameters()])
-
-
-class WithBuiltin(RLTModule):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, math.sqrt)
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
-
-
 def fit_command(folder: Path, *options: str) -> None:
     words = ["--data.num_embedded_rows=16", "--data.prompts_per_step=4", "--model.group_size=2"]
     words += ["--checkpoint.every_n_train_steps=1", "--rollouts.sampling.max_completion_length=16"]
@@ -267,24 +235,3 @@ def test_an_unmodified_trainer_on_two_ranks(tmp_path: Path, strategy: str) -> No
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("kind", "match"),
-    [
-        (WithTwo, "one optimizer"),
-        (WithClosure, "LBFGS"),
-        (WithSparse, "SparseAdam"),
-        (WithPlateau, "ReduceLROnPlateau"),
-        (WithBuiltin, "lr_lambda"),
-    ],
-)
-def test_what_cannot_step_is_refused(tmp_path: Path, kind: type[RLTModule], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        trainer(tmp_path, logger=False, enable_checkpointing=False).fit(module(kind), data())
-
-
-def test_an_optimizer_that_refuses_the_weights_is_one_line(tmp_path: Path) -> None:
-    words = ["--data.num_embedded_rows=8", "--optimizer=Muon", f"--output_dir={tmp_path}"]
-    done = rlt("fit", "--config=laptop/rlt", *words)
-    assert_one_clear_line(done, "--optimizer and --lr_scheduler")

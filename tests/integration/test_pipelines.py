@@ -6,13 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import ROOT, rlt, start
-from fits import assert_one_clear_line
 from lightning.pytorch import Trainer
 from rows_of import read, wait_until
 from sampling import numbered
@@ -241,20 +240,6 @@ def test_selections_of_answers_take_what_they_say() -> None:
     assert chosen("all") == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
     with pytest.raises(InputError, match="per_problem must be at least 1, but is 0"):
         DistillationWriter("first", 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--rollouts.max_resamples=2"], "rollouts.max_resamples must be 0, since pass_rate counts every"),
-        (["--data.filters.max_repetition=0.5"], "data.filters may set no filter of traces"),
-        (["--data.filters.min_pass_rate=0.5"], "need rows with pass_rate, which `rlt predict` writes"),
-    ],
-)
-def test_what_does_not_go_together_is_one_clear_line(
-    options: list[str], expected: str, tmp_path: Path
-) -> None:
-    assert_one_clear_line(rlt(*rejection(tmp_path / "run", *options)), expected)
 
 
 def test_a_set_without_a_right_answer_is_refused_and_its_answers_stay(tmp_path: Path) -> None:
@@ -540,25 +525,6 @@ def test_repetition_is_the_part_of_runs_that_came_before() -> None:
     assert repetition("a b a b a", 2) == pytest.approx(2 / 4)  # ab ba | ab ba
     assert repetition("a b", 3) == 0
     assert split_words("If $x^2=4$, what IS x?") == ["if", "x", "^", "2", "=", "4", "what", "is", "x"]
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: Filters(max_repetition=1.5), r"max_repetition must be in \[0, 1\], but is 1.5"),
-        (lambda: Filters(overlap_ngram=0), "overlap_ngram must be at least 1, but is 0"),
-        (lambda: Overlaps({"nowhere": None}, 13), "names 'nowhere' with none"),
-    ],
-)
-def test_a_filter_that_makes_no_sense_is_refused(make: Callable[[], object], expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        make()
-
-
-def test_filters_that_leave_nothing_are_named(tiny_model: str, tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [custom("a"), custom("b")])
-    with pytest.raises(InputError, match=r"must leave at least one row, but 2 of 2 rows .* long_trace 2"):
-        student_data(source, tiny_model, filters=Filters(max_trace_chars=2))
 
 
 def test_filters_of_questions_serve_every_stage(tiny_model: str, tmp_path: Path) -> None:

@@ -100,15 +100,3 @@ def test_own_changes_of_a_model_can_be_accepted(miniature: str, tmp_path: Path) 
     digests.unlink()  # as anybody else's model
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     load_model(str(folder))
-
-
-def test_a_link_to_no_weights_is_named(miniature: str, tmp_path: Path) -> None:
-    folder = build_model(miniature, tmp_path / "model")
-    weights = folder / "model.safetensors"
-    weights.unlink()
-    weights.symlink_to(tmp_path / "deleted")
-    with pytest.raises(InputError, match=r"model\.safetensors is missing"):
-        load_model(str(folder))
-    (folder / f"rank0{SUFFIX}").unlink()
-    with pytest.raises(InputError, match=r"no file named model\.safetensors"):
-        load_model(str(folder))

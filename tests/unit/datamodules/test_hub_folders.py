@@ -119,16 +119,6 @@ def test_a_readme_without_configurations_changes_nothing(tmp_path: Path) -> None
         assert [number for number, _ in rows] == [1, 3]  # our reader: numbers of lines, a broken one kept
 
 
-def test_files_that_git_has_not_fetched_are_named(copied: Path) -> None:
-    (copied / "README.md").write_text(CARD)
-    path = copied / "data/train-00000-of-00001.parquet"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
-    with pytest.raises(
-        InputError, match=r"train-00000.*a pointer that Git LFS keeps in place of it.*git lfs pull"
-    ):
-        read_rows(str(copied))
-
-
 def test_a_changed_file_of_a_copy_is_noticed(copied: Path, tmp_path: Path) -> None:
     (copied / "README.md").write_text(CARD)
     before = SourceReader().fingerprint(str(copied))

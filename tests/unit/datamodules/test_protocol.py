@@ -34,7 +34,6 @@ from rlt_lightning.datamodules.evaluation_sets import (
 )
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.models.load import load_tokenizer
-from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
 PAPER = ROOT / "configs" / "recipe_7b" / "evaluate_paper.yaml"
@@ -343,50 +342,6 @@ def test_where_comes_before_max_rows(tmp_path: Path) -> None:
     settings = {"source": write(tmp_path / "rows.jsonl", rows), "where": {"level": "2"}}
     questions = read_set("levels", settings, 3, 0)
     assert [question.id for question in questions] == ["levels/3", "levels/6", "levels/9"]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "line"),
-    [
-        ("x", {"source": "f", "tmplate": "{question}"}, "data.sets.x may set title, .*, but sets tmplate"),
-        (
-            "x",
-            {"source": "f", "judge": "maths"},
-            "x.judge must be one of math, choice, countdown, .* 'maths'",
-        ),
-        (
-            "x",
-            {"source": "f", "template": "Solve."},
-            r"must contain {question} for the judge math, but 'Solve.'",
-        ),
-        ("x", {"source": "f", "judge": "choice", "template": "{question}"}, "lacks {options}"),
-        (
-            "x",
-            {"source": "f", "template": "\boxed{} {question}"},
-            "no control character .* use single quotes",
-        ),
-        ("x", {"source": "f", "where": {"year": 2024}}, "a text for each column, but gives 2024 for year"),
-        ("x", {"source": "f", "strip": "no"}, "x.strip must be true or false, but is 'no'"),
-        ("x", {"judge": "math"}, "or a set of your own with its file, but names 'x'"),
-        ("gpqa_diamond", {"private": False}, "gpqa_diamond must stay private"),
-    ],
-)
-def test_a_mapping_that_cannot_be_is_one_clear_line(name: str, settings: Row, line: str) -> None:
-    with pytest.raises(InputError, match=line) as error:
-        build_set(name, settings)
-    assert "\n" not in str(error.value)
-
-
-def test_a_filter_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", AIME)
-    with pytest.raises(InputError, match=r"none of 2 in '.*' has '2025' in url"):
-        read_set("aime24", {"source": path, "where": {"url": "2025"}}, None, 0)
-
-
-def test_an_option_for_one_field_is_refused() -> None:
-    result = rlt("test", f"--config={PAPER}", "--data.sets.aime24.source=rows.jsonl")
-    assert result.returncode == 2
-    assert "but --data.sets.aime24.source names one, and the others would be lost" in result.stderr
 
 
 # The paper's figures

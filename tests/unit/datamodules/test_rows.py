@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from rlt_lightning.datamodules import StratosDataModule, StudentSFTData, TeacherRLData
@@ -158,57 +156,6 @@ def test_a_broken_first_line_costs_only_itself(tmp_path: Path, first: str) -> No
     (tmp_path / "rows.jsonl").write_text(f"{first}\n" + f"{json.dumps(ROW)}\n" * 2)
     numbers = [number for number, row in read_rows(str(tmp_path / "rows.jsonl")) if row == ROW]
     assert numbers == [2, 3]
-
-
-TEXTS = {
-    "gbk": "一加一等于多少？",
-    "shift_jis": "一足す一は",
-    "latin-1": "Où est-ce ?",
-    "utf-16": "1+6?",
-    "big5": "一加一",
-}
-
-
-@pytest.mark.parametrize("encoding", TEXTS)
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "json"])
-def test_another_encoding_is_named_in_one_line(tmp_path: Path, suffix: str, encoding: str) -> None:
-    path = tmp_path / f"rows.{suffix}"
-    row = json.dumps(ROW | {"question": TEXTS[encoding]}, ensure_ascii=False)
-    table = f"question,solution\n{TEXTS[encoding]},7\n"
-    text = {"jsonl": f"{row}\n" * 3, "csv": table, "json": f"[{row}]"}[suffix]
-    path.write_bytes(text.encode(encoding))
-    if (suffix, encoding) == ("json", "utf-16"):
-        assert len(load(str(path)).items) == 1  # Python knows JSON in UTF-16
-        return
-    with pytest.raises(InputError, match="UTF-8") as raised:
-        load(str(path))
-    assert "iconv -f " in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-@pytest.mark.parametrize("place", ["file", "folder", "copy"])
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, suffix: str, place: str) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    path = tmp_path / f"train.{suffix}"
-    path.write_text(pointer)
-    if place == "copy":
-        (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n---\n")
-    with pytest.raises(InputError, match=r"Git LFS.*`git lfs pull`"):
-        load(str(path if place == "file" else tmp_path))
-
-
-@pytest.mark.parametrize("header", ["question,solution,solution", "question,question,solution,solution"])
-def test_two_columns_of_one_name_are_refused(tmp_path: Path, header: str) -> None:
-    names = header.split(",")
-    (tmp_path / "rows.csv").write_text(f"{header}\n{','.join('a' * len(names))}\n")
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_arrays([pyarrow.array(["a"])] * len(names), names=names), tmp_path / "rows.parquet"
-    )
-    for suffix in ("csv", "parquet"):
-        with pytest.raises(InputError, match="solution") as raised:
-            read_rows(str(tmp_path / f"rows.{suffix}"))
-        assert "\n" not in str(raised.value)
 
 
 def test_empty_columns_at_the_end_of_a_table_are_none(tmp_path: Path) -> None:

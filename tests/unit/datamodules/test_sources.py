@@ -121,14 +121,6 @@ def test_an_endless_stream_is_read_as_far_as_max_rows() -> None:
     assert reader.fingerprint(source) == reader.fingerprint(source)
 
 
-@pytest.mark.parametrize("source", ["arithmetic", "rows.jsonl", [{"question": "q", "solution": "s"}]])
-def test_a_part_is_refused_where_there_are_none(source: Any, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"question": "q", "solution": "s"}\n')
-    [source] = parse_sources(str(tmp_path / source) if source == "rows.jsonl" else source)
-    with pytest.raises(InputError, match=r"data\.split must be a whole split .*data\.max_rows"):
-        read_rows(source, "train[:10%]")
-
-
 def test_local_tables_leave_nothing_in_the_librarys_cache(tmp_path: Path, library_cache: Path) -> None:
     for number, kind in enumerate(KINDS):
         [source] = parse_sources(KINDS[kind](tmp_path / str(number)))

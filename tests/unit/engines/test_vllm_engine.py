@@ -54,7 +54,6 @@ from safetensors.torch import load_file
 from sampling import sample_groups
 from torch import Tensor
 
-from rlt_lightning.console import waiting_for
 from rlt_lightning.engines import (
     AdapterPush,
     DiskPush,
@@ -66,7 +65,6 @@ from rlt_lightning.engines import (
     NoPush,
     Sampling,
     VLLMEngine,
-    WeightPush,
     WorkersLost,
     build_requests,
     fleet,
@@ -74,7 +72,7 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.engines.base import find_disagreement
 from rlt_lightning.engines.client import WorkerClient
-from rlt_lightning.engines.launch import EXTENSION, LocalServer
+from rlt_lightning.engines.launch import LocalServer
 from rlt_lightning.engines.nccl import SyncClient, WeightSource, find_common_dtype
 from rlt_lightning.engines.push import Staging, split_pieces
 from rlt_lightning.engines.threads import run_in_background as run_in_thread
@@ -244,12 +242,6 @@ def test_a_server_without_a_version_is_refused_at_once(start: Any) -> None:
 def test_another_served_model_is_refused_by_name(start: Any) -> None:
     with pytest.raises(EngineError, match="must serve the model 'mine', but serves teacher"):
         start(FakeWorker(), served_model="mine")
-
-
-def test_workers_must_be_named_or_launched_and_not_both() -> None:
-    for options in ({}, {"urls": []}, {"urls": ["http://127.0.0.1:1"], "launch": Launch()}):
-        with pytest.raises(InputError, match="either urls or launch"):
-            VLLMEngine(**options)
 
 
 # Faults
@@ -758,14 +750,6 @@ def test_an_adapter_is_loaded_by_its_version_and_the_one_before_dropped(
         assert (config["r"], config["lora_alpha"]) == (2, 4.0)  # the worker scales by their ratio
 
 
-@pytest.mark.parametrize("push", [DiskPush, GlooPush])
-def test_impossible_push_settings_are_refused(push: type[WeightPush]) -> None:
-    with pytest.raises(InputError, match="bucket_mib >= 1"):
-        push(bucket_mib=0)
-    with pytest.raises(InputError, match="'float7'"):
-        GlooPush(dtype="float7")
-
-
 def gloo_worker(name: str, received: dict[str, Any], call: Callable[..., Any]) -> FakeWorker:
     """A fake that takes weights over gloo, where `call` lets the functions run."""
 
@@ -925,13 +909,6 @@ def test_a_group_of_tensors_is_let_go_before_the_next_is_gathered() -> None:
         assert all(earlier == [] for earlier in seen)
         seen.append(group)
     assert len(seen) == 4
-
-
-def test_addresses_that_cannot_be_are_refused() -> None:
-    for urls in (["localhost:8000"], ["http://user:secret@host:1"], ["http://a:1", "http://a:1/"]):
-        with pytest.raises(InputError, match="must be different addresses") as refused:
-            VLLMEngine(urls)
-        assert "secret" not in str(refused.value)
 
 
 def test_a_key_that_no_header_takes_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1107,39 +1084,6 @@ def pids_in(log: Path) -> list[int]:
     return [int(pid) for pid in found[-1]]
 
 
-def test_the_command_line_is_what_a_person_would_type() -> None:
-    launch = Launch(
-        executable=sys.executable,
-        max_model_len=4096,
-        tensor_parallel_size=2,
-        dtype="bfloat16",
-        arguments=["--enforce-eager"],
-    )
-    words = launch.build_command(3, 8001, "the/model", "gloo", "teacher")
-    assert words == [
-        *(sys.executable, "serve", "the/model", "--served-model-name", "teacher"),
-        *("--host", "127.0.0.1", "--port", "8001", "--dtype", "bfloat16", "--seed", "3"),
-        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *("--weight-transfer-config", '{"backend": "gloo"}', "--worker-extension-cls", EXTENSION),
-        *("--max-model-len", "4096", "--tensor-parallel-size", "2", "--enforce-eager"),
-    ]
-    assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": "gloo"}
-    own = Launch(executable=sys.executable, model="mine").build_command(0, 1, "the/model", "disk", "teacher")
-    assert own[2] == "mine"
-    assert "--max-model-len" not in own
-
-
-def test_only_a_long_wait_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with waiting_for("nothing", after_s=5.0):
-        pass
-    with waiting_for(lambda: "a worker", deadline_s=9.0, after_s=0.05):  # then 0.1, 0.2, 0.4 ...
-        text = ""
-        while text.count("\n") < 2:
-            time.sleep(0.01)
-            text += capsys.readouterr().err
-    assert re.fullmatch(r"(waiting for a worker: \d s of at most 9 s\n)+", text)
-
-
 def test_the_waits_for_weights_name_their_size(
     start: Any, miniature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -1152,15 +1096,6 @@ def test_the_waits_for_weights_name_their_size(
     worker = FakeWorker()
     start(worker, step=None).update_weights([("a", torch.zeros(1000, 1000))], 3)
     assert waits[-1] == f"vLLM worker {worker.url} to take the weights of step 3 (4.0 MB) by DiskPush"
-
-
-def test_impossible_launches_are_refused() -> None:
-    with pytest.raises(InputError, match="at least 1"):
-        Launch(num_workers=0)
-    with pytest.raises(InputError, match=r"2 GPU\(s\) for each of the 2 worker"):
-        Launch(num_workers=2, tensor_parallel_size=2, gpus=[[0, 1], [2]])
-    with pytest.raises(InputError, match="'no-such-vllm' is none"):
-        Launch(executable="no-such-vllm").build_command(0, 1, "m", "gloo", "teacher")
 
 
 def test_stop_ends_a_server_with_all_that_it_started(tmp_path: Path) -> None:
@@ -1237,15 +1172,6 @@ def test_a_launched_worker_that_is_killed_is_started_again(tmp_path: Path) -> No
     finally:
         engine.close()
     wait_until(lambda: not any(map(alive, groups)))
-
-
-def test_a_launched_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
-    engine = launched(tmp_path, arguments=["--fail"])
-    with pytest.raises(
-        EngineError, match=r"must start, but ended: ValueError: no such model \(log: .*worker-0"
-    ):
-        start_engine(engine, tmp_path)
-    assert servers_of(engine) == []
 
 
 def test_a_server_of_somebody_else_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:

@@ -9,20 +9,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from rlt_lightning import console
-from rlt_lightning.models import kernels, packed, weights
 from rlt_lightning.models import load as pretrained
+from rlt_lightning.models import packed, weights
 
 Captured = pytest.CaptureFixture[str]
-
-
-def test_a_model_is_named_with_its_size_before_it_is_loaded(miniature: str, capsys: Captured) -> None:
-    pretrained.announce_model("miniature", "bfloat16")
-    pretrained.announce_model(miniature, "auto", "the frozen student")
-    pretrained.announce_model("nobody/nothing", "float32")
-    first, second, third = capsys.readouterr().err.splitlines()
-    assert all(word in first for word in ("miniature", "0.7 MB", "bfloat16"))
-    assert all(word in second for word in (miniature, "0.7 MB", "the frozen student"))
-    assert "nobody/nothing" in third
 
 
 def test_sizes_count_whole_weights_as_they_travel() -> None:
@@ -66,34 +56,3 @@ def test_only_large_files_and_weights_are_announced(tmp_path: Path, capsys: Capt
     for line, (what, size) in zip(capsys.readouterr().err.splitlines(), named, strict=True):
         assert what in line
         assert size in line
-
-
-@pytest.mark.parametrize(
-    ("device", "types", "has", "advice"),
-    [
-        (
-            "cpu",
-            {"trainer.precision": "bf16-mixed", "model.dtype": "float32"},
-            False,
-            "to 32-true.",
-        ),
-        ("cpu", {"trainer.precision": "32-true", "model.dtype": "bfloat16"}, False, "to float32."),
-        ("cpu", {"trainer.precision": "32-true", "model.dtype": "float32"}, False, ""),
-        ("cpu", {"trainer.precision": "bf16-mixed"}, True, ""),
-        ("cuda", {"trainer.precision": "bf16-mixed"}, False, ""),
-    ],
-)
-def test_a_cpu_that_is_slow_in_bfloat16_is_told(
-    device: str,
-    types: dict[str, str],
-    has: bool,
-    advice: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-) -> None:
-    found = {"architecture": "x86_64", "avx512_bf16": has, "amx_bf16": False}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
-    kernels.announce_slow_bfloat16(torch.device(device), types)
-    said = capsys.readouterr().err
-    assert said.strip().endswith(advice)
-    assert bool(said) == bool(advice)

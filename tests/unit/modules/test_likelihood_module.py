@@ -18,12 +18,10 @@ from outside import Outside, Waiting, scored
 from ranks import run
 from torch import Tensor
 from trainers import bare_trainer
-from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
 from rlt_lightning.cli.stages import frozen_student
-from rlt_lightning.commands.explain import ExplainOptions, explain
-from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
+from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat
@@ -356,29 +354,6 @@ def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:
 # Bad input
 
 
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match="LogProbReward judges thoughts, but the completions of TeacherRLData"
-    ):
-        fit(tmp_path, module(), kind=TeacherRLData, student_tokenizer="miniature")
-    with pytest.raises(InputError, match=r"NOVERReward compares .* rollouts\.val_completions is 1"):
-        fit(tmp_path, module(reward=NOVERReward()), val_rows=2)
-    with pytest.raises(InputError, match="those of StudentLikelihoodData are thoughts"):
-        bare_trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
-    with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 where model\.student is policy"):
-        fit(tmp_path, module(reward=LogProbReward(kl_weight=1.0)))
-    with pytest.raises(
-        InputError, match=r"must be frozen models, but model\.students lists miniature, policy"
-    ):
-        module(students=["miniature", "policy"])
-    with pytest.raises(InputError, match="trained as a teacher"):
-        fit(tmp_path, module(student="miniature-teacher"), tokenizer=None)
-    asynchronous = rollouts()
-    asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
-    with pytest.raises(InputError, match=r"With an answer term rollouts\.asynchronous must be false"):
-        bare_trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
-
-
 def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -> None:
     scorer = tmp_path / "scorer"
     shutil.copytree(miniature, scorer)
@@ -396,31 +371,6 @@ def test_a_scorer_of_another_format_is_refused(miniature: str, tmp_path: Path) -
         with pytest.raises(InputError, match=message):
             read(tags, prompt, student_system_prompt=given)
         read(tags, prompt, student_system_prompt=given, force_format=True)
-
-
-def test_tools_for_explanations_refuse_the_rewards(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be an RLTReward, but is LogProbReward"):
-        explain(module(), data(tmp_path), rollouts(), ExplainOptions())
-    with pytest.raises(InputError, match="that judges explanations, but VeriFreeReward judges thoughts"):
-        RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="must have no KL term for TRL"):
-        LikelihoodRewardFunction("miniature", reward=LogProbReward(kl_weight=1.0))
-
-
-def test_rows_without_a_solution_that_fits_are_named(tmp_path: Path) -> None:
-    rows = [{"question": f"{i} + 1?", "solution": f"\\boxed{{{i + 1}}}"} for i in range(3)]
-    rows[1]["solution"] = " "
-    stage = data(tmp_path, source=rows, max_bad_frac=0.5)
-    stage.setup("fit")
-    assert [(number, str(error.reason)) for number, error in stage.reports[0].bad] == [(2, "empty_solution")]
-    stage = data(tmp_path, source=rows, max_bad_frac=1.0, max_solution_length=1)
-    with pytest.raises(InputError, match="solution_too_long"):
-        stage.setup("fit")
-    long = [{"question": "Q?", "solution": "1 " * 2000}]
-    with pytest.raises(
-        InputError, match=r"must fit into the student's context of \d+ tokens, but row 1 needs"
-    ):
-        fit(tmp_path, module(), source=long, prompts_per_step=1)
 
 
 # Runs
