@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, rlt, start
+from commands import rlt, start
 from lightning.pytorch import Trainer
 from rows_of import read, wait_until
 from sampling import numbered
@@ -539,14 +538,3 @@ def test_filters_of_questions_serve_every_stage(tiny_model: str, tmp_path: Path)
 
 
 # The scripts
-
-
-@pytest.mark.slow
-def test_students_of_right_answers_beat_those_of_any_answers(tmp_path: Path) -> None:
-    script = ROOT / "research" / "pipelines.py"
-    words = [sys.executable, str(script), "--seeds", "0", "--arms", "unjudged rejection", "--rows", "256"]
-    subprocess.run([*words, "--output_dir", str(tmp_path)], cwd=ROOT, check=True)
-    arms = json.loads((tmp_path / "pipelines.json").read_text())["arms"]
-    print(f"figure: accuracy in percent { {name: arm['accuracy'] for name, arm in arms.items()} }")
-    assert arms["rejection"]["accuracy"][0] > arms["unjudged"]["accuracy"][0] + 20
-    assert len(read(tmp_path / "main/seed0/data/unjudged.jsonl")) == 256

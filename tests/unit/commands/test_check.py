@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arms import Arms, Setting
 from cases import full
 from commands import rlt, start
 from kills import wait_for
-from stages import Stages
 
 from rlt_lightning.commands.check import (
     VARIANTS,
@@ -31,7 +29,7 @@ from rlt_lightning.commands.check import (
     read_leap,
 )
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.tasks.stepwise import NEW_OPERATIONS, chain_rows
+from rlt_lightning.tasks.stepwise import chain_rows
 from rlt_lightning.types import InputError
 
 FEW = ("--check.rows=4", "--check.completions=2")
@@ -247,22 +245,6 @@ def test_a_teacher_of_nine_steps_fails_the_ranking(tmp_path: Path) -> None:
     assert few["ranking"][0] == "fail"
     shipped = read_checks(rlt("check", "--config=laptop/rlt"))
     assert {status for status, _ in shipped.values()} == {"pass"}
-
-
-@pytest.mark.full
-def test_a_student_fails_until_it_learned_some_traces(tmp_path: Path) -> None:
-    stages = Stages(tmp_path)
-    stages.start()
-    one = Arms(stages, Setting("new", last=NEW_OPERATIONS, hazard=0.2, num_warmup_epochs=3), seed=0)
-    one.prepare()
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(one.make_traces("warmup").read_text().splitlines(keepends=True)[:64]))
-    options = {"data__source": few, "model__optimizer__lr": 5e-4, "trainer__max_epochs": 9}
-    student = stages("student", "fit", "laptop/sft", **options) / "model"
-    both = f"--model.teacher={one.train_teacher('warmup')}", f"--data.source={one.data_file('rlt')}"
-    for name, status in (("miniature", "fail"), (str(student), "pass")):
-        checks = read_checks(rlt("check", "--config=laptop/rlt", *both, f"--model.student={name}"))
-        assert checks["ranking"][0] == status, checks["ranking"]
 
 
 @pytest.mark.parametrize(
