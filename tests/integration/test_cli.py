@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +15,9 @@ from cases import full
 from commands import ROOT, rlt, start
 from fake_worker import FakeWorker, worker_of
 from fits import assert_one_clear_line, explanation, metrics, small_fit, wait_for, weights
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning.__main__ import main
 from rlt_lightning.models.embedded import resolve
-from rlt_lightning.modules.base import require_strategy
-from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import InputError
 
@@ -411,29 +405,6 @@ def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.full
-def test_wandb_offline_and_tensorboard_write_into_the_run_folder(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    for overlay, pattern in (
-        ("wandb", "wandb/offline-run-*/*.wandb"),
-        ("tensorboard", "**/events.out.tfevents.*"),
-    ):
-        run = tmp_path / overlay
-        options = [f"--config=configs/add/{overlay}.yaml", "--trainer.max_steps=1"]
-        result = rlt(*small_fit(tiny_model, run, short_config, *options))
-        assert result.returncode == 0, result.stderr
-        assert list(run.glob(pattern)), sorted(run.rglob("*"))
-        assert (run / "metrics.csv").exists()
-
-
-def test_version_and_help_answer_before_lightning_is_imported() -> None:
-    for flag in ("--version", "--help"):
-        code = f"import sys; sys.argv = ['rlt', '{flag}']; import rlt_lightning.__main__ as m; m.main(); "
-        code += "assert 'lightning' not in sys.modules and 'torch' not in sys.modules"
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
 def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> int:
         raise KeyboardInterrupt
@@ -444,21 +415,6 @@ def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: 
     with pytest.raises(SystemExit) as ending:
         main()
     assert ending.value.code == 130
-
-
-@pytest.mark.full
-def test_the_whole_help_of_fit_imports_neither_transformers_nor_datasets() -> None:
-    code = (
-        "import sys; sys.argv = ['rlt', 'fit', '--help-all']\n"
-        "import lightning.pytorch; before = set(sys.modules)\n"
-        "from rlt_lightning.__main__ import main\n"
-        "try:\n    main()\nexcept SystemExit: pass\n"
-        "heavy = {'transformers', 'datasets', 'wandb', 'vllm', 'deepspeed'} & (set(sys.modules) - before)\n"
-        "assert not heavy, heavy"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    assert "--model" in result.stdout
 
 
 def test_a_callback_of_the_trainer_replaces_the_runs_own(tmp_path: Path) -> None:
@@ -473,11 +429,6 @@ def test_a_callback_of_the_trainer_replaces_the_runs_own(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     rows = map(json.loads, (tmp_path / "run/rollouts.jsonl").open())
     assert max(row["num_tokens"] for row in rows) == 5
-
-
-@pytest.mark.parametrize("strategy", [SingleDeviceStrategy(), FSDP2(), DDPStrategy()])
-def test_strategies_of_the_overlays_are_accepted(strategy: Any) -> None:
-    require_strategy(strategy)
 
 
 def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,17 +453,3 @@ def test_validation_is_the_same_however_rows_are_shared(
     assert len(names) == 7
     for name in names:
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-5, abs=1e-5), name  # nats, by rounding
-
-
-def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = small_fit(tiny_model, folder, short_config, "--trainer.max_steps=100000")
-    run = start(*command)
-    wait_for(lambda: list(folder.glob("checkpoints/step=*.ckpt")), run)
-    run.terminate()
-    assert run.wait(60) == 143
-    told = r"rlt: terminated\. The run stopped after iteration \d+\. "
-    told += rf"The newest checkpoint is .*ckpt\. To resume: \S*rlt fit .*_dir {folder} "
-    assert re.search(told, run.stderr)
-    result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")
-    assert_one_clear_line(result, "--ckpt_path last needs --output_dir")

@@ -9,7 +9,6 @@ import yaml
 from commands import Running, wait_until
 
 from rlt_lightning.checkpoints.folder import write_best
-from rlt_lightning.run import folder as run_folder
 from rlt_lightning.run.folder import RUN_SETTINGS, RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError
 
@@ -141,50 +140,6 @@ def test_metrics_of_a_step_are_not_taken_over(tmp_path: Path) -> None:
         start(tmp_path)
 
 
-def test_a_config_that_the_user_wrote_is_not_taken_over(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    written = {name: None for name in RUN_SETTINGS - {"seed_everything"}}
-    for text in ("model: {teacher: mine}\n", yaml.safe_dump(written), "{", "- trainer\n"):
-        config.write_text(text)
-        for given in ((), (config,)):
-            with pytest.raises(InputError, match="must be empty or new"):
-                start(tmp_path, given=given)
-        assert config.read_text() == text
-
-
-def test_a_copied_config_is_taken_over_only_when_given(tmp_path: Path) -> None:
-    leave_failed_start(tmp_path / "run")
-    copy = (tmp_path / "run").rename(tmp_path / "copy")
-    with pytest.raises(InputError, match="must be empty or new"):
-        start(copy)
-    start(copy, given=(copy / "config.yaml",))  # its settings are read, and written again
-
-
-def test_another_working_directory_takes_over_a_failed_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    leave_failed_start(tmp_path / "runs" / "a", "runs/a")
-    leave_failed_start(tmp_path / "runs" / "b", "../runs/b")
-    leave_failed_start(tmp_path / "runs" / "c", "../c")
-    leave_failed_start(tmp_path / "runs" / "d", "runs/a")
-    for place, before in ((tmp_path, "runs"), (tmp_path / "elsewhere", "../runs"), (tmp_path / "runs", ".")):
-        monkeypatch.chdir(place)
-        for name in "abc":
-            start(Path(before, name))
-        with pytest.raises(InputError, match="must be empty or new"):
-            start(Path(before, "d"))
-
-
-@pytest.mark.parametrize("output_dir", [".", "..", "../a/b/.."])
-def test_the_working_directory_is_chosen_by_its_name(
-    output_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "a")
-    assert choose_run_folder("fit", output_dir).folder == Path(tmp_path, "a", output_dir).resolve()
-
-
 def test_overwriting_keeps_the_given_config(tmp_path: Path) -> None:
     leave_failed_start(tmp_path)
     start(tmp_path, overwrite=True, given=(tmp_path / "config.yaml",))
@@ -204,14 +159,3 @@ def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
     other.wait()
     start(tmp_path)
     start(tmp_path)  # one process may open it again
-
-
-def test_only_empty_folders_of_this_start_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    start(tmp_path / "mine" / "runs" / "first")
-    run_folder.remove_empty_folders()
-    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
-    start(tmp_path / "runs" / "second")
-    (tmp_path / "runs" / "second" / "data_report.json").touch()
-    run_folder.remove_empty_folders()
-    assert (tmp_path / "runs" / "second" / "data_report.json").exists()
