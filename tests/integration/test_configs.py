@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -16,8 +15,8 @@ import pytest
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
-from parsed import check_rlt, parser_of
-from tiny import CONFIGS, OVERLAYS, TINY, generates, launch_words, name_of, tiny_run, uses_workers
+from parsed import parser_of
+from tiny import CONFIGS, OVERLAYS, TINY, generates, name_of, tiny_run, uses_workers
 
 from rlt_lightning.cli.configs import copy_config
 from rlt_lightning.cli.parser import replace_config_names
@@ -78,24 +77,6 @@ def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert find_config("laptop/opd") == Path("laptop/opd")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "near"),
-    [
-        ("laptop/rtl", "Did you mean laptop/rlt?"),
-        ("rlt", "Did you mean laptop/rlt or recipe_7b/rlt or own_rows/rlt?"),
-        ("overlays/zero3.yml", "Did you mean hardware/zero3?"),
-        ("vllm", "Did you mean add/vllm?"),
-        ("something_else", "'something_else' is neither. `rlt configs`"),
-    ],
-)
-def test_a_wrong_name_is_told_the_near_ones(
-    wrong: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=re.escape(near)):
-        find_config(wrong)
-
-
 def test_a_copy_brings_what_the_launch_line_names_and_replaces_nothing(tmp_path: Path) -> None:
     for config in (*CONFIGS, *OVERLAYS):
         folder = tmp_path / "copies" / name_of(config)
@@ -136,15 +117,6 @@ def strings(value: Any) -> Iterator[str]:
         yield from strings(item)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=name_of)
-def test_a_config_says_what_it_is_and_needs_no_file_of_the_checkout(config: Path) -> None:
-    text = config.read_text()
-    assert re.match(r"# [^\n]+[.:)]\n", text), "`rlt configs` shows its first line, which must be whole"
-    known = [value for value in strings(yaml.safe_load(text)) if "/" in value and (ROOT / value).exists()]
-    made = ("runs/", ".venv", "../")  # by runs and by set-ups
-    assert [value for value in known if not value.startswith(made)] == []
-
-
 @pytest.fixture
 def fake_worker(tiny_model: str) -> Iterator[FakeWorker]:
     with worker_of(tiny_model) as worker:
@@ -155,12 +127,6 @@ def fake_worker(tiny_model: str) -> Iterator[FakeWorker]:
 def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
     with worker_of(tiny_model, dev_mode=False) as worker:
         yield worker
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=name_of)
-def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
-    check_rlt(launch_words(config), ROOT)
 
 
 # One of each verb, module, task and kind of engine; the run that tests share is that of laptop/rlt, and

@@ -12,7 +12,6 @@ import lightning
 import pytest
 import torch
 from commands import ROOT, python, rlt
-from fits import assert_one_clear_line
 from safetensors.torch import load_file
 
 from rlt_lightning import (
@@ -136,9 +135,3 @@ def test_an_unmodified_trainer_on_two_ranks(tmp_path: Path, strategy: str) -> No
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "model" / "model.safetensors").exists()
-
-
-def test_an_optimizer_that_refuses_the_weights_is_one_line(tmp_path: Path) -> None:
-    words = ["--data.num_embedded_rows=8", "--optimizer=Muon", f"--output_dir={tmp_path}"]
-    done = rlt("fit", "--config=laptop/rlt", *words)
-    assert_one_clear_line(done, "--optimizer and --lr_scheduler")

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import commands
-import lightning.pytorch
 import psutil
 import pytest
 from commands import ROOT, make_forked_python, path_of_tests, rlt, wait_until
 from compared import largest_difference
-from fits import assert_one_clear_line
 from nodes import options, two_nodes
 from safetensors.torch import load_file
 
-from rlt_lightning import RLTModule, Teacher, TeacherRLData, Trainer
+from rlt_lightning import Teacher, Trainer
 from rlt_lightning.engines.launch import find_free_port
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import InputError
@@ -262,26 +260,6 @@ def test_a_rank_of_zero_is_not_that_of_other_ranks(tiny_model: str, tmp_path: Pa
     result = rlt("fit", *words, f"--output_dir={run}", RANK="0", WORLD_SIZE="1")
     assert result.returncode == 0, result.stderr
     assert steps(run) == ["1"]
-
-
-def test_tasks_without_their_number_per_node_are_refused(tiny_model: str, tmp_path: Path) -> None:
-    run = f"--output_dir={tmp_path / 'run'}"
-    for variables in (job_variables(NTASKS="2", STEP_NUM_TASKS="2"), job_variables()):
-        result = rlt("fit", *options(tiny_model), "--trainer.devices=2", run, **variables)
-        assert result.returncode == 2
-        assert_one_clear_line(result, "SLURM_JOB_NAME=interactive")
-        assert not (tmp_path / "run").exists()
-
-
-def test_a_script_without_our_trainer_is_refused_too(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in job_variables().items():
-        monkeypatch.setenv(name, value)
-    trainer = lightning.pytorch.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
-    data = TeacherRLData(tokenizer=tiny_model, student_tokenizer=tiny_model)
-    with pytest.raises(InputError, match="need 2 processes, but the launcher has started 1"):
-        trainer.fit(RLTModule(teacher=tiny_model, student=tiny_model), data)
 
 
 def test_each_process_of_a_launcher_may_score_rows(monkeypatch: pytest.MonkeyPatch) -> None:

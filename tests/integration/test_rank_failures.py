@@ -351,17 +351,6 @@ def test_a_late_rank_shows_its_stack_at_the_deadline(
     assert 20 < ended.took_s < 25 + ENDS_WITHIN_S
 
 
-@pytest.mark.full
-def test_a_failure_under_torchrun_is_told_once_and_in_its_table(tiny_model: str, tmp_path: Path) -> None:
-    options = [*STRATEGIES["ddp"], fault(1, "on_train_batch_end", "bug")]
-    ended = Ended(tiny_model, tmp_path / "run", *options, launcher=TORCHRUN)
-    told = [line for line in ended.lines if line.startswith("rlt: error")]
-    assert told == ["rlt: error: rank 1: ZeroDivisionError: made on rank 1"], ended.lines
-    assert any("traceback : Traceback" in line for line in ended.lines), ended.lines
-    assert ended.status == 1
-    assert ended.took_s < ENDS_WITHIN_S
-
-
 @pytest.mark.parametrize(("deadline_s", "status"), [slow(600, 0), full(4, 1)])
 def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
     deadline_s: int, status: int, tiny_model: str, tmp_path: Path

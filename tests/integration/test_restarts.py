@@ -26,7 +26,6 @@ from nodes import two_nodes
 from safetensors.torch import load_file
 
 from rlt_lightning.cli.stages import SaveConfig
-from rlt_lightning.run.ranks import require_restartable
 from rlt_lightning.types import InputError
 
 STEPS = 6
@@ -172,28 +171,6 @@ def test_the_rank_that_was_killed_is_named_under_torchrun(
     assert status == 1
     assert killed_ranks(lines) == ["1"], lines
     assert not any(line.startswith("rlt: error") for line in lines), lines
-
-
-@pytest.mark.parametrize(
-    ("resume", "agents_store", "expected"),
-    [
-        (False, "False", "needs --resume true"),
-        (True, "True", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-        (True, "False", None),
-    ],
-)
-def test_a_run_that_could_not_be_restarted_is_refused_at_once(
-    resume: bool, agents_store: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents_store)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    require_restartable(resume)  # what is never restarted needs nothing
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    if expected is None:
-        require_restartable(resume)
-        return
-    with pytest.raises(InputError, match=expected):
-        require_restartable(resume)
 
 
 def test_ranks_that_find_other_checkpoints_do_not_train() -> None:

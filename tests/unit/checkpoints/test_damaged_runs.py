@@ -56,16 +56,6 @@ def test_no_cut_through_metrics_changes_a_figure(tail: bytes, tmp_path: Path) ->
             assert values == [right[step][name] for step in steps], length
 
 
-@pytest.mark.parametrize("line", ["x,1.0,2.0", ",1.0,2.0", "7,x,2.0", "7,1.0,2.0,3.0"])
-def test_a_line_without_numbers_is_named(line: str, tmp_path: Path) -> None:
-    whole = write_metrics(tmp_path)
-    (tmp_path / "metrics.csv").write_bytes(whole + line.encode() + b"\r\n")
-    for read in (lambda: resume(tmp_path, 5), lambda: read_metrics(tmp_path / "metrics.csv")):
-        with pytest.raises(InputError, match=r"Line 7 of .*metrics.csv .*move the file away"):
-            read()
-    assert (tmp_path / "metrics.csv").read_bytes().startswith(whole)
-
-
 def test_metrics_without_their_header_are_refused(tmp_path: Path) -> None:
     _, _, lines = write_metrics(tmp_path).partition(b"\n")
     (tmp_path / "metrics.csv").write_bytes(lines)

@@ -15,17 +15,9 @@ from cases import full
 from commands import ROOT, rlt
 from parsed import parser_of
 
-from rlt_lightning.cli.help import VERBS, print_main_help, print_verb_help, suggest_option
+from rlt_lightning.cli.help import VERBS
 from rlt_lightning.cli.parser import list_options
 from rlt_lightning.run.shipped import list_shipped_configs
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_is_one_screen(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    print_verb_help(verb)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"usage: rlt {verb}")
-    assert len(lines) <= 60
 
 
 @cache
@@ -60,21 +52,11 @@ def test_output_that_no_encoding_shows_ends_no_command() -> None:
     assert "--question" in done.stdout
 
 
-def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    print_main_help()
-    printed = capsys.readouterr().out
-    assert all(f"rlt {verb} " in printed for verb in VERBS)
-
-
 def test_help_all_is_the_parsers_own() -> None:
     done = rlt("fit", "--help-all")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: rlt fit --config CONFIG")
     assert "--print_config" in done.stdout
-
-
-def test_nothing_near_is_suggested_for_another_word() -> None:
-    assert suggest_option("zzzz", ["model.group_size", "trainer.max_steps"]) == ""
 
 
 # The next command, which a config names

@@ -24,7 +24,6 @@ from rlt_lightning.models.kernels import (
     choose_head,
     compiled_head_fault,
     fuse_blocks,
-    prepare_model,
     steps_fused,
 )
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
@@ -105,28 +104,9 @@ def test_liger_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert all(torch.equal(ours, before) for ours, before in zip(results(model), plain, strict=True))
 
 
-def test_liger_is_left_out_with_a_warning_where_nobody_asked(monkeypatch: pytest.MonkeyPatch):
-    liger(monkeypatch, error=0.05)
-    model = tiny_qwen()
-    with pytest.warns(UserWarning, match=r"'tiny' runs without RMSNorm, .* by Liger.*: its SwiGLU"):
-        assert fuse_blocks(StrictEntry(model), "tiny", Kernels(), torch.device("cuda")) == []
-    assert fuse_blocks(StrictEntry(model), "tiny", Kernels(liger=False), torch.device("cuda")) == []
-    assert fuse_blocks(StrictEntry(model), "tiny", Kernels(), CPU) == []
-
-
 def test_blocks_are_fused_in_one_way():
     with pytest.raises(InputError, match="liger and compiled_blocks are both true"):
         Kernels(liger=True, compiled_blocks=True)
-
-
-def test_liger_that_is_missing_or_does_not_know_the_model_is_named(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(
-        InputError, match=r"needs liger-kernel and Triton .*rlt-lightning\[liger\].* fails: No module"
-    ):
-        fuse_blocks(StrictEntry(tiny_qwen()), "tiny", Kernels(liger=True), CPU)
-    liger(monkeypatch)
-    with pytest.raises(InputError, match=r"is for llama, .* but this model is qwen2 with gelu"):
-        fuse_blocks(StrictEntry(tiny_qwen(hidden_act="gelu")), "tiny", Kernels(liger=True), CPU)
 
 
 @pytest.mark.full
@@ -264,17 +244,6 @@ def test_the_exact_kl_is_checked_where_the_reward_uses_it(
     module = module_on_a_gpu(HeadOptions(), reward=reward, **frozen, **places)
     get_frozen_ready(module, [("tiny", student)])
     assert seen == [expected]
-
-
-def test_a_line_names_what_was_chosen(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    liger(monkeypatch)
-    entry = StrictEntry(tiny_qwen())
-    prepare_model(entry, "tiny", Kernels(), HeadOptions(), CPU)
-    assert "kernels of" not in capfd.readouterr().err
-    prepare_model(entry, "tiny", Kernels(liger=True), HeadOptions(), CPU, "fused AdamW")
-    [line] = [line for line in capfd.readouterr().err.splitlines() if "kernels of" in line]
-    assert line.startswith("kernels of tiny: attention by PyTorch's flash attention for CPUs, RMSNorm, ")
-    assert line.endswith(", fused AdamW")
 
 
 # The optimizer

@@ -8,15 +8,14 @@ import pytest
 import yaml
 from commands import Running, wait_until
 
-from rlt_lightning.run import folder as run_folder
 from rlt_lightning.run.folder import RUN_SETTINGS, RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError
 
 LAST, FIRST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
 ELSEWHERE = "../other/step=000003.ckpt"
-# The run in the folder: nothing; checkpoints of two steps; rows of a prediction; a model.
+# The run in the folder: nothing; checkpoints of two steps; rows of a prediction.
 NOTHING: list[str] = []
-TRAINED, SCORED, EXPORTED = [FIRST, LAST], ["scores.jsonl"], ["model/config.json"]
+TRAINED, SCORED = [FIRST, LAST], ["scores.jsonl"]
 
 # verb, what lies there, ckpt_path, resume, overwrite -> subfolder, ckpt_path, resume, overwrite
 CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | None, bool, bool]]] = [
@@ -43,19 +42,6 @@ CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | Non
     ("predict", SCORED, None, False, True, ("", None, False, True)),
     ("test", ["responses.jsonl"], None, True, False, ("", None, True, False)),
     ("test", ["traces.jsonl"], None, True, True, ("", None, True, True)),
-]
-# The same, and what the refusal says; None in place of what lies there: the user named no folder.
-REFUSALS: list[tuple[str, list[str] | None, str | None, bool, bool, str]] = [
-    ("fit", None, "last", False, False, "--ckpt_path last needs --output_dir"),
-    ("fit", None, None, True, False, "--resume needs --output_dir"),
-    ("test", None, None, True, False, "--resume needs --output_dir"),
-    ("fit", NOTHING, "last", False, False, "--ckpt_path last needs a checkpoint"),
-    ("validate", NOTHING, "last", False, True, "--ckpt_path last needs a checkpoint"),
-    ("fit", NOTHING, "none.ckpt", False, False, "must be last or a checkpoint that exists"),
-    ("fit", SCORED, None, True, False, "does not replace .*scores.jsonl"),
-    ("fit", EXPORTED, None, True, False, "does not replace .*model"),
-    ("predict", TRAINED, None, True, False, "does not replace .*step=000001.ckpt"),
-    ("test", EXPORTED, None, True, False, "does not replace .*model"),
 ]
 
 
@@ -94,28 +80,6 @@ def test_a_run_stands_for_its_newest_checkpoint(named: str, tmp_path: Path) -> N
     assert choose_run_folder("fit", str(run), "", str(run / named)).resume
     with pytest.raises(InputError, match="a run's folder with one"):
         choose_run_folder("fit", str(run), "", str(tmp_path))
-
-
-def test_a_resumed_run_says_from_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, TRAINED)
-    open_run_folder(choose_run_folder("fit", str(tmp_path), resume=True))
-    assert f"resuming from {tmp_path / LAST}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("verb", "lies", "ckpt_path", "resume", "overwrite", "expected"), REFUSALS)
-def test_options_that_cannot_be_followed_are_refused(
-    verb: str,
-    lies: list[str] | None,
-    ckpt_path: str | None,
-    resume: bool,
-    overwrite: bool,
-    expected: str,
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "run"
-    write(run, lies or [])
-    with pytest.raises(InputError, match=expected):
-        choose_run_folder(verb, None if lies is None else str(run), "runs/x", ckpt_path, resume, overwrite)
 
 
 def test_without_a_folder_the_default_is_chosen() -> None:
@@ -171,50 +135,6 @@ def test_metrics_of_a_step_are_not_taken_over(tmp_path: Path) -> None:
         start(tmp_path)
 
 
-def test_a_config_that_the_user_wrote_is_not_taken_over(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    written = {name: None for name in RUN_SETTINGS - {"seed_everything"}}
-    for text in ("model: {teacher: mine}\n", yaml.safe_dump(written), "{", "- trainer\n"):
-        config.write_text(text)
-        for given in ((), (config,)):
-            with pytest.raises(InputError, match="must be empty or new"):
-                start(tmp_path, given=given)
-        assert config.read_text() == text
-
-
-def test_a_copied_config_is_taken_over_only_when_given(tmp_path: Path) -> None:
-    leave_failed_start(tmp_path / "run")
-    copy = (tmp_path / "run").rename(tmp_path / "copy")
-    with pytest.raises(InputError, match="must be empty or new"):
-        start(copy)
-    start(copy, given=(copy / "config.yaml",))  # its settings are read, and written again
-
-
-def test_another_working_directory_takes_over_a_failed_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    leave_failed_start(tmp_path / "runs" / "a", "runs/a")
-    leave_failed_start(tmp_path / "runs" / "b", "../runs/b")
-    leave_failed_start(tmp_path / "runs" / "c", "../c")
-    leave_failed_start(tmp_path / "runs" / "d", "runs/a")
-    for place, before in ((tmp_path, "runs"), (tmp_path / "elsewhere", "../runs"), (tmp_path / "runs", ".")):
-        monkeypatch.chdir(place)
-        for name in "abc":
-            start(Path(before, name))
-        with pytest.raises(InputError, match="must be empty or new"):
-            start(Path(before, "d"))
-
-
-@pytest.mark.parametrize("output_dir", [".", "..", "../a/b/.."])
-def test_the_working_directory_is_chosen_by_its_name(
-    output_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "a")
-    assert choose_run_folder("fit", output_dir).folder == Path(tmp_path, "a", output_dir).resolve()
-
-
 def test_overwriting_keeps_the_given_config(tmp_path: Path) -> None:
     leave_failed_start(tmp_path)
     start(tmp_path, overwrite=True, given=(tmp_path / "config.yaml",))
@@ -234,14 +154,3 @@ def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
     other.wait()
     start(tmp_path)
     start(tmp_path)  # one process may open it again
-
-
-def test_only_empty_folders_of_this_start_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    start(tmp_path / "mine" / "runs" / "first")
-    run_folder.remove_empty_folders()
-    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
-    start(tmp_path / "runs" / "second")
-    (tmp_path / "runs" / "second" / "data_report.json").touch()
-    run_folder.remove_empty_folders()
-    assert (tmp_path / "runs" / "second" / "data_report.json").exists()
