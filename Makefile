@@ -26,33 +26,15 @@ setup-vllm: setup
 quickstart: setup
 	$(RUN)/rlt demo --output_dir $(or $(OUT),runs/quickstart)
 
-# Research, outside the wheel: research/README.md. Options of all: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR; of
-# `finding`, VARIATIONS="pieces_student" and SETTING=filler.
-finding: setup
-	$(RUN)/python research/finding.py --seeds "$(SEEDS)" --arms "$(ARMS)" --variations "$(VARIATIONS)" \
-		--setting $(or $(SETTING),main) --output_dir $(or $(OUT),runs/finding)
-
-# Three ways to teach a student, from the same problems: an hour on a core.
-ways: setup
-	$(RUN)/python research/ways.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/ways)
-
-# Teach what only the solution tells: eleven arms, three seeds, half an hour.
-rounds: setup
-	$(RUN)/python research/rounds.py --seeds "$(SEEDS)" --arms "$(ARMS)" --output_dir $(or $(OUT),runs/rounds)
-
-# Likelihood rewards beside stage R, self-distillation and RLT: two tasks, three seeds.
-likelihood: setup
-	$(RUN)/python research/likelihood.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
-		--output_dir $(or $(OUT),runs/likelihood_arms)
+# Research, outside the wheel: research/README.md. Options of all: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR
+# SETTINGS="filler". Half an hour (rounds) to hours (finding-smollm2).
+finding ways rounds likelihood finding-smollm2: setup
+	$(RUN)/python research/$(subst -,_,$@).py --seeds "$(SEEDS)" --arms "$(ARMS)" --settings "$(SETTINGS)" \
+		--output_dir $(or $(OUT),runs/$(subst -,_,$@))
 
 # Makes the embedded models from scratch, some minutes each.
 miniature: setup
 	$(RUN)/python research/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
-
-# The finding with SmolLM2-135M, an hour or more.
-finding-smollm2: setup
-	$(RUN)/python research/finding_smollm2.py --seeds "$(SEEDS)" --arms "$(ARMS)" \
-		--output_dir $(or $(OUT),runs/finding_smollm2)
 
 pipeline:
 	examples/pipeline.sh

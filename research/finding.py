@@ -1,123 +1,322 @@
 """The paper's finding in miniature, with every control: `make finding`. `rlt demo` runs five arms of filler.
 
-    python research/finding.py --output_dir DIR     # make finding: all arms, three seeds, variations
-    python research/finding.py --output_dir DIR --arms "warmup rlt" --variations pieces_student
-    python research/finding.py --output_dir DIR --setting filler --arms "warmup warmup_t0 best_of_equal rlt"
+    python research/finding.py --output_dir DIR     # make finding: three seeds
+    python research/finding.py --output_dir DIR --settings "pieces_student" --arms "warmup rlt"
+    python research/finding.py --output_dir DIR --settings filler --arms "warmup warmup_t0 best_of_equal rlt"
 
-arms.py describes the arms. A variation changes one thing of the setting, and is compared in the arms warmup,
-warmup_t0, best_of_equal and rlt; `--variations` runs the named ones with every seed. The variations of filler
-include a grid of hazards and group sizes, such as hazard_0.85_group_32. Run it again after a crash: finished
-stages are skipped, and the interrupted one resumes.
+Each arm makes 512 traces in its own way, 2,560 in settings `filler` and `steps_only`, and a student learns
+from them:
+
+    base             no traces: the student before training
+    warmup           by the warm-up teacher
+    rlt              by that teacher after 40 iterations of RLT
+    solution_only    the same without r_KL (lambda 0)
+    kl_only          the same without r_SS
+    shuffled         the same with advantages shuffled within each group: nothing to learn from
+    lambda_N         the same with weight N of r_KL instead of the setting's
+    raw              traces like those of the warm-up
+    oracle           traces with all steps right
+    own_t0           the untrained student's own greedy answers, right or wrong: no teacher, no solution
+    own_right_8      its first right one of eight sampled answers: no teacher
+    group_K          the best, second, … eighth part of 2,048 traces of the warm-up teacher by the reward (the
+                     paper's Figure 4b); group_solution_K by r_SS only, group_kl_K by r_KL only
+
+Two have no traces either. GRPO rewards a student's own right answers, with as many answers in all as RLT and
+its traces sample, and that student is evaluated:
+
+    grpo             of the untrained student
+    warm_grpo        of a student that has read the traces of the warm-up as the teacher has, not solutions
+
+Further arms show what decoding and selection give without RLT, and what they add to it:
+
+    warmup_tN        by the warm-up teacher at temperature N; 0: greedily
+    best_of_N        by the warm-up teacher, of 4 or 16 explanations the best by the same reward
+    best_of_equal    the same, with as many explanations in all as RLT samples: 6 a problem, 2 in `filler`
+    best_of_N_tN     the same at another temperature
+    majority_of_N    by the warm-up teacher, the most frequent of N
+    rlt_ARM          any of these by the teacher after RLT
+
+The temperature is 0.7 unless a name says otherwise. A teacher samples once at each temperature, and the best
+of 4 and of 16 are chosen from the same file. Before RLT gates are checked: single steps, leaps, and the
+warm-up teacher's traces. Settings: `main`, `filler`, `steps_only`, variations, a grid such as
+hazard_0.85_group_32.
 """
 
 from __future__ import annotations
 
-import argparse
+import csv
+import re
 import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
 
-from arms import ARMS, FURTHER, MAINS, MINIATURES, VARIATIONS, Arms, Setting
-from figures import NAMES, WITHOUT_RL, collect, compute_difference, list_failures
-from jobs import Job, make_folder, read_arms, read_seeds, run_arms
-from plots import draw
-from stages import StageError, Stages
-from tables import build_tables, show_explanations, write_results
+import driver
+from arms import MINIATURES, PROMPTS_PER_STEP, SHUFFLED, Arms, Row, Setting, Table, read
+from stages import StageError
+from trace_kinds import chain_kind
 
+from rlt_lightning.tasks.stepwise import Mixture
 from rlt_lightning.types import InputError
 
-RANKED_BY: dict[str, dict[str, object]] = {  # rewards by which the warm-up teacher's traces are grouped
-    "groups": {},
-    "groups_solution_only": {"model__reward__kl_weight": 0},
-    "groups_kl_only": {"model__reward__solution_weight": 0},
+# The warm-up teacher's most probable explanation has all steps right.
+MAIN = Setting("main")
+# It is filler, and RLT and its 2,560 traces sample as much as two traces of each problem.
+FILLER = Setting(
+    "filler",
+    length=4,
+    mixture=Mixture(hazard=0.75),
+    num_traces=2560,
+    student_epochs=1,
+    num_votes=16,
+    right_traces=(0.02, 0.35),
+)
+# The base knows every step and has never composed two; in the warm-up four of five traces are filler.
+STEPS_ONLY = Setting(
+    "steps_only",
+    pretraining="--corpus sheets --num_steps 4000 --num_drills 2021 --stop_after 2400",
+    length=4,
+    mixture=Mixture(hazard=0.1, filler=1, filler_start=0.8),
+    num_warmup_epochs=4,
+    kl_weight=0.1,
+    num_traces=2560,
+    right_traces=(0, 1),
+)
+ANY_SHARE = replace(FILLER, right_traces=(0, 1), num_votes=0)
+# A map of filler: how often traces of the warm-up break off, and how many explanations a group has.
+MAP = [
+    replace(ANY_SHARE, name=f"hazard_{hazard}_group_{size}", mixture=Mixture(hazard=hazard), group_size=size)
+    for hazard in (0.3, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9, 0.95)
+    for size in (4, 8, 32, 64)
+]
+MAP += [  # with fewer right traces than the base itself writes
+    replace(
+        ANY_SHARE,
+        name=f"hazard_0.95_epochs_4_group_{size}",
+        mixture=Mixture(hazard=0.95),
+        group_size=size,
+        num_warmup_epochs=4,
+    )
+    for size in (8, 64)
+]
+VARIED = [
+    replace(MAIN, name="another_base", base=MINIATURES["seed1"]),
+    replace(MAIN, name="qwen2", base=MINIATURES["qwen2"]),
+    replace(MAIN, name="pieces_student", student=MINIATURES["pieces"]),
+    replace(MAIN, name="pieces_teacher", base=MINIATURES["pieces"], student="miniature"),
+    replace(MAIN, name="pieces_both", base=MINIATURES["pieces"]),
+    replace(MAIN, name="four_steps", length=4),
+    replace(MAIN, name="other_mixture", mixture=Mixture(hazard=0.46)),
+    replace(ANY_SHARE, name="filler_another_base", base=MINIATURES["seed1"]),
+    replace(ANY_SHARE, name="filler_pieces_student", student=MINIATURES["pieces"]),
+]
+TRAINED: dict[str, dict[str, Any]] = {  # what an arm's RLT differs in
+    "rlt": {},
+    "solution_only": {"model__reward__kl_weight": 0},
+    "kl_only": {"model__reward__solution_weight": 0},
+    "shuffled": {"model__advantages": SHUFFLED},
+    **{f"lambda_{weight}": {"model__reward__kl_weight": weight} for weight in (0.3, 1, 3, 10)},
 }
-NEXT = """
-Next:
-  make finding-smollm2     the same with SmolLM2-135M: an hour or more
-  docs/data.md         a task and a model of your own
-  docs/pipeline.md         all stages with SmolLM2, and with a 7B teacher on 8 GPUs"""
-
-
-def main() -> int:
-    """Run what is asked for; return 1 if a stage fails or the finding does not show."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+DECODED = (
+    re.compile(  # how the warm-up teacher, or RLT's, writes traces, and which of a problem's is selected
+        r"(warmup|(?P<rlt>rlt))_t(?P<at>[\d.]+)"
+        r"|(?P<after>rlt_)?((?P<how>best|majority)_of_(?P<number>4|16|equal))(_t(?P<sampled_at>[\d.]+))?"
     )
-    parser.add_argument("--seeds", default="", help="such as '10 11 12'; '0 1 2' by default")
-    parser.add_argument("--arms", default="", help="such as 'warmup rlt'; all by default, and variations")
-    parser.add_argument(
-        "--variations",
-        default="",
-        help="such as 'pieces_student', run with every seed; by default, most once",
+)
+OWN: dict[str, tuple[str, dict[str, Any]]] = {  # the untrained student's own answers: which, and how many
+    "own_t0": ("traces.jsonl", {"rollouts__num_traces": 1, "rollouts__sampling__temperature": 0}),
+    "own_right_8": ("distillation.jsonl", {"rollouts__num_traces": 8}),
+}
+NUM_SAMPLED = 16  # traces of a problem, of which the best of 4 and of 16 are selected
+NUM_GROUPS = 8  # of ranked traces
+GROUP = re.compile(rf"group_((?P<by>solution|kl)_)?(?P<number>[1-{NUM_GROUPS}])")
+RANKED_BY = {  # terms of the reward
+    None: ("reward",),
+    "solution": ("solution_reward", "format_reward"),
+    "kl": ("kl_reward", "format_reward"),
+}
+WARMUP_LR = 3e-4  # of laptop/warmup
+STEPS_RIGHT, LEAPS_COPIED, CLOSED = 0.99, 0.95, 0.95  # gates
+
+
+class Finding(Arms):
+    """The arms of one seed."""
+
+    SETTINGS: ClassVar[dict[str, Setting]] = {
+        setting.name: setting for setting in (MAIN, FILLER, STEPS_ONLY, *VARIED, *MAP)
+    }
+    ARMS = (
+        *("base", "own_t0", "raw", "warmup", "rlt", "solution_only", "kl_only", "shuffled", "lambda_0.3"),
+        *("lambda_1", "lambda_10", "warmup_t0", "best_of_4", "best_of_equal", "oracle"),
+        *(f"group_{number + 1}" for number in range(NUM_GROUPS)),
     )
-    parser.add_argument("--setting", choices=MAINS, default="main", help="what all arms share")
-    parser.add_argument("--output_dir", type=Path, required=True)
-    options = parser.parse_args()
-    try:
-        setting = MAINS[options.setting]
-        own = f"lambda_{setting.kl_weight:g}"  # this is rlt
-        arms = read_arms([options.arms], [arm for arm in ARMS if arm != own])
-        seeds = read_seeds([options.seeds], (0, 1, 2))
-        named, known = options.variations.split(), VARIATIONS | FURTHER
-        if unknown := [name for name in named if name not in known]:
-            raise InputError(
-                f"--variations may name {', '.join(known)}, but names {', '.join(unknown)}. Correct it."
-            )
-        whole = not options.arms
-        usual = choose_variations(seeds) if whole and options.setting == "main" else {}
-        varied = {known[name]: seeds for name in named} or usual
-        return run(make_folder(options.output_dir), setting, seeds, arms, varied, whole)
-    except (InputError, StageError) as error:
-        print(f"finding: {error}", file=sys.stderr)
-        return 1
+    WITHOUT_TRACES = ("base", "grpo", "warm_grpo")
+    VOTED = ("base", "rlt", "warmup", "warmup_t0", "best_of_equal", "rlt_t0")
+
+    @classmethod
+    def check_arm(cls, arm: str) -> None:
+        """Raise InputError if there is no such arm."""
+        known = (*cls.ARMS, *cls.WITHOUT_TRACES, *OWN, *TRAINED)
+        if arm not in known and not GROUP.fullmatch(arm) and not DECODED.fullmatch(arm):
+            raise InputError(f"--arms may name those that --help lists, but names {arm}. Correct it.")
+
+    def prepare(self) -> None:
+        """Write the data, warm the teacher up, and check the gates.
+
+        Raises:
+            StageError: If one does not hold.
+        """
+        super().prepare()
+        from gates import measure_base  # imports PyTorch
+
+        measured = [measure_base(base) for base in {self.base, self.student_base}]
+        rows = read(self.make_traces("warmup").with_name("traces.jsonl"))
+        low, high = self.setting.right_traces
+        gates = {  # the least and the greatest value
+            "single steps right": (min(some["step_accuracy"] for some in measured), STEPS_RIGHT, 1),
+            "leaps copied": (min(some["leaps_copied"] for some in measured), LEAPS_COPIED, 1),
+            "right traces": (self.measure_kinds(rows)["steps"] / 100, low, high),
+            "closed traces": (fmean(row["finish_reason"] == "stop" for row in rows), CLOSED, 1),
+            "held-out questions in training data": (self.count_overlaps(), 0, 0),
+        }
+        for gate, (value, least, most) in gates.items():
+            print(f"{self.name}, {gate}: {value:.3g}, must be {least} to {most}", flush=True)
+        if failed := [gate for gate, (value, least, most) in gates.items() if not least <= value <= most]:
+            raise StageError(f"{self.name}: gates must hold, but do not for {', '.join(failed)}; see above.")
+
+    def train_teacher(self, arm: str) -> Path:
+        """Return the model that writes an arm's traces; stage 2 trains it if the arm has RLT."""
+        return self.run_rlt(arm, **TRAINED[arm]) if arm in TRAINED else self.warm_up()
+
+    def make_traces(self, arm: str) -> Path:
+        """Return the file that an arm's student learns from."""
+        if group := GROUP.fullmatch(arm):
+            return self.rank(arm, group["by"], int(group["number"]))
+        if arm in OWN:
+            which, options = OWN[arm]
+            return self.answer(f"{arm}/answers", self.student_base, **options) / which
+        if arm in TRAINED:
+            return self.explain(f"{arm}/traces", self.train_teacher(arm)) / "distillation.jsonl"
+        if decoded := DECODED.fullmatch(arm):
+            return self.decode(arm, decoded)
+        return super().make_traces(arm)
+
+    def decode(self, arm: str, decoded: re.Match[str]) -> Path:
+        """Return the file of an arm whose traces are written at another temperature or are selected."""
+        by = "rlt" if decoded["rlt"] or decoded["after"] else "warmup"
+        at = {"rollouts__sampling__temperature": decoded["at"] or decoded["sampled_at"] or 0.7}
+        if decoded["at"]:
+            return self.explain(f"{arm}/traces", self.train_teacher(by), **at) / "distillation.jsonl"
+        equal = decoded["number"] == "equal"
+        number = self.setting.num_equal if equal else int(decoded["number"])
+        several = {"rollouts__num_traces": number if equal else NUM_SAMPLED, "distillation__select": "all"}
+        name = f"{by}/traces_{several['rollouts__num_traces']}_t{at['rollouts__sampling__temperature']}"
+        traces = self.explain(name, self.train_teacher(by), **at, **several) / "traces.jsonl"
+        return self.write_rows(arm, select(read(traces), number, decoded["how"] == "majority"))
+
+    def rank(self, arm: str, by: str | None, number: int) -> Path:
+        """Return the file of one of the groups of the warm-up teacher's traces, the best first."""
+        several = {"rollouts__num_traces": 1, "distillation__select": "all"}
+        pool = self.explain("warmup/pool", self.warm_up(), source="pool", **several)
+        scored = self.stage(
+            "warmup/scores",
+            "predict",
+            "recipe_7b/rank",
+            "scores.jsonl",
+            trainer__accelerator="cpu",
+            model__teacher=self.warm_up(),
+            model__student=self.student_base,
+            data__source=pool / "distillation.jsonl",
+            data__prompts_per_step=64,
+            data__tags="r1",
+            data__teacher_system_prompt="",
+            data__student_system_prompt="",
+        )
+        return self.write_rows(arm, take_group(read(scored / "scores.jsonl"), by, number))
+
+    def train_student(self, arm: str) -> Path | str:
+        """Return the student of an arm; two have learned by their own right answers (GRPO)."""
+        if arm not in ("grpo", "warm_grpo"):
+            return super().train_student(arm)
+        student, setting = self.student_base, self.setting
+        if arm == "warm_grpo":
+            traces, epochs = self.data_file("warmup"), setting.num_warmup_epochs
+            student = str(self.fine_tune(arm, traces, lr=WARMUP_LR, epochs=epochs))
+        folder = self.stage(
+            f"{arm}/rewarded",
+            "fit",
+            "laptop/grpo",
+            model__teacher=student,
+            data__source=self.data_file("rlt"),
+            trainer__max_steps=setting.num_sampled // (PROMPTS_PER_STEP * setting.group_size),
+            model__group_size=setting.group_size,
+            **self.seeds,
+        )
+        return folder / "model"
+
+    def measure(self, arm: str) -> dict[str, Any]:
+        """Return an arm's figures; nats a token of entropies, rises of rewards and right steps besides."""
+        found = super().measure(arm)
+        found["right_steps"] = fmean(
+            chain_kind(row["question"], row["reasoning_trace"])[1] for row in self.read_thoughts(arm)
+        )
+        if arm in TRAINED:
+            for name, values in self.read_curves(arm).items():
+                quarter = max(1, len(values) // 4)
+                found[f"rise of {name}"] = fmean(values[-quarter:]) - fmean(values[:quarter])
+        if self.votes(arm):
+            from gates import measure_answers, measure_explanations  # import PyTorch
+
+            student, problems = str(self.train_student(arm)), read(self.data_file("test"))
+            answers = read(self.folder / arm / "sampled" / "responses.jsonl")
+            found["entropy"] = measure_answers(student, problems, answers)
+            if arm in ("warmup", "rlt"):
+                traces = read(self.make_traces(arm).with_name("traces.jsonl"))[: len(problems)]
+                found["entropy of the teacher"] = measure_explanations(str(self.train_teacher(arm)), traces)
+        return found
+
+    def read_curves(self, arm: str) -> dict[str, list[float]]:
+        """Return the mean reward and its terms at every iteration of RLT."""
+        with (self.folder / arm / "teacher" / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        return {
+            f"reward/{name}": [float(row[f"reward/{name}"]) for row in rows]
+            for name in ("mean", "solution", "kl")
+        }
+
+    @classmethod
+    def summarise(cls, ones: list[Any], arms: list[str]) -> dict[str, Table]:
+        """Return what each kind of the warm-up teacher's traces earns."""
+        rows = [row for one in ones for row in read(one.make_traces("warmup"))]
+        return {"Rewards of the warm-up teacher's traces, nats": cls.measure_rewards(rows)}
 
 
-def choose_variations(seeds: list[int]) -> dict[Setting, list[int]]:
-    """Return the seeds of each variation: all for a base of its own; the others vary one thing."""
-    other = MINIATURES["seed1"]
-    return {setting: seeds if setting.base == other else seeds[:1] for setting in VARIATIONS.values()}
+def select(rows: list[Row], number: int, by_count: bool) -> list[Row]:
+    """Return of each problem's first traces the one with the best reward, or the most frequent one.
+
+    Args:
+        rows: Traces; those of a problem stand together.
+        number: How many of a problem's traces to choose from.
+        by_count: Take the most frequent; of equally frequent ones, the one that was sampled first.
+    """
+    selected = []
+    for _, group in groupby(rows, key=lambda row: row["row"]):
+        traces = list(group)[:number]
+        counts = Counter(row["reasoning_trace"] for row in traces)
+        ranks = [counts[row["reasoning_trace"]] if by_count else row["reward"] for row in traces]
+        selected.append(traces[ranks.index(max(ranks))])
+    return selected
 
 
-def run(
-    folder: Path,
-    setting: Setting,
-    seeds: list[int],
-    arms: list[str],
-    varied: dict[Setting, list[int]],
-    whole: bool,
-) -> int:
-    """Run the arms for all seeds, variations for theirs and, if `whole`, groups; show what came out."""
-    stages = Stages(folder)
-    mains = [Arms(stages, setting, seed) for seed in seeds]
-    others = [Arms(stages, setting, seed) for setting, some in varied.items() for seed in some]
-    print("importing, then warming the teachers up: half a minute or more until the first line", flush=True)
-    others, seconds = run_arms(stages, mains, arms, others, list_group_jobs(mains) if whole else ())
-    figures = {"setting": setting.name, **collect(mains, others, arms, whole, seconds)}
-    report = write_results(figures, mains[0])
-    draw(figures, mains, folder / "finding.svg")
-    show_explanations(mains[0])
-    print(f"\n{build_tables(figures)}")
-    print(f"{seconds:.0f} s. Figures: {folder / 'finding.json'}, tables: {folder / 'finding.md'}")
-    print(f"Picture: {folder / 'finding.svg'}" + (f", curves: {report}" if report else ""))
-    wrong = list_failures(figures)
-    for sentence in wrong:
-        print(f"finding: the finding does not hold: {sentence}.", file=sys.stderr)
-    if not wrong and {"warmup", "rlt"} <= set(arms):
-        for how, name in (("accuracy", "at T 0.7"), ("greedy", "greedily")):
-            for arm in (arm for arm in WITHOUT_RL if arm in arms):
-                mean, half = compute_difference(figures["arms"], "rlt", arm, how)
-                print(f"RLT's students, {name}: {mean:+.1f} ± {half:.1f} points against {NAMES[arm]}.")
-    print(NEXT)
-    return bool(wrong)
-
-
-def list_group_jobs(mains: list[Arms]) -> list[Job]:
-    """Return the jobs that rank traces and train students of the groups: by each term for the first seed."""
-
-    def job(one: Arms, by: dict[str, dict[str, object]]) -> Job:
-        return lambda: one.all_groups(by)
-
-    return [job(one, RANKED_BY if one is mains[0] else {"groups": {}}) for one in mains]
+def take_group(rows: list[Row], by: str | None, number: int) -> list[Row]:
+    """Return one of `NUM_GROUPS` groups of traces, the first with the highest reward, or term of it."""
+    ranked = sorted(rows, key=lambda row: -sum(row[term] for term in RANKED_BY[by]))
+    first, last = (round(place * len(rows) / NUM_GROUPS) for place in (number - 1, number))
+    return ranked[first:last]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driver.main("finding", __doc__, Finding, "main"))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from rlt_lightning.commands.demo import enter_stage
 from rlt_lightning.datamodules.formats import ChatFormat, build_masked_example, encode
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.numerics.log_probs import token_entropy
-from rlt_lightning.run.jsonl import read_json_rows, rewrite
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import CHAIN_WORDING, StepwiseProblem, TraceKind, draw_chains, draw_ending
 from rlt_lightning.types import SFTExample
@@ -95,17 +91,9 @@ def digit_in(text: str) -> int:
     return int(found[1]) if found else -1
 
 
-def write_gates(words: list[str], log: Path) -> None:
-    """Write the figures of a base's gates as JSON: a target of `Stages.run`.
-
-    Args:
-        words: The name of the base, and the file to write.
-        log: File that the output is appended to.
-    """
-    enter_stage(log)
-    name, path = words
-    found = measure_gates(load_model(name), load_tokenizer(name))
-    rewrite(Path(path), [json.dumps(found) + "\n"])
+def measure_base(name: str) -> dict[str, float]:
+    """Return the figures of the gates of the model of this name."""
+    return measure_gates(load_model(name), load_tokenizer(name))
 
 
 @torch.no_grad()
@@ -120,32 +108,21 @@ def measure_entropy(model: Any, examples: list[SFTExample], temperature: float =
     return total / count
 
 
-def write_entropies(words: list[str], log: Path) -> None:
-    """Write the entropies of a student's answers and of a teacher's explanations as JSON.
-
-    Args:
-        words: The student, its teacher or "", the file of held-out problems, and the file to write. The
-            student's sampled answers and the teacher's traces lie beside that file.
-        log: File that the output is appended to.
-    """
-    enter_stage(log)
-    student, teacher, problems, path = words
-    arm, found = Path(path).parent, {}
-    tokenizer = load_tokenizer(student)
-    form, questions = (
-        ChatFormat(tokenizer, R1, "", ""),
-        [row["question"] for row in read_json_rows(Path(problems))],
-    )
-    answers = []
-    for row in read_json_rows(arm / "sampled" / "responses.jsonl"):
-        question = questions[int(row["id"].split("/")[1]) - 1]
+def measure_answers(name: str, problems: list[dict[str, Any]], responses: list[dict[str, Any]]) -> float:
+    """Return the mean entropy of a student's answers to held-out problems, nats a token."""
+    tokenizer, answers = load_tokenizer(name), []
+    form = ChatFormat(tokenizer, R1, "", "")
+    for row in responses:
+        question = problems[int(row["id"].split("/")[1]) - 1]["question"]
         prompt = encode(tokenizer, form.render_student_chat(question))
         answers.append(build_masked_example(1, prompt, encode(tokenizer, row["response"])))
-    found["student"] = measure_entropy(load_model(student), answers)
-    if teacher:
-        form, traces = ChatFormat(load_tokenizer(teacher), R1, "", ""), []
-        for row in [*read_json_rows(arm / "traces" / "traces.jsonl")][: len(questions)]:
-            problem = form.build_problem(1, row["question"], R1.wrap(row["solution"]))
-            traces.append(form.build_teacher_sft_example(problem, row["reasoning_trace"]))
-        found["teacher"] = measure_entropy(load_model(teacher), traces)
-    rewrite(Path(path), [json.dumps(found) + "\n"])
+    return measure_entropy(load_model(name), answers)
+
+
+def measure_explanations(name: str, rows: list[dict[str, Any]]) -> float:
+    """Return the mean entropy of a teacher's explanations, nats a token."""
+    form, traces = ChatFormat(load_tokenizer(name), R1, "", ""), []
+    for row in rows:
+        problem = form.build_problem(1, row["question"], R1.wrap(row["solution"]))
+        traces.append(form.build_teacher_sft_example(problem, row["reasoning_trace"]))
+    return measure_entropy(load_model(name), traces)

@@ -23,7 +23,6 @@ import torch
 from gates import IGNORED, MAX_STEPS, Corpus, measure_gates
 from torch.nn.functional import cross_entropy
 
-from rlt_lightning.commands.demo import enter_stage
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import (
     CHAIN_WORDING,
@@ -274,12 +273,6 @@ def main(words: list[str] | None = None) -> None:
     tokenizer.save_pretrained(arguments.output_dir)
     text = "".join(json.dumps(line) + "\n" for line in log)
     (arguments.output_dir / "pretraining.jsonl").write_text(text)
-
-
-def write_miniature(words: list[str], log: Path) -> None:
-    """Make a miniature by these options: a target of `Stages.run`."""
-    enter_stage(log)
-    main(words)
 
 
 if __name__ == "__main__":

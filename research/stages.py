@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import threading
 import time
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -29,15 +29,18 @@ class Stages:
     Args:
         folder: Folder of all runs.
         target: What a process does with the words and the log of a stage; None: `run_rlt`.
+        more: Further options of all stages of a verb, such as {"fit": "--trainer.accelerator gpu"}.
     """
 
     def __init__(
         self,
         folder: Path,
         target: Callable[[list[str], Path], None] | None = None,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder.resolve()
         self.target = target or run_rlt
+        self.more = more or {}
         self.running: set[ForkServerProcess] = set()
         self.locks: dict[str, threading.Lock] = {}  # of stages by name
         # `Process.start` reads the status of every ended process too, and each can be read only once.
@@ -64,46 +67,25 @@ class Stages:
         Raises:
             StageError: If it fails, or its folder was made with other settings.
         """
-        path = list_shipped_configs()[config]
-        words = [
+        folder, path = self.folder / name, list_shipped_configs()[config]
+        words = [verb, "--config", str(path)]
+        words += [
             word for key, value in options.items() for word in (f"--{key.replace('__', '.')}", str(value))
         ]
-        return self.run_command(name, [verb, "--config", str(path), *words], result)
-
-    def run_command(self, name: str, words: list[str], result: str | None = None) -> Path:
-        """Run `rlt` with these words and return its folder.
-
-        Args:
-            name: Name of its folder.
-            words: Verb, configs and options.
-            result: File that a finished run has; None: by verb.
-
-        Raises:
-            StageError: If it fails, or its folder was made with other settings.
-        """
-        folder = self.folder / name
+        words += [*shlex.split(self.more.get(verb, "")), "--output_dir", str(folder), "--resume", "true"]
+        made_with = "\n".join([*words, path.read_text()])
+        note = folder.with_name(f"{folder.name}.made_with")
         with self.locks.setdefault(name, threading.Lock()):  # arms that share a stage wait for it
-            return self.run_once(folder, words, result)
-
-    def run_once(self, folder: Path, words: list[str], result: str | None) -> Path:
-        """Run `rlt` with these words unless an earlier run in this folder has finished; return the folder."""
-        words = [*words, "--output_dir", str(folder), "--resume", "true"]
-        configs = [Path(word) for option, word in pairwise(words) if option == "--config"]
-        made_with = "\n".join([*words, *(path.read_text() for path in configs)])
-        log, note = (folder.with_name(f"{folder.name}.{kind}") for kind in ("log", "made_with"))
-        if folder.exists() and note.exists() and note.read_text() != made_with:
-            raise StageError(
-                f"{folder} must have today's settings, but has others. Remove it, or choose another folder."
-            )
-        if (folder / (result or RESULTS[words[0]])).exists():
-            return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(made_with)
-        begin = time.perf_counter()
-        self.run(words, log)
-        seconds = time.perf_counter() - begin
-        folder.with_name(f"{folder.name}.seconds").write_text(f"{seconds:.1f}\n")
-        print(f"  {seconds:5.1f} s  {folder.relative_to(self.folder)}", flush=True)
+            if folder.exists() and note.exists() and note.read_text() != made_with:
+                raise StageError(
+                    f"{folder} must have today's settings, but has others. Remove it, or choose another."
+                )
+            if not (folder / (result or RESULTS[verb])).exists():
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text(made_with)
+                begin = time.perf_counter()
+                self.run(words, folder.with_name(f"{folder.name}.log"))
+                print(f"  {time.perf_counter() - begin:5.1f} s  {name}", flush=True)
         return folder
 
     def run(

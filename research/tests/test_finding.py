@@ -8,15 +8,14 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import Any
 
-import arms
-import figures
+import driver
+import finding
 import planted_faults
 import pytest
-import tables
 import torch
-from arms import Arms, Setting
+from arms import Arms, Setting, read
+from finding import Finding
 from make_miniature import draw_sheet
 from stages import Stages
 from trace_kinds import CHAIN_QUESTION, parse_chain
@@ -27,43 +26,43 @@ from rlt_lightning.models.load import load_model, load_tokenizer
 SMALL = Setting("small", num_iterations=20, num_traces=256, num_test=256)
 
 
-def accuracy(one: Arms, arm: str) -> float:
+def accuracy(one: Finding, arm: str) -> float:
     """Train an arm's student at small size; its accuracy in percent."""
-    one.train_student(arm, one.make_traces(arm), greedy=False)
-    return figures.read_accuracy(one, arm)
+    one.run_arm(arm)
+    return one.read_accuracy(f"{arm}/sampled")
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Arms:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Finding:
     """Arms that share one seed, and their warm-up teacher."""
     stages = Stages(tmp_path_factory.mktemp("arms"))
     stages.start()
-    one = Arms(stages, SMALL, seed=0)
+    one = Finding(stages, SMALL, seed=0)
     one.prepare()
     return one
 
 
-def students(one: Arms, *names: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def students(one: Finding, *names: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Train the students of two arms at once; their accuracy, and their teachers' traces by kind."""
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(names, pool.map(lambda arm: accuracy(one, arm), names), strict=True))
-    return found, {arm: figures.measure_kinds(figures.read_traces(one, arm)) for arm in names}
+    return found, {arm: one.measure_kinds(read(one.make_traces(arm))) for arm in names}
 
 
-def metric(one: Arms, arm: str, name: str) -> list[float]:
-    """A metric of an arm's RLT, by iteration."""
-    with (one.folder / arm / "teacher" / "metrics.csv").open() as file:
+def metric(one: Finding, arm: str, name: str, stage: str = "teacher") -> list[float]:
+    """A metric of an arm's RL, by iteration."""
+    with (one.folder / arm / stage / "metrics.csv").open() as file:
         return [float(row[name]) for row in csv.DictReader(file)]
 
 
-def shows_learning(one: Arms, found: dict[str, float], arm: str = "rlt") -> bool:
+def shows_learning(one: Finding, found: dict[str, float], arm: str = "rlt") -> bool:
     """Return whether students gain by RLT, which sampled with the weights that it trained."""
     gains = found[arm] > found["warmup"] + 20
     return gains and max(metric(one, arm, "rollout/mismatch_max")) < 1e-3  # nats
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_a_teacher_that_rlt_trained(one: Arms) -> None:
+def test_a_student_learns_from_a_teacher_that_rlt_trained(one: Finding) -> None:
     found, kinds = students(one, "rlt", "warmup")
     print(f"figure: accuracy in percent {found}")
     assert shows_learning(one, found), (found, kinds)
@@ -71,7 +70,7 @@ def test_a_student_learns_from_a_teacher_that_rlt_trained(one: Arms) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_kl_the_teacher_tells_the_solution_and_students_learn_less(one: Arms) -> None:
+def test_without_the_kl_the_teacher_tells_the_solution_and_students_learn_less(one: Finding) -> None:
     found, kinds = students(one, "solution_only", "warmup")
     assert found["solution_only"] < found["warmup"], (found, kinds)
     assert kinds["solution_only"]["leap"] > 50
@@ -100,7 +99,7 @@ def stranger_to_its_tag(folder: Path) -> Path:
 def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(arms.TRAINED, "score_given", {"model__reward__score_given": "true"})
+    monkeypatch.setitem(finding.TRAINED, "score_given", {"model__reward__score_given": "true"})
     stages = Stages(tmp_path)
     stages.start()
     # The student learns to write the line break; no teacher does, since its prompt ends with it.
@@ -112,18 +111,13 @@ def test_a_token_that_was_given_teaches_nobody_to_say_nothing(
         data__source="chains",
     )
     setting = dataclasses.replace(SMALL, base=str(stranger_to_its_tag(base / "model")))
-    one = Arms(stages, setting, seed=0)
-    one.prepare()
+    one = Finding(stages, setting, seed=0)
+    Arms.prepare(one)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one.train_teacher, ("rlt", "score_given")))
     collapsed, sound = (metric(one, arm, "rollout/length_mean") for arm in ("score_given", "rlt"))
-    rise = {arm: figures.measure_rise(one, arm)["reward/mean"] for arm in ("rlt", "score_given")}
     assert collapsed[-1] < collapsed[0] / 3
     assert sound[-1] > sound[0] / 2
-    assert rise["score_given"] > 3 > rise["rlt"]
-    alarms = {arm: (one.folder / arm / "teacher.log").read_text() for arm in rise}
-    assert "alarm: The KL is negative" in alarms["score_given"]
-    assert "alarm: The KL" not in alarms["rlt"]
 
 
 FAULTS = ("sign_of_kl", "shuffled_advantages", "spans_off_by_one", "stale_weights")
@@ -131,25 +125,15 @@ FAULTS = ("sign_of_kl", "shuffled_advantages", "spans_off_by_one", "stale_weight
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_learning_test_fails_with_a_fault(fault: str, one: Arms, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(arms.TRAINED, fault, {})  # an arm as RLT's, but for the fault
+def test_the_learning_test_fails_with_a_fault(
+    fault: str, one: Finding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(finding.TRAINED, fault, {})  # an arm as RLT's, but for the fault
     found = {"warmup": accuracy(one, "warmup")}  # once: its stages have nothing that a fault breaks
     monkeypatch.setattr(one.stages, "target", getattr(planted_faults, fault))
     found[fault] = accuracy(one, fault)
     print(f"figure: accuracy in percent {found}")
     assert not shows_learning(one, found, fault), found
-
-
-def test_an_interval_is_students_t_over_seeds() -> None:
-    # Mean 5, standard deviation 1, t = 4.303 for two degrees of freedom.
-    assert figures.compute_interval([4.0, 5.0, 6.0]) == pytest.approx(4.303 / 3**0.5)
-    # One seed: 1.96 standard errors of 256 right answers to 512 problems.
-    assert figures.compute_interval([50.0]) == pytest.approx(196 * (0.25 / 512) ** 0.5)
-
-
-def arm(*accuracy: float, rises: float = 0.0, greedy: tuple[float, ...] = ()) -> dict[str, Any]:
-    rise = [{"reward/mean": rises + place / 10} for place in (-1, 0, 1)]
-    return {"accuracy": accuracy, "greedy": greedy or accuracy, "rise": rise}
 
 
 def test_the_best_and_the_most_frequent_are_chosen_among_the_first_traces_of_a_problem() -> None:
@@ -159,61 +143,51 @@ def test_the_best_and_the_most_frequent_are_chosen_among_the_first_traces_of_a_p
         for row, traces in written.items()
         for text, reward in traces
     ]
-    best, frequent = (arms.select(rows, 3, by_count) for by_count in (False, True))
+    best, frequent = (finding.select(rows, 3, by_count) for by_count in (False, True))
     assert [row["reasoning_trace"] for row in best] == ["b", "d"]
     assert [row["reasoning_trace"] for row in frequent] == ["a", "e"]
-    assert arms.select(rows, 4, by_count=False)[0]["reasoning_trace"] == "c"
+    assert finding.select(rows, 4, by_count=False)[0]["reasoning_trace"] == "c"
 
 
 def test_as_many_traces_are_chosen_from_as_rlt_samples() -> None:
     # 40 iterations of 8 problems with 8 explanations, and one for each problem of the student.
-    numbers = {name: setting.num_equal for name, setting in arms.MAINS.items()}
+    numbers = {name: Finding.SETTINGS[name].num_equal for name in ("main", "filler", "steps_only")}
     assert numbers == {"main": 6, "filler": 2, "steps_only": 2}
 
 
 @pytest.mark.full
-def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path) -> None:
-    stages = Stages(tmp_path)
-    stages.start()
+def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "CLOSED", 0)
     tiny = {"num_warmup": 64, "num_traces": 32, "num_test": 8, "num_iterations": 4, "student_epochs": 1}
-    tiny["num_votes"] = 4
-    one = Arms(stages, dataclasses.replace(arms.MAINS["filler"], **tiny), seed=0)
-    one.prepare()
-    decoded = ["warmup_t0", "best_of_4", "best_of_equal", "majority_of_16", "rlt_best_of_16"]
-    alone = ["own_right_8", "grpo", "warm_grpo"]
-    names = ["warmup", "rlt", *decoded, *alone]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(one.run_arm, names))
-    found = figures.collect([one], [], names, whole=False, seconds=0)
-    assert list(found["arms"]) == names
-    for arm in decoded:
-        decoding, rows = arms.DECODED[arm], figures.read_traces(one, arm)
+    tiny |= {"num_votes": 4, "num_pool": 128}
+    setting = dataclasses.replace(finding.FILLER, right_traces=(0, 1), **tiny)
+    selected = {"best_of_equal": 9, "majority_of_16": 16, "rlt_best_of_4": 16}
+    names = ["warmup", "rlt", "warmup_t0", *selected, "own_t0", "warm_grpo", "group_kl_8"]
+    stages = Stages(tmp_path)
+    found = driver.run("finding", Finding, stages, [setting], [0], names)["settings"]["filler"]["arms"]
+    one = Finding(stages, setting, seed=0)
+    assert list(found) == names
+    assert setting.num_equal == 9  # 4 x 64 of the iterations and 32, of 32 problems
+    for arm, number in selected.items():
+        rows = read(one.make_traces(arm))
         assert [row["row"] for row in rows] == sorted({row["row"] for row in rows}), arm
-        teacher = one.folder / decoding.teacher
-        if decoding.num_traces == 1:
-            continue
-        number = decoding.num_traces or one.setting.num_equal
-        most = arms.NUM_SAMPLED if decoding.num_traces else number
-        sampled = arms.read(teacher / f"traces_{most}_t{decoding.temperature:g}/traces.jsonl")
-        assert len(sampled) == most * one.setting.num_traces
-        assert len(rows) == one.setting.num_traces
-    assert one.setting.num_equal == 9  # 4 x 64 of the iterations and 32, of 32 problems
-    for row in figures.read_traces(one, "own_right_8"):
+        sampled = one.folder / ("rlt" if arm.startswith("rlt") else "warmup") / f"traces_{number}_t0.7"
+        assert len(read(sampled / "traces.jsonl")) == number * 32
+        assert len(rows) == 32
+    for row in read(
+        one.answer("own_right_8/answers", "miniature", rollouts__num_traces=8) / "distillation.jsonl"
+    ):
         assert f"\\boxed{{{parse_chain(row['question']).answer}}}" in row["solution"]
-    for name in ("grpo", "warm_grpo"):  # as many answers as RLT samples, but for a part of an iteration
-        with (one.folder / name / "rewarded" / "metrics.csv").open() as file:
-            assert len([*csv.DictReader(file)]) * 64 == 256
-    greedy, again = (figures.read_traces(one, "warmup_t0"), figures.read_traces(one, "warmup"))
+    # As many answers as RLT samples, but for a part of an iteration.
+    assert len(metric(one, "warm_grpo", "reward/mean", "rewarded")) * 64 == 256
+    greedy, again = (read(one.make_traces(arm)) for arm in ("warmup_t0", "warmup"))
     assert [row["reasoning_trace"] for row in greedy] != [row["reasoning_trace"] for row in again]
-    voted = found["arms"]["rlt"]
-    [sampled], [best] = voted["accuracy"], voted["pass_at_k"]
-    assert 0 <= voted["maj_at_k"][0] <= 100
-    assert best >= sampled
+    assert found["group_kl_8"]["rows"] == [16]
+    assert found["rlt"]["pass_at_k"] >= found["rlt"]["accuracy"]
     # Nats a token, of a vocabulary of some dozens; only RLT's and the warm-up's teachers are measured.
-    assert 0 < voted["student_entropy"][0] < 3
-    assert 0 < voted["teacher_entropy"][0] < 3
-    assert "teacher_entropy" not in found["arms"]["warmup_t0"]
-    assert "greedy traces" in tables.build_tables(found)
+    assert 0 < found["rlt"]["entropy"][0] < 3
+    assert 0 < found["rlt"]["entropy of the teacher"][0] < 3
+    assert "entropy of the teacher" not in found["warmup_t0"]
 
 
 @pytest.mark.full
@@ -222,12 +196,18 @@ def test_all_seeds_share_one_base_that_never_composed(tmp_path: Path) -> None:
     stages.start()
     tiny = {"num_warmup": 16, "num_traces": 16, "num_test": 8, "num_warmup_epochs": 1}
     pretraining = "--corpus sheets --stop_after 2"
-    setting = dataclasses.replace(arms.MAINS["steps_only"], pretraining=pretraining, **tiny)
+    setting = dataclasses.replace(finding.STEPS_ONLY, pretraining=pretraining, **tiny)
     ones = [Arms(stages, setting, seed) for seed in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(Arms.prepare, ones))
     assert len((tmp_path / "base" / "pretraining.jsonl").read_text().splitlines()) == 2
     assert {one.student_base for one in ones} == {str(tmp_path / "base")}
+
+
+def test_the_highest_reward_is_in_the_first_group() -> None:
+    rows = [{"reward": n, "solution_reward": -n, "kl_reward": n % 8, "format_reward": 0} for n in range(16)]
+    for by, number, expected in ((None, 1, [15, 14]), ("kl", 1, [7, 15]), ("solution", 8, [14, 15])):
+        assert [row["reward"] for row in finding.take_group(rows, by, number)] == expected
 
 
 def test_no_step_of_a_sheet_needs_the_result_of_another() -> None:
@@ -238,22 +218,3 @@ def test_no_step_of_a_sheet_needs_the_result_of_another() -> None:
         wrong = sheet.derail(2, Random(0))
         assert wrong[0] != sheet.steps[2]
         assert wrong[1:] == sheet.steps[3:]
-
-
-def test_what_contradicts_the_finding_is_named() -> None:
-    fine = {"warmup": arm(40, 41, 42), "rlt": arm(90, 92, 93), "shuffled": arm(39, 40, 44)}
-    assert figures.list_failures({"arms": fine}) == []
-    [fault] = figures.list_failures({"arms": fine | {"rlt": arm(40, 90, 41)}})
-    assert "touches 0" in fault
-    [fault] = figures.list_failures({"arms": fine | {"shuffled": arm(60, 61, 62)}})
-    assert "control" in fault
-    [fault] = figures.list_failures({"arms": fine | {"shuffled": arm(39, 40, 44, rises=1)}})
-    assert "control" in fault
-    [fault] = figures.list_failures({"arms": fine | {"kl_only": arm(90, 93, 92)}})
-    assert "one term of the reward reaches RLT (r_KL only)" in fault
-    # Greedy traces and selection must stay behind where the setting claims it, in greedy answers, too.
-    selected = {"best_of_equal": arm(30, 31, 32, greedy=(90, 92, 94))}
-    assert figures.list_failures({"setting": "main", "arms": fine | selected}) == []
-    [fault] = figures.list_failures({"setting": "filler", "arms": fine | selected})
-    assert "not above" in fault
-    assert "(greedy)" in fault

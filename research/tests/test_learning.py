@@ -9,6 +9,7 @@ from pathlib import Path
 
 import learning
 import pytest
+from arms import read
 from trace_kinds import word_sum_kind
 
 from rlt_lightning.models.kernels import cpu_has_bfloat16
@@ -51,7 +52,7 @@ def test_rlt_makes_more_traces_right_and_the_control_does_not(tmp_path: Path) ->
         folder, teacher = tmp_path / f"{name}_traces", tmp_path / name / "model"
         explain = [*predict, f"--model.teacher={teacher}", f"--output_dir={folder}"]
         subprocess.run(explain, check=True, cwd=ROOT)
-        traces[name] = learning.rows_of(folder / "traces.jsonl")
+        traces[name] = read(folder / "traces.jsonl")
     for row in (row for rows in traces.values() for row in rows):
         row["right"] = word_sum_kind(row["question"], row["reasoning_trace"])[0] == "steps"
 

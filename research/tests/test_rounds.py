@@ -10,11 +10,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import driver
 import pytest
 import rounds
 import rounds_questions as questions
 import yaml
 from arms import read
+from rounds import Rounds
+from stages import Stages
 from trace_kinds import chain_kind, parse_chain
 
 from rlt_lightning.tasks.stepwise import NEW_MIXTURE, NEW_OPERATIONS, chain_rows
@@ -44,26 +47,6 @@ def test_rounds_teach_what_only_the_solution_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "name"),
-    [
-        ("base", "untrained"),
-        ("s64", "s64: 64 traces of the warm-up teacher"),
-        ("rlt", "RLT against the untrained student"),
-        ("rlt_s64", "RLT against s64"),
-        ("reject16_s8", "right answers of s8, 16 samples"),
-        ("best4_s64", "warm-up teacher, best of 4 by the reward under s64"),
-        ("d64", "d64: 64 traces of those it has learned from"),
-        ("rlt_reject4_s64", "RLT against reject4_s64"),
-        ("t0_s64", "s64: 64 traces of the warm-up teacher, written at T 0"),
-        ("t0.3_rlt_s64", "RLT against s64, written at T 0.3"),
-        ("rlt_t0_s64", "RLT against t0_s64"),
-    ],
-)
-def test_an_arm_is_named_by_its_method_and_the_arm_of_its_student(arm: str, name: str) -> None:
-    assert rounds.name_arm(arm) == name
-
-
-@pytest.mark.parametrize(
     ("arm", "named"),
     [
         *((arm, arm) for arm in ("s", "reject_s64", "best0_s4", "raw", "t0_base", "t0_d64", "t0_oracle")),
@@ -79,26 +62,12 @@ def test_an_unknown_arm_is_refused(arm: str, named: str) -> None:
 @pytest.mark.full
 def test_the_arms_run_at_tiny_size(tmp_path: Path) -> None:
     tiny = {"num_warmup": 96, "num_warmup_epochs": 1, "num_traces": 24, "num_test": 8, "num_iterations": 1}
-    names = [
-        "base",
-        "s16",
-        "rlt_s16",
-        "wrong_s16",
-        "best2_s16",
-        "exactbest2_s16",
-        "oracle",
-        "d16",
-        "pool2_d16",
-        "t0_s16",
-        "t0_rlt_s16",
-    ]
-    rounds.run(tmp_path, replace(rounds.SETTINGS["few64"], num_pool=512, **tiny), [0], names)
-    found = json.loads((tmp_path / "rounds.json").read_text())
+    setting = replace(Rounds.SETTINGS["few64"], num_pool=512, **tiny)
+    names = ["base", "rlt_s16", "wrong_s16", "exactbest2_s16", "d16", "pool2_d16", "t0_s16", "t0_rlt_s16"]
+    found = driver.run("rounds", Rounds, Stages(tmp_path), [setting], [0], names)["settings"]["few64"]
     assert list(found["arms"]) == names
-    assert [found["arms"][name]["rows"] for name in names[1:]] == [
-        *([16], [24], [24], [24], [24], [24], [16], [24], [16], [24])
-    ]
-    assert found["reward_by_kind"].keys() == {"base", "s16", "d16"}
+    assert [found["arms"][name]["rows"] for name in names[1:]] == [[24], [24], [24], [16], [24], [16], [24]]
+    assert len(found["tables"]) == 2  # rewards under base and d16
     seed = tmp_path / "few64/seed0"
     has_new = [
         parse_chain(row["question"]).steps[-1].split()[1:3] for row in read(seed / "data/warmup.jsonl")
@@ -119,10 +88,6 @@ def test_the_arms_run_at_tiny_size(tmp_path: Path) -> None:
     assert [settings["rollouts"]["sampling"]["temperature"] for settings in written] == [0, 0]
     teachers = [settings["model"]["init_args"]["teacher"] for settings in written]
     assert teachers == [str(seed / f"{arm}/teacher/model") for arm in ("warmup", "rlt_s16")]
-    assert (seed / "data/s16.jsonl").read_text() in (seed / "warmup/traces/distillation.jsonl").read_text()
-    # Itself, its control and its greedy traces: in the table of students, and in that of differences.
-    assert (tmp_path / "rounds.md").read_text().count("RLT against s16") == 6
-    assert "<svg" in (tmp_path / "rounds.svg").read_text()
 
 
 def test_rare_breaks_off_right_traces_at_their_last_step_only() -> None:
@@ -154,8 +119,9 @@ def test_the_best_of_k_is_chosen_among_the_first_k_traces_of_a_problem(
         for trace, reward in zip(traces, (-2.0, -1.0, -0.5), strict=True)
     ]
     found = questions.choose_best(rows)
-    assert [max(kinds, key=kinds.get) for kinds in found.values()] == ["filler", "steps", "leap"]
-    assert all(sum(kinds.values()) == 100 for kinds in found.values())
+    assert [[row["reasoning_trace"] for row in some] for some in found.values()] == [
+        [text] for text in traces
+    ]
 
 
 def test_ends_of_traces_are_counted_by_the_number_they_name() -> None:
@@ -163,7 +129,9 @@ def test_ends_of_traces_are_counted_by_the_number_they_name() -> None:
         return {"question": "start 2, add 1, times 7?", "solution": "\\boxed{5}", "reasoning_trace": trace}
 
     rows = [row("3 times 7 is 5."), row("3 times 7 is 1."), row("3 times 7 is 2."), row("one knows.")]
-    assert questions.measure_ends(rows) == dict.fromkeys(("shown", "right", "another", "none"), 25.0)
+    assert questions.measure_ends(rows) == dict.fromkeys(
+        ("ends with number shown", "right number", "another", "no number"), 25.0
+    )
 
 
 def test_a_trace_leaves_the_steps_behind_the_comma_of_its_last_right_one() -> None:

@@ -144,13 +144,6 @@ def follow(rlt: Rlt, words: list[str]) -> list[str]:
     return verbs
 
 
-def test_a_file_of_the_checkout_would_be_noticed(programs: Path, tmp_path: Path) -> None:
-    code = f"open({str(ROOT / 'README.md')!r}).close()"
-    environment = {READS: str(tmp_path / "reads")}
-    subprocess.run([programs / "python", "-c", code], check=True, env=environment)
-    assert (tmp_path / "reads").read_text() == f"{ROOT / 'README.md'}\n"
-
-
 def test_the_first_run_and_all_that_follows_need_nothing_but_the_wheel(rlt: Rlt, tmp_path: Path) -> None:
     commands, _, _ = rlt().stdout.partition("rlt VERB --help")
     first = re.findall(r"^  rlt (.+)$", commands, re.MULTILINE)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 from commands import ROOT
 
-from rlt_lightning import modules, numerics, rewards
 from rlt_lightning.datamodules.loader import StepLoader
-from rlt_lightning.run.shipped import find_config
 from rlt_lightning.types import InputError
 
 NOTICED = {
@@ -27,7 +24,6 @@ NOTICED = {
     "flat_reward": (5, "^rlt: alarm: Rewards are all alike. Iteration 5: reward/group_std is below 0.001"),
     "accumulated_batches": (0, "gradient accumulation is not supported for manual optimization"),
 }
-PAGE = (ROOT / "docs" / "method.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -46,42 +42,6 @@ def test_fault_is_noticed_within_its_step(faults: ModuleType, name: str) -> None
     outcome = faults.plant(name)  # of the sound run's lines none is left
     assert outcome.steps == step
     assert re.search(line, outcome.lines[0]), outcome.lines
-
-
-def test_page_shows_every_fault_and_its_line(faults: ModuleType) -> None:
-    assert list(faults.FAULTS) == list(NOTICED)
-    table = (ROOT / "research" / "faults.md").read_text()
-    shown = dict(re.findall(r"^\| `(\w+)` \| .+ \| `(.+)`[^`|]*\|$", table, re.MULTILINE))
-    assert shown.keys() == NOTICED.keys()
-    for name, (_, line) in NOTICED.items():
-        assert re.search(line, shown[name]), name
-
-
-def test_papers_name_configs_classes_and_examples_that_exist() -> None:
-    table = PAGE.split("## Papers")[1].split("\n\n**")[0]
-    rows = re.findall(r"^\| (.+?) \| .+? \| (.+?) \| .+? \|$", table, re.MULTILINE)[1:]
-    assert len(rows) >= 19
-    classes = vars(modules) | vars(numerics) | vars(rewards)
-    for method, cell in rows:
-        for name in re.findall(r"`([^`]+)`", cell):
-            is_there = name.split(".")[0] in ("rollouts", "rlt test") or name in classes
-            assert is_there or find_config(name).is_file(), (method, name)
-        for path in re.findall(r"\(\.\./(.+?)\)", cell):
-            assert (ROOT / path).is_file(), (method, path)
-
-
-def test_agreements_name_tests_that_exist() -> None:
-    table = PAGE.split("### Agreement with other code")[1].split("\n### ")[0]
-    paths = re.findall(r"`(tests/[\w/]+\.py)`", table)
-    assert len(paths) >= 7
-    assert [path for path in paths if not (ROOT / path).is_file()] == []
-
-
-def test_script_prints_the_line() -> None:
-    words = [sys.executable, "research/faults.py", "wrong_template"]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=570)
-    assert result.stdout.splitlines()[1].startswith("Noticed after step 0 (")
-    assert "The chat template must render the user message" in result.stdout
 
 
 def loader(**options: int) -> StepLoader[int, list[int]]:

@@ -239,24 +239,6 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert write_report(tmp_path).read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        ({}, "must be the folder of a run"),
-        ({"rollouts.jsonl": "", "metrics.csv": "step,reward/mean\n"}, "has written figures"),
-        ({"metrics.csv": "step,reward/mean\n1,much\n"}, "Line 2 of"),
-        ({"rollouts.jsonl": "no json\n"}, "must be JSON, but line 1"),
-        ({"metrics.csv": "step,a\n1,2\n", "config.yaml": "a: ["}, "must be YAML"),
-    ],
-)
-def test_what_is_no_run_is_refused(files: dict[str, str], reason: str, tmp_path: Path) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(InputError, match=re.escape(reason)):
-        write_report(tmp_path)
-    assert not (tmp_path / "report.html").exists()
-
-
 def test_only_a_report_is_overwritten(tmp_path: Path) -> None:
     run, path = synthetic_run(tmp_path / "run"), tmp_path / "page.html"
     path.write_text("<!doctype html>my own page")

@@ -10,10 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-import yaml
 from commands import ROOT
-
-from rlt_lightning import __version__
 
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
 FETCHED |= {"embed": "src", "object": "data", "link": "href"}
@@ -63,13 +60,6 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     assert not any('class="mermaid"' in page.read_text() for page in pages)
 
 
-def test_the_reference_has_every_folder_and_root_module() -> None:
-    paths = [path for path in (ROOT / "rlt_lightning").iterdir() if not path.name.startswith("__")]
-    names = {path.stem for path in paths if path.is_dir() or path.suffix == ".py"}
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    assert set(re.findall(r"^::: rlt_lightning\.(\w+)$", pages, re.MULTILINE)) == names
-
-
 def anchors(page: Path) -> set[str]:
     """The anchors that a git host makes of the headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -89,22 +79,3 @@ def test_links_work_on_a_git_host(page: Path) -> None:
             target = page.parent / path if path else page
             assert target.exists(), f"{link} leads nowhere"
             assert not anchor or anchor in anchors(target), f"{link}: no such heading"
-
-
-def test_messages_and_comments_name_pages_that_exist() -> None:
-    folders = ("rlt_lightning", "configs", "scripts", "examples", "benchmarks", "research", "tests")
-    kinds = (".py", ".yaml", ".yml", ".sh", ".ipynb")
-    files = [p for name in folders for p in (ROOT / name).rglob("*") if p.suffix in kinds]
-    files += [ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml")]
-    files += (ROOT / ".github").rglob("*.yml")
-    pattern = re.compile(r"\b(?:docs|research)/\w+\.md\b")
-    named = {
-        (str(file.relative_to(ROOT)), page) for file in files for page in pattern.findall(file.read_text())
-    }
-    assert len(named) > 50
-    assert [(file, page) for file, page in sorted(named) if not (ROOT / page).is_file()] == []
-
-
-def test_the_citation_is_of_this_version() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (citation["license"], citation["version"]) == ("Apache-2.0", __version__)

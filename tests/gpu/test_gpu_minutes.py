@@ -87,13 +87,6 @@ def test_results_become_tables(tmp_path: Path) -> None:
     assert "no time left" not in printed
 
 
-def test_an_unknown_call_is_refused() -> None:
-    command = [ROOT / "scripts" / "gpu_minutes.sh", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "check, peers, vllm, smollm2" in done.stderr
-
-
 def test_the_gpu_benchmark_computes_with_the_kernels_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb)
     shape = gpu.SHAPES["tiny"], 256, True, CPU

@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -20,16 +15,11 @@ from cases import full
 from commands import ROOT, rlt, start
 from fake_worker import FakeWorker, worker_of
 from fits import assert_one_clear_line, explanation, metrics, small_fit, wait_for
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from rlt_lightning.__main__ import main
 from rlt_lightning.models.embedded import resolve
-from rlt_lightning.modules.base import require_strategy
-from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.types import InputError
-
-RLT = [sys.executable, "-m", "rlt_lightning"]
 
 
 @pytest.fixture(scope="module")
@@ -256,89 +246,6 @@ def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) 
     assert "policy/val_loss" in expected[max(expected)]
 
 
-# One case for each place that refuses; `test_refusals.py` has the other cases of a validator.
-BAD_INPUT: dict[str, tuple[list[str], str]] = {
-    "missing file": (["--data.source=/no/such/rows.jsonl"], "/no/such/rows.jsonl"),
-    "unknown model": (["--model.teacher=nobody/nothing"], "smollm2-135m"),
-    "group size 1": (["--model.group_size=1"], "model.group_size must be at least 2, but got 1"),
-    "greedy sampling": (["--rollouts.sampling.temperature=0"], "temperature must be above 0"),
-    "two rollout callbacks": (
-        ["--trainer.callbacks+=rlt_lightning.callbacks.RolloutCallback"] * 2,
-        "A run has one RolloutCallback",
-    ),
-    "engine without workers": (
-        ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"],
-        "needs either urls or launch",
-    ),
-    "worker that is not there": (
-        [
-            "--rollouts.engine=rlt_lightning.engines.VLLMEngine",
-            "--rollouts.engine.urls=[http://127.0.0.1:9]",
-            "--rollouts.engine.recovery_timeout_s=1",
-        ],
-        "vLLM worker http://127.0.0.1:9 must answer within 1 s, but did not",
-    ),
-    "no such accelerator": (["--trainer.accelerator=gpu"], "accelerator"),
-    "nothing to resume": (["--ckpt_path=last"], "needs a checkpoint"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_clear_line(case: str, tiny_model: str, short_config: str, tmp_path: Path) -> None:
-    options, expected = BAD_INPUT[case]
-    assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "expected"),
-    [
-        ('{"question": "1 + 1?", "solution": "2"}\n', [], "prompts_per_step"),
-        ('{"question": "1 + 1?", "solution": "2"}\nnot json\n' * 3, [], "broken_json"),
-        ('{"question": "1 + 1?", "solution": "2"}\n' * 4, ["--data.max_prompt_length=20"], "prompt_too_long"),
-    ],
-)
-def test_bad_rows_are_one_clear_line(
-    rows: str, options: list[str], expected: str, tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    source = tmp_path / "rows.jsonl"
-    source.write_text(rows)
-    options = [f"--data.source={source}", *options]
-    assert_one_clear_line(rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options)), expected)
-
-
-@pytest.mark.parametrize(
-    ("config", "column"),
-    [
-        ("laptop/rlt", "question"),
-        full("laptop/rlt", "solution"),
-        full("recipe_7b/score", "solution"),
-        ("recipe_7b/score", "reasoning_trace"),
-        full("recipe_7b/warmup", "solution"),
-        full("recipe_7b/sft", "solution"),
-        ("recipe_7b/sft", "reasoning_trace"),
-    ],
-)
-def test_rows_longer_than_the_context_are_one_clear_line(
-    config: str, column: str, tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    row = {"question": "1 + 1?", "solution": "2", "reasoning_trace": "One and one."}
-    source = tmp_path / "rows.jsonl"
-    source.write_text(json.dumps(row | {column: "Add " + "12 + " * 900}) + "\n")
-    options = [f"--data.source={source}", "--data.prompts_per_step=1"]
-    if config == "laptop/rlt":
-        command = small_fit(tiny_model, tmp_path / "run", short_config, *options)
-        expected = "'s context of 2048 tokens, but row 1 needs"
-    elif config == "recipe_7b/score":
-        models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-        command = ["predict", "--config=configs/recipe_7b/score.yaml", *models, *options]
-        expected = "'s context of 2048 tokens, but row 1 needs"
-    else:
-        options += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
-        command = ["fit", f"--config=configs/{config}.yaml", f"--model.pretrained={tiny_model}", *options]
-        expected = "model's context of 2048 tokens, but row 1 has"
-    assert_one_clear_line(rlt(*command, f"--output_dir={tmp_path / 'run'}"), expected)
-
-
 @pytest.mark.full
 def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: Path) -> None:
     folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
@@ -366,47 +273,6 @@ def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: 
     (folder / "scores.jsonl").unlink()
     (folder / "model").mkdir()
     assert f"does not replace {folder / 'model'}" in rlt(*score).stderr
-
-
-@pytest.mark.parametrize("verb", ["fit", full("predict")])
-def test_an_interrupted_parquet_and_sets_without_rows_or_solutions_are_one_clear_line(
-    verb: str, tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    rows = datasets.Dataset.from_list([{"question": f"{i}?", "solution": "2"} for i in range(5000)])
-    rows.to_parquet(tmp_path / "rows.parquet")
-    table = (tmp_path / "rows.parquet").read_bytes()
-    (tmp_path / "rows.parquet").write_bytes(table[: len(table) // 2])
-    (tmp_path / "none.jsonl").write_text("")
-    (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    run = tmp_path / "run"
-    models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", f"--output_dir={run}"]
-    predict = ["predict", "--config=configs/recipe_7b/score.yaml", *models]
-    command = small_fit(tiny_model, run, short_config) if verb == "fit" else predict
-    for name, expected in (
-        ("rows.parquet", "could not be loaded (Parquet"),
-        ("none.jsonl", "must have at least one row"),
-        ("questions.jsonl", "lacks solution"),
-    ):
-        result = rlt(*command, f"--data.source={tmp_path / name}", "--overwrite=true")
-        assert_one_clear_line(result, expected)
-
-
-@pytest.mark.full
-def test_exact_kl_of_two_vocabularies_and_missing_templates_are_one_clear_line(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(tiny_model, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["the"], vocabulary["and"] = vocabulary["and"], vocabulary["the"]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    options = [f"--model.student={other}", "--model.reward.kl_estimator=exact"]
-    result = rlt(*small_fit(tiny_model, tmp_path / "run", short_config, *options))
-    assert_one_clear_line(result, "exact sums over a vocabulary that teacher and student share")
-    (other / "chat_template.jinja").unlink()
-    result = rlt(*small_fit(tiny_model, tmp_path / "run2", short_config, f"--model.teacher={other}"))
-    assert_one_clear_line(result, "must have a chat template")
 
 
 @pytest.mark.full
@@ -461,45 +327,6 @@ def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.full
-def test_wandb_offline_and_tensorboard_write_into_the_run_folder(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    for overlay, pattern in (
-        ("wandb", "wandb/offline-run-*/*.wandb"),
-        ("tensorboard", "**/events.out.tfevents.*"),
-    ):
-        run = tmp_path / overlay
-        options = [f"--config=configs/add/{overlay}.yaml", "--trainer.max_steps=1"]
-        result = rlt(*small_fit(tiny_model, run, short_config, *options))
-        assert result.returncode == 0, result.stderr
-        assert list(run.glob(pattern)), sorted(run.rglob("*"))
-        assert (run / "metrics.csv").exists()
-
-
-def test_without_output_dir_the_run_is_named_after_config_and_time(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    arguments = [
-        a
-        for a in small_fit(tiny_model, tmp_path, short_config, "--trainer.max_steps=1")
-        if "output_dir" not in a
-    ]
-    arguments[1] = f"--config={ROOT / 'tests/rlt.yaml'}"
-    result = rlt(*arguments, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    [run] = (tmp_path / "runs").iterdir()
-    assert run.name.startswith("rlt-20")
-
-
-def test_version_and_help_answer_before_lightning_is_imported() -> None:
-    for flag in ("--version", "--help"):
-        code = f"import sys; sys.argv = ['rlt', '{flag}']; import rlt_lightning.__main__ as m; m.main(); "
-        code += "assert 'lightning' not in sys.modules and 'torch' not in sys.modules"
-        code = code.replace("m.main(); ", "\ntry: m.main()\nexcept SystemExit: pass\n")
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
 def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> int:
         raise KeyboardInterrupt
@@ -510,32 +337,6 @@ def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: 
     with pytest.raises(SystemExit) as ending:
         main()
     assert ending.value.code == 130
-
-
-@pytest.mark.full
-def test_the_whole_help_of_fit_imports_neither_transformers_nor_datasets() -> None:
-    code = (
-        "import sys; sys.argv = ['rlt', 'fit', '--help-all']\n"
-        "import lightning.pytorch; before = set(sys.modules)\n"
-        "from rlt_lightning.__main__ import main\n"
-        "try:\n    main()\nexcept SystemExit: pass\n"
-        "heavy = {'transformers', 'datasets', 'wandb', 'vllm', 'deepspeed'} & (set(sys.modules) - before)\n"
-        "assert not heavy, heavy"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    assert "--model" in result.stdout
-
-
-@pytest.mark.parametrize("strategy", [DDPStrategy(start_method="spawn"), ModelParallelStrategy()])
-def test_strategies_that_do_not_work_are_refused_by_name(strategy: Any) -> None:
-    with pytest.raises(InputError, match=r"but is \w+ of Lightning, .* For weights in shards use fsdp2 "):
-        require_strategy(strategy)
-
-
-@pytest.mark.parametrize("strategy", [SingleDeviceStrategy(), FSDP2(), DDPStrategy()])
-def test_strategies_of_the_overlays_are_accepted(strategy: Any) -> None:
-    require_strategy(strategy)
 
 
 def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,16 +361,3 @@ def test_validation_is_the_same_however_rows_are_shared(
     assert len(names) == 7
     for name in names:
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-5, abs=1e-5), name  # nats, by rounding
-
-
-def test_a_terminated_run_says_so(tiny_model: str, short_config: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = small_fit(tiny_model, folder, short_config, "--trainer.max_steps=100000")
-    run = start(*command)
-    wait_for(lambda: list(folder.glob("checkpoints/step=*.ckpt")), run)
-    run.terminate()
-    assert run.wait(60) == 143
-    told = rf"rlt: terminated\. The run stopped after iteration \d+\. Set resume to true .* in {folder}\."
-    assert re.search(told, run.stderr)
-    result = rlt("fit", "--config=tests/rlt.yaml", "--ckpt_path=last")
-    assert_one_clear_line(result, "need --output_dir")

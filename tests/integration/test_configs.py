@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
-from parsed import check_rlt, parser_of
-from tiny import CONFIGS, OVERLAYS, TINY, generates, launch_words, name_of, tiny_run, uses_workers
+from parsed import parser_of
+from tiny import CONFIGS, OVERLAYS, TINY, generates, name_of, tiny_run, uses_workers
 
 from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
@@ -85,15 +84,6 @@ def strings(value: Any) -> Iterator[str]:
         yield from strings(item)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=name_of)
-def test_a_config_says_what_it_is_and_needs_no_file_of_the_checkout(config: Path) -> None:
-    text = config.read_text()
-    assert re.match(r"# [^\n]+[.:)]\n", text), "`rlt configs` shows its first line, which must be whole"
-    known = [value for value in strings(yaml.safe_load(text)) if "/" in value and (ROOT / value).exists()]
-    made = ("runs/", ".venv", "../")  # by runs and by set-ups
-    assert [value for value in known if not value.startswith(made)] == []
-
-
 @pytest.fixture
 def fake_worker(tiny_model: str) -> Iterator[FakeWorker]:
     with worker_of(tiny_model) as worker:
@@ -104,12 +94,6 @@ def fake_worker(tiny_model: str) -> Iterator[FakeWorker]:
 def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
     with worker_of(tiny_model, dev_mode=False) as worker:
         yield worker
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize("config", [*CONFIGS, *OVERLAYS], ids=name_of)
-def test_the_launch_line_of_a_shipped_config_is_read(config: Path) -> None:
-    check_rlt(launch_words(config), ROOT)
 
 
 # One of each verb, module, task and kind of engine; the run that tests share is that of laptop/rlt, and

@@ -56,7 +56,6 @@ CHAINS = {"tags": "r1", "student_system_prompt": ""}
 SAMPLING = Sampling(temperature=0.7, max_completion_length=72)
 ASKED: dict[str, Any] = {"sets": {"chains": None}, "max_rows": 13, "num_samples": 2, "seed": 5}
 STEPS = 6
-DRAWN = ("pass_at_1", "pass_at_k", "formatted_frac", "truncated_frac", "tokens_mean")  # maj@2 is pass@1
 
 
 class Losses(Callback):
@@ -393,31 +392,6 @@ def test_the_commands_of_the_page_find_the_same(miniature: str, tmp_path: Path) 
 # Mistakes
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
-    with pytest.raises(InputError, match="every_n_steps must be at least 1, but is 0"):
-        evaluations(0)
-    with pytest.raises(InputError, match=r"takes its settings as `rlt test` does.*at least one"):
-        evaluations(sets={})
-    with pytest.raises(InputError, match="names 'chain'"):
-        evaluations(sets={"chain": None})
-    with pytest.raises(InputError, match="num_samples must be at least 1, but is 0"):
-        evaluations(num_samples=0)
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], list[Callback], str]] = {
-    "teacher": (
-        {"kind": TeacherSFTData},
-        [evaluations()],
-        "EvaluateEvery asks a student, but TeacherSFTData is for a teacher",
-    ),
-    "too long": (
-        {},
-        [EvaluateEvery(1, {"chains": None})],
-        r"context of \d+ tokens, but .* Lower EvaluateEvery's sampling.max_completion_length",
-    ),
-}
-
-
 @pytest.mark.parametrize("kind", [TeacherRLData, TeacherSFTData, ScoringData])
 def test_no_teacher_is_evaluated(kind: type[StratosDataModule]) -> None:
     with pytest.raises(InputError, match=f"asks a student, but {kind.__name__} is for a teacher"):
@@ -429,15 +403,6 @@ def test_every_student_is_evaluated(kind: type[StratosDataModule]) -> None:
     require_student(kind())
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_ends_before_a_model_is_loaded(name: str, miniature: str, tmp_path: Path) -> None:
-    options, callbacks, message = MISTAKES[name]
-    module = SFTModule(miniature)
-    with pytest.raises(InputError, match=message):
-        trainer_of(tmp_path, *callbacks).fit(module, datamodule=data_of(miniature, **options))
-    assert module.entry is None
-
-
 # Seeing
 
 
@@ -446,11 +411,3 @@ def test_the_report_shows_the_accuracies(finished: tuple[Path, Losses], tmp_path
     rows = [*rows_of(finished[0]).values()]
     first, last = (row["eval/chains/pass_at_1"] for row in (rows[0], rows[-1]))
     assert f"<code>eval/chains/pass_at_1</code></td><td>{first:.4g}</td><td>{last:.4g}</td>" in page
-
-
-@pytest.mark.full
-def test_a_plan_says_that_evaluations_are_left_out(miniature: str) -> None:
-    command = ["plan", "--config=configs/laptop/sft.yaml"]
-    result = rlt(*command, "--config=configs/add/evaluate_every.yaml", f"--model.pretrained={miniature}")
-    assert result.returncode == 0, result.stderr
-    assert "evaluations while training are left out" in result.stdout

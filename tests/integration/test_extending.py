@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import os
 import re
@@ -12,19 +11,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from commands import ROOT, rlt
+from commands import ROOT
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
 from misfits import Terms
 from wandb_run import runs_in
 from wheel import OFFLINE, PIP, build_wheel
 
-import rlt_lightning.types
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import require_gathering
 from rlt_lightning.commands.report import write_report
@@ -103,16 +101,6 @@ def run(words: list[str], installed: Path, outside: Path, *options: str) -> None
 def of_models(folder: str) -> list[str]:
     """The tiny model in place of SmolLM2-135M: what the page's commands lack, and all that they are given."""
     return ["--model.teacher", folder, "--model.student", folder]
-
-
-def module_of(name: str, folder: Path) -> ModuleType:
-    """Import a file of the page."""
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def metrics(folder: Path) -> list[dict[str, str]]:
@@ -259,16 +247,6 @@ def test_a_term_that_is_none_is_named(kind: str, message: str) -> None:
 # The engine
 
 
-def test_the_tree_of_errors_is_whole() -> None:
-    tree = re.findall(r"[├└]── (\w+) [* ] +([\w/]+)\.py", rlt_lightning.types.__doc__ or "")
-    found = []
-    for path in Path(rlt_lightning.__file__).parent.rglob("*.py"):
-        place = str(path.relative_to(ROOT / "rlt_lightning").with_suffix(""))
-        names = re.findall(r"^class (\w+)\(\w*(?:Error|Exception|Lost)\):", path.read_text(), re.MULTILINE)
-        found += [(name, place) for name in names]
-    assert sorted(tree) == sorted(found)
-
-
 class FourMethods(Engine):
     """The least that an engine must have."""
 
@@ -310,21 +288,6 @@ def test_four_methods_make_an_engine() -> None:
     assert not engine.load_own_model("teacher")
 
 
-class Counting(FourMethods):
-    """Says its seed and the number of the completion."""
-
-    policy_version = 0
-
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
-        index = 0
-        for request in requests:
-            for number in range(request.num_completions):
-                yield index, Completion([request.seed, number], None, "stop", request.seed)
-                index += 1
-
-
 def test_an_engine_that_loses_completions_is_named() -> None:
     with pytest.raises(
         EngineError, match=r"FourMethods.sample must yield every completion .* 2 did not come"
@@ -344,34 +307,3 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
 
 
 # What is wrong is told in one line
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model.reward=nowhere.Reward"], "No module named 'nowhere'"),
-        (["--model.reward=misfits.Nope"], "module 'misfits' has no attribute 'Nope'"),
-        (["--model.reward=misfits.NoBase"], "misfits.NoBase does not correspond to a subclass of Reward"),
-        (["--model.reward=misfits.TakenName"], "TakenName.extra_names has 'kl', which is taken"),
-        (["--trainer.callbacks+=misfits.NoBase"], "a subclass of Callback"),
-        (["--rollouts.engine=nowhere.Engine"], "No module named 'nowhere'"),
-        (["--rollouts.engine=misfits.NoMethods"], "does not implement protocol Engine"),
-        (["--rollouts.engine=misfits.NoAnnotations"], "does not implement protocol Engine"),
-        (["--model.reward=misfits.Terms", "--model.reward.kind=column"], "but 'one' is (8, 1). Correct it."),
-    ],
-)
-def test_a_class_that_cannot_be_used_is_one_clear_line(
-    options: list[str], message: str, tiny_model: str, tmp_path: Path
-) -> None:
-    words = [
-        "fit",
-        "--config=tests/rlt.yaml",
-        *of_models(tiny_model),
-        f"--output_dir={tmp_path / 'run'}",
-    ]
-    result = rlt(*words, "--rollouts.sampling.max_completion_length=4", *options)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("rlt: error: ")]
-    assert result.returncode == 2, result.stderr
-    assert len(lines) == 1
-    assert "Traceback" not in result.stderr
-    assert message in lines[0]

@@ -144,28 +144,6 @@ def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_mode
     assert rlt(*command(tiny_model, generated, "--resume=true")).returncode == 0  # as the others expect it
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--rollouts.seed=1"], "rollouts.seed was 0 and is 1"),
-        (["--data.num_embedded_rows=13"], "data.init_args.num_embedded_rows was 12 and is 13"),
-        (["--rollouts.sampling.temperature=0"], "at temperature 0 exactly these, but are 3 and 0"),
-        (["--rollouts.sampling.max_completion_length=3000"], "context of 2048 tokens, but row 1 needs"),
-    ],
-)
-def test_what_cannot_go_on_is_one_clear_line_and_loses_nothing(
-    options: list[str], expected: str, generated: Path, tiny_model: str
-) -> None:
-    before = {path.name: path.read_bytes() for path in generated.iterdir() if path.is_file()}
-    resume = [] if "sampling" in options[0] else ["--resume=true"]
-    folder = generated if resume else generated / "new"
-    result = rlt(*command(tiny_model, folder, *resume, *options))
-    [line] = result.stderr.strip().splitlines()
-    assert result.returncode == 2
-    assert expected in line
-    assert {path.name: path.read_bytes() for path in generated.iterdir() if path.is_file()} == before
-
-
 @pytest.mark.full
 def test_traces_of_a_row_that_was_edited_are_not_gone_on_with(tiny_model: str, tmp_path: Path) -> None:
     source, folder = tmp_path / "rows.jsonl", tmp_path / "run"

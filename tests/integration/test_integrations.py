@@ -33,8 +33,7 @@ from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.rewards import LikelihoodReward, NOVERReward, RLPRReward, RLTReward, VeriFreeReward
-from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import Completion, InputError, Rollout
+from rlt_lightning.types import Completion, Rollout
 
 EXAMPLES = str(ROOT / "examples")
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -199,40 +198,6 @@ def test_the_teacher_reads_the_prompt_that_trl_has_tokenised(model: Any) -> None
     assert terms[0].keys() == {"rlt/solution", "rlt/kl", "rlt/format"}
     assert terms[0]["rlt/solution"] == pytest.approx(terms[1]["rlt/solution"], abs=1e-6)
     assert terms[0]["rlt/kl"] != pytest.approx(terms[1]["rlt/kl"], abs=1e-2)
-
-
-def test_wrong_uses_are_explained(model: Any) -> None:
-    with pytest.raises(InputError, match=re.escape("callbacks=[reward]")):
-        rewards_of(shown(), TEXTS)
-    reward = shown(model)
-    columns = {"question": ["1?"], "solution": ["1"]}
-    with pytest.raises(InputError, match=r"must be a text that ends in .*, but is list"):
-        reward([[{"role": "user", "content": "1?"}]], ["x"], [[5]], **columns)
-    with pytest.raises(InputError, match=r"Row 1 must have .*the solution has no text"):
-        reward(["<explanation>\n"], ["x"], [[5]], question=["1?"], solution=[" "])
-    next(model.parameters()).ds_id = 0
-    with pytest.raises(InputError, match="must be whole on every process, but are in shards"):
-        rewards_of(reward, TEXTS)
-
-
-def test_wrong_uses_of_likelihood_rewards_are_explained(model: Any) -> None:
-    reward = LikelihoodRewardFunction("miniature", reward=NOVERReward(), tags="r1", student_system_prompt="")
-    args = SimpleNamespace(bf16=False, temperature=1.0, num_generations=3, num_generations_eval=None)
-    reward.on_init_end(args, None, None, model=model, processing_class=reward.tokenizer)
-    with pytest.raises(InputError, match=r"compares the 3 completions .* it has 4 completions"):
-        rewards_of(reward, TEXTS)
-    args.num_generations_eval = 2
-    model.eval()
-    assert len(set(rewards_of(reward, TEXTS))) == 1  # none has closed its thought
-    columns = {"question": ["1?"], "solution": ["1"]}
-    with pytest.raises(
-        InputError, match=r"A prompt must be that of its row, which the scorer reads, but is '2\?<think>"
-    ):
-        reward(["2?<think>\n"], ["x"], [[5]], **columns)
-    with pytest.raises(
-        InputError, match="needs a reward that judges thoughts, but RLTReward judges explanations"
-    ):
-        LikelihoodRewardFunction("miniature", reward=RLTReward())  # type: ignore[arg-type]
 
 
 # Likelihood rewards in TRL
@@ -448,12 +413,6 @@ def test_verl_renders_the_prompt_of_the_teacher() -> None:
         }
         ids = reward.tokenizer.apply_chat_template(made["prompt"], return_dict=False, **options)
         assert ids == reward.build_problem(number, row).teacher_prompt
-
-
-def test_a_tag_that_verl_would_leave_out_is_refused() -> None:
-    tags = TagStyle("<think>", "</think>", "<solution>", "</solution>", "<explanation>", "<|im_end|>", "\n")
-    with pytest.raises(InputError, match=r"<\|im_end\|> must not be a special token"):
-        hook(tags=tags).compute_scores(["rlt"], ["x"], ["1"], [{"question": "1?"}])
 
 
 def test_a_term_of_ones_own_counts(model: Any) -> None:

@@ -18,8 +18,6 @@ from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules import (
     EvaluationDataModule,
-    StratosDataModule,
-    StudentRLData,
     StudentSFTData,
     TeacherRLData,
 )
@@ -312,37 +310,6 @@ def test_settings_fill_in_for_models_from_outside(tiny_model: str) -> None:
     chosen = choose_format(FormatOptions("r1", None, "Begin with {thought_open}."), None, tiny_model)
     assert chosen.build_format(load_tokenizer(tiny_model)).student_system_prompt == "Begin with <think>."
     assert chosen.guessed == {}
-
-
-def test_an_unknown_model_warns_once(tiny_model: str, bespoke: str, tmp_path: Path) -> None:
-    known = trained(tmp_path / "known", tiny_model)
-    rows = write(tmp_path / "rows.jsonl", [{"question": QUESTION, "solution": "12", "answer": "12"}] * 2)
-    cases: list[tuple[Any, list[str]]] = [
-        (TeacherRLData(rows, tokenizer=tiny_model, student_tokenizer=known), ["as the teacher"]),
-        (StudentRLData(rows, tokenizer=tiny_model), ["as the student"]),
-        # Its rows say how the student is asked.
-        (StudentRLData(bespoke, tokenizer=tiny_model, max_bad_frac=1.0), []),
-        (StudentSFTData(bespoke, tokenizer=tiny_model), []),
-        (EvaluationDataModule({"own": rows}, tokenizer=tiny_model), ["as the student"]),
-        (EvaluationDataModule({"own": rows}, tokenizer=known), []),
-        (EvaluationDataModule({"own": rows}, tokenizer=tiny_model, student_system_prompt=""), []),
-    ]
-    for data, expected in cases:
-        data.prompts_per_step = 1
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if isinstance(data, StratosDataModule):
-                data.setup("predict")
-                data.predict_dataloader()
-            else:
-                data.setup("test")
-                data.test_dataloader()
-        found = [str(w.message) for w in caught if "does not record the format" in str(w.message)]
-        assert len(found) == len(expected), (found, expected)
-        for text, part in zip(found, expected, strict=True):
-            assert part in text
-            assert "our system prompt" in text
-            assert tiny_model in text
 
 
 OTHER = "--data.student_system_prompt=Other."

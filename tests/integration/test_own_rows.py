@@ -97,17 +97,6 @@ def test_stage_1_learns_from_what_is_kept(explained: Path, tmp_path: Path) -> No
     assert source["num_rows"] == source["num_used"] == kept
 
 
-def test_a_model_that_never_gains_is_told_why(explained: Path) -> None:
-    settings = f"--config={explained / 'config.yaml'}"
-    words = ("--distillation.min_reward=100", "--resume=true", f"--output_dir={explained}")
-    before = (explained / "distillation.jsonl").read_bytes()
-    result = rlt("predict", settings, *words)
-    assert result.returncode == 2
-    assert "none of the 96 traces" in result.stderr
-    assert "lower distillation.min_reward" in result.stderr
-    assert (explained / "distillation.jsonl").read_bytes() == before
-
-
 # All stages
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, rlt, start
+from commands import rlt, start
 from fits import assert_one_clear_line
 from lightning.pytorch import Trainer
 from rows_of import read, wait_until
 from sampling import numbered
-from seeded import SeededReward
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
 from rlt_lightning.callbacks.predictions import is_usable
@@ -35,6 +33,7 @@ from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.teacher import NoReward
 from rlt_lightning.types import Completion, InputError
 
 PROBLEMS, ANSWERS = 24, 4
@@ -271,8 +270,8 @@ def test_a_reward_without_verdicts_keeps_no_answers(tiny_model: str, tmp_path: P
     data = StudentRLData(tokenizer=tiny_model, num_embedded_rows=2)
     callbacks = [RolloutCallback(sampling=SHORT), DistillationWriter()]
     trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=callbacks)
-    with pytest.raises(InputError, match="must be CorrectnessReward, but is SeededReward"):
-        trainer.predict(RLTModule(tiny_model, None, reward=SeededReward()), datamodule=data)
+    with pytest.raises(InputError, match="must be CorrectnessReward, but is NoReward"):
+        trainer.predict(RLTModule(tiny_model, None, reward=NoReward()), datamodule=data)
 
 
 # Raw responses
@@ -525,25 +524,6 @@ def test_operators_are_words() -> None:
     assert split_words("If $x^2=4$, what IS x?") == ["if", "x", "^", "2", "=", "4", "what", "is", "x"]
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: Filters(max_pass_rate=1.5), r"max_pass_rate must be in \[0, 1\], but is 1.5"),
-        (lambda: Filters(overlap_ngram=0), "overlap_ngram must be at least 1, but is 0"),
-        (lambda: Overlaps({"nowhere": None}, 13), "names 'nowhere' with none"),
-    ],
-)
-def test_a_filter_that_makes_no_sense_is_refused(make: Callable[[], object], expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        make()
-
-
-def test_filters_that_leave_nothing_are_named(tiny_model: str, tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [custom("a", pass_rate=1), custom("b", pass_rate=1)])
-    with pytest.raises(InputError, match=r"must leave at least one row, but 2 of 2 rows .* pass_rate 2"):
-        student_data(source, tiny_model, filters=Filters(max_pass_rate=0.5))
-
-
 def test_filters_of_questions_serve_every_stage(tiny_model: str, tmp_path: Path) -> None:
     rows = [custom("1 + 1?", answer="2", pass_rate=0.5), custom("1 + 1?"), custom("c", pass_rate=0.9)]
     source = write(tmp_path / "rows.jsonl", rows)
@@ -556,14 +536,3 @@ def test_filters_of_questions_serve_every_stage(tiny_model: str, tmp_path: Path)
 
 
 # The scripts
-
-
-@pytest.mark.slow
-def test_students_of_right_answers_beat_those_of_any_answers(tmp_path: Path) -> None:
-    script = ROOT / "research" / "pipelines.py"
-    words = [sys.executable, str(script), "--seeds", "0", "--arms", "unjudged rejection", "--rows", "256"]
-    subprocess.run([*words, "--output_dir", str(tmp_path)], cwd=ROOT, check=True)
-    arms = json.loads((tmp_path / "pipelines.json").read_text())["arms"]
-    print(f"figure: accuracy in percent { {name: arm['accuracy'] for name, arm in arms.items()} }")
-    assert arms["rejection"]["accuracy"][0] > arms["unjudged"]["accuracy"][0] + 20
-    assert len(read(tmp_path / "main/seed0/data/unjudged.jsonl")) == 256

@@ -31,7 +31,7 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, RolloutCallback
-from rlt_lightning.datamodules.sources import MemoryRows, parse_sources, read_rows
+from rlt_lightning.datamodules.sources import MemoryRows, read_rows
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.run.folder import RunFolder
 from rlt_lightning.types import InputError
@@ -153,12 +153,6 @@ def test_bad_rows_in_memory_are_reported_like_those_of_a_file(tmp_path: Path) ->
     assert str(made.sources[0]) == "3 rows in memory"
 
 
-@pytest.mark.parametrize("source", [5, {"question": "q"}, ["chains", 5]])
-def test_a_source_of_another_type_is_refused(source: Any) -> None:
-    with pytest.raises(InputError, match="A source must be a name, a path, a list of dictionaries"):
-        parse_sources(source)
-
-
 def test_rows_may_stand_in_a_config(tmp_path: Path) -> None:
     rows = json.dumps(own_rows()[:4])
     done = rlt(
@@ -277,16 +271,6 @@ def test_data_follow_the_module_of_the_run(tmp_path: Path, tiny_model: str) -> N
         options: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu", "enable_checkpointing": False}
         Trainer(tmp_path / str(number), **options).fit(SFTModule(name), rows)
         assert rows.tokenizer_name == name
-
-
-def test_a_warning_names_the_settings(tmp_path: Path, tiny_model: str) -> None:
-    module = RLTModule(tiny_model, tiny_model, group_size=2)
-    rollouts = RolloutCallback(sampling=Sampling(max_completion_length=4))
-    options: dict[str, Any] = {"max_steps": 1, "accelerator": "cpu", "enable_checkpointing": False}
-    with pytest.warns(UserWarning, match="does not record the format that it was trained in"):
-        Trainer(tmp_path, callbacks=[rollouts], **options).fit(
-            module, TeacherRLData(own_rows(), prompts_per_step=4)
-        )
 
 
 def test_score_equals_predict(tmp_path: Path) -> None:

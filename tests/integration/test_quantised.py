@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-import re
 from dataclasses import replace
-from importlib import import_module, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import full
-from commands import rlt
 from grpo import data, module, rollout_callback
 from lightning.pytorch import Callback
 from ranks import run
@@ -28,12 +24,11 @@ from rlt_lightning.commands.plan import Model
 from rlt_lightning.datamodules import StratosDataModule, TeacherSFTData
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, merge_weights, without_adapter
-from rlt_lightning.models.quantised import quantise, quantised_layers, require_settings
+from rlt_lightning.models.quantised import quantise, quantised_layers
 from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import count_weights
-from rlt_lightning.types import InputError
 
 needs_bitsandbytes = pytest.mark.skipif(
     util.find_spec("bitsandbytes") is None, reason="needs the quant extra: pip install 'rlt-lightning[quant]'"
@@ -218,31 +213,6 @@ def test_the_plan_counts_the_bytes_of_a_real_run(dtype: str, miniature: str, tmp
     assert planned.states_8bit == storage_bytes(kept)
 
 
-@pytest.mark.parametrize(
-    ("lora", "states", "setting"),
-    [(LORA, "full", r"model\.lora\.base 4bit"), (None, "8bit", r"model\.optimizer\.states 8bit")],
-)
-def test_what_cannot_work_is_refused(
-    lora: LoRA | None, states: Any, setting: str, tiny_model: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    sft = SFTModule(tiny_model, OptimizerConfig(lr=1e-3, states=states), lora=lora)
-    rows = chains(tiny_model, tmp_path)
-    with pytest.raises(InputError, match=setting + " needs a strategy that keeps weights"):
-        require_settings(lora, sft.optimizer_config, whole=False)
-    monkeypatch.setattr("rlt_lightning.models.quantised.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=setting + " needs the package bitsandbytes"):
-        bare_trainer(tmp_path).fit(sft, datamodule=rows)
-
-
-def test_a_strategy_that_shards_is_refused(tmp_path: Path) -> None:
-    # In a process of its own, since a strategy leaves its port in the environment.
-    configs = ("--config=configs/laptop/warmup.yaml", "--config=configs/hardware/fsdp2.yaml")
-    options = ("--trainer.devices=1", "--model.optimizer.states=8bit", f"--output_dir={tmp_path / 'run'}")
-    result = rlt("fit", *configs, *options)
-    assert result.returncode == 2
-    assert "model.optimizer.states 8bit needs a strategy that keeps weights" in result.stderr
-
-
 @pytest.mark.full
 @needs_bitsandbytes
 def test_a_separate_reference_starts_at_the_base_in_4_bits(tiny_model: str, tmp_path: Path) -> None:
@@ -253,22 +223,3 @@ def test_a_separate_reference_starts_at_the_base_in_4_bits(tiny_model: str, tmp_
     base = without_adapter(rlt.policy.eval(), log_probs)
     torch.testing.assert_close(log_probs(rlt.reference.model), base, atol=2e-5, rtol=0)
     assert (log_probs(load_model(tiny_model)) - base).abs().max() > 1e-3
-
-
-def test_quantised_files_are_refused(tiny_model: str) -> None:
-    model = load_model(tiny_model)
-    model.is_quantized = True  # transformers' own flag
-    with pytest.raises(InputError, match="the files of this one are quantised already"):
-        quantise(model)
-
-
-@needs_bitsandbytes
-def test_a_missing_kernel_that_nothing_uses_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    # bitsandbytes says it only on some CPUs, when it is first imported: take the text from its source.
-    source = inspect.getsource(import_module("bitsandbytes.backends.cpu.ops"))
-    [message] = re.findall(r'"(Failed to load CPU [^"]+)"', source)
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    caplog.set_level(logging.WARNING, log.name)  # a Trainer in this process lets only errors through
-    log.warning(message, "No module named 'kernels'")
-    log.warning("another one")
-    assert caplog.messages == ["another one"]

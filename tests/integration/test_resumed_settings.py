@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import shutil
 from pathlib import Path
 
 import yaml
@@ -12,28 +10,6 @@ from commands import rlt
 from fits import small_fit
 
 from rlt_lightning.tasks.stepwise import chain_rows
-
-
-def test_a_resumed_run_says_what_differs(tiny_model: str, tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    shutil.copytree(tiny_model, other)
-    began = rlt(*small_fit(tiny_model, run, "--trainer.max_steps=1"))
-    assert began.returncode == 0, began.stderr
-    same = rlt(*small_fit(tiny_model, run, "--trainer.max_steps=2", "--resume=true"))
-    assert same.returncode == 0, same.stderr
-    assert "with other settings" not in same.stderr
-    options = [f"--model.teacher={other}", "--model.reward.kl_weight=0.5", "--data.max_length=500"]
-    options += ["--model.optimizer.lr=1e-7"]
-    changed = rlt(*small_fit(tiny_model, run, "--trainer.max_steps=3", "--resume=true", *options))
-    assert changed.returncode == 0, changed.stderr
-    [told] = [line for line in changed.stderr.splitlines() if "with other settings" in line]
-    assert f"model.init_args.teacher was {tiny_model} and is {other}" in told
-    assert "model.init_args.reward" in told
-    assert "kl_weight was 3.0 and is 0.5" in told
-    assert "data.init_args.max_length was" in told
-    rates = [row["policy/lr"] for row in csv.DictReader((run / "metrics.csv").open()) if row["policy/lr"]]
-    assert len(set(rates)) == 1
-    assert float(rates[0]) > 1e-7
 
 
 def test_other_rows_at_the_same_path_are_refused(tiny_model: str, tmp_path: Path) -> None:

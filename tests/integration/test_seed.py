@@ -80,11 +80,3 @@ def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
     evaluation += ["--data.max_rows=2", "--rollouts.num_samples=1", "--seed=7"]
     config = run("test", tmp_path / "evaluation", *evaluation)
     assert config["data"]["init_args"]["seed"] == config["rollouts"]["seed"] == 7
-
-
-@pytest.mark.parametrize("seed", ["-1", "x"])
-def test_a_seed_that_is_none_is_one_clear_line(seed: str, tmp_path: Path) -> None:
-    result = rlt("fit", "--config=tests/rlt.yaml", f"--seed={seed}", f"--output_dir={tmp_path}")
-    assert result.returncode == 2
-    assert "seed" in result.stderr
-    assert len(result.stderr.splitlines()) == 1

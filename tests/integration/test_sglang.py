@@ -80,36 +80,6 @@ def test_a_restarted_server_gets_the_weights_again(tiny_model: str, tmp_path: Pa
         assert server.sampled_with == ["0"] * 8 + ["1"] * 8
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("500", r"/generate within 5 s .*status 500: .*out of order"),
-        ("hang", r"/generate within 5 s .* TimeoutError"),
-        ("die", r"/generate within 5 s .* (RemoteProtocolError|ReadError)"),
-        ("garbage", "JSONDecodeError"),
-        ("empty", r"KeyError\('output_token_logprobs'\)"),
-        ("abort", "a completion without its end"),
-        ("short", "a completion without its end"),
-        ("other", "a completion of other weights"),
-    ],
-)
-def test_what_fails_is_one_clear_line(fault: str, message: str, tiny_model: str, tmp_path: Path) -> None:
-    with (
-        FakeSGLang(tiny_model, ("", "", fault)) as server,
-        pytest.raises(EngineError, match=message) as caught,
-    ):
-        fit(server, tiny_model, tmp_path, timeout_s=5.0)
-    assert server.url in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_server_that_does_not_run_is_named(tiny_model: str, tmp_path: Path) -> None:
-    with FakeSGLang(tiny_model) as server:
-        pass
-    with pytest.raises(EngineError, match=r"must answer /v1/models within 300 s .* ConnectError"):
-        fit(server, tiny_model, tmp_path)
-
-
 def test_weights_that_were_not_loaded_are_noticed(tiny_model: str, tmp_path: Path) -> None:
     with (
         FakeSGLang(tiny_model, ignores_pushes=True) as server,

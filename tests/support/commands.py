@@ -228,10 +228,6 @@ class Forks(socketserver.StreamRequestHandler):
             self.wfile.write(f"{status}\n".encode())
 
 
-class ForksWithAGPU(Forks):
-    gpus = 1
-
-
 def make_forked_python(folder: Path, forks: type[Forks] = Forks) -> str:
     """Write an executable that does what `python` does, in a process that has the package imported.
 

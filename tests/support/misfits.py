@@ -8,37 +8,8 @@ from typing import Any
 
 import torch
 
-from rlt_lightning.engines import HFEngine
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Rollout
-
-
-class NoBase:
-    """Neither a reward nor a callback."""
-
-
-class NoMethods:
-    """Some of an engine."""
-
-    def start(self, model: Any, tokenizer: Any) -> None:
-        """Without the folder."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class NoAnnotations(HFEngine):
-    """An engine whose methods do not say what they take."""
-
-    def start(self, model, tokenizer, folder):  # type: ignore[no-untyped-def]
-        """As HFEngine does."""
-
-
-@dataclass(frozen=True)
-class TakenName(RLTReward):
-    """A term that there is already."""
-
-    extra_names = ("kl",)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from commands import path_of_tests, rlt, start
 from compared import largest_difference
 from compared import weights as weights_of_ranks
 from fake_worker import worker_of
-from fits import assert_one_clear_line, explanation, metrics, weights
+from fits import explanation, metrics, weights
 from lightning.pytorch import Callback, Trainer
 from outside import Outside
 from parity import Parity
@@ -536,10 +536,3 @@ def test_two_processes_resume_exactly(strategy: str, tiny_model: str, tmp_path: 
 
 
 # Settings
-
-
-def test_a_bound_of_nothing_is_one_clear_line(tmp_path: Path) -> None:
-    command = ["fit", "--config=tests/rlt.yaml", "--rollouts.dynamic_sampling={max_rounds: 0}"]
-    assert_one_clear_line(
-        rlt(*command, f"--output_dir={tmp_path}"), "max_rounds must be at least 1, but is 0"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -57,39 +56,6 @@ def test_weights_are_written_in_several_files_in_the_type_that_is_asked_for(
     assert model.dtype == torch.bfloat16
     final = load_file(runs["single"].with_suffix(".safetensors"))
     assert all(torch.equal(model.state_dict()[name], tensor.bfloat16()) for name, tensor in final.items())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ckpt_path={run}", "--adapter=separate"], "--adapter separate needs a run with model.lora"),
-        (["--ckpt_path={run}/nothing"], "must be a checkpoint, or a run's folder with one"),
-        (["--ckpt_path={broken}"], "must be one that rlt wrote"),
-        (["--ckpt_path={run}", "--output_dir={run}"], "--output_dir must be empty or new"),
-        (
-            ["--ckpt_path={run}", "--output_dir={run}", "--overwrite=true"],
-            "--output_dir must be empty or new",
-        ),
-        (["--ckpt_path={run}", "--dtype=int8"], "int8"),
-        ([], "ckpt_path"),
-    ],
-)
-def test_what_cannot_be_exported_is_told_in_one_line(
-    options: list[str], message: str, runs: dict[str, Path], tmp_path: Path
-) -> None:
-    broken = tmp_path / "step=000001.ckpt"
-    shutil.copytree(runs["single"] / "checkpoints" / "step=000001.ckpt", broken)
-    (broken / "state.pt").write_bytes(b"half")
-    words = [option.format(run=runs["single"], broken=broken) for option in options]
-    if not any(word.startswith("--output_dir") for word in words):
-        words.append(f"--output_dir={tmp_path / 'model'}")
-    result = rlt("export", *words)
-    assert result.returncode == 2
-    [line] = result.stderr.splitlines()
-    assert line.startswith("rlt: error: ")
-    assert message in line
-    assert (runs["single"] / "checkpoints").exists()
-    assert not (tmp_path / "model").exists()
 
 
 def test_an_export_is_replaced_only_when_asked(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor
 from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
 
-from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
-from rlt_lightning.datamodules import TeacherSFTData
+from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
 from rlt_lightning.modules import OPDModule, base
@@ -219,27 +218,9 @@ def test_a_compiled_head_is_checked_for_the_divergence(
 # Refusals
 
 
-def test_dynamic_sampling_is_refused(miniature: str, tmp_path: Path) -> None:
-    rollouts = RolloutCallback(sampling=Sampling(), dynamic_sampling=DynamicSampling())
-    with pytest.raises(InputError, match="completions of OPDModule have no reward"):
-        bare_trainer(tmp_path, rollouts).fit(module(miniature), datamodule=data(tmp_path))
-
-
 def test_weights_of_tokens_need_the_sampled_form() -> None:
     with pytest.raises(InputError, match="weighs sampled tokens"):
         OPDModule(importance_sampling=TruncatedImportanceSampling())
-
-
-def test_data_of_another_stage_are_refused(miniature: str, tmp_path: Path) -> None:
-    rollouts = RolloutCallback(sampling=Sampling(max_completion_length=8))
-    with pytest.raises(InputError, match="data of OPDModule must be StudentOPDData, but are TeacherSFTData"):
-        bare_trainer(tmp_path, rollouts).fit(module(miniature), datamodule=TeacherSFTData("chains"))
-
-
-def test_prediction_is_refused(tmp_path: Path) -> None:
-    result = rlt("predict", "--config=laptop/opd", f"--output_dir={tmp_path}")
-    assert result.returncode == 2
-    assert "`rlt predict` scores or writes explanations" in result.stderr
 
 
 # The command line

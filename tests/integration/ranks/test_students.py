@@ -33,7 +33,7 @@ from rlt_lightning.modules import RLTModule, base
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.students import combine_tables
-from rlt_lightning.rewards import CorrectnessReward, RLTReward
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.strategies.sharding import ModelEntry
@@ -237,30 +237,6 @@ def test_offloaded_students_are_on_the_device_one_at_a_time(
     back, _ = scores_of(tmp_path, students=OTHERS, offload_frozen=True)
     assert torch.equal(back.rewards, stay.rewards)
     assert Visits.most == 1
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "two settings": ({"student": "a", "students": ["b"]}, "Set one of them to null"),
-    "none": ({"student": None, "students": []}, "must name at least one model"),
-    "weight": ({"student": None, "students": {"a": 1.0, "b": 0.0}}, "above 0, but that of b is 0.0"),
-    "weights of the smallest": (
-        {"student": None, "students": {"a": 1.0, "b": 2.0}, "reduction": "min"},
-        "so weights would mean nothing",
-    ),
-    "reduction": ({"student": "a", "students": None, "reduction": "max"}, "must be mean or min"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_contradict_each_other_are_refused(case: str) -> None:
-    options, message = REFUSED[case]
-    with pytest.raises(InputError, match=message):
-        Students.of(**options)
-
-
-def test_students_without_a_reward_that_asks_them_are_refused() -> None:
-    with pytest.raises(InputError, match="CorrectnessReward asks no model"):
-        RLTModule("miniature", None, students=OTHERS, reward=CorrectnessReward())  # type: ignore[arg-type]
 
 
 def test_every_student_is_checked_before_a_model_is_loaded(

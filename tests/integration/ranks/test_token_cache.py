@@ -461,15 +461,6 @@ def test_a_failed_source_leaves_no_entry(make_data: MakeData, tmp_path: Path) ->
     assert entries(tmp_path) == set()
 
 
-def test_a_folder_that_cannot_be_written_is_named(
-    make_data: MakeData, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(InputError, match=r"file/tokens, must be writable.*RLT_CACHE_DIR"):
-        make_data(source)
-
-
 def test_problems_are_built_when_they_are_asked_for(make_data: MakeData, source: str) -> None:
     data = make_data(source)
     assert isinstance(data.problems[0], Problem)

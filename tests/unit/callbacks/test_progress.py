@@ -1,4 +1,4 @@
-"""What a run shows while it computes: a progress bar, long waits."""
+"""What a run shows while it computes, and what a dry run leaves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from grpo import data, module, rollout_callback
 import rlt_lightning
 from rlt_lightning.modules.base import SHOWN
 
-Captured = pytest.CaptureFixture[str]
 
-
-def test_a_log_shows_the_figures_of_an_iteration(tiny_model: str, tmp_path: Path, capsys: Captured) -> None:
+def test_a_log_shows_the_figures_of_an_iteration(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = rlt_lightning.Trainer(
         tmp_path / "run", callbacks=[rollout_callback(4)], accelerator="cpu", max_steps=1
     )

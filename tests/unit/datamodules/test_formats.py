@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import re
-from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ LLAMA3 = (
 )
 OPENS_THOUGHT = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
-DROPS_SYSTEM = CHATML.replace("messages %}", "messages if m.role != 'system' %}")
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +125,6 @@ def test_trimmed_offsets_do_not_move_a_token_into_the_next_piece(smol: Any):
 
 def test_empty_pieces_get_no_tokens(tokenizer: Any):
     assert encode_pieces(tokenizer, ["", "a b", "", ""]) == [[], encode(tokenizer, "a b"), [], []]
-
-
-def test_a_slow_tokenizer_is_refused():
-    class SlowTokenizer:
-        is_fast = False
-
-    with pytest.raises(InputError, match=r"must be a fast one.*SlowTokenizer is slow"):
-        encode_pieces(SlowTokenizer(), ["a"])
 
 
 # Contexts
@@ -232,34 +222,9 @@ def test_a_thought_that_the_template_opens_is_ours_to_open(smol: Any):
     assert "<think>\n" not in text_of(smol, problem.teacher_prompt)
 
 
-def test_templates_are_told_that_thinking_is_on(smol: Any):
-    chat = ChatFormat(with_template(smol, CHATML + "{% if not enable_thinking %}[no thoughts]{% endif %}"))
-    assert chat.render_student_chat("q").endswith("<|im_start|>assistant\n")
-
-
 def test_empty_system_prompt_sends_no_system_message(smol: Any):
     problem = ChatFormat(with_template(smol, NO_SYSTEM), "stratos", "", "").build_problem(1, "q", SOLUTION)
     assert text_of(smol, problem.student_prefix).startswith("<|im_start|>user\nq<|im_end|>")
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (NO_SYSTEM, "must accept system and user messages.*no system role"),
-        (DROPS_SYSTEM, "must render the system message"),
-        (None, "must have a chat template"),
-    ],
-)
-def test_templates_that_cannot_carry_the_prompts_are_refused(smol: Any, template: str | None, message: str):
-    with pytest.raises(InputError, match=message):
-        ChatFormat(with_template(smol, template))
-
-
-def test_a_tokenizer_without_eos_is_refused(smol: Any):
-    tokenizer = copy.deepcopy(smol)
-    tokenizer.eos_token = None
-    with pytest.raises(InputError, match="end-of-sequence"):
-        ChatFormat(tokenizer)
 
 
 def test_own_system_prompts_name_the_tags_in_use(smol: Any):
@@ -271,16 +236,6 @@ def test_own_system_prompts_name_the_tags_in_use(smol: Any):
 
 
 # Tags
-
-
-def test_tags_must_be_filled_and_not_contain_each_other():
-    tags = {field.name: getattr(STRATOS, field.name) for field in fields(STRATOS)}
-    with pytest.raises(InputError, match="thought_open is empty"):
-        TagStyle(**{**tags, "thought_open": ""})
-    with pytest.raises(InputError, match=r"solution_open.*is in thought_open"):
-        TagStyle(**{**tags, "thought_open": "## T", "solution_open": "##"})
-    with pytest.raises(InputError, match="No tag may occur in another"):
-        TagStyle(**{**tags, "thought_open": tags["solution_open"]})
 
 
 def test_tag_styles_by_name_or_field():

@@ -160,28 +160,6 @@ def test_a_broken_first_line_costs_only_itself(tmp_path: Path, first: str) -> No
     assert numbers == [2, 3]
 
 
-TEXTS = {
-    "gbk": "一加一等于多少？",
-    "shift_jis": "一足す一は",
-    "latin-1": "Où est-ce ?",
-    "utf-16": "1+6?",
-    "big5": "一加一",
-}
-
-
-@pytest.mark.parametrize("encoding", TEXTS)
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "json"])
-def test_another_encoding_is_named_in_one_line(tmp_path: Path, suffix: str, encoding: str) -> None:
-    path = tmp_path / f"rows.{suffix}"
-    row = json.dumps(ROW | {"question": TEXTS[encoding]}, ensure_ascii=False)
-    table = f"question,solution\n{TEXTS[encoding]},7\n"
-    text = {"jsonl": f"{row}\n" * 3, "csv": table, "json": f"[{row}]"}[suffix]
-    path.write_bytes(text.encode(encoding))
-    with pytest.raises(InputError, match="wrong_encoding" if suffix == "jsonl" else "in UTF-8") as raised:
-        load(str(path))
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize("header", ["question,solution,solution", "question,question,solution,solution"])
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, header: str) -> None:
     names = header.split(",")

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import rlt
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 from trainers import bare_trainer
 
-from rlt_lightning.callbacks import ResponseCallback, RolloutCallback
 from rlt_lightning.datamodules import (
-    EvaluationDataModule,
     ScoringData,
     StratosDataModule,
     StudentLikelihoodData,
@@ -22,9 +19,7 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.modules import EvaluationModule, OPDModule, RLTModule, SFTModule
-from rlt_lightning.rewards import CorrectnessReward
-from rlt_lightning.types import InputError
+from rlt_lightning.modules import SFTModule
 
 READS = {"student_tokenizer", "max_solution_length", "max_length"}
 # The settings of each stage beside those of all stages.
@@ -38,13 +33,6 @@ OWN: dict[type[StratosDataModule], set[str]] = {
     StudentOPDData: {"teacher_tokenizer", "view"},
 }
 OF_TRAINING = {"order", "val_source", "val_split", "val_rows"}
-VALUES = {
-    "trace_columns": "[a]",
-    "long_traces": "truncate",
-    "view": "{kind: hint}",
-    "student_tokenizer": "miniature",
-    "teacher_tokenizer": "miniature",
-}
 
 
 def list_settings(kind: type) -> set[str]:
@@ -60,82 +48,7 @@ def test_a_stage_has_the_settings_of_all_and_its_own(kind: type[StratosDataModul
     assert common - list_settings(kind) == (OF_TRAINING if kind is ScoringData else set())
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_a_stage_refuses_the_settings_of_others(kind: type[StratosDataModule]) -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(StratosDataModule, "data")
-    for name in set().union(*OWN.values()):
-        words = [f"--data={kind.__name__}", f"--data.{name}={VALUES.get(name, 5)}"]
-        if name in OWN[kind]:
-            assert name in parser.parse_args(words).data.init_args
-            continue
-        with pytest.raises(ArgumentError, match=name):
-            parser.parse_args(words)
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            kind(**{name: 5})
-
-
-# The command line
-
-
-def test_a_wrong_pair_is_one_clear_line(tmp_path: Path) -> None:
-    result = rlt("fit", "--config=laptop/opd", "--data=StudentRLData", f"--output_dir={tmp_path / 'run'}")
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("rlt: error")]
-    assert "The data of OPDModule must be StudentOPDData, but are StudentRLData." in line
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-
-
 # Scripts
-
-
-@pytest.mark.parametrize(
-    ("module", "data", "named"),
-    [
-        (lambda: RLTModule("miniature", "miniature"), StudentSFTData, "TeacherRLData or ScoringData or Stud"),
-        (lambda: RLTModule("miniature", "miniature"), StudentOPDData, "TeacherRLData or ScoringData or Stud"),
-        (lambda: OPDModule("miniature"), TeacherSFTData, "StudentOPDData"),
-        (lambda: SFTModule("miniature"), TeacherRLData, "StudentSFTData or TeacherSFTData"),
-        (
-            lambda: SFTModule("miniature"),
-            lambda source: EvaluationDataModule({source: None}),
-            "StudentSFTData",
-        ),
-    ],
-)
-def test_a_plain_trainer_refuses_a_wrong_pair(module: Any, data: Any, named: str, tmp_path: Path) -> None:
-    module, data = module(), data("chains")
-    with pytest.raises(InputError, match=f"The data of {type(module).__name__} must be {named}") as raised:
-        bare_trainer(tmp_path, RolloutCallback()).fit(module, data)
-    assert "\n" not in str(raised.value)
-    assert module.entry is None  # nothing was loaded
-    assert not hasattr(data, "items")  # or read
-
-
-def test_an_evaluation_refuses_the_data_of_a_stage(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be EvaluationDataModule, but are StudentSFTData"):
-        bare_trainer(tmp_path, ResponseCallback()).test(
-            EvaluationModule("miniature"), StudentSFTData("chains")
-        )
-
-
-@pytest.mark.parametrize(
-    ("reward", "kind", "message"),
-    [
-        (None, StudentRLData, "RLTReward judges explanations, but .* StudentRLData are answers"),
-        (CorrectnessReward(), TeacherRLData, "judges answers, but .* TeacherRLData are explanations"),
-    ],
-)
-def test_a_reward_refuses_what_it_does_not_judge(
-    reward: Any, kind: type[StratosDataModule], message: str, tmp_path: Path
-) -> None:
-    options = {} if reward is None else {"reward": reward}
-    module = RLTModule("miniature", "miniature" if reward is None else None, **options)
-    prompts = {"teacher_system_prompt": "", "student_system_prompt": ""}
-    data = kind("chains", num_embedded_rows=16, tags="r1", **prompts)
-    with pytest.raises(InputError, match=message):
-        bare_trainer(tmp_path, RolloutCallback()).fit(module, data)
-    assert module.entry is None
 
 
 def test_a_subclass_of_a_stage_is_taken(tmp_path: Path) -> None:

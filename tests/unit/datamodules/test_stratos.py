@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,12 +193,6 @@ def test_a_fingerprint_names_the_source_that_changed(make_data: MakeData):
     assert [a == b for a, b in zip(before, now, strict=True)] == [True, False]
 
 
-def test_a_csv_cell_longer_than_the_csv_modules_default(tmp_path: Path):
-    trace = "step " * 40000
-    (tmp_path / "a.csv").write_text(f"question,solution,reasoning_trace\nq,s,{trace}\n")
-    assert read_rows(str(tmp_path / "a.csv")) == [(1, custom_row("q", "s", trace))]
-
-
 def test_a_folder_of_splits_gives_the_asked_one(tmp_path: Path):
     write_jsonl(tmp_path / "train-00000-of-00001.jsonl", [custom_row("train")])
     write_jsonl(tmp_path / "test-00000-of-00001.jsonl", [custom_row("test")])
@@ -211,61 +204,6 @@ def test_the_embedded_source_has_splits():
     train, test = read_rows("chains", "train", 30), read_rows("chains", "test", 30)
     assert [number for number, _ in train] == list(range(1, 31))
     assert {row["question"] for _, row in train}.isdisjoint(row["question"] for _, row in test)
-
-
-def test_sources_that_cannot_be_read_say_so_in_one_line(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "mixed").mkdir()
-    (tmp_path / "mixed/a.csv").write_text("question\n")
-    (tmp_path / "mixed/a.jsonl").write_text("{}\n")
-    (tmp_path / "broken.json").write_text('[{"question": "q"')
-    (tmp_path / "number.json").write_text("7")
-    (tmp_path / "broken.parquet").write_text("no table")
-    whole = datasets.Dataset.from_list([custom_row(str(i)) for i in range(5000)])
-    whole.to_parquet(tmp_path / "whole.parquet")
-    table = (tmp_path / "whole.parquet").read_bytes()
-    (tmp_path / "interrupted.parquet").write_bytes(table[: len(table) // 2])
-    (tmp_path / "garbled.parquet").write_bytes(table[:4] + bytes(200) + table[204:])
-    whole.select(range(0)).to_parquet(tmp_path / "no_rows.parquet")
-    (tmp_path / "no_rows.json").write_text("[]")
-    (tmp_path / "header.csv").write_text("question,solution\n")
-    (tmp_path / "nothing.jsonl").write_text("")
-    (tmp_path / "notes.txt").write_text("hello")
-    (tmp_path / "blank.jsonl").write_text("\n\n")
-    (tmp_path / "latin.csv").write_bytes("question,solution\né,1\n".encode("latin-1"))
-    datasets.Dataset.from_list([custom_row()]).save_to_disk(tmp_path / "saved")
-    expected = {
-        "none.jsonl": "must exist, but does not",
-        "no/such/folder": "must exist, but does not",
-        "empty": "empty has none",
-        "mixed": r"has \.csv, \.jsonl",
-        "broken.json": "must be valid JSON",
-        "number.json": "must hold a list of objects",
-        "broken.parquet": "could not be loaded.*footer",
-        "interrupted.parquet": "could not be loaded.*footer",
-        "garbled.parquet": "could not be loaded",
-        "no_rows.parquet": "at least one row",
-        "no_rows.json": "at least one row",
-        "header.csv": "at least one row",
-        "nothing.jsonl": "at least one row",
-        "notes.txt": r"of one kind .* has \.txt",
-        "blank.jsonl": "at least one row",
-        "latin.csv": "in UTF-8",
-        "saved": r"has \.arrow, \.json",
-    }
-    for name, message in expected.items():
-        with pytest.raises(InputError, match=message) as error:
-            read_rows(str(tmp_path / name))
-        assert "\n" not in str(error.value)
-
-
-def test_an_unreachable_hub_id_names_the_choices():
-    with pytest.raises(
-        InputError, match=r"'nobody/nothing', split 'dev', could not be loaded.*\.jsonl"
-    ) as error:
-        read_rows("nobody/nothing", "dev")
-    assert "\n" not in str(error.value)
-    assert logging.getLogger("huggingface_hub").level != logging.ERROR
 
 
 def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -412,12 +350,6 @@ def test_bad_rows_are_counted_with_their_number_and_reason(
     assert report["bad_rows"][0]["detail"]
 
 
-def test_every_reason_is_tested():
-    # Of student_rl alone: test_text_reward.py.
-    elsewhere = {BadRowReason.NO_ANSWER, BadRowReason.BAD_ANSWER}
-    assert {reason for _, reason in BAD_ROWS} == set(BadRowReason) - elsewhere
-
-
 def test_traces_are_needed_only_by_tasks_that_use_them(make_data: MakeData):
     rows = [custom_row(trace=""), stratos_row(thought=""), {"question": "q", "solution": "s"}]
     assert len(make_data(rows).items) == 3
@@ -442,19 +374,6 @@ def test_too_many_bad_rows_stop_the_run(make_data: MakeData, tmp_path: Path):
     assert len(make_data(rows, max_bad_frac=0.2).items) == 8
     with pytest.raises(InputError, match="1 of 1 rows"):
         make_data([custom_row(question="")], max_bad_frac=1.0)
-
-
-def test_long_lists_of_row_numbers_are_cut(make_data: MakeData):
-    with pytest.raises(InputError, match=r"broken_json 7 \(rows 1, 2, 3, 4, 5, …\)"):
-        make_data([*["{"] * 7, custom_row()])
-
-
-def test_columns_that_no_row_has_are_named_once(make_data: MakeData):
-    with pytest.raises(InputError, match="lacks question, solution and has answer, query"):
-        make_data([{"query": "q", "answer": "a"}] * 3)
-    with pytest.raises(InputError, match="lacks reasoning_trace and has question, solution"):
-        make_data([{"question": "q", "solution": "s"}] * 3, kind=TeacherSFTData)
-    make_data([{"question": "q", "solution": "s", "completion": "c"}] * 3, kind=ScoringData)
 
 
 # Several traces of a row
@@ -728,28 +647,3 @@ def test_lightning_runs_on_it(tiny_model: str, tmp_path: Path, val_rows: int):
 
 
 # Arguments
-
-
-def test_arguments_out_of_range_are_refused(make_data: MakeData):
-    for name in ("prompts_per_step", "max_length", "max_prompt_length", "max_solution_length", "max_rows"):
-        with pytest.raises(InputError, match=rf"data\.{name} must be at least 1, but is 0"):
-            TeacherRLData(**{name: 0})
-    with pytest.raises(InputError, match=r"data\.val_rows must be at least 0"):
-        TeacherRLData(val_rows=-1)
-    with pytest.raises(InputError, match=r"max_bad_frac must be in \[0, 1\], but is 2"):
-        TeacherRLData(max_bad_frac=2)
-    for columns in ([], ["a", "a"]):
-        with pytest.raises(InputError, match=r"trace_columns must name one or several different columns"):
-            ScoringData(trace_columns=columns)
-    with pytest.raises(InputError, match=r"trace_columns must name columns of traces, but names completion"):
-        ScoringData(trace_columns=["completion"])
-    with pytest.raises(InputError, match=r"data\.tokenizer must name"):
-        TeacherRLData().setup("fit")
-    with pytest.raises(
-        InputError, match=r"val_rows must be below the number of usable rows, but is 20 of 20"
-    ):
-        make_data(val_rows=20)
-    with pytest.raises(InputError, match=r"prompts_per_step=21 usable rows, but has 20"):
-        make_data(prompts_per_step=21)
-    assert len(make_data(prompts_per_step=21, stage="predict").items) == 20
-    assert len(make_data(max_rows=7).items) == 7

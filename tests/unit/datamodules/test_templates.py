@@ -19,10 +19,10 @@ from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.views import find_thought
 from rlt_lightning.models import template
-from rlt_lightning.models.load import ensure_pad_token, load_tokenizer
+from rlt_lightning.models.load import ensure_pad_token
 from rlt_lightning.models.template import find_eos_token_ids, find_turn_opening
 from rlt_lightning.tags import decode
-from rlt_lightning.types import InputError, SFTExample
+from rlt_lightning.types import SFTExample
 
 
 def build(user: str, assistant: str, prompt: str, system: str = "", start: str = "") -> str:
@@ -186,16 +186,6 @@ def test_generation_stops_where_turns_end(smol: Any, name: str) -> None:
     assert find_eos_token_ids(Model, chat.tokenizer) == ends
 
 
-@pytest.mark.parametrize("end", ["</s_end>", "\n### End", " [DONE]<|im_end|>", "</response><|im_end|>"])
-def test_an_end_that_is_no_token_is_refused(smol: Any, end: str) -> None:
-    tokenizer = copy.deepcopy(smol)
-    tokenizer.chat_template = build_chatml(f"'<|im_start|>assistant\n' + m.content + '{end}\n'")
-    with pytest.raises(InputError, match="must end an assistant's turn with an added token") as refused:
-        ChatFormat(tokenizer)
-    assert repr(end.strip()[:8])[:-1] in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
 def test_padding_is_not_the_end_of_turns(smol: Any) -> None:
     tokenizer = build_format(smol, "chatml").tokenizer
     tokenizer.pad_token = "<|im_end|>"
@@ -268,13 +258,6 @@ def test_every_text_of_ours_is_in_the_final_channel(smol: Any) -> None:
     assert decode(chat.tokenizer, answer[start:end]).strip() == THOUGHT.strip()
 
 
-def test_a_template_without_assistants_is_refused(smol: Any) -> None:
-    tokenizer = copy.deepcopy(smol)
-    tokenizer.chat_template = build_chatml("'<|im_start|>assistant\n'")
-    with pytest.raises(InputError, match="must render an assistant's message"):
-        ChatFormat(tokenizer)
-
-
 # Dates
 
 
@@ -336,13 +319,6 @@ def test_an_exported_model_stops_where_it_learnt_to(trained: Trained) -> None:
     assert json.loads((run / "model/generation_config.json").read_text())["eos_token_id"] == [0, 2]
 
 
-def test_the_date_is_told(dated: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    template.announce_date.cache_clear()
-    load_tokenizer(str(dated))
-    load_tokenizer(str(dated))
-    assert capsys.readouterr().err.count("prints the date, which is always 2026-01-01") == 1
-
-
 @pytest.mark.parametrize(
     ("call", "shown"),
     [
@@ -355,19 +331,3 @@ def test_the_date_is_told(dated: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_date_is_fixed_however_it_is_written(call: str, shown: str) -> None:
     fixed = template.fix_date(call, "model")
     assert Template(fixed).render(strftime_now=lambda form: pytest.fail("asks for the date")) == shown
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "{{ strftime_now('%d' + ' %b') }}",
-        "{{ strftime_now('%d\\n%b') }}",
-        "{% set now=strftime_now %}{{ now('%d %b') }}",
-        "{% macro show(now) %}{{ now('%d %b') }}{% endmacro %}{{ show(strftime_now) }}",
-    ],
-)
-def test_a_date_that_cannot_be_fixed_is_refused(call: str, dated: Path, tmp_path: Path) -> None:
-    shutil.copytree(dated, tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text(call + TEMPLATES["chatml"])
-    with pytest.raises(InputError, match="must write out the format of the date"):
-        load_tokenizer(str(tmp_path / "model"))

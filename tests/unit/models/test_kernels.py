@@ -275,25 +275,6 @@ def test_a_kernel_is_right_for_all_models_or_is_not_used(
     assert "cuda" not in KERNELS
 
 
-def test_heads_that_no_kernel_takes_are_named(h100: None):
-    model = half_precision(head_dim=264)
-    expected = "a loop over segments (there is no kernel for torch.bfloat16 and heads of 264 dimensions)"
-    assert choose_attention(model, None, GPU) == expected
-    with pytest.raises(InputError, match=r"heads of at most 256 dimensions, but .* of 264 dimensions\."):
-        choose_attention(model, "torch", GPU)
-
-
-def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch):
-    model = half_precision()
-    with pytest.raises(InputError, match=r"FlashAttention-3 .* is not installed"):
-        choose_attention(model, "fa3", CPU)
-    install(monkeypatch, "flash_attn_interface")
-    with pytest.raises(InputError, match="FlashAttention-3 is for GPUs of compute capability 9"):
-        choose_attention(model, "fa3", CPU)
-    with pytest.raises(InputError, match=r"flash_attn needs half precision .* but .* torch\.float32"):
-        choose_attention(tiny_qwen(), "flash_attn", CPU)
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_fa3_is_left_out_on_cards_that_it_is_not_for(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, own_kernels: None, h100: None

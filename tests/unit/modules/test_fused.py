@@ -23,7 +23,6 @@ from rlt_lightning.models.kernels import (
     choose_head,
     compiled_head_fault,
     fuse_blocks,
-    prepare_model,
     steps_fused,
 )
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
@@ -62,14 +61,6 @@ def test_liger_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch):
     liger(monkeypatch, error=0.05)
     with pytest.raises(InputError, match=r"model\.kernels\.liger .* log-probs change by .* Set it to false"):
         fuse_blocks(StrictEntry(tiny_qwen()), "tiny", Kernels(), torch.device("cuda"))
-
-
-def test_liger_that_is_missing_or_does_not_know_the_model_is_named(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(InputError, match=r"needs liger-kernel and Triton .*rlt-lightning\[liger\].* fails"):
-        fuse_blocks(StrictEntry(tiny_qwen()), "tiny", Kernels(liger=True), CPU)
-    liger(monkeypatch)
-    with pytest.raises(InputError, match=r"is for llama, .* but this model is qwen2 with gelu"):
-        fuse_blocks(StrictEntry(tiny_qwen(hidden_act="gelu")), "tiny", Kernels(liger=True), CPU)
 
 
 def test_blocks_are_fused_in_one_way():
@@ -212,17 +203,6 @@ def test_the_exact_kl_is_checked_where_the_reward_uses_it(
     module = module_on_a_gpu(HeadOptions(), reward=reward, **frozen, **places)
     get_frozen_ready(module, [("tiny", student)])
     assert seen == [expected]
-
-
-def test_a_line_names_what_was_chosen(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    liger(monkeypatch)
-    entry = StrictEntry(tiny_qwen())
-    prepare_model(entry, "tiny", Kernels(), HeadOptions(), CPU)
-    assert "kernels of" not in capfd.readouterr().err
-    prepare_model(entry, "tiny", Kernels(liger=True), HeadOptions(), CPU, "fused AdamW")
-    [line] = [line for line in capfd.readouterr().err.splitlines() if "kernels of" in line]
-    assert line.startswith("kernels of tiny: attention by PyTorch's flash attention for CPUs, RMSNorm, ")
-    assert line.endswith(", fused AdamW")
 
 
 # The optimizer

@@ -16,7 +16,6 @@ from outside import Outside, Waiting, scored
 from ranks import run
 from torch import Tensor
 from trainers import bare_trainer
-from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
@@ -364,29 +363,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
     with pytest.raises(InputError, match=r"With an answer term rollouts\.asynchronous must be false"):
         bare_trainer(tmp_path, asynchronous).fit(module(max_staleness=1), data(tmp_path))
-
-
-def test_tools_for_explanations_refuse_the_rewards() -> None:
-    with pytest.raises(InputError, match="that judges explanations, but VeriFreeReward judges thoughts"):
-        RLTRewardFunction("miniature", "miniature-teacher", VeriFreeReward())  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="must have no KL term for TRL"):
-        LikelihoodRewardFunction("miniature", reward=LogProbReward(kl_weight=1.0))
-
-
-def test_rows_without_a_solution_that_fits_are_named(tmp_path: Path) -> None:
-    rows = [{"question": f"{i} + 1?", "solution": f"\\boxed{{{i + 1}}}"} for i in range(3)]
-    rows[1]["solution"] = " "
-    stage = data(tmp_path, source=rows, max_bad_frac=0.5)
-    stage.setup("fit")
-    assert [(number, str(error.reason)) for number, error in stage.reports[0].bad] == [(2, "empty_solution")]
-    stage = data(tmp_path, source=rows, max_bad_frac=1.0, max_solution_length=1)
-    with pytest.raises(InputError, match="solution_too_long"):
-        stage.setup("fit")
-    long = [{"question": "Q?", "solution": "1 " * 2000}]
-    with pytest.raises(
-        InputError, match=r"must fit into the student's context of \d+ tokens, but row 1 needs"
-    ):
-        fit(tmp_path, module(), source=long, prompts_per_step=1)
 
 
 # Runs

@@ -20,7 +20,6 @@ from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, swap_solutions
 from rlt_lightning.models.lora import LoRA
-from rlt_lightning.modules import OPDModule
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.types import InputError, Rollout
 
@@ -245,20 +244,6 @@ def test_wrong_solutions_reach_the_teacher_only(miniature: str, tmp_path: Path) 
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"teacher": "miniature", "teacher_weights": "live"}, "teacher_weights live are the student's own"),
-        ({"estimator": "sampled", "divergence": Divergence("jsd")}, "estimates reverse KL over all words"),
-        ({"estimator": "sampled", "divergence": Divergence(top_k=2)}, "estimates reverse KL"),
-        ({"group_size": 0}, "at least 1"),
-    ],
-)
-def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        OPDModule(**options)
 
 
 def test_averaged_needs_the_callback(miniature: str, tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlt_lightning.callbacks.rollout_checks import announce_unused
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.models.load import load_tokenizer
-from rlt_lightning.modules import OPDModule, RLTModule
+from rlt_lightning.modules import OPDModule
 from rlt_lightning.modules.opd import per_token
 from rlt_lightning.modules.reader import exchange_targets
 from rlt_lightning.numerics.divergence import divergence, sampled_advantages
@@ -23,14 +22,6 @@ from rlt_lightning.types import InputError
 def test_a_temperature_is_positive(temperature: float) -> None:
     with pytest.raises(InputError, match=r"model\.temperature must be positive"):
         OPDModule(temperature=temperature)
-
-
-def test_early_scoring_says_that_nothing_is_scored(capsys: pytest.CaptureFixture[str]) -> None:
-    announce_unused(True, RLTModule("miniature", "miniature", group_size=2))
-    announce_unused(False, OPDModule())
-    assert capsys.readouterr().err == ""
-    announce_unused(True, OPDModule())
-    assert "rollouts.score_early: not used, since OPDModule scores no" in capsys.readouterr().err
 
 
 def test_a_question_may_hold_the_name_of_the_solution(miniature: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from commands import ROOT, rlt, start
 from fits import assert_one_clear_line, metrics, wait_for
 from grpo import TEMPERATURE, Witness, rollout_callback, slow_log_probs
@@ -239,29 +238,6 @@ def test_the_judge_ends_with_a_run_that_fails(tiny_model: str, tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_a_run_of_traditional_rl_says_what_it_is(tiny_model: str, tmp_path: Path) -> None:
-    run, options = tmp_path / "run", ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
-    result = rlt(*student_fit(tiny_model, run, "--checkpoint.every_n_train_steps=1", *options))
-    assert result.returncode == 0, result.stderr
-    assert "right answers 0 → 0, held-out reward -1 → -1" in result.stdout
-    assert f"\n  {run / 'model'}\n" in result.stdout
-    found = metrics(run)[2]
-    for prefix in ("reward/", "reward/val_"):
-        assert {found[prefix + name] for name in ("correct", "formatted", "timed_out")} == {0.0}
-    rows = [json.loads(line) for line in (run / "rollouts.jsonl").open()]
-    assert {(row["reward"], row["correct"], row["formatted"]) for row in rows} == {(-1.0, 0.0, 0.0)}
-    card = (run / "model" / "README.md").read_text()
-    assert "# CorrectnessReward and GRPO (arXiv:2402.03300) from …/" in card
-    assert "student" not in card
-    exported = rlt("export", f"--ckpt_path={run}", f"--output_dir={tmp_path / 'model'}")
-    assert exported.returncode == 0, exported.stderr
-    assert card.startswith((tmp_path / "model" / "README.md").read_text())
-    validated = rlt("validate", *student_fit(str(run / "model"), tmp_path / "validated")[1:])
-    assert validated.returncode == 0, validated.stderr
-    assert "reward/val_correct" in validated.stdout
-
-
-@pytest.mark.full
 def test_two_processes_judge_their_own(tiny_model: str, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     options = ["--trainer.max_steps=2", "--rollouts.sampling.max_completion_length=16"]
@@ -335,54 +311,12 @@ def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
         assert found[step] == pytest.approx(row, abs=1e-6), step
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (
-            ["--model.student=smollm2-135m"],
-            "model.student must be null, since CorrectnessReward asks no model",
-        ),
-        (
-            ["--model.student=policy"],
-            "model.student must be null, since CorrectnessReward asks no model, but is policy",
-        ),
-        (
-            ["--model.reward=rlt_lightning.rewards.RLTReward"],
-            "model.student must be a model, which RLTReward asks, but is null",
-        ),
-        (
-            ["--data=TeacherRLData"],
-            "judges answers, but the completions of TeacherRLData are explanations",
-        ),
-        (["--model.reward.wrong=2"], "reward.right must be above wrong"),
-        (["--data.source=chains:geometry"], "'chains' (the default)"),
-    ],
-)
-def test_what_does_not_go_together_is_one_clear_line(
-    options: list[str], expected: str, tiny_model: str, tmp_path: Path
-) -> None:
-    assert_one_clear_line(rlt(*student_fit(tiny_model, tmp_path / "run", *options)), expected)
-
-
 def test_explanations_are_not_for_a_module_that_answers(tiny_model: str, tmp_path: Path) -> None:
     teacher = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={tiny_model}"]
     teacher += [f"--model.student={tiny_model}", "--data=StudentRLData", f"--output_dir={tmp_path / 'rlt'}"]
     assert_one_clear_line(
         rlt(*teacher), "judges explanations, but the completions of StudentRLData are answers"
     )
-
-
-def test_settings_of_the_rlt_reward_are_still_named_directly(tiny_model: str, tmp_path: Path) -> None:
-    command = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={tiny_model}"]
-    command += [f"--model.student={tiny_model}", "--model.group_size=2", "--trainer.max_steps=1"]
-    command += ["--rollouts.sampling.max_completion_length=4", "--model.reward.kl_weight=2"]
-    result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
-    assert result.returncode == 0, result.stderr
-    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    reward = resolved["model"]["init_args"]["reward"]
-    assert reward["init_args"]["kl_weight"] == 2.0
-    row = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
-    assert row["kl_reward"] == pytest.approx(-2 * (row["kl_mean"] + 0.01 * row["kl_max"]), abs=1e-4)
 
 
 def test_traditional_rl_is_planned_without_a_student(tiny_model: str) -> None:

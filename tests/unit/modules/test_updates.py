@@ -108,22 +108,6 @@ def test_updates_equal_the_slow_obvious_ones(
     assert float(fitted.callback_metrics["policy/ratio_mean"]) != 1.0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_epochs": 0}, "model.num_epochs must be at least 1, but is 0"),
-        ({"updates_per_rollout": 3}, "at most data.prompts_per_step, .* they are 3 and 2"),
-    ],
-)
-def test_impossible_numbers_of_updates_are_refused(
-    options: dict[str, int], message: str, tiny_model: str, tmp_path: Path
-) -> None:
-    with pytest.raises(InputError, match=message):
-        bare_trainer(tmp_path, rollout_callback()).fit(
-            module(tiny_model, **options), datamodule=data(tiny_model, tmp_path)
-        )
-
-
 def test_a_mini_batch_has_a_completion_for_every_process(tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model, updates_per_rollout=2)
     rlt.trainer = bare_trainer(tmp_path, devices=5, strategy=DDPStrategy())

@@ -83,23 +83,3 @@ def test_wrong_attention_is_found_in_half_precision(wrong: Any, name: str, monke
     monkeypatch.setattr("rlt_lightning.models.attention.segment_attention", wrong)
     with pytest.raises(InputError, match="with layout 'shared_prefix' must equal its own"):
         verify_layout(model, name, "shared_prefix")
-
-
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        ("\nSETUP ERROR: libcublas is missing\n\nTo fix this, …", "SETUP ERROR: libcublas is missing"),
-        ("", "RuntimeError"),
-    ],
-)
-def test_why_a_forward_fails_is_told_however_its_error_begins(
-    message: str, told: str, miniature: str, monkeypatch: pytest.MonkeyPatch
-):
-    model = load_model(miniature)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(model, "forward", fail)
-    with pytest.raises(InputError, match=rf"but its forward fails \({told}\)"):
-        verify_layout(StrictEntry(model), "miniature", "single")

@@ -211,9 +211,3 @@ def test_temperature_must_be_positive(temperature):
     ):
         with pytest.raises(ValueError, match="temperature of log-probs must be positive"):
             compute()
-
-
-def test_memory_for_logits_must_be_positive():
-    hidden, weight, bias, targets = example(3)
-    with pytest.raises(ValueError, match="logits_mib must be at least 1"):
-        linear_log_probs(hidden, Head(weight, bias), targets, logits_mib=0)

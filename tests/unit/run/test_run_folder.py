@@ -12,9 +12,9 @@ from rlt_lightning.types import InputError
 
 LAST, FIRST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
 ELSEWHERE = "../other/step=000003.ckpt"
-# The run in the folder: nothing; checkpoints of two steps; rows of a prediction; a model.
+# The run in the folder: nothing; checkpoints of two steps; rows of a prediction.
 NOTHING: list[str] = []
-TRAINED, SCORED, EXPORTED = [FIRST, LAST], ["scores.jsonl"], ["model/config.json"]
+TRAINED, SCORED = [FIRST, LAST], ["scores.jsonl"]
 
 # verb, what lies there, ckpt_path, resume, overwrite -> subfolder, ckpt_path, resume, overwrite
 CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | None, bool, bool]]] = [
@@ -40,19 +40,6 @@ CHOICES: list[tuple[str, list[str], str | None, bool, bool, tuple[str, str | Non
     ("predict", SCORED, None, False, True, ("", None, False, True)),
     ("test", ["responses.jsonl"], None, True, False, ("", None, True, False)),
     ("test", ["traces.jsonl"], None, True, True, ("", None, True, True)),
-]
-# The same, and what the refusal says; None in place of what lies there: the user named no folder.
-REFUSALS: list[tuple[str, list[str] | None, str | None, bool, bool, str]] = [
-    ("fit", None, "last", False, False, "need --output_dir"),
-    ("fit", None, None, True, False, "need --output_dir"),
-    ("test", None, None, True, False, "need --output_dir"),
-    ("fit", NOTHING, "last", False, False, "--ckpt_path last needs a checkpoint"),
-    ("validate", NOTHING, "last", False, True, "--ckpt_path last needs a checkpoint"),
-    ("fit", NOTHING, "none.ckpt", False, False, "--ckpt_path must be a checkpoint"),
-    ("fit", SCORED, None, True, False, "does not replace .*scores.jsonl"),
-    ("fit", EXPORTED, None, True, False, "does not replace .*model"),
-    ("predict", TRAINED, None, True, False, "does not replace .*step=000001.ckpt"),
-    ("test", EXPORTED, None, True, False, "does not replace .*model"),
 ]
 
 
@@ -91,28 +78,6 @@ def test_a_run_stands_for_its_newest_checkpoint(named: str, tmp_path: Path) -> N
     assert choose_run_folder("fit", str(run), "", str(run / named)).resume
     with pytest.raises(InputError, match="a run's folder with one"):
         choose_run_folder("fit", str(run), "", str(tmp_path))
-
-
-def test_a_resumed_run_says_from_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, TRAINED)
-    open_run_folder(choose_run_folder("fit", str(tmp_path), resume=True))
-    assert f"resuming from {tmp_path / LAST}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("verb", "lies", "ckpt_path", "resume", "overwrite", "expected"), REFUSALS)
-def test_options_that_cannot_be_followed_are_refused(
-    verb: str,
-    lies: list[str] | None,
-    ckpt_path: str | None,
-    resume: bool,
-    overwrite: bool,
-    expected: str,
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "run"
-    write(run, lies or [])
-    with pytest.raises(InputError, match=expected):
-        choose_run_folder(verb, None if lies is None else str(run), "runs/x", ckpt_path, resume, overwrite)
 
 
 def test_without_a_folder_the_default_is_chosen() -> None:

@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 from trace_kinds import parse_word_sum, word_sum_kind
 
-from rlt_lightning.tasks import EMBEDDED, draw, stepwise
+from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.tasks.stepwise import build_word_sum, word_sum_rows
-from rlt_lightning.types import InputError
 
 QUESTION = "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?"
 
@@ -82,15 +81,3 @@ def test_quality_of_traces_changes_no_problem():
     assert [row["question"] for row in uneven] == [row["question"] for row in right]
     assert EMBEDDED["word_sums"](50, 6, "train") == uneven
     assert set(uneven[0]) == {"question", "solution", "reasoning_trace", "answer"}  # and no kind
-
-
-def test_other_splits_are_refused():
-    with pytest.raises(InputError, match="splits train and test"):
-        word_sum_rows(1, split="dev")
-
-
-def test_more_rows_than_problems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepwise, "NAMES", ("Ana",))
-    monkeypatch.setattr(draw, "MAX_MISSES", 100)
-    with pytest.raises(InputError, match="The word_sums source has about"):
-        word_sum_rows(20_000, length=2)
