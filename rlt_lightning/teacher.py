@@ -62,7 +62,7 @@ class NoReward(TextReward):
 
 @dataclass(frozen=True)
 class Score:
-    """What an explanation is worth to a student: RLT's reward, in total and by token.
+    """The worth of an explanation to a student: RLT's reward, in total and by token.
 
     reward = solution_weight * r_ss - kl_weight * r_kl + format          (RLT, arXiv:2506.08388, section 3.3)
 
@@ -136,7 +136,7 @@ class Score:
         )
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: each token on a background by how it surprises the student."""
+        """Return the score for a notebook: each token on a background by how it surprises the student."""
         terms = f"r<sub>SS</sub> {self.r_ss:.3f}, r<sub>KL</sub> {self.r_kl:.3f}"
         head = f"<p>reward {self.reward:+.3f} ({terms})</p>"
         if self.by_student:
@@ -171,7 +171,7 @@ class Explanation:
     score: Score | None
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the problem, and the explanation with its score."""
+        """Return the problem, and the explanation with its score, for a notebook."""
         shown = f"<pre>{escape(self.text)}</pre>" if self.score is None else self.score._repr_html_()
         return f"<p><b>{escape(self.question)}</b></p>{shown}"
 

@@ -192,7 +192,7 @@ class EvaluateEvery(Callback):
     def _prepare_dispatcher(
         self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]
     ) -> Dispatcher:
-        """Return what asks the engine, which is started and samples nothing else."""
+        """Return a function that asks the engine, which is started and samples nothing else."""
         rollouts = RolloutCallback.of(trainer)
         if self.dispatcher is None:
             self.dispatcher = rollouts.dispatcher

@@ -72,7 +72,7 @@ class RolloutRecorder(Callback):
                 logger.log_table("completions", columns, data, step=trainer.global_step)
 
     def _build_rows(self, number: int, step: StepBatch, module: Any) -> list[tuple[int, Row]]:
-        """Return what is recorded of the completions that this rank has measured, with their rows."""
+        """Return the records of the completions that this rank has measured, with their rows."""
         reward, rows = getattr(module, "reward", None), []
         has_tokens = reward is not None and reward.has_tokens
         chosen = self._choose_with_tokens(step.rewards.tolist(), step.group_size) if has_tokens else []

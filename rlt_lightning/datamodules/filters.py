@@ -109,7 +109,7 @@ class RowFilter:
         return self._judge_rows(left, report) if self.filters.right_only else left
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides which rows are left out, as plain values."""
+        """Return the settings that leave rows out, as plain values."""
         overlaps = sorted(self.overlaps.runs)
         return {"filters": self.filters.list_active(), "overlaps": overlaps, "of": self.traces}
 

@@ -183,7 +183,7 @@ class SourceReader:
         return [self.split, self.max_rows, *rows.fingerprint()]
 
     def open(self, source: Source) -> MemoryRows | EmbeddedRows | TextRows | DatasetRows:
-        """Return what reads a source; a file is not read yet.
+        """Return the reader of a source; a file is not read yet.
 
         Raises:
             InputError: If the source does not exist, or lacks the split.

@@ -278,7 +278,7 @@ class StratosDataModule(LightningDataModule, ABC):
         return self.step_loader()
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
-        """Return what `train_dataloader` returns, for callers that only ask for its length."""
+        """Return the training loader, for callers that only ask for its length."""
         order = Weighted(self.items.sources, self.weights, self.seed) if self.weights else None
         share = (self.seed, self._rank(), self._world_size(), order)
         return StepLoader(self.items, self.prompts_per_step, self.collate, *share)
@@ -413,7 +413,7 @@ class StratosDataModule(LightningDataModule, ABC):
         return length is not None and length <= limit
 
     def build_card_metadata(self) -> dict[str, Any]:
-        """Return what the rows are and how they are presented, for a data card."""
+        """Return the source and the format of the rows, for a data card."""
         return {
             "source": f"{self.source} ({len(self.items)} usable rows)",
             "tags": describe_tags(self.format.tags),

@@ -288,14 +288,14 @@ class Engine(Protocol):
         return
 
     def close(self) -> None:
-        """Free what the engine holds; safe to call twice."""
+        """Free the engine's processes and memory; safe to call twice."""
         return
 
 
 def stream_completions(
     engine: Engine, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
 ) -> Iterator[tuple[int, Completion]]:
-    """Yield what `Engine.sample` yields, and raise EngineError if it ends before all completions came."""
+    """Yield the completions of `Engine.sample`; raise EngineError if it ends before all came."""
     missing = set(range(sum(request.num_completions for request in requests)))
     for index, completion in engine.sample(requests, sampling, stop):
         missing.discard(index)
@@ -314,7 +314,7 @@ def sample_all(
     stop: str,
     recover: Callable[[], None] | None = None,
 ) -> list[list[Completion]]:
-    """Collect the completions of each request; wait for lost workers and ask again for what is missing.
+    """Collect the completions of each request; wait for lost workers and ask again for missing ones.
 
     Args:
         engine: Started, with the weights that are to sample.

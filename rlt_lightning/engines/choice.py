@@ -1,4 +1,4 @@
-"""Choose what samples where no engine is set: vLLM on NVIDIA GPUs, else the trainer's own model."""
+"""Choose the engine where none is set: vLLM on NVIDIA GPUs, else the trainer's own model."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ class WorkerClient:
 
     @contextmanager
     def require_form(self, answer: JSON, expected: str, retryable: bool = True) -> Iterator[None]:
-        """Turn what goes wrong in reading an answer into a WorkerError that shows it."""
+        """Turn an error in reading an answer into a WorkerError that shows it."""
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

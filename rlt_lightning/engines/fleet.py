@@ -94,7 +94,7 @@ class Fleet:
 
     @property
     def version_name(self) -> str:
-        """Return what workers call the version of the last push."""
+        """Return the workers' name of the last push's version."""
         return f"{self.run_id}-{self.pushed:06d}"
 
     @property

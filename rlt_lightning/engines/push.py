@@ -129,7 +129,7 @@ class WeightPush(ABC):
         """Forget connections, which the loss of a worker has broken."""
 
     def close(self) -> None:
-        """Free what is held between pushes."""
+        """Free the memory that is held between pushes."""
         self.disconnect()
 
 

@@ -37,7 +37,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate_in_thread(items: AsyncIterator[T]) -> Iterator[T]:
-    """Yield what an async iterator yields. It runs in a thread, also while the caller is busy."""
+    """Yield the items of an async iterator. It runs in a thread, also while the caller is busy."""
     arrived: SimpleQueue[T | None] = SimpleQueue()  # None: no more come
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
 

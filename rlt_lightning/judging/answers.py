@@ -143,7 +143,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 def solution_block(response: str, tags: TagStyle) -> str:
-    """Return the end of the solution: what follows the thought, without the solution's tags.
+    """Return the text behind the thought, without the solution's tags.
 
     Returns:
         The whole response without any tag, and nothing of a thought that is never closed.

@@ -150,7 +150,7 @@ def bracket_depth(text: str) -> int:
 
 
 def read_brackets(text: str) -> tuple[str, str, str] | None:
-    """Return the brackets around a whole text, and what they hold; None without such."""
+    """Return the brackets around a whole text, and the text inside; None without brackets."""
     match = list(BRACKET.finditer(text))
     if len(match) < 2 or match[0].start() != 0 or match[-1].end() != len(text) or match[0][0] not in PAIRS:
         return None
@@ -376,7 +376,7 @@ def has_unit(text: str) -> bool:
 
 
 def squeeze(text: str) -> str:
-    """Return a text without what makes no difference: case of words, spaces outside numbers, quotes."""
+    """Return a text without case of words, spaces outside numbers, and quotes, which make no difference."""
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.replace('"', "").replace("'", ""))
     return text.casefold() if re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", text)) else text
 

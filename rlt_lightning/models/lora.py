@@ -33,7 +33,7 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoRA:
-    """Which layers are adapted, and with what rank.
+    """The layers that are adapted, and their rank.
 
     Example:
         `LoRA(rank=8, alpha=16, targets=["q_proj", "v_proj"])` adds 8 * (in + out) weights to each of them.

@@ -139,7 +139,7 @@ class ModelHead(NamedTuple):
         return module
 
     def scale(self) -> LogitScale:
-        """Return what turns the layer's output into logits."""
+        """Return the function from the layer's output to logits."""
         return logit_scale(self.model, self.temperature)
 
     def run(self, function: Callable[..., Any], *hidden: Tensor) -> Any:
@@ -201,7 +201,7 @@ def head_divergence(
 
 
 def logit_scale(model: Any, temperature: float) -> LogitScale:
-    """Return what the architecture does to its logits, and the temperature that divides them afterwards."""
+    """Return the architecture's change of its logits, and the temperature that divides them afterwards."""
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or getattr(
         config, "lm_head_multiplier", None
@@ -228,7 +228,7 @@ def computing_dtype(model: Any) -> torch.dtype:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch off what draws random numbers in training mode: dropout, and jitter of a layer's input."""
+    """Switch off random numbers of training mode: dropout, and jitter of a layer's input."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

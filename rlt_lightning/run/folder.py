@@ -175,7 +175,7 @@ def list_changes(folder: Path, config: dict[str, Any]) -> list[str]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return what a run's config.yaml holds; empty if there is none."""
+    """Return the settings in a run's config.yaml; none if there is no file."""
     path = folder / "config.yaml"
     settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     return settings

@@ -82,7 +82,7 @@ class Signals(_SignalConnector):
 
     @override
     def teardown(self) -> None:
-        """Restore what signals did before; if SLURM has asked for it, first queue the job again."""
+        """Restore the earlier handlers of signals; if SLURM has asked for it, first queue the job again."""
         if REQUEUE in self.noted and self.trainer.is_global_zero:
             subprocess.run('scontrol requeue "$SLURM_JOB_ID"', shell=True)
         super().teardown()

@@ -74,7 +74,7 @@ class Unsharded:
         return entry
 
     def prepare_fit(self) -> None:
-        """Decide what depends on free memory, alike on all ranks, once all weights are loaded."""
+        """Choose by free memory, alike on all ranks, once all weights are loaded."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context for a micro-batch: ranks exchange gradients only in a step's last backward."""
@@ -148,7 +148,7 @@ class FullyShard(Sharded, Unsharded):
         self.reduces_every = chosen
 
     def count_gradient_bytes(self) -> int:
-        """Return what the whole gradients of all trained weights take while they add up."""
+        """Return the bytes of the whole gradients of all trained weights while they add up."""
         mixed = self.strategy.precision_plugin.precision == "bf16-mixed"
         trained = [p for p in self.strategy.lightning_module.policy.parameters() if p.requires_grad]
         return sum(p.numel() * (4 if mixed else p.dtype.itemsize) for p in trained)

@@ -234,7 +234,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
 
 def fp32_state(parameter: Tensor, full_tensor: Callable[[], Tensor]) -> Deferred:
-    """Return a placeholder for what the optimizer keeps of a parameter, gathered when all ranks read it."""
+    """Return a placeholder for a parameter's optimizer state, gathered when all ranks read it."""
     return Deferred(torch.Size(full_shape(parameter)), torch.float32, full_tensor)
 
 
