@@ -1,4 +1,4 @@
-"""The reward of one group: `Reader` against a loop over samples with full logits.
+"""The reward of one group: `PassRunner` against a loop over samples with full logits.
 
     .venv/bin/python benchmarks/reward.py [--rounds 5] [--device cuda --precision bf16-true [--liger]]
 
@@ -26,7 +26,7 @@ from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.reader import Reader, score_rollouts
+from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.students import Students
@@ -127,10 +127,10 @@ def build_scorer(
     def plan(lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         return [(row, 1.0) for row in micro_batches(lengths, max_tokens=16384)]
 
-    reader = Reader(models, plan, device, head=head, recompute=recompute)
+    runner = PassRunner(models, plan, device, head=head, recompute=recompute)
     chat_format: Any = None  # without a baseline it writes nothing
     students = Students.of("student", None).with_formats([chat_format])
-    return lambda rollouts: score_rollouts(reader, reward, students, rollouts).rewards
+    return lambda rollouts: score_rollouts(runner, reward, students, rollouts).rewards
 
 
 def main() -> None:

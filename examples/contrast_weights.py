@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.losses import LossInputs, LossTerm, PolicyGradient
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import Rollout
 
 LAMBDA, TAU, DELTA, ETA, NUM_WRONG = 0.5, 0.02, 0.02, 1.0, 4
@@ -64,15 +64,15 @@ class ContrastModule(RLTModule):
             self.hints[problem.row].append((step.token_ids(row), correct == 1, shown.teacher_prompt))
         return step
 
-    def list_loss_reads(self, rollout: Rollout) -> dict[str, Read]:
+    def list_loss_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Add the completion after each hint; none is a hint for itself."""
         ids, prompt = rollout.completion.token_ids, rollout.problem.teacher_prompt
         hints = [hint for hint in self.hints[rollout.problem.row] if hint[0] != ids]
         right, wrong = ([hint[2] for hint in hints if hint[1] is kind] for kind in (True, False))
         # Without both: twice the same, no contrast.
         shown = [right[0], *wrong[:NUM_WRONG]] if right and wrong else [prompt] * 2
-        reads = [Read(POLICY, p, ids, (len(p), len(p) + len(ids)), tuple(p)) for p in shown]
-        return super().list_loss_reads(rollout) | {f"hint{k}": read for k, read in enumerate(reads)}
+        passes = [ScoringPass(POLICY, p, ids, (len(p), len(p) + len(ids)), tuple(p)) for p in shown]
+        return super().list_loss_passes(rollout) | {f"hint{k}": scoring for k, scoring in enumerate(passes)}
 
     @property
     def losses(self) -> list[LossTerm]:

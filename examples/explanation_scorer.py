@@ -1,7 +1,7 @@
 """Score the completions of another trainer: trl_reward.py and verl_reward.py are built on this.
 
     row ────────▶ Problem ┐
-    completion ───────────┴▶ Rollout ─▶ Reader, Reward ─▶ StepBatch: reward and its terms
+    completion ───────────┴▶ Rollout ─▶ PassRunner, Reward ─▶ StepBatch: reward and its terms
 
 The other program samples, and provides the teacher.
 """
@@ -19,7 +19,7 @@ from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.load import Dtype, load_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import Model, RunModel
-from rlt_lightning.modules.reader import Reader, score_rollouts
+from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards import Reward, RLTReward
@@ -166,9 +166,9 @@ class ExplanationScorer:
         assert group_size > 1 or not self.reward.compares, "completions can be compared in groups only"
         self._prepare_models(teacher, device)
         models = self.models | {POLICY: Model(teacher)}
-        reader = Reader(models, self._plan, device, self.head)
+        runner = PassRunner(models, self._plan, device, self.head)
         groups = Rollouts(list(rollouts), group_size, 0, self.temperature)
-        return score_rollouts(reader, self.reward, self.students, groups)
+        return score_rollouts(runner, self.reward, self.students, groups)
 
     @property
     def temperature(self) -> float:

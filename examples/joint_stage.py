@@ -15,9 +15,9 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.rewards.explanations import read_explanation
+from rlt_lightning.rewards.explanations import build_explanation_pass
 from rlt_lightning.rewards.students import Student
-from rlt_lightning.rollouts.step import POLICY, Read
+from rlt_lightning.rollouts.step import POLICY, ScoringPass
 from rlt_lightning.types import Rollout
 
 
@@ -29,14 +29,14 @@ class SelfDistillation(LossTerm):
         self.weight = weight
         self.divergence = divergence
 
-    def read(self, rollout: Rollout) -> Read:
+    def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the explanation without the solution, compared with the explanation as it was sampled."""
         view, prompt = rollout.views[self.student.number], rollout.problem.teacher_prompt
-        whole, think, _ = read_explanation(self.student, view)
+        whole, think, _ = build_explanation_pass(self.student, view)
         tokens = rollout.completion.token_ids[: view.num_tokens]
         scored = len(prompt), len(prompt) + len(tokens)
-        teacher = Read(POLICY, prompt, tokens, scored, rollout.problem.row)
-        return replace(whole, scored=think, against=teacher, divergence=self.divergence)
+        teacher = ScoringPass(POLICY, prompt, tokens, scored, rollout.problem.row)
+        return replace(whole, scored=think, compared_with=teacher, divergence=self.divergence)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the mean divergence of a token, times the weight."""

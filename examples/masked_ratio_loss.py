@@ -10,8 +10,8 @@ Run: PYTHONPATH=examples rlt fit --config laptop/rlt --model masked_ratio_loss.M
 from __future__ import annotations
 
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, read_sampled
-from rlt_lightning.rollouts.step import POLICY, Read
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, build_sampled_pass
+from rlt_lightning.rollouts.step import POLICY, ScoringPass
 from rlt_lightning.types import Rollout
 
 TOKEN, SEQUENCE, KL_TAU = (0.125, 8.0), (0.1, 10.0), 0.0
@@ -20,9 +20,9 @@ TOKEN, SEQUENCE, KL_TAU = (0.125, 8.0), (0.1, 10.0), 0.0
 class MaskedRatioLoss(LossTerm):
     """The loss on the sampled tokens."""
 
-    def read(self, rollout: Rollout) -> Read:
+    def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the sampled tokens."""
-        return read_sampled(POLICY, rollout)
+        return build_sampled_pass(POLICY, rollout)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of a micro-batch."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards import Reward
-from rlt_lightning.rewards.explanations import list_views, read_explanation
+from rlt_lightning.rewards.explanations import build_explanation_pass, list_views
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import Read, StepBatch
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch
 from rlt_lightning.types import Rollout
 
 
@@ -32,13 +32,13 @@ class PedagogicalReward(Reward):
         self.threshold = threshold  # nats
         self.judge: Judge | None = None
 
-    def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
+    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
         """Return the explanation, as each student reads it."""
-        reads = {}
+        passes = {}
         for student, view in list_views(rollout, students):
-            whole, think, _ = read_explanation(student, view)
-            reads[student.name("think")] = replace(whole, scored=think, temperature=1.0)
-        return reads
+            whole, think, _ = build_explanation_pass(student, view)
+            passes[student.name("think")] = replace(whole, scored=think, temperature=1.0)
+        return passes
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
         """Return the sum of both terms: a right answer, and the mean surprise over the threshold."""

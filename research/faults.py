@@ -153,7 +153,7 @@ class Worker:
         self.model = load_model(resolve("miniature"))
         self.engine = HFEngine()
         self.engine.start(self.model, load_tokenizer("miniature"), Path())
-        self.reader = TensorReader(torch.device("cpu"))
+        self.runner = TensorReader(torch.device("cpu"))
         self.version = "default"
         self.lock = Lock()
         self.closed = Event()
@@ -165,7 +165,7 @@ class Worker:
     def update(self, info: JSON) -> None:
         """Read the weights of a push."""
         content = open_buffer(info["buffer"], torch.device("cpu"))
-        self.load(dict(self.reader.read(content, info["parts"])))
+        self.load(dict(self.runner.run(content, info["parts"])))
 
     def sample(self, body: JSON) -> JSON:
         """Sample one completion."""

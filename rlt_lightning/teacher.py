@@ -35,7 +35,7 @@ from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards import RLTReward, TextReward
-from rlt_lightning.rewards.base import ReadTokens
+from rlt_lightning.rewards.base import CountedTokens
 from rlt_lightning.rewards.students import Student, StudentNames, split_student_setting
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.tags import TagStyle, decode_each
@@ -101,7 +101,7 @@ class Score:
         row: int,
         reward: RLTReward,
         students: Sequence[Student],
-        tokens: Sequence[ReadTokens],
+        tokens: Sequence[CountedTokens],
         label: str = "",
     ) -> Score:
         """Return the score of one rollout of a step.

@@ -30,14 +30,14 @@ def shuffled_advantages(words: list[str], log: Path) -> None:
 
 def spans_off_by_one(words: list[str], log: Path) -> None:
     """Score each token by the state behind it instead of the one before it."""
-    from rlt_lightning.modules import reader
+    from rlt_lightning.modules import passes
 
-    right = reader.compute_log_probs
+    right = passes.compute_log_probs
 
     def late(model: Any, packed: Any, *arguments: Any) -> Any:
         return right(model, dataclasses.replace(packed, predictors=packed.predictors + 1), *arguments)
 
-    reader.compute_log_probs = late
+    passes.compute_log_probs = late
     run_rlt(words, log)
 
 

@@ -12,8 +12,6 @@ import pytest
 from arms import read
 from trace_kinds import word_sum_kind
 
-from rlt_lightning.models.kernels import cpu_has_bfloat16
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,9 +27,7 @@ def test_rise_compares_explanations_of_the_same_problems() -> None:
 @pytest.mark.slow
 def test_rlt_makes_more_traces_right_and_the_control_does_not(tmp_path: Path) -> None:
     rlt = [sys.executable, "-m", "rlt_lightning"]
-    slow = not cpu_has_bfloat16()
-    single = ["--trainer.precision=32-true"] if slow else []
-    student = ["--model.student_dtype=float32"] if slow else []
+    single, student = ["--trainer.precision=32-true"], ["--model.student_dtype=float32"]
     fit = [*rlt, "fit", "--config=configs/laptop/smollm2_rlt.yaml", *single, *student]
     fit += ["--trainer.max_steps=12"]
     predict = [

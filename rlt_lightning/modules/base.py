@@ -40,8 +40,8 @@ from rlt_lightning.modules.optimizer import (
     build_schedule,
     resume_schedule,
 )
+from rlt_lightning.modules.passes import PassKey, PassRunner
 from rlt_lightning.modules.phases import PhaseTimer, count_weights
-from rlt_lightning.modules.reader import PassKey, Reader
 from rlt_lightning.modules.step_metrics import (
     mismatch_metrics,
     require_agreement,
@@ -430,10 +430,10 @@ class PolicyModule(LightningModule):
         return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
 
     @property
-    def reader(self) -> Reader:
-        """Return what runs this module's models."""
+    def runner(self) -> PassRunner:
+        """Return the runner of this module's models."""
         together = self.sharding.sharded
-        return Reader(
+        return PassRunner(
             self.list_models(),
             self.plan,
             self.device,
@@ -444,11 +444,11 @@ class PolicyModule(LightningModule):
         )
 
     def list_models(self) -> dict[str, Model]:
-        """Return the models by the names that reads use."""
+        """Return the models by the names that scoring passes use."""
         return {POLICY: Model(self.run, is_policy=True)}
 
     def gather_keys(self, keys: list[PassKey]) -> list[list[PassKey]]:
-        """Return the keys of all ranks' passes."""
+        """Return the keys of all ranks' groups."""
         return gather_from_ranks(self.trainer, keys)
 
     def max_over_ranks(self, *numbers: float) -> list[float]:

@@ -1,8 +1,8 @@
 """Terms of a loss: each declares forwards of a completion, and turns their values into a loss.
 
-    LossTerm.reads   what is computed before the update, without gradient, mostly by other models
-    LossTerm.read    what the policy computes with gradient; the reader packs these into micro-batches
-    LossTerm()       the loss of a micro-batch
+    LossTerm.scoring_passes   what is computed before the update, without gradient, mostly by other models
+    LossTerm.scoring_pass     what the policy computes with gradient, packed into micro-batches
+    LossTerm()                the loss of a micro-batch
 
 A module's loss is the sum of its terms: the policy gradient, the answer term of likelihood rewards,
 distillation (modules/opd.py), supervised fine-tuning (modules/sft.py).
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlt_lightning.modules.reader import Micro, Values
+from rlt_lightning.modules.passes import Micro, Values
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling, measure_mismatch
 from rlt_lightning.numerics.losses import PolicyLoss
 from rlt_lightning.numerics.packing import mask_tokens, to_padded
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import AnswerScore
-from rlt_lightning.rewards.explanations import read_solution
+from rlt_lightning.rewards.explanations import build_solution_pass
 from rlt_lightning.rewards.students import Student
-from rlt_lightning.rollouts.step import POLICY, REFERENCE, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
 from rlt_lightning.types import Rollout
 
 # The token column of the policy's log-probs at the start of an iteration with several updates.
@@ -57,7 +57,7 @@ class LossInputs:
     @classmethod
     def of(cls, step: StepBatch, micro: Micro, computed: Values, global_step: int) -> LossInputs:
         """Return the inputs of a micro-batch's loss."""
-        padded, token_mask = to_padded(computed.values, [read.num_scored for read in micro.reads])
+        padded, token_mask = to_padded(computed.values, [scoring.num_scored for scoring in micro.passes])
         return cls(step, micro, computed, padded, token_mask, step.policy_version < global_step)
 
     @property
@@ -86,7 +86,7 @@ class LossInputs:
     @property
     def engine_log_probs(self) -> Tensor | None:
         """Return the log-probs with which the engine sampled, (n, T); None if it did not report them."""
-        parts = [slice(*read.sampled) if read.sampled else slice(None) for read in self.micro.reads]
+        parts = [slice(*scoring.sampled) if scoring.sampled else slice(None) for scoring in self.micro.passes]
         return pad_engine_log_probs(self.rollouts, self.log_probs, parts)
 
 
@@ -118,13 +118,13 @@ class LossTerm(ABC):
         """Return the object whose class an error names if the loss is not finite."""
         return self
 
-    def reads(self, rollout: Rollout) -> dict[str, Read]:
-        """Return what models are to compute of a completion before the update, without gradient."""
+    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return the scoring passes of a completion before the update, without gradient."""
         return {}
 
     @abstractmethod
-    def read(self, rollout: Any) -> Read:
-        """Return what the policy is to compute of a completion, with gradient."""
+    def scoring_pass(self, rollout: Any) -> ScoringPass:
+        """Return the policy's scoring pass over a completion, with gradient."""
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -171,14 +171,14 @@ class PolicyGradient(LossTerm):
         """See `LossTerm.maker`."""
         return self.policy_loss
 
-    def reads(self, rollout: Rollout) -> dict[str, Read]:
+    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Return the reference's log-probs, if there is a KL penalty, and those of the policy as it is."""
-        reads = {"reference": read_sampled(REFERENCE, rollout)} if self.policy_loss.kl_coef else {}
-        return reads | ({OLD: read_sampled(POLICY, rollout)} if self.is_repeated else {})
+        passes = {"reference": build_sampled_pass(REFERENCE, rollout)} if self.policy_loss.kl_coef else {}
+        return passes | ({OLD: build_sampled_pass(POLICY, rollout)} if self.is_repeated else {})
 
-    def read(self, rollout: Rollout) -> Read:
+    def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the sampled tokens."""
-        return read_sampled(POLICY, rollout)
+        return build_sampled_pass(POLICY, rollout)
 
     def advantages(self, inputs: LossInputs) -> Tensor:
         """Return the advantages of n rows, (n,), or those of their tokens, (n, T)."""
@@ -225,9 +225,9 @@ class AnswerTerm(LossTerm):
         self.student = student
         self.weight = weight
 
-    def read(self, rollout: Rollout) -> Read:
+    def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the solution after the thought."""
-        return read_solution(self.student, rollout.views[self.student.number], self.score.temperature)
+        return build_solution_pass(self.student, rollout.views[self.student.number], self.score.temperature)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return minus the weighted scores."""
@@ -243,12 +243,12 @@ class AnswerTerm(LossTerm):
         return LossOutput(loss, {"policy/answer_loss": loss.detach()})
 
 
-def read_sampled(model: str, rollout: Rollout) -> Read:
+def build_sampled_pass(model: str, rollout: Rollout) -> ScoringPass:
     """Return prompt and completion; every sampled token is scored, the end tag included."""
     problem, tokens = rollout.problem, rollout.completion.token_ids
     prompt = problem.teacher_prompt
     scored = len(prompt), len(prompt) + len(tokens)
-    return Read(model, prompt, tokens, scored, problem.row, what=f"{model} log-prob")
+    return ScoringPass(model, prompt, tokens, scored, problem.row, what=f"{model} log-prob")
 
 
 def compare_with_engine(

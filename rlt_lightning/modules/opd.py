@@ -3,7 +3,7 @@
     training_step
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
       ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
-      ├ reader.updates      the shard's micro-batches; for each:
+      ├ runner.updates      the shard's micro-batches; for each:
       │   ├ forward         the teacher's states before each judged token, without gradient, and those of
       │   │                 the student; the divergence of both distributions there, or both log-probs
       │   └ compute_loss    `Distillation`: their sum → manual_backward, the last one sums gradients*
@@ -32,17 +32,17 @@ from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine, compute_loss
-from rlt_lightning.modules.reader import forward
+from rlt_lightning.modules.passes import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import from_padded
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
-# The student itself as the teacher, in reads.
+# The student itself as the teacher, in scoring passes.
 TEACHER = "teacher"
 
 
@@ -161,7 +161,7 @@ class OPDModule(OnPolicyModule):
         step.divide(range(len(step)))
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.reader.updates(step, step.shard, [self.term], self, stats):
+            for micro in self.runner.updates(step, step.shard, [self.term], self, stats):
                 computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
                 output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
                 self.manual_backward(micro.scale * output.loss)
@@ -220,7 +220,7 @@ class OPDModule(OnPolicyModule):
         self.require_fresh(rollouts.policy_version)
         step, term = StepBatch.of_rollouts(rollouts), self.term
         with self.phase("score"):
-            self.reader.read(step, step.shard, lambda rollout: {"judged": term.read(rollout)})
+            self.runner.run(step, step.shard, lambda rollout: {"judged": term.scoring_pass(rollout)})
             divergence, num_judged = term.measure(step)
         lengths = rollout_metrics(rollouts)
         figures = {
@@ -237,7 +237,7 @@ class Distillation(LossTerm):
     """The divergence of the student from a teacher that sees the solution, over judged tokens.
 
     Args:
-        teacher: The teacher's name in reads.
+        teacher: The teacher's name in scoring passes.
         temperature: Divides the logits of both; None: that of sampling.
         exchanged: The first tokens of the two models' closing tags, which change places.
         divergence: Which divergence; None: the log-probs of both.
@@ -255,7 +255,7 @@ class Distillation(LossTerm):
         self.exchanged = exchanged
         self.divergence = divergence
 
-    def read(self, rollout: Rollout) -> Read:
+    def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the answer up to the last judged token, compared with what the teacher reads.
 
         Of an answer that the teacher cannot judge: its first token, and the teacher's context.
@@ -265,7 +265,7 @@ class Distillation(LossTerm):
         shown = (rollout.views[0].token_ids if rollout.views else []) or context[-1:]
         judged = len(context), len(context) + (len(shown) if num else 0)
         row, what = rollout.problem.row, "divergence of student and teacher"
-        return Read(
+        return ScoringPass(
             POLICY,
             prompt,
             rollout.completion.token_ids[: max(1, start + num)],
@@ -274,7 +274,7 @@ class Distillation(LossTerm):
             temperature=self.temperature,
             what=what,
             sampled=(start, start + num),
-            against=Read(self.teacher, context, shown, judged, row, self.temperature, what),
+            compared_with=ScoringPass(self.teacher, context, shown, judged, row, self.temperature, what),
             divergence=self.divergence,
             exchanged=self.exchanged,
         )
@@ -294,7 +294,7 @@ class Distillation(LossTerm):
     ) -> LossOutput:
         """Return the output of a micro-batch with these divergences, (M,)."""
         metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / count_scored(inputs)}
-        lengths = [read.num_scored for read in inputs.micro.reads]
+        lengths = [scoring.num_scored for scoring in inputs.micro.passes]
         divergences = torch.stack([part.sum() for part in values.split(lengths)]).float()
         judged = upload(lengths, values.device, torch.float32)
         return LossOutput(loss, metrics, mismatch, {"divergence": divergences, "judged": judged})
@@ -341,7 +341,7 @@ class SampledDistillation(Distillation):
         assert computed.others is not None
         assert computed.entropy is not None
         advantages = sampled_advantages(computed.values, computed.others, spans)
-        lengths, log_probs = [read.num_scored for read in inputs.micro.reads], inputs.log_probs
+        lengths, log_probs = [scoring.num_scored for scoring in inputs.micro.passes], inputs.log_probs
         old, weights, mismatch = compare_with_engine(inputs, self.importance)
         log_ratio = log_probs - old
         ratio = from_padded(log_ratio, lengths).exp()  # (M,)
@@ -353,7 +353,7 @@ class SampledDistillation(Distillation):
 
     def measure(self, step: StepBatch) -> tuple[float, int]:
         """See `Distillation.measure`."""
-        ours, theirs = (torch.cat(list(step.tokens[n].values())) for n in ("judged", "judged/against"))
+        ours, theirs = (torch.cat(list(step.tokens[n].values())) for n in ("judged", "judged/other"))
         spans = self.list_spans(step.rollouts(step.tokens["judged"]))
         values = -per_token(sampled_advantages(ours, theirs, spans), spans)
         return float(values.sum()), len(values)

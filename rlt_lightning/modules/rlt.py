@@ -8,14 +8,14 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ collect               for each chunk of completions, alike on every rank:
       │   ├ sampler.stream*   what has come from the engine
       │   ├ step.divide       over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
-      │   ├ reader.read       models read the shard, as reward and loss declare (modules/reader.py)
+      │   ├ runner.run        models read the shard, as reward and loss declare (modules/passes.py)
       │   ├ reward.measure    tokens and texts → numbers of each row (rewards/)
       │   ├ step.share*       once all are there: all ranks get all numbers
       │   └ reward.score      whole groups → rewards (N,), alike on every rank
       ├ request_others        dynamic sampling: again, for groups of equal rewards, or nearly equal ones
       ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
       ├ advantages            compare within each group → (N,)
-      ├ reader.updates        an update's micro-batches of each loss term, equally many on all ranks:
+      ├ runner.updates        an update's micro-batches of each loss term, equally many on all ranks:
       │   ├ forward           log-probs with gradient, (M,)
       │   ├ compute_loss      LossInputs → micro.term → LossOutput (modules/losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
@@ -53,12 +53,12 @@ from rlt_lightning.modules.losses import (
     LossInputs,
     LossTerm,
     PolicyGradient,
+    build_sampled_pass,
     compute_loss,
     pad_engine_log_probs,
-    read_sampled,
 )
+from rlt_lightning.modules.passes import PassRunner, forward, score_groups, score_rollouts
 from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.modules.reader import Reader, forward, score_groups, score_rollouts
 from rlt_lightning.modules.rollout_rows import predicted_rows
 from rlt_lightning.modules.step_metrics import held_out_metrics, require_agreement, reward_metrics
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
@@ -70,7 +70,7 @@ from rlt_lightning.rewards.explanations import require_scorable, require_student
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.students import StudentNames, Students
 from rlt_lightning.rollouts.sampler import RolloutRequest
-from rlt_lightning.rollouts.step import POLICY, REFERENCE, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
@@ -255,14 +255,14 @@ class RLTModule(OnPolicyModule):
         if self.divides_again:
             with self.phase("score") as stats:
                 updates = step.split(self.updates_per_rollout, self.build_shards)
-                self.reader.read(step, step.shard, self.list_loss_reads, stats)
+                self.runner.run(step, step.shard, self.list_loss_passes, stats)
         with self.phase("train") as stats:
             step.advantages = self.advantages(step.rewards, self.group_size)  # (N,), alike on every rank
             step.check_made(step.advantages, "advantage", self.advantages, range(len(step)))
             metrics = []
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
                 self.optimizers().zero_grad()  # type: ignore[union-attr]
-                for micro in self.reader.updates(step, rows, self.loss_terms, self, stats):
+                for micro in self.runner.updates(step, rows, self.loss_terms, self, stats):
                     computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
                     output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
                     self.manual_backward(micro.scale * output.loss)
@@ -314,8 +314,8 @@ class RLTModule(OnPolicyModule):
         chunk: `raise_together` comes behind the last one.
         """
         rows = part or dummy
-        declare = self.list_reward_reads if self.divides_again else self.list_reads
-        self.reader.read(step, rows, declare, stats)
+        declare = self.list_reward_passes if self.divides_again else self.list_passes
+        self.runner.run(step, rows, declare, stats)
         try:
             with torch.no_grad():
                 numbers = self.reward.measure(step, rows, self.students)
@@ -324,17 +324,21 @@ class RLTModule(OnPolicyModule):
             return
         step.put_numbers(part, numbers if part else {name: values[:0] for name, values in numbers.items()})
 
-    def list_reward_reads(self, rollout: Rollout) -> dict[str, Read]:
-        """Return what models read of a completion for the reward."""
-        return self.reward.reads(rollout, self.students)
+    def list_reward_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return the scoring passes of a completion for the reward."""
+        return self.reward.scoring_passes(rollout, self.students)
 
-    def list_loss_reads(self, rollout: Rollout) -> dict[str, Read]:
-        """Return what models read of a completion for the loss, without gradient: the reference."""
-        return {name: read for term in self.loss_terms for name, read in term.reads(rollout).items()}
+    def list_loss_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return the scoring passes of a completion for the loss, without gradient: the reference's."""
+        return {
+            name: scoring
+            for term in self.loss_terms
+            for name, scoring in term.scoring_passes(rollout).items()
+        }
 
-    def list_reads(self, rollout: Rollout) -> dict[str, Read]:
-        """Return what models read of a completion before the update."""
-        return self.list_reward_reads(rollout) | self.list_loss_reads(rollout)
+    def list_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return the scoring passes of a completion before the update."""
+        return self.list_reward_passes(rollout) | self.list_loss_passes(rollout)
 
     def log_iteration(self, batch: PromptBatch, step: StepBatch, metrics: dict[str, Any]) -> None:
         """Log a step's metrics, and give callbacks the step."""
@@ -350,9 +354,9 @@ class RLTModule(OnPolicyModule):
         self.log_step(metrics, len(rollouts.rollouts))
 
     @property
-    def reader(self) -> Reader:
-        """See `PolicyModule.reader`."""
-        return replace(super().reader, recompute=self.teacher_log_probs == "recompute")
+    def runner(self) -> PassRunner:
+        """See `PolicyModule.runner`."""
+        return replace(super().runner, recompute=self.teacher_log_probs == "recompute")
 
     def list_models(self) -> dict[str, Model]:
         """Add the students and the reference."""
@@ -373,12 +377,12 @@ class RLTModule(OnPolicyModule):
             recompute: Take the policy's log-probs from the trainer, not from the engine; the column "sampled"
                 then has those of all tokens.
         """
-        declare = self.list_held_out_reads if recompute else self.list_reward_reads
-        return score_rollouts(self.reader, self.reward, self.students, rollouts, declare, recompute or None)
+        declare = self.list_held_out_passes if recompute else self.list_reward_passes
+        return score_rollouts(self.runner, self.reward, self.students, rollouts, declare, recompute or None)
 
-    def list_held_out_reads(self, rollout: Rollout) -> dict[str, Read]:
-        """Return what models read of a held-out completion."""
-        return {"sampled": read_sampled(POLICY, rollout)} | self.list_reward_reads(rollout)
+    def list_held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return the scoring passes of a held-out completion."""
+        return {"sampled": build_sampled_pass(POLICY, rollout)} | self.list_reward_passes(rollout)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
@@ -417,8 +421,8 @@ class RLTModule(OnPolicyModule):
         if placement is Placement.SHARED_WEIGHTS or self.reward.find_kl(rollouts.temperature) is None:
             return
         step = StepBatch.of_rollouts(replace(rollouts, rollouts=rollouts.rollouts[:1]))
-        self.reader.read(
-            step, [0], lambda rollout: {"sampled": read_sampled(POLICY, rollout)}, recompute=True
+        self.runner.run(
+            step, [0], lambda rollout: {"sampled": build_sampled_pass(POLICY, rollout)}, recompute=True
         )
         require_agreement(self.compare_sampled(step), self.mismatch_limit, self.global_step)
 

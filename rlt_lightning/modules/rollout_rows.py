@@ -11,7 +11,7 @@ from typing import Any
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, keep_columns
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
-from rlt_lightning.rewards.base import ReadTokens
+from rlt_lightning.rewards.base import CountedTokens
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
@@ -109,7 +109,7 @@ def read_reference(problem: Problem) -> Row:
     return reference
 
 
-def build_token_columns(tokens: Sequence[ReadTokens], students: Students) -> Row:
+def build_token_columns(tokens: Sequence[CountedTokens], students: Students) -> Row:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
@@ -121,13 +121,13 @@ def build_token_columns(tokens: Sequence[ReadTokens], students: Students) -> Row
         student; those of further students as NAME/LABEL. Values are rounded to 1e-6.
     """
     columns: Row = {}
-    for student, read_tokens in zip(students, tokens, strict=True):
+    for student, counted in zip(students, tokens, strict=True):
         label = f"/{student.label}" if student.number else ""
         columns |= {
-            f"thought_tokens{label}": decode_each(student.format.tokenizer, read_tokens.thought),
-            f"thought_kl{label}": [round(value, 6) for value in read_tokens.kl],
-            f"solution_tokens{label}": decode_each(student.format.student_tokenizer, read_tokens.solution),
-            f"solution_log_probs{label}": [round(value, 6) for value in read_tokens.solution_log_probs],
+            f"thought_tokens{label}": decode_each(student.format.tokenizer, counted.thought),
+            f"thought_kl{label}": [round(value, 6) for value in counted.kl],
+            f"solution_tokens{label}": decode_each(student.format.student_tokenizer, counted.solution),
+            f"solution_log_probs{label}": [round(value, 6) for value in counted.solution_log_probs],
         }
     return columns
 

@@ -14,9 +14,9 @@ from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.reader import forward
+from rlt_lightning.modules.passes import forward
 from rlt_lightning.numerics.packing import Layout
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
 
@@ -69,7 +69,7 @@ class SFTModule(PolicyModule):
         step, examples = StepBatch.of_examples(batch.examples), batch.examples
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.reader.updates(step, step.shard, [CompletionLoss()], self, stats):
+            for micro in self.runner.updates(step, step.shard, [CompletionLoss()], self, stats):
                 computed = forward(self.run, micro, self.head)  # with gradient
                 output = micro.term(LossInputs.of(step, micro, computed, 0))
                 self.manual_backward(micro.scale * output.loss)
@@ -85,7 +85,9 @@ class SFTModule(PolicyModule):
         """Keep the mean loss per completion token of held-out rows."""
         step = StepBatch.of_examples(batch.examples)
         with self.phase("score"):
-            self.reader.read(step, step.shard, lambda example: {"completion": CompletionLoss().read(example)})
+            self.runner.run(
+                step, step.shard, lambda example: {"completion": CompletionLoss().scoring_pass(example)}
+            )
         log_probs = torch.cat(list(step.tokens["completion"].values()))
         self.held_out.add({"policy/val_loss": -log_probs.mean()}, len(log_probs), {})
 
@@ -93,10 +95,10 @@ class SFTModule(PolicyModule):
 class CompletionLoss(LossTerm):
     """Minus the log-probs of the tokens that count, divided by their number in the whole step."""
 
-    def read(self, rollout: Any) -> Read:
+    def scoring_pass(self, rollout: Any) -> ScoringPass:
         """Return an example's tokens, of which the completion's are scored."""
         example: SFTExample = rollout
-        return Read(POLICY, [], example.token_ids, temperature=1.0, mask=example.loss_mask)
+        return ScoringPass(POLICY, [], example.token_ids, temperature=1.0, mask=example.loss_mask)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss."""

@@ -1,8 +1,8 @@
 """The interface of rewards: declare what models compute of a completion, measure it, score whole groups.
 
-    reads     a completion ─▶ what each model is to compute of it                        (any rank)
-    measure   tokens and texts of some rows ─▶ a table: numbers of each row  (the rank that has the tokens)
-    score     the table of all rows, group after group ─▶ with rewards               (alike on every rank)
+    scoring_passes  a completion ─▶ what each model is to compute of it                  (any rank)
+    measure         tokens and texts of some rows ─▶ a table of these rows   (the rank that has the tokens)
+    score           the table of all rows, group after group ─▶ with rewards         (alike on every rank)
 
 The names of a table's columns say what they are for (rollouts/step.py). Measuring and scoring are two steps
 because tokens stay on the rank that computed them: ranks share only numbers, and a judge is asked once. A
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlt_lightning.numerics.students import combine_tables
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import Read, StepBatch, columns_of
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of
 from rlt_lightning.types import Problem, Rollout
 
 
@@ -60,7 +60,7 @@ class AnswerScore(Protocol):
         """
 
 
-class ReadTokens(NamedTuple):
+class CountedTokens(NamedTuple):
     """The tokens of one completion that a reward by one student counts, with their raw values.
 
     Attributes:
@@ -90,8 +90,8 @@ class Reward(ABC):
     # Whether it tells which answers are right, in the columns of CorrectnessReward.
     judges_answers: ClassVar[bool] = False
 
-    def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
-        """Return what models are to compute of a completion, by the name of the token column."""
+    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
+        """Return the scoring passes of a completion, by the name of the token column."""
         return {}
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Reward(ABC):
         """Return the score of the answer term, if it has one: the gradient of `score_answers`."""
         return None
 
-    def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[ReadTokens]:
+    def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[CountedTokens]:
         """Return the tokens of a measured row with their values, by each student."""
         return []
 

@@ -15,7 +15,7 @@ from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.numerics.spans import span_kl
 from rlt_lightning.rewards.base import KLOptions, Reward
 from rlt_lightning.rewards.students import Student, Students
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
 
 announce_once = cache(announce)
@@ -30,32 +30,32 @@ class Explanation(NamedTuple):
         solution: The solution's tokens, first and end.
     """
 
-    read: Read
+    scoring: ScoringPass
     think: tuple[int, int]
     solution: tuple[int, int]
 
 
-def read_explanation(student: Student, view: ModelView, num_given: int = 0) -> Explanation:
+def build_explanation_pass(student: Student, view: ModelView, num_given: int = 0) -> Explanation:
     """Return a completion in the student's context; `num_given` tokens before it count as its own."""
     problem = view.problem
     prefix = problem.student_prefix + problem.think_prefix
     rest = view.token_ids + problem.student_suffix + problem.solution_ids
     first, length = len(prefix), len(prefix) + len(rest)
-    read = Read(student.model, prefix, rest, family=problem.row, retokenized=view.spans is not None)
+    scoring = ScoringPass(student.model, prefix, rest, family=problem.row, retokenized=view.spans is not None)
     think = first - num_given, first + view.num_own
-    return Explanation(read, think, (length - len(problem.solution_ids), length))
+    return Explanation(scoring, think, (length - len(problem.solution_ids), length))
 
 
-def read_solution(student: Student, view: ModelView, temperature: float | None) -> Read:
+def build_solution_pass(student: Student, view: ModelView, temperature: float | None) -> ScoringPass:
     """Return the solution's tokens after a completion, as a student reads them."""
-    explanation = read_explanation(student, view)
+    explanation = build_explanation_pass(student, view)
     what = "student log-prob of the solution"
-    return replace(explanation.read, scored=explanation.solution, temperature=temperature, what=what)
+    return replace(explanation.scoring, scored=explanation.solution, temperature=temperature, what=what)
 
 
-def read_empty_solution(
+def build_empty_solution_pass(
     student: Student, problem: Problem, temperature: float | None, text: str = ""
-) -> Read:
+) -> ScoringPass:
     """Return the solution's tokens after an explanation that says nothing: once for a problem's completions.
 
     Args:
@@ -68,25 +68,25 @@ def read_empty_solution(
     if latest is None or latest[0] is not problem:  # completions of a problem come together
         view = build_empty_view(problem, student.format, text)
         latest = student.latest_empty[student.number] = problem, view
-    read = read_solution(student, latest[1], temperature)
-    return replace(read, once=("empty", student.number, problem.row))
+    scoring = build_solution_pass(student, latest[1], temperature)
+    return replace(scoring, once=("empty", student.number, problem.row))
 
 
-def read_kl(
+def build_kl_passes(
     student: Student,
     view: ModelView,
     options: KLOptions,
     student_temperature: float | None,
     teacher_temperature: float | None,
-) -> dict[str, Read]:
-    """Return the reads of r_KL: both models' log-probs of the explanation, or the divergence there."""
+) -> dict[str, ScoringPass]:
+    """Return the passes of r_KL: both models' log-probs of the explanation, or the divergence there."""
     given = count_given(view, options)
-    whole, think, _ = read_explanation(student, view, given)
+    whole, think, _ = build_explanation_pass(student, view, given)
     what = "student log-prob of the explanation"
     explanation = replace(whole, scored=think, temperature=student_temperature, what=what)
     prompt, end = view.problem.teacher_prompt, view.start + view.num_tokens
     first = len(prompt) + view.start
-    teacher = Read(
+    teacher = ScoringPass(
         POLICY,
         prompt,
         view.completion.token_ids[:end],
@@ -98,14 +98,14 @@ def read_kl(
     )
     if options.kl_estimator == "exact":
         teacher = replace(teacher, scored=(first - given, len(prompt) + end), sampled=None)
-        return {student.name("kl"): replace(explanation, against=teacher, what="KL of the explanation")}
-    reads = {student.name("think"): explanation, student.name("teacher"): teacher}
+        return {student.name("kl"): replace(explanation, compared_with=teacher, what="KL of the explanation")}
+    passes = {student.name("think"): explanation, student.name("teacher"): teacher}
     if given:  # the separator at the end of the prompt, which no engine has sampled
         scored, once = (len(prompt) - given, len(prompt)), ("given", view.problem.row, given)
-        reads[student.name("given")] = Read(
+        passes[student.name("given")] = ScoringPass(
             POLICY, [], prompt, scored, view.problem.row, teacher_temperature, teacher.what, once
         )
-    return reads
+    return passes
 
 
 def estimate_kl(step: StepBatch, row: int, student: Student, options: KLOptions) -> Tensor:

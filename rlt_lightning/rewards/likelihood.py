@@ -35,15 +35,15 @@ from rlt_lightning.numerics.rewards import (
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import StudentReward, build_table
 from rlt_lightning.rewards.explanations import (
+    build_empty_solution_pass,
+    build_kl_passes,
+    build_solution_pass,
     estimate_kl,
     list_views,
-    read_empty_solution,
-    read_kl,
-    read_solution,
 )
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.students import Student, Students
-from rlt_lightning.rollouts.step import Read, StepBatch, columns_of, pad_rows
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of, pad_rows
 from rlt_lightning.types import Rollout
 
 
@@ -113,17 +113,21 @@ class LikelihoodReward(StudentReward, ABC):
         columns = ("reward", "solution_reward", "format_reward")
         return (*columns, "kl_reward") if self.kl_weight else columns
 
-    def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
+    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
         """Return the solution after the thought as each scorer reads it and, with a KL term, the thought."""
-        reads: dict[str, Read] = {}
+        passes: dict[str, ScoringPass] = {}
         for student, view in list_views(rollout, students):
-            reads[student.name("solution")] = read_solution(student, view, self.temperature)
+            passes[student.name("solution")] = build_solution_pass(student, view, self.temperature)
             if self.kl_weight:
-                reads |= read_kl(student, view, self.kl_settings(1.0), self.temperature, self.temperature)
+                passes |= build_kl_passes(
+                    student, view, self.kl_settings(1.0), self.temperature, self.temperature
+                )
         if self.baseline == "empty":
             for student, view in list_views(rollout, students):
-                reads[student.name("empty")] = read_empty_solution(student, view.problem, self.temperature)
-        return reads
+                passes[student.name("empty")] = build_empty_solution_pass(
+                    student, view.problem, self.temperature
+                )
+        return passes
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
         """Return the terms by each scorer and, where thoughts are compared, the figures for `score`."""

@@ -30,17 +30,17 @@ from rlt_lightning.numerics.rewards import (
     with_zero_for_empty_rows,
 )
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rewards.base import ReadTokens, StudentReward, build_table
+from rlt_lightning.rewards.base import CountedTokens, StudentReward, build_table
 from rlt_lightning.rewards.explanations import (
+    build_empty_solution_pass,
+    build_kl_passes,
+    build_solution_pass,
     estimate_kl,
     list_think_tokens,
     list_views,
-    read_empty_solution,
-    read_kl,
-    read_solution,
 )
 from rlt_lightning.rewards.students import Student, Students
-from rlt_lightning.rollouts.step import Read, StepBatch, pad_rows
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, pad_rows
 from rlt_lightning.types import InputError, Rollout
 
 TERMS = ("solution", "kl", "format")
@@ -126,18 +126,18 @@ class RLTReward(StudentReward):
                     "Choose another."
                 )
 
-    def reads(self, rollout: Rollout, students: Students) -> dict[str, Read]:
+    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
         """Return the solution and the explanation as each student reads them, and as the teacher does."""
-        reads: dict[str, Read] = {}
+        passes: dict[str, ScoringPass] = {}
         for student, view in list_views(rollout, students):
-            reads[student.name("solution")] = read_solution(student, view, self.student_temperature)
-            reads |= read_kl(student, view, self, self.student_temperature, self.teacher_temperature)
+            passes[student.name("solution")] = build_solution_pass(student, view, self.student_temperature)
+            passes |= build_kl_passes(student, view, self, self.student_temperature, self.teacher_temperature)
         if self.baseline != "none":
             text = "" if self.baseline == "empty" else self.baseline
             for student, view in list_views(rollout, students):
-                read = read_empty_solution(student, view.problem, self.student_temperature, text)
-                reads[student.name("empty")] = read
-        return reads
+                scoring = build_empty_solution_pass(student, view.problem, self.student_temperature, text)
+                passes[student.name("empty")] = scoring
+        return passes
 
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
         """Return the reward with its terms by each student."""
@@ -157,10 +157,10 @@ class RLTReward(StudentReward):
             table |= student.name_columns(own)
         return table
 
-    def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[ReadTokens]:
+    def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[CountedTokens]:
         """See `Reward.list_tokens`."""
         return [
-            ReadTokens(
+            CountedTokens(
                 list_think_tokens(view, self.score_given),
                 step.tokens[student.name("kl")][row].tolist(),
                 view.problem.solution_ids,
@@ -195,7 +195,7 @@ class RLTReward(StudentReward):
 
         `step.pad(student.name("solution"), rows)` is the student's log-probs of the solution and their mask,
         (n, S); of the explanation, "think" and "teacher" are the log-probs, unless the KL is exact, and "kl"
-        is the KL. A subclass may declare further columns in `reads`.
+        is the KL. A subclass may declare further columns in `scoring_passes`.
 
         Args:
             step: The step, with the token columns of these rows.

@@ -27,7 +27,7 @@ class Student:
     """One model that reads completions.
 
     Attributes:
-        model: Its name in reads.
+        model: Its name in scoring passes.
         number: Its view of a rollout, from 0.
         format: The contexts in which it reads.
         label: A short name of it for metrics and columns; empty if it is the only one.

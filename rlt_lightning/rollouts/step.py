@@ -1,6 +1,6 @@
 """`StepBatch`: a step's completions and their values; nothing else carries a step.
 
-Read         what a model is to compute of one completion: rewards and losses declare it (rewards/base.py)
+ScoringPass  what a model is to compute of one completion: rewards and losses declare it (rewards/base.py)
 tokens       what the models computed, (T,) per row: on the rank that ran them, which has these rows as shard
 table        what a reward made of these tokens and of texts: a number per row, (N,), shared by all ranks.
              A column's name says what it is for:
@@ -53,16 +53,16 @@ COLUMN_NAME = re.compile(rf"(of/\w+/)?(reward|({'|'.join(KINDS)})/.+)")
 
 
 @dataclass(frozen=True)
-class Read:
+class ScoringPass:
     """What a model is to compute of one completion: log-probs of some tokens, or a divergence there.
 
     Example:
-        `Read("policy", prompt, completion, (len(prompt), len(prompt) + 3))` asks for the log-probs of the
-        first three tokens of a completion.
+        `ScoringPass("policy", prompt, completion, (len(prompt), len(prompt) + 3))` asks for the
+        log-probs of the first three tokens of a completion.
 
     Attributes:
         model: "policy", "reference" or the name of a frozen model.
-        prefix: Tokens with which all reads of this `family` begin.
+        prefix: Tokens with which all passes of this `family` begin.
         rest: The tokens after them.
         scored: Positions in prefix + rest whose tokens are scored, first and end.
         family: Names the prefix, such as the problem's row.
@@ -71,11 +71,11 @@ class Read:
         once: Rows with the same one share the value, such as that of an empty explanation.
         sampled: The scored tokens are these of the completion, first and end: where the engine reported their
             log-probs at this temperature, no model is asked.
-        against: Another model's read of as many tokens: not log-probs are wanted, but the divergence between
-            both models before each of them.
-        divergence: Which, where `against` is set; its student is `model`. None: the log-probs of both, of the
-            tokens that `model` scores.
-        exchanged: Two words that change places in the `against` model's distribution.
+        compared_with: Another model's pass over as many tokens: the values are then not log-probs, but
+            the divergence between both models before each of them.
+        divergence: Which, where `compared_with` is set; its student is `model`. None: the log-probs of
+            both, of the tokens that `model` scores.
+        exchanged: Two words that change places in the `compared_with` model's distribution.
         mask: The scored tokens in place of `scored`, where they are no range.
         retokenized: Whether the model has other tokens than the policy: no earlier check knows their number.
     """
@@ -89,7 +89,7 @@ class Read:
     what: str = "log-prob"
     once: Hashable = None
     sampled: tuple[int, int] | None = None
-    against: Read | None = None
+    compared_with: ScoringPass | None = None
     divergence: Divergence | None = Divergence("forward")
     exchanged: tuple[int, int] | None = None
     mask: list[bool] | None = None
@@ -172,7 +172,7 @@ class StepBatch:
         tokens: By name a value per scored token, (T,), by row; of measured rows.
         texts: By name what a reward found in a text, by row; of measured rows.
         table: By name one number per row, (N,); once it is shared alike on every rank. See above.
-        known: Values that several rows share, by `Read.once`; they hold for the whole step.
+        known: Values that several rows share, by `ScoringPass.once`; they hold for the whole step.
         scored: Whether the table has the rewards of whole groups.
         counts: The cost of dynamic sampling.
         replaced: The sources of the completions that dynamic sampling replaced.
@@ -410,8 +410,8 @@ class StepBatch:
             values: The policy's values, (M,); checked before the optimizer steps.
             output: The LossOutput.
         """
-        counts = [read.num_scored for read in micro.reads]
-        self.checks.add(values, counts, micro.reads[0].what, [self.row_number(row) for row in micro.rows])
+        counts = [scoring.num_scored for scoring in micro.passes]
+        self.checks.add(values, counts, micro.passes[0].what, [self.row_number(row) for row in micro.rows])
         self.check_made(output.loss.expand(len(micro.rows)), "loss", micro.term.maker, micro.rows)
         for name, value in output.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value

@@ -104,11 +104,11 @@ class FailingReward(RLTReward):
 class FailingReads(RLTReward):
     """Fails on rank 1, which declares what is read of its shard."""
 
-    def reads(self, *arguments: Any) -> Any:
+    def scoring_passes(self, *arguments: Any) -> Any:
         if torch.distributed.get_rank() == 1:
             say_made()
             raise KeyError("made in reads on rank 1")
-        return super().reads(*arguments)
+        return super().scoring_passes(*arguments)
 
 
 class FailingLoss(GRPOLoss):
@@ -127,7 +127,7 @@ class FailingTerm(RLTModule):
     @property
     def losses(self) -> list[LossTerm]:
         class Term(PolicyGradient):
-            def read(self, rollout: Any) -> Any:
+            def scoring_pass(self, rollout: Any) -> Any:
                 if torch.distributed.get_rank() == 1:
                     say_made()
                     raise KeyError("made in the term's read on rank 1")

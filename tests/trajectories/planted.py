@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.modules import losses as loss_terms
-from rlt_lightning.modules.reader import Reader
+from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.numerics import TruncatedImportanceSampling, advantages, losses, students
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards import rlt as rlt_reward
@@ -24,14 +24,14 @@ Patch = pytest.MonkeyPatch
 
 def scale_by_micro_batches(patch: Patch) -> None:
     """Divide each gradient by the number of micro-batches, as a loss that is a mean would need it."""
-    right = Reader.updates
+    right = PassRunner.updates
 
     def updates(self: Any, *arguments: Any) -> Any:
         micro_batches = list(right(self, *arguments))
         for micro in micro_batches:
             yield micro._replace(scale=micro.scale / len(micro_batches))
 
-    patch.setattr(Reader, "updates", updates)
+    patch.setattr(PassRunner, "updates", updates)
 
 
 def turn_kl(patch: Patch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.reader import Reader, score_rollouts
+from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.students import Students
@@ -34,7 +34,7 @@ def score(score_given: bool, teacher_runs: list[int]) -> Any:
     completion = Completion([7, 8, 4], [TEACHER[7], TEACHER[8], -0.3], "stop")
     view = ModelView(problem, completion, [7, 8], num_tokens=2, num_own=2)
     rollout = Rollout(problem, completion, text="So.", closed=True, views=(view,))
-    reader = Reader(
+    runner = PassRunner(
         {"fake": Model(student), POLICY: Model(teacher)},
         lambda lengths, all_ranks: [(row, 1.0) for row in micro_batches(lengths, max_tokens=100)],
         torch.device("cpu"),
@@ -42,7 +42,7 @@ def score(score_given: bool, teacher_runs: list[int]) -> Any:
     chat_format: Any = None  # without a baseline it writes nothing
     students = Students.of("fake", None).with_formats([chat_format])
     reward = RLTReward(score_given=score_given)
-    step = score_rollouts(reader, reward, students, Rollouts([rollout], 1, 0, 0.7))
+    step = score_rollouts(runner, reward, students, Rollouts([rollout], 1, 0, 0.7))
     [tokens] = reward.list_tokens(step, 0, students)
     return tokens, step.rewards.item()
 

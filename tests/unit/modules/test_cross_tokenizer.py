@@ -34,11 +34,11 @@ from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.reader import Reader, score_rollouts
+from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.spans import Span
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.rewards.explanations import read_explanation
+from rlt_lightning.rewards.explanations import build_explanation_pass
 from rlt_lightning.rewards.students import Student, Students
 from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
@@ -162,8 +162,8 @@ def score(teacher: Any, student: Any, rows: list[Rollout], chat: Any, **options:
 
     reward, students = RLTReward(**options), Students.of("student", None).with_formats([chat])
     models = {"student": Model(ModelEntry(student)), POLICY: Model(ModelEntry(teacher))}
-    reader = Reader(models, plan, torch.device("cpu"))
-    return score_rollouts(reader, reward, students, Rollouts(rows, 1, 0, 0.7))
+    runner = PassRunner(models, plan, torch.device("cpu"))
+    return score_rollouts(runner, reward, students, Rollouts(rows, 1, 0, 0.7))
 
 
 # What the student reads
@@ -200,7 +200,7 @@ def test_contexts_are_in_the_students_own_tokens(chat: CrossTokenizerFormat) -> 
     problem = chat.build_problem(1, "What is 3 + 4?", chat.tags.wrap("7"), "Be brief.")
     completion = chat.completion_from_trace(problem, "Add 3 and 4, 数学.")
     rollout = chat.build_rollout(problem, completion)
-    read, think, solution = read_explanation(Student("student", 0, chat), rollout.views[0])
+    read, think, solution = build_explanation_pass(Student("student", 0, chat), rollout.views[0])
     tags = chat.tags
     turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
     prompt = chat.student.render_student_chat("What is 3 + 4?", "Be brief.")

@@ -26,7 +26,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import DrGRPOLoss, GRPOLoss, LeaveOneOutAdvantages
 from rlt_lightning.rewards import LogProbReward, NOVERReward, RLPRReward, SolutionScores, VeriFreeReward
-from rlt_lightning.rewards.explanations import read_solution
+from rlt_lightning.rewards.explanations import build_solution_pass
 from rlt_lightning.rewards.students import Student, Students
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.tags import TagStyle
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_stages_4_and_5(tags: Any, smollm2: str, tmp_path: P
     completion = chat.completion_from_trace(problem, thought)
     rollout = stage.build_rollout(problem, completion)
     assert (rollout.text, rollout.closed) == (thought, True)
-    sequence = read_solution(Student("policy", 0, stage.format), rollout.views[0], None)
+    sequence = build_solution_pass(Student("policy", 0, stage.format), rollout.views[0], None)
     tokens = sequence.prefix + sequence.rest
     wrap = chat.student_tags.wrap
     system = problem.student_system_prompt
@@ -124,7 +124,7 @@ def test_a_cut_thought_is_followed_by_its_closing_tag(tmp_path: Path) -> None:
     ids = encode(stage.format.tokenizer, "4 times 3 is")
     rollout = stage.build_rollout(problem, Completion(ids, None, "length"))
     assert not rollout.closed
-    sequence = read_solution(Student("policy", 0, stage.format), rollout.views[0], None)
+    sequence = build_solution_pass(Student("policy", 0, stage.format), rollout.views[0], None)
     text = stage.format.tokenizer.decode(sequence.prefix + sequence.rest)
     assert "<think>\n4 times 3 is</think>\n\n<solution>\n" in text
 

@@ -11,7 +11,7 @@ from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.modules.opd import per_token
-from rlt_lightning.modules.reader import exchange_targets
+from rlt_lightning.modules.passes import exchange_targets
 from rlt_lightning.numerics.divergence import divergence, sampled_advantages
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.rewards.students import Students

@@ -1,15 +1,15 @@
 """Run the forwards that rewards and losses declare: merge, pack and run them, and unpack the values.
 
-A `Read` (rollouts/step.py) declares what a model is to compute of one completion.
+A `ScoringPass` (rollouts/step.py) declares what a model is to compute of one completion.
 
-    read      reads of each row ─▶ items: equal or nested sequences of a model run once ─▶ passes, in one
+    run       passes of each row ─▶ items: equal or nested sequences of a model run once ─▶ groups, in one
               order on all ranks ─▶ micro-batches, equally many on ranks that wait for each other ─▶ columns
-    updates   the policy's reads of each loss term ─▶ micro-batches, equally many on all ranks ─▶ `forward`,
+    updates   the policy's passes of each loss term ─▶ micro-batches, equally many on all ranks ─▶ `forward`,
               with gradient, in the module's training_step
 
-Two reads of a row become one item if the tokens of one begin with those of the other; reads of different rows
-only by `Read.once`. With sharded weights every forward waits for all ranks: all run the same passes, and a
-rank that has nothing to read in one runs two tokens as a dummy. Reading draws no random numbers.
+Two passes over a row become one item if the tokens of one begin with those of the other; passes over
+different rows only by `ScoringPass.once`. With sharded weights every forward waits for all ranks: all run the
+same groups, and a rank that has nothing in one runs two tokens as a dummy. Scoring draws no random numbers.
 """
 
 from __future__ import annotations
@@ -40,49 +40,49 @@ from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, requir
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import POLICY, Read, StepBatch, columns_of
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch, columns_of
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
-# Returns the reads of a completion, by the name of the token column.
-Declare = Callable[[Rollout], Mapping[str, Read]]
+# Returns the scoring passes of a completion, by the name of the token column.
+Declare = Callable[[Rollout], Mapping[str, ScoringPass]]
 
 
 class Target(NamedTuple):
-    """The place of a read's value."""
+    """The place of a pass's value."""
 
     name: str
     rows: list[int]
-    read: Read
+    scoring: ScoringPass
 
 
 @dataclass
 class Item:
-    """One sequence that goes through a model, for all reads whose tokens it holds."""
+    """One sequence that goes through a model, for all passes whose tokens it holds."""
 
-    read: Read  # the longest
+    scoring: ScoringPass  # the longest
     targets: list[Target]
-    against: Read | None = None
+    compared_with: ScoringPass | None = None
 
-    def add(self, name: str, row: int, read: Read) -> bool:
-        """Serve this read too, if its tokens begin this sequence's, or the other way round."""
-        if self.against is not None and read.against is not None:
+    def add(self, name: str, row: int, scoring: ScoringPass) -> bool:
+        """Serve this pass too, if its tokens begin this sequence's, or the other way round."""
+        if self.compared_with is not None and scoring.compared_with is not None:
             ours = self.compared
-            same = (ours.against, ours.divergence, ours.exchanged, ours.scored)
-            if same != (read.against, read.divergence, read.exchanged, read.scored):
+            same = (ours.compared_with, ours.divergence, ours.exchanged, ours.scored)
+            if same != (scoring.compared_with, scoring.divergence, scoring.exchanged, scoring.scored):
                 return False
-        if not begins_with(self.read, read):
-            if not begins_with(read, self.read):
+        if not begins_with(self.scoring, scoring):
+            if not begins_with(scoring, self.scoring):
                 return False
-            self.read = read
-        self.against = self.against or read.against
-        self.targets.append(Target(name, [row], read))
+            self.scoring = scoring
+        self.compared_with = self.compared_with or scoring.compared_with
+        self.targets.append(Target(name, [row], scoring))
         return True
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Return the scored ranges of all targets, sorted, overlaps joined."""
         joined: list[tuple[int, int]] = []
-        for first, end in sorted(target.read.scored for target in self.targets):
+        for first, end in sorted(target.scoring.scored for target in self.targets):
             if joined and first <= joined[-1][1]:
                 joined[-1] = joined[-1][0], max(end, joined[-1][1])
             else:
@@ -91,41 +91,41 @@ class Item:
 
     def build_sequence(self) -> ScoredSequence:
         """Return the tokens, of which those of all targets are scored."""
-        if self.read.mask is not None:
-            return self.read.build_sequence()
+        if self.scoring.mask is not None:
+            return self.scoring.build_sequence()
         mask: list[bool] = []
         for first, end in self.ranges:
             mask += [False] * (first - len(mask)) + [True] * (end - first)
-        mask += [False] * (len(self.read.prefix) + len(self.read.rest) - len(mask))
-        return ScoredSequence(self.read.prefix, self.read.rest, mask)
+        mask += [False] * (len(self.scoring.prefix) + len(self.scoring.rest) - len(mask))
+        return ScoredSequence(self.scoring.prefix, self.scoring.rest, mask)
 
-    def find_place(self, read: Read) -> slice:
+    def find_place(self, scoring: ScoringPass) -> slice:
         """Return where a target's tokens lie among the item's scored tokens."""
-        if self.read.mask is not None:
-            return slice(0, self.read.num_scored)
+        if self.scoring.mask is not None:
+            return slice(0, self.scoring.num_scored)
         before = 0
         for first, end in self.ranges:
-            if first <= read.scored[0] and read.scored[1] <= end:
-                return slice(before + read.scored[0] - first, before + read.scored[1] - first)
+            if first <= scoring.scored[0] and scoring.scored[1] <= end:
+                return slice(before + scoring.scored[0] - first, before + scoring.scored[1] - first)
             before += end - first
         raise AssertionError("a target's range is one of the item's")
 
     @property
-    def compared(self) -> Read:
-        """Return the read whose tokens are compared with those of `against`."""
-        return next(target.read for target in self.targets if target.read.against is not None)
+    def compared(self) -> ScoringPass:
+        """Return the pass whose tokens are compared with those of another model."""
+        return next(target.scoring for target in self.targets if target.scoring.compared_with is not None)
 
 
 class Micro(NamedTuple):
-    """A micro-batch of an update: rows of a loss term's reads, in one packed row.
+    """A micro-batch of an update: rows of a loss term's passes, in one packed row.
 
     Attributes:
         term: The loss term.
         rows: The rows of the step.
-        reads: The policy's read of each.
+        passes: The policy's pass over each.
         packed: Their tokens.
-        against: The tokens for the model that the policy is compared with; None without one.
-        ask: Runs that model.
+        compared_with: The tokens for the model that the policy is compared with; None without one.
+        run_other: Runs that model.
         shares_head: Whether its head is the policy's.
         temperature: Divides the logits.
         scale: The factor of the loss: the strategy averages gradients over ranks, so each rank's part
@@ -137,10 +137,10 @@ class Micro(NamedTuple):
 
     term: Any
     rows: list[int]
-    reads: list[Read]
+    passes: list[ScoringPass]
     packed: PackedSequences
-    against: PackedSequences | None
-    ask: RunModel | None
+    compared_with: PackedSequences | None
+    run_other: RunModel | None
     shares_head: bool
     temperature: float
     scale: float
@@ -164,10 +164,10 @@ class Values(NamedTuple):
 
 
 class Term(Protocol):
-    """A term of the loss, as far as the reader knows it; see `LossTerm` in modules/losses.py."""
+    """A term of the loss, as far as the runner knows it; see `LossTerm` in modules/losses.py."""
 
-    def read(self, row: Any) -> Read:
-        """Return what the policy reads of a row with gradient."""
+    def scoring_pass(self, row: Any) -> ScoringPass:
+        """Return the policy's pass over a row, with gradient."""
 
 
 class Trained(Protocol):
@@ -188,27 +188,29 @@ class PassKey(NamedTuple):
 
     model: str
     temperature: float
-    against: str = ""
-    against_temperature: float = 0.0
+    compared_with: str = ""
+    other_temperature: float = 0.0
     divergence: Divergence | None = None
     exchanged: tuple[int, int] | None = None
 
     def build_dummy(self) -> Item:
-        """Return a sequence for a rank that has none in this pass."""
-        read = Read(self.model, [], [0, 0], (1, 2), temperature=self.temperature)
-        against = None
-        if self.against:
-            against = replace(read, model=self.against, temperature=self.against_temperature)
-            read = replace(read, against=against, divergence=self.divergence, exchanged=self.exchanged)
-        return Item(read, [Target("", [], read)], against)
+        """Return a sequence for a rank that has none in this group."""
+        scoring = ScoringPass(self.model, [], [0, 0], (1, 2), temperature=self.temperature)
+        compared_with = None
+        if self.compared_with:
+            compared_with = replace(scoring, model=self.compared_with, temperature=self.other_temperature)
+            scoring = replace(
+                scoring, compared_with=compared_with, divergence=self.divergence, exchanged=self.exchanged
+            )
+        return Item(scoring, [Target("", [], scoring)], compared_with)
 
 
 @dataclass
-class Reader:
-    """Runs reads.
+class PassRunner:
+    """Runs scoring passes.
 
     Args:
-        models: The models by the names that reads use.
+        models: The models by the names that scoring passes use.
         plan: plan(lengths, all_ranks) divides sequences into micro-batches with weights. If a forward waits
             for all ranks, they get equally many: a rank with fewer repeats one with weight 0.
         device: Where models compute.
@@ -229,7 +231,7 @@ class Reader:
     recompute: bool = False
 
     @torch.no_grad()
-    def read(
+    def run(
         self,
         step: StepBatch,
         rows: Sequence[int],
@@ -255,60 +257,62 @@ class Reader:
             InputError: If a retokenized completion does not fit into a model's context; see above.
         """
         rollouts = {row: step.rollout(row) for row in rows}
-        declared = {row: declare_reads(step, rollout, declare) for row, rollout in rollouts.items()}
-        names = list(dict.fromkeys(name for reads in declared.values() for name in reads))
+        declared = {row: declare_passes(step, rollout, declare) for row, rollout in rollouts.items()}
+        names = list(dict.fromkeys(name for passes in declared.values() for name in passes))
         # Name by name: which sequences share a forward, and so the rounding, depends on the order.
-        reads = [(name, row, declared[row][name]) for name in names for row in rows if name in declared[row]]
+        passes = [(name, row, declared[row][name]) for name in names for row in rows if name in declared[row]]
         if not (self.recompute if recompute is None else recompute):
-            reads = self.take_sampled(step, rollouts, reads)
-        items = self.merge(step, reads)
-        passes: dict[PassKey, list[Item]] = {}
+            passes = self.take_sampled(step, rollouts, passes)
+        items = self.merge(step, passes)
+        groups: dict[PassKey, list[Item]] = {}
         for item in items:
-            passes.setdefault(self.build_key(item, step), []).append(item)
-        keys = list(passes)
+            groups.setdefault(self.build_key(item, step), []).append(item)
+        keys = list(groups)
         if self.together:
             keys = sorted({key for part in self.gather(keys) for key in part}, key=repr)
         for key in keys:
-            self.run_pass(step, key, passes.get(key) or [key.build_dummy()], stats)
+            self.run_group(step, key, groups.get(key) or [key.build_dummy()], stats)
         if step.shards is None:
             step.checks.require()
 
-    def find_temperature(self, read: Read, step: StepBatch) -> float:
-        """Return the temperature of a read."""
-        return read.temperature or step.temperature or 1.0
+    def find_temperature(self, scoring: ScoringPass, step: StepBatch) -> float:
+        """Return the temperature of a pass."""
+        return scoring.temperature or step.temperature or 1.0
 
     def build_key(self, item: Item, step: StepBatch) -> PassKey:
-        """Return the pass in which a sequence goes through its model."""
-        key = PassKey(item.read.model, self.find_temperature(item.read, step))
-        if item.against is None:
+        """Return the group in which a sequence goes through its model."""
+        key = PassKey(item.scoring.model, self.find_temperature(item.scoring, step))
+        if item.compared_with is None:
             return key
-        temperature, read = self.find_temperature(item.against, step), item.compared
-        return PassKey(*key[:2], item.against.model, temperature, read.divergence, read.exchanged)
+        temperature, scoring = self.find_temperature(item.compared_with, step), item.compared
+        return PassKey(*key[:2], item.compared_with.model, temperature, scoring.divergence, scoring.exchanged)
 
     def take_sampled(
-        self, step: StepBatch, rollouts: dict[int, Rollout], reads: list[tuple[str, int, Read]]
-    ) -> list[tuple[str, int, Read]]:
-        """Take the log-probs that the engine reported, in one copy; return the other reads."""
+        self, step: StepBatch, rollouts: dict[int, Rollout], passes: list[tuple[str, int, ScoringPass]]
+    ) -> list[tuple[str, int, ScoringPass]]:
+        """Take the log-probs that the engine reported, in one copy; return the other passes."""
         served = [
-            (name, row, read)
-            for name, row, read in reads
-            if read.sampled and not read.against and self.find_temperature(read, step) == step.temperature
+            (name, row, scoring)
+            for name, row, scoring in passes
+            if scoring.sampled
+            and not scoring.compared_with
+            and self.find_temperature(scoring, step) == step.temperature
         ]
-        # Asked whatever is served: rows of another rank may have declared other reads.
+        # Asked whatever is served: rows of another rank may have declared other passes.
         if self.lacks_log_probs(step, rollouts) or not served:
-            return reads
+            return passes
         values: list[float] = []
-        for _, row, read in served:
+        for _, row, scoring in served:
             log_probs = rollouts[row].completion.log_probs
             assert log_probs is not None
-            assert read.sampled is not None
-            values += log_probs[slice(*read.sampled)]
+            assert scoring.sampled is not None
+            values += log_probs[slice(*scoring.sampled)]
         flat = upload(values, self.device, torch.float32)
-        counts = [read.num_scored for *_, read in served]
+        counts = [scoring.num_scored for *_, scoring in served]
         for (name, row, _), part in zip(served, flat.split(counts), strict=True):
             step.tokens.setdefault(name, {})[row] = part
-        left = {id(read) for *_, read in served}
-        return [entry for entry in reads if id(entry[2]) not in left]
+        left = {id(scoring) for *_, scoring in served}
+        return [entry for entry in passes if id(entry[2]) not in left]
 
     def lacks_log_probs(self, step: StepBatch, rollouts: dict[int, Rollout]) -> bool:
         """Return whether the engine did not report the log-probs of a completion; all ranks decide alike.
@@ -323,36 +327,36 @@ class Reader:
         unknown = any(rollout.completion.log_probs is None for rollout in rollouts.values())
         return self.on_any_rank(unknown) if self.together else unknown
 
-    def merge(self, step: StepBatch, reads: list[tuple[str, int, Read]]) -> list[Item]:
-        """Return the sequences that must be run, pass by pass; fill in values that the step already has."""
+    def merge(self, step: StepBatch, passes: list[tuple[str, int, ScoringPass]]) -> list[Item]:
+        """Return the sequences that must be run, group by group; fill in values that the step already has."""
         items: dict[tuple[str, float], list[Item]] = {}
         of_row: dict[Hashable, list[Item]] = {}
         shared: dict[Hashable, Item] = {}  # by `once`
-        for name, row, read in reads:
-            model = (read.model, self.find_temperature(read, step))
-            once = None if read.once is None else (*model, read.once)
+        for name, row, scoring in passes:
+            model = (scoring.model, self.find_temperature(scoring, step))
+            once = None if scoring.once is None else (*model, scoring.once)
             if once in step.known:
                 step.tokens.setdefault(name, {})[row] = step.known[once]
                 continue
             if once is not None and once in shared:
                 targets = shared[once].targets
-                same = [t for t in targets if t.name == name and t.read.once == read.once]
+                same = [t for t in targets if t.name == name and t.scoring.once == scoring.once]
                 if same:
                     same[0].rows.append(row)
                 else:
-                    targets.append(Target(name, [row], read))
+                    targets.append(Target(name, [row], scoring))
                 continue
             of_this_row = of_row.setdefault((*model, row), [])
-            item = next((item for item in of_this_row if item.add(name, row, read)), None)
+            item = next((item for item in of_this_row if item.add(name, row, scoring)), None)
             if item is None:
-                item = Item(read, [Target(name, [row], read)], read.against)
+                item = Item(scoring, [Target(name, [row], scoring)], scoring.compared_with)
                 items.setdefault(model, []).append(item)
                 of_this_row.append(item)
             if once is not None:
                 shared[once] = item
         return [item for of_model in items.values() for item in of_model]
 
-    def run_pass(self, step: StepBatch, key: PassKey, items: list[Item], stats: PhaseStats | None) -> None:
+    def run_group(self, step: StepBatch, key: PassKey, items: list[Item], stats: PhaseStats | None) -> None:
         """Run a model over sequences, or two models of which one is compared with the other."""
         with ExitStack() as stack:
             run = stack.enter_context(self.models[key.model].loaded_on(self.device))
@@ -362,37 +366,39 @@ class Reader:
                 step.keep_failure(error)
                 items = [key.build_dummy()]  # other ranks may wait for this one's forward
             sequences = [item.build_sequence() for item in items]
-            others = [item.against.build_sequence() for item in items if item.against is not None]
-            lengths = measure_lengths([item.read for item in items], sequences, others or sequences)
-            ask = (
-                stack.enter_context(self.models[key.against].loaded_on(self.device)) if key.against else None
+            others = [item.compared_with.build_sequence() for item in items if item.compared_with is not None]
+            lengths = measure_lengths([item.scoring for item in items], sequences, others or sequences)
+            run_other = (
+                stack.enter_context(self.models[key.compared_with].loaded_on(self.device))
+                if key.compared_with
+                else None
             )
             for micro_batch, weight in self.plan(lengths, self.together):
                 packed = self.pack(sequences, micro_batch, weight, stats)
                 chosen = [items[i] for i in micro_batch.indices]
                 counts = [sum(sequences[i].scored) for i in micro_batch.indices]
-                other = None if ask is None else self.pack(others, micro_batch, 1.0, stats)
-                values, compared = self.compute(run, ask, packed, other, chosen, counts, key)
+                other = None if run_other is None else self.pack(others, micro_batch, 1.0, stats)
+                values, compared = self.compute(run, run_other, packed, other, chosen, counts, key)
                 targets: list[tuple[Target, Tensor]] = []
                 for place, (item, of_item) in enumerate(zip(chosen, values.split(counts), strict=True)):
                     for target in item.targets:
-                        value = of_item[item.find_place(target.read)]
-                        if target.read.against is not None and target.read.divergence is not None:
+                        value = of_item[item.find_place(target.scoring)]
+                        if target.scoring.compared_with is not None and target.scoring.divergence is not None:
                             value = compared[place]
-                        elif target.read.against is not None:
-                            targets.append((target._replace(name=f"{target.name}/against"), compared[place]))
+                        elif target.scoring.compared_with is not None:
+                            targets.append((target._replace(name=f"{target.name}/other"), compared[place]))
                         targets.append((target, value))
                 for target, value in targets:
                     for row in target.rows:
                         step.tokens.setdefault(target.name, {})[row] = value
-                    if target.read.once is not None:
-                        step.known[(key.model, key.temperature, target.read.once)] = value
+                    if target.scoring.once is not None:
+                        step.known[(key.model, key.temperature, target.scoring.once)] = value
                 add_checks(step, targets)
 
     def compute(
         self,
         run: RunModel,
-        ask: RunModel | None,
+        run_other: RunModel | None,
         packed: PackedSequences,
         other: PackedSequences | None,
         items: Sequence[Item],
@@ -405,45 +411,51 @@ class Reader:
             The log-probs of all scored tokens, (M,); and of each item the divergence from the other model, or
             that model's log-probs.
         """
-        if ask is None or other is None:
+        if run_other is None or other is None:
             return run(compute_log_probs, packed, key.temperature, self.head)[0], []
         hidden, values = run(states_and_log_probs, packed, key.temperature, self.head)
-        reads = [item.compared for item in items]
-        places = [item.find_place(read) for item, read in zip(items, reads, strict=True)]
+        passes = [item.compared for item in items]
+        places = [item.find_place(scoring) for item, scoring in zip(items, passes, strict=True)]
 
         def choose(scored: Tensor) -> Tensor:
             parts = zip(scored.split(counts), places, strict=True)
             return torch.cat([part[place] for part, place in parts])
 
-        if reads[0].divergence is None:
-            other = exchange_targets(other, choose(packed.targets), reads[0].exchanged)
-            compared, _ = ask(compute_log_probs, other, key.against_temperature, self.head)
+        if passes[0].divergence is None:
+            other = exchange_targets(other, choose(packed.targets), passes[0].exchanged)
+            compared, _ = run_other(compute_log_probs, other, key.other_temperature, self.head)
         else:
-            compared = self.compare(run, ask, choose(hidden), other, key, reads[0])
-        return values, compared.split([read.num_scored for read in reads])
+            compared = self.compare(run, run_other, choose(hidden), other, key, passes[0])
+        return values, compared.split([scoring.num_scored for scoring in passes])
 
     def compare(
-        self, run: RunModel, ask: RunModel, states: Tensor, other: PackedSequences, key: PassKey, read: Read
+        self,
+        run: RunModel,
+        run_other: RunModel,
+        states: Tensor,
+        other: PackedSequences,
+        key: PassKey,
+        scoring: ScoringPass,
     ) -> Tensor:
         """Return the divergence of a model, whose states are given, from another one, (M,), nats."""
-        assert read.divergence is not None
+        assert scoring.divergence is not None
         divergence, same = (
-            read.divergence,
-            self.models[key.model].is_policy and self.models[key.against].is_policy,
+            scoring.divergence,
+            self.models[key.model].is_policy and self.models[key.compared_with].is_policy,
         )
 
         def with_other(model: Any) -> Tensor:
             hidden = scored_hidden_states(model, other)
-            theirs = ModelHead(model, key.against_temperature)
+            theirs = ModelHead(model, key.other_temperature)
 
             def with_first(model: Any) -> Tensor:
                 ours = ModelHead(model, key.temperature)
-                return head_divergence(ours, states, theirs, hidden, divergence, read.exchanged, self.head)
+                return head_divergence(ours, states, theirs, hidden, divergence, scoring.exchanged, self.head)
 
             # A model computes one forward at a time.
             return with_first(model) if same else run(with_first)
 
-        return ask(with_other)
+        return run_other(with_other)
 
     # With gradient
 
@@ -463,25 +475,33 @@ class Reader:
         """
         rollouts = step.rollouts(rows)
         try:
-            reads_of_terms = [[term.read(rollout) for rollout in rollouts] for term in terms]
-            for term, reads in zip(terms, reads_of_terms, strict=True):
-                self.require_alike(term, reads, step)
+            passes_of_terms = [[term.scoring_pass(rollout) for rollout in rollouts] for term in terms]
+            for term, passes in zip(terms, passes_of_terms, strict=True):
+                self.require_alike(term, passes, step)
         except Exception as error:  # of a user's class: any
             step.keep_failure(error)
-            reads_of_terms = [[] for _ in terms]
-        counts = [sum(read.num_scored for read in reads) for reads in reads_of_terms]
+            passes_of_terms = [[] for _ in terms]
+        counts = [sum(scoring.num_scored for scoring in passes) for passes in passes_of_terms]
         # Losses divide by these, so that micro-batches of all ranks add up.
         num_tokens = sum(len(step.token_ids(row)) for row in rows)
         totals = module.sum_over_ranks(len(rows), num_tokens, *counts, step.failure is not None)
         if totals[-1]:
             module.raise_together(step)
-        for number, (term, reads) in enumerate(zip(terms, reads_of_terms, strict=True)):
-            sequences = [read.build_sequence() for read in reads]
-            others = [read.against.build_sequence() for read in reads if read.against is not None]
-            planned = self.plan(measure_lengths(reads, sequences, others or sequences), True)
-            other = self.models[reads[0].against.model] if reads and reads[0].against is not None else None
+        for number, (term, passes) in enumerate(zip(terms, passes_of_terms, strict=True)):
+            sequences = [scoring.build_sequence() for scoring in passes]
+            others = [
+                scoring.compared_with.build_sequence()
+                for scoring in passes
+                if scoring.compared_with is not None
+            ]
+            planned = self.plan(measure_lengths(passes, sequences, others or sequences), True)
+            other = (
+                self.models[passes[0].compared_with.model]
+                if passes and passes[0].compared_with is not None
+                else None
+            )
             # Once for all micro-batches: the model may lie in main memory.
-            with nullcontext() if other is None else other.loaded_on(self.device) as ask:
+            with nullcontext() if other is None else other.loaded_on(self.device) as run_other:
                 for place, (micro_batch, weight) in enumerate(planned):
                     is_last = number == len(terms) - 1 and place == len(planned) - 1
                     packed = self.pack(sequences, micro_batch, weight, stats)
@@ -489,29 +509,29 @@ class Reader:
                         yield Micro(
                             term,
                             [rows[i] for i in micro_batch.indices],
-                            [reads[i] for i in micro_batch.indices],
+                            [passes[i] for i in micro_batch.indices],
                             packed,
                             self.pack(others, micro_batch) if others else None,
-                            ask,
+                            run_other,
                             other is not None and other.is_policy,
-                            self.find_temperature(reads[0], step),
+                            self.find_temperature(passes[0], step),
                             weight * module.trainer.world_size,
                             totals[0],
                             totals[1],
                             totals[2 + number],
                         )
 
-    def require_alike(self, term: Term, reads: Sequence[Read], step: StepBatch) -> None:
-        """Check that any of a term's reads can go into the same micro-batch.
+    def require_alike(self, term: Term, passes: Sequence[ScoringPass], step: StepBatch) -> None:
+        """Check that any of a term's passes can go into the same micro-batch.
 
         Raises:
             InputError: If not all are the policy's, at one temperature, compared with one model in one way.
         """
-        items = (Item(read, [Target("", [], read)], read.against) for read in reads)
+        items = (Item(scoring, [Target("", [], scoring)], scoring.compared_with) for scoring in passes)
         keys = dict.fromkeys(self.build_key(item, step) for item in items)
         if len(keys) > 1 or any(key.model != POLICY for key in keys):
             raise InputError(
-                f"{type(term).__name__}.read must return reads of the policy, all at one temperature and "
+                f"{type(term).__name__}.scoring_pass must be a pass of the policy, at one temperature and "
                 f"compared with one model in one way, but returned {', '.join(map(str, keys))}. Write a term "
                 "of the loss for each."
             )
@@ -530,8 +550,8 @@ class Reader:
         return packed
 
 
-def declare_reads(step: StepBatch, rollout: Rollout, declare: Declare) -> Mapping[str, Read]:
-    """Return the reads of a completion; none if `declare` fails, whose error the step keeps."""
+def declare_passes(step: StepBatch, rollout: Rollout, declare: Declare) -> Mapping[str, ScoringPass]:
+    """Return the scoring passes of a completion; none if `declare` fails, whose error the step keeps."""
     try:
         return declare(rollout)
     except Exception as error:  # of a user's class: any
@@ -541,7 +561,7 @@ def declare_reads(step: StepBatch, rollout: Rollout, declare: Declare) -> Mappin
 
 @torch.no_grad()
 def score_rollouts(
-    reader: Reader,
+    runner: PassRunner,
     reward: Reward,
     students: Students,
     rollouts: Rollouts,
@@ -551,19 +571,19 @@ def score_rollouts(
     """Return completions that no other rank has, with their rewards.
 
     Args:
-        reader: Runs the models.
+        runner: Runs the models.
         reward: The reward.
         students: Its students, with their formats.
         rollouts: The completions.
-        declare: Returns the reads; None: those that the reward needs.
-        recompute: See `Reader.read`.
+        declare: Returns the scoring passes; None: those that the reward needs.
+        recompute: See `PassRunner.run`.
 
     Raises:
         NonFiniteError: If a log-prob or reward is NaN or infinite.
     """
     step = StepBatch.of_rollouts(rollouts)
-    declare = declare or (lambda rollout: reward.reads(rollout, students))
-    reader.read(step, step.shard, declare, recompute=recompute)
+    declare = declare or (lambda rollout: reward.scoring_passes(rollout, students))
+    runner.run(step, step.shard, declare, recompute=recompute)
     step.put_numbers(step.shard, reward.measure(step, step.shard, students))
     score_groups(step, reward, students)
     return step
@@ -587,18 +607,18 @@ def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
 
 def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool = False) -> Values:
     """Run the policy on a micro-batch, with gradient, and the model that it is compared with."""
-    if micro.against is None:
+    if micro.compared_with is None:
         return Values(*run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy))
-    assert micro.ask is not None
-    divergence, exchanged, ask = micro.reads[0].divergence, micro.reads[0].exchanged, micro.ask
+    assert micro.run_other is not None
+    divergence, exchanged, run_other = micro.passes[0].divergence, micro.passes[0].exchanged, micro.run_other
     if divergence is None:
         with torch.no_grad():
-            other = exchange_targets(micro.against, micro.packed.targets, exchanged)
-            others, _ = ask(compute_log_probs, other, micro.temperature, head)
+            other = exchange_targets(micro.compared_with, micro.packed.targets, exchanged)
+            others, _ = run_other(compute_log_probs, other, micro.temperature, head)
         values, entropy = run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy)
         return Values(values, entropy, others)
     with torch.no_grad():
-        other_hidden = ask(scored_hidden_states, micro.against)  # (M, H)
+        other_hidden = run_other(scored_hidden_states, micro.compared_with)  # (M, H)
 
     def with_policy(policy: Any) -> Tensor:
         hidden = scored_hidden_states(policy, micro.packed)  # (M, H)
@@ -607,7 +627,7 @@ def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool =
             ours, theirs = ModelHead(policy, micro.temperature), ModelHead(other, micro.temperature)
             return head_divergence(ours, hidden, theirs, other_hidden, divergence, exchanged, head)
 
-        return with_other(policy) if micro.shares_head else ask(with_other)
+        return with_other(policy) if micro.shares_head else run_other(with_other)
 
     return Values(run(with_policy))
 
@@ -633,14 +653,14 @@ def add_checks(step: StepBatch, targets: Sequence[tuple[Target, Tensor]]) -> Non
     for target, values in targets:
         if target.rows:
             row = step.row_number(target.rows[0])
-            kinds.setdefault(target.read.what, []).append((row, values))
+            kinds.setdefault(target.scoring.what, []).append((row, values))
     for what, parts in kinds.items():
         values = torch.cat([values for _, values in parts])
         step.checks.add(values, [len(values) for _, values in parts], what, [row for row, _ in parts])
 
 
-def begins_with(longer: Read, shorter: Read) -> bool:
-    """Return whether the tokens of a read begin with those of another one."""
+def begins_with(longer: ScoringPass, shorter: ScoringPass) -> bool:
+    """Return whether the tokens of a pass begin with those of another one."""
     if longer.mask is not None or shorter.mask is not None:
         return longer is shorter
     if longer.prefix == shorter.prefix:
@@ -650,16 +670,16 @@ def begins_with(longer: Read, shorter: Read) -> bool:
 
 
 def measure_lengths(
-    reads: Sequence[Read], sequences: Sequence[ScoredSequence], others: Sequence[ScoredSequence]
+    passes: Sequence[ScoringPass], sequences: Sequence[ScoredSequence], others: Sequence[ScoredSequence]
 ) -> list[SequenceLengths]:
     """Return the lengths by which sequences are planned: of both models' where two are compared."""
     return [
         SequenceLengths(
-            read.family,
+            scoring.family,
             max(len(sequence.prefix), len(other.prefix)),
             max(len(sequence.rest), len(other.rest)),
         )
-        for read, sequence, other in zip(reads, sequences, others, strict=True)
+        for scoring, sequence, other in zip(passes, sequences, others, strict=True)
     ]
 
 
@@ -671,12 +691,12 @@ def require_room(run: RunModel, step: StepBatch, items: Sequence[Item]) -> None:
     Raises:
         InputError: If one does not; it names the row.
     """
-    items = [item for item in items if item.read.retokenized]
+    items = [item for item in items if item.scoring.retokenized]
     if not items:
         return
     context: int = call_model(run, lambda model: read_context_length(model.config))
     for item in items:
-        length = len(item.read.prefix) + len(item.read.rest)
+        length = len(item.scoring.prefix) + len(item.scoring.rest)
         if length > context and item.targets[0].rows:
             rollout = step.rollout(item.targets[0].rows[0])
             raise InputError(

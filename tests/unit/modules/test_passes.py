@@ -1,4 +1,4 @@
-"""The reader: which sequences go through which model, and where their values go."""
+"""The runner of scoring passes: which sequences go through which model, and where their values go."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.reader import PassKey, Reader
+from rlt_lightning.modules.passes import PassKey, PassRunner
 from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rollouts.sampler import RolloutRequest
-from rlt_lightning.rollouts.step import POLICY, Read, Shards, StepBatch
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, Shards, StepBatch
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
 
 PROMPT = [1, 2]
@@ -34,7 +34,7 @@ class Fake:
 
 
 def read(
-    reads: Mapping[str, Read] | Any,
+    reads: Mapping[str, ScoringPass] | Any,
     log_probs: list[float] | None = None,
     step: StepBatch | None = None,
     rows: Any = range(2),
@@ -49,21 +49,21 @@ def read(
     ]
     step = step or StepBatch.of_rollouts(Rollouts(rollouts, 2, 0, 0.5))
     models = {name: Model(Fake(name, calls)) for name in (POLICY, "student")}
-    reader = Reader(
+    runner = PassRunner(
         models,
         lambda lengths, all_ranks: [(row, 1.0) for row in micro_batches(lengths, 100, "packed")],
         torch.device("cpu"),
         **options,
     )
-    reader.read(step, rows, reads)
+    runner.run(step, rows, reads)
     return step, calls
 
 
 def of_completion(
     rollout: Rollout, first: int = 0, end: int = 99, model: str = POLICY, **options: Any
-) -> Read:
+) -> ScoringPass:
     tokens = rollout.completion.token_ids[:end]
-    return Read(model, PROMPT, tokens, (2 + first, 2 + len(tokens)), 9, **options)
+    return ScoringPass(model, PROMPT, tokens, (2 + first, 2 + len(tokens)), 9, **options)
 
 
 def test_equal_and_nested_reads_of_a_row_are_one_sequence() -> None:
@@ -97,8 +97,8 @@ def test_another_temperature_or_model_is_another_pass() -> None:
 
 
 def test_what_rows_share_is_read_once_in_a_step() -> None:
-    def reads(rollout: Rollout) -> dict[str, Read]:
-        return {"empty": Read("student", PROMPT, [3, 4], (3, 4), 9, 1.0, once=("empty", 9))}
+    def reads(rollout: Rollout) -> dict[str, ScoringPass]:
+        return {"empty": ScoringPass("student", PROMPT, [3, 4], (3, 4), 9, 1.0, once=("empty", 9))}
 
     step, calls = read(reads, rows=[0])
     assert calls == [("student", [4])]
@@ -157,7 +157,7 @@ def test_at_another_temperature_the_engines_do_not_serve() -> None:
 
 @pytest.mark.parametrize("rows", [[0], []], ids=["rows that read else", "no rows"])
 def test_a_rank_without_a_read_that_others_have_runs_a_dummy(rows: list[int]) -> None:
-    def reads(rollout: Rollout) -> dict[str, Read]:
+    def reads(rollout: Rollout) -> dict[str, ScoringPass]:
         return {"whole": of_completion(rollout, model="student", temperature=1.0)}
 
     others = [PassKey(POLICY, 0.5), PassKey("student", 1.0)]
@@ -167,10 +167,10 @@ def test_a_rank_without_a_read_that_others_have_runs_a_dummy(rows: list[int]) ->
 
 
 def test_a_rank_that_knows_a_read_runs_a_dummy_for_the_others() -> None:
-    def reads(rollout: Rollout) -> dict[str, Read]:
+    def reads(rollout: Rollout) -> dict[str, ScoringPass]:
         return {
             "whole": of_completion(rollout, model="student", temperature=1.0),
-            "given": Read(POLICY, [], PROMPT, (1, 2), 9, once=("given", 9)),
+            "given": ScoringPass(POLICY, [], PROMPT, (1, 2), 9, once=("given", 9)),
         }
 
     together = {"together": True, "gather": lambda keys: [keys, [PassKey(POLICY, 0.5)]]}
