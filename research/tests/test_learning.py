@@ -36,7 +36,7 @@ def test_rlt_makes_more_traces_right_and_the_control_does_not(tmp_path: Path) ->
         "--config=configs/laptop/smollm2_generate.yaml",
         "--data.num_embedded_rows=64",
     ]
-    predict += [*student, "--model.dtype=float32"] if slow else []
+    predict += [*student, "--model.dtype=float32"]
     warm, shuffled = tmp_path / "warmup" / "model", "rlt_lightning.numerics.advantages.ShuffledAdvantages"
     traces = {}
     for name, command in {
