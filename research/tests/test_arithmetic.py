@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from arithmetic import KINDS, NAMES, TEMPLATES, THINGS, arithmetic_rows
 
-from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.types import InputError
 
 NUMBER = r"\d+(?:\.\d+)?"
@@ -84,13 +84,6 @@ def test_solutions_end_in_the_boxed_answer():
         assert row["solution"].endswith(f"\\boxed{{{row['answer']}}}.")
 
 
-def test_traces_are_short():
-    tokenizer = load_tokenizer("smollm2-135m")
-    lengths = [len(tokenizer(row["reasoning_trace"]).input_ids) for row in arithmetic_rows(500)]
-    assert min(lengths) >= 30
-    assert max(lengths) <= 80
-
-
 def test_rows_vary():
     assert len(TEMPLATES) >= 10
     assert len({*NAMES, *THINGS}) >= 40
@@ -107,6 +100,7 @@ def test_rows_are_the_same_in_another_process():
         capture_output=True,
         text=True,
         check=True,
+        cwd=Path(__file__).parents[1],
         env={"PYTHONHASHSEED": "12345"},
     ).stdout
     assert other == arithmetic_rows(50, 7)[49]["question"] + "\n"

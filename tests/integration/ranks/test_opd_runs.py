@@ -266,7 +266,7 @@ def test_a_run_validates_evaluates_exports_and_is_tested_as_it_was_trained(tmp_p
     page = tmp_path / "page.html"
     assert rlt("report", str(tmp_path), f"--output={page}").returncode == 0
     text = page.read_text()
-    assert "Divergence from the teacher" in text
+    assert "distill/divergence" in text
     assert "Judged tokens" in text
     # A trained student may be its own teacher.
     again = [

@@ -357,8 +357,6 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
         InputError, match=r"must be frozen models, but model\.students lists miniature, policy"
     ):
         module(students=["miniature", "policy"])
-    with pytest.raises(InputError, match="trained as a teacher"):
-        fit(tmp_path, module(student="miniature-teacher"), tokenizer=None)
     asynchronous = rollouts()
     asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
     with pytest.raises(InputError, match=r"With an answer term rollouts\.asynchronous must be false"):
