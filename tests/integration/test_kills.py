@@ -35,7 +35,7 @@ def fit(model: str, folder: Path, strategy: str, num_steps: int, *options: str) 
     command += ["--model.optimizer.lr=1e-3", "--data.num_embedded_rows=10"]
     command += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy]]
-    command += [f"--output_dir={folder}", "--ckpt_path=last", "--overwrite=true", *options]
+    command += [f"--output_dir={folder}", "--resume=true", *options]
     return start(*command, log=folder.with_suffix(".log"))
 
 

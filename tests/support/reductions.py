@@ -90,7 +90,6 @@ def train(reduce_every_micro_batch: Any, model: str, rows: int, tokens: int) -> 
             num_embedded_rows=2 * rows,
             tokenizer=model,
             prompts_per_step=rows,
-            token_cache=False,
             output_dir=folder,
         )
         trainer.fit(module, datamodule=data)

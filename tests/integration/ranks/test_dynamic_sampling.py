@@ -459,7 +459,7 @@ def test_a_kill_in_the_middle_of_a_refill_changes_nothing(tiny_model: str, tmp_p
     def command(folder: Path, at: int, calls: Path) -> list[str]:
         return [
             *("fit", "--config=tests/rlt.yaml", f"--output_dir={folder}"),
-            *("--ckpt_path=last", "--overwrite=true", "--trainer.max_steps=5", "--trainer.devices=1"),
+            *("--resume=true", "--trainer.max_steps=5", "--trainer.devices=1"),
             *("--data.num_embedded_rows=11", "--data.prompts_per_step=4", "--model.group_size=2"),
             *(f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--model.optimizer.lr=1e-3"),
             "--rollouts.sampling.max_completion_length=6",

@@ -270,7 +270,7 @@ def test_another_tokenizer_trains_by_spans(miniature: str, tiny_model: str, tmp_
 def command(folder: Path, teacher: str, *options: str) -> Running:
     words = ["fit", "--config=configs/laptop/opd.yaml", f"--model.teacher={teacher}"]
     words += ["--data.num_embedded_rows=16", "--data.prompts_per_step=4"]
-    words += ["--rollouts.sampling.max_completion_length=24", "--ckpt_path=last", "--overwrite=true"]
+    words += ["--rollouts.sampling.max_completion_length=24", "--resume=true"]
     return start(*words, *options, f"--output_dir={folder}", log=folder.with_suffix(".log"))
 
 
