@@ -75,8 +75,13 @@ class Signals(_SignalConnector):
             # Whoever scores within a training of their own may have a handler, which Lightning calls next.
             if self._original_handlers[signal.SIGTERM] in (None, signal.SIG_DFL):
                 self._register_signal(signal.SIGTERM, signal.SIG_IGN)
+                self._tell("terminated. Rows that are written are kept.")
                 raise SIGTERMException(TERMINATED)
-        elif is_first and self.trainer.is_global_zero:
+        elif is_first:
+            self._tell(line)
+
+    def _tell(self, line: str) -> None:
+        if self.trainer.is_global_zero:
             # Not print(), which this may have interrupted.
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\nrlt: {line}\n".encode())
 

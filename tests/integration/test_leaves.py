@@ -172,7 +172,7 @@ class VowelReward(TextReward):
     def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
         correct = torch.tensor([1.0 - len(re.findall("[aeiou]", row.text)) % 2 for row in rollouts])
         terms = {"correct": correct, "formatted": correct, "timed_out": torch.zeros(len(rollouts))}
-        table = {f"term/{name}": values for name, values in terms.items()}
+        table = {f"level/{name}": values for name, values in terms.items()}
         return {"reward": correct, **table, "text/answers": [None] * len(rollouts)}
 
 

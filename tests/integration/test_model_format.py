@@ -347,7 +347,7 @@ def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, 
     assert ("the tags r1, but" in line and "gives stratos" in line) or (
         "no system prompt, but" in line and "gives 'Other.'" in line
     )
-    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "run").glob("*"))
 
 
 def test_force_overrides_what_a_model_records(tiny_model: str, tmp_path: Path) -> None:

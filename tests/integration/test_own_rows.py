@@ -21,7 +21,7 @@ from jars import write_rows
 from rows_of import read
 from wheel import READS, build_wheel, fresh_environment
 
-import rlt_lightning
+from rlt_lightning import Teacher
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.tasks.stepwise import chain_rows
 
@@ -49,7 +49,7 @@ def write_chains(path: Path, number: int) -> Path:
 def test_filler_itself_gains_nothing_over_filler() -> None:
     rows = [{**row, "reasoning_trace": FILLER} for row in chain_rows(3, seed=1)]
     scored = [
-        rlt_lightning.score(rows, "miniature", "miniature", reward=RLTReward(baseline=baseline), tags="r1")
+        Teacher("miniature", "miniature", reward=RLTReward(baseline=baseline), tags="r1").score(rows)
         for baseline in (FILLER, "none")
     ]
     for gain, plain in zip(*scored, strict=True):

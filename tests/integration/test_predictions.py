@@ -99,7 +99,7 @@ def test_sigterm_ends_all_ranks_at_once_and_keeps_rows(
     send_sigterm(run, to, Random(0))
     assert run.wait(30) == 143, log.read_text()
     wait_until(lambda: not processes(run))
-    assert log.read_text().count("rlt: terminated. What is finished is kept. To resume: ") == 1
+    assert log.read_text().count("rlt: terminated. Rows that are written are kept.") == 1
     predict(folder, *GENERATE, *RANKS[ranks], "--resume=true")
     assert read_files(folder) == read_files(generated)
 

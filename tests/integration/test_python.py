@@ -220,7 +220,8 @@ def test_further_verbs_keep_the_files_of_the_fit(tmp_path: Path) -> None:
     after = files(tmp_path / "run")
     changed = {name for name in before if after[name] != before[name]}
     assert changed <= {"metrics.csv", "data_report.json"}
-    assert metrics(tmp_path / "run").keys() == {1}
+    [row] = metrics(tmp_path / "run")
+    assert row["step"] == "1"
 
 
 def test_a_given_callback_replaces_the_runs_own(tmp_path: Path) -> None:
@@ -261,8 +262,6 @@ def test_rows_in_memory_may_begin_at_another_number() -> None:
     ]
     for source, expected in numbered:
         assert [number for number, _ in source.read_rows()] == expected
-    # Tokenised rows that are kept have their numbers.
-    assert numbered[0][0].fingerprint() != numbered[1][0].fingerprint()
 
 
 def test_data_follow_the_module_of_the_run(tmp_path: Path, tiny_model: str) -> None:

@@ -57,6 +57,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 def source(tmp_path: Path) -> str:
     """A file of rows, two of them bad and one too long to be used whole."""
     rows: list[dict[str, Any]] = [row_of(number) for number in range(40)]
+    for row in rows:
+        row["response"] = f"<think>{row['reasoning_trace']}</think>{row['solution']}"
     rows[3]["solution"] = ""
     rows[7]["question"] = None
     rows[11] |= {"reasoning_trace": "long " * 600, "note": {"tags": ["a", None, 1.5], "é": float("inf")}}
@@ -131,9 +133,9 @@ def test_a_class_of_ones_own_gets_no_items_of_before(
         def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
             return super().complete({**columns, "question": f"{columns['question']} Explain."})
 
-    before = make_data("chains", num_embedded_rows=40).items
+    before = make_data(source).items
     assert len(entries(tmp_path)) == 1
-    changed = make_data("chains", num_embedded_rows=40, kind=Longer).items
+    changed = make_data(source, kind=Longer).items
     assert len(changed[0].teacher_prompt) > len(before[0].teacher_prompt)
     assert len(entries(tmp_path)) == 1
 
@@ -236,7 +238,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "teacher's prompt": {"teacher_system_prompt": "Teach."},
     "student's prompt": {"student_system_prompt": "Learn."},
     "filter": {"filters": Filters(duplicates="question")},
-    "raw": {"raw": RawResponses("solution"), "max_bad_frac": 1.0},
+    "raw": {"raw": RawResponses("response")},
     "trace": {"kind": TeacherSFTData, "trace_columns": ["solution"]},
 }
 
