@@ -58,10 +58,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return 0
         kind = SettingsCommandLine if verb in SETTINGS_COMMANDS else RLTCommandLine
         return kind([verb, *words]).status
-    except SystemExit:
+    except SystemExit as ending:
         # It may come again, or be sent by a launcher because another rank was faster.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise
+        if not isinstance(ending.__context__, KeyboardInterrupt):
+            raise
+        if not ranks.find_global_rank():
+            print("\nrlt: interrupted. Rows that are written are kept.", file=sys.stderr)
+        return 128 + signal.SIGINT  # Lightning's is 1
     except Exception as error:
         mistake = find_mistake(error)
         if mistake is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from random import Random
 
@@ -101,6 +103,19 @@ def test_sigterm_ends_all_ranks_at_once_and_keeps_rows(
     wait_until(lambda: not processes(run))
     assert log.read_text().count("rlt: terminated. Rows that are written are kept.") == 1
     predict(folder, *GENERATE, *RANKS[ranks], "--resume=true")
+    assert read_files(folder) == read_files(generated)
+
+
+@pytest.mark.parametrize("ranks", ["one", full("ddp")])
+def test_ctrl_c_ends_a_prediction_and_keeps_rows(ranks: str, generated: Path, tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    words = [*GENERATE, *RANKS.get(ranks, ())]
+    run = start(*words, f"--output_dir={folder}", log=log)
+    wait_for(lambda: (folder / "traces.jsonl").exists(), run, log)
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(30) == 130, log.read_text()
+    assert log.read_text().count("rlt: interrupted. Rows that are written are kept.") == 1
+    predict(folder, *words, "--resume=true")
     assert read_files(folder) == read_files(generated)
 
 
