@@ -41,8 +41,8 @@ rlt fit --config laptop/rlt --trainer.max_steps 1    # every run begins with the
 ```
 
 Read this page to see whether a model family runs, and how fast. A small random model of each went through the
-checks that a run makes at its start (`scripts/models_page.py`), the default LoRA included. A model that is not
-here is checked likewise, and refused if its log-probs are wrong.
+checks that a run makes at its start (`scripts/models_page.py`), the default LoRA included. A model that is
+not here is checked likewise, and refused if its log-probs are wrong.
 
 * **[Scoring](hardware.md#layouts)** and training: *fast* computes a group's prompt once; *slower* packs
   sequences, each with its prompt; *slowest* runs one sequence per forward.
