@@ -26,11 +26,13 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from families import FAMILIES, build  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-DECODERS = {
-    "slots": "own cache",
-    "padded": "transformers' cache",
-    "unpadded": "transformers' cache, prompts of one length",
-    "uncached": "no cache",
+# How a model is scored and sampled, as the page says it.
+SCORING = {"auto": "fast", "packed": "slower", "single": "slowest"}
+SAMPLING = {
+    "slots": "fast",
+    "padded": "slower",
+    "unpadded": "slower, prompts of one length",
+    "uncached": "slowest",
 }
 HEADER = """# Models
 
@@ -38,14 +40,17 @@ HEADER = """# Models
 rlt fit --config laptop/rlt --trainer.max_steps 1    # every run begins with the checks below
 ```
 
-Read this page to see whether a model family runs. A small random model of each went through the checks that a
-run makes at its start (`scripts/models_page.py`): *layout* is [how it is scored](hardware.md#layouts),
-*sampling* [how `HFEngine` samples it](rollouts.md#sampling-in-process), *LoRA* whether the default
-adapter fits. A model that is not here is checked likewise, and refused if its log-probs are wrong. Texts
-are read as `tokenizer.json` says, even where transformers 5 would rebuild the tokenizer from its class.
+Read this page to see whether a model family runs, and how fast. A small random model of each went through the
+checks that a run makes at its start (`scripts/models_page.py`), the default LoRA included. A model that is
+not here is checked likewise, and refused if its log-probs are wrong.
 
-| family | layout | sampling | LoRA | remark |
-|---|---|---|---|---|
+* **[Scoring](hardware.md#layouts)** and training: *fast* computes a group's prompt once; *slower* packs
+  sequences, each with its prompt; *slowest* runs one sequence per forward.
+* **[Sampling](rollouts.md#sampling-in-process)** by `HFEngine`: *fast* has our cache, *slower* that of
+  transformers, *slowest* none.
+
+| family | scoring | sampling | remark |
+|---|---|---|---|
 """
 
 
@@ -78,10 +83,10 @@ def describe(name: str) -> tuple[str, list[str]]:
         build(name, Path(folder))
         model = load_model(folder)
         disable_dropout(model)
-        sampling = attempt("sampling", lambda: DECODERS[choose_decoder(model.eval(), model.__call__)])
-        layout = attempt("training", lambda: verify_layout(ModelEntry(model.train()), kind, "auto"))
-        lora = attempt("LoRA", lambda: adapt(model))
-    return f"| {title} | {layout} | {sampling} | {lora} | {FAMILIES[name].note} |", refused
+        sampling = attempt("sampling", lambda: SAMPLING[choose_decoder(model.eval(), model.__call__)])
+        layout = attempt("training", lambda: SCORING[verify_layout(ModelEntry(model.train()), kind, "auto")])
+        attempt("LoRA", lambda: adapt(model))
+    return f"| {title} | {layout} | {sampling} | {FAMILIES[name].note} |", refused
 
 
 def adapt(model: Any) -> str:

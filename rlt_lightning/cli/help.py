@@ -87,7 +87,6 @@ Other options: those of rlt fit for run, machine and sampling.
   --plan.device_gib GIB        memory of a device that is not in the table
   --plan.prompt_length N       longest prompt, tokens; else the limit
   --plan.completion_length N   longest completion, tokens; else the limit
-  --plan.json FILE             also write the plan there
 
 Other options: those of rlt fit.
 """,

@@ -1,4 +1,4 @@
-"""`rlt check`: find out before a run starts whether it can teach anything (docs/data.md).
+"""`rlt check`: find out before a run starts whether it can teach anything (docs/task.md).
 
     rows    ─▶ rows, lengths, steps                   nothing is loaded
     model   ─▶ closed, spread, stage0                 of a few completions that it samples
@@ -147,7 +147,7 @@ def check_rows(data: StratosDataModule, most: float) -> Check:
     status: Status = "pass" if len(bad) <= most * total else "fail"
     reasons = ", ".join(sorted(set(map(str, bad))))
     figure = f"{len(bad)} of {total} rows cannot be used" + (f" ({reasons})" if bad else "")
-    return Check("rows", status, figure, f"at most {100 * most:g} %", "See docs/data.md, columns of a row")
+    return Check("rows", status, figure, f"at most {100 * most:g} %", "See docs/formats.md")
 
 
 def check_lengths(data: StratosDataModule) -> Check:

@@ -412,7 +412,7 @@ def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: 
                 run_rlt(words, [], runs, rows, tiny_model)
 
 
-NEW_TASK = "docs/data.md"
+NEW_TASK = "docs/task.md"
 FEW = ["--data.prompts_per_step=2", "--data.max_rows=4"]
 SMALL = {  # a stage of that page at tiny size, by verb and config
     "check laptop/warmup": [],
