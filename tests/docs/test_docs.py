@@ -153,7 +153,12 @@ def check_torchrun(arguments: list[str], files: Path) -> None:
 
 def check_sbatch(arguments: list[str], files: Path) -> None:
     wrapped = [word.removeprefix("--wrap=") for word in arguments if word.startswith("--wrap=")]
-    check_script(wrapped or arguments[:1], files)
+    # Before the program may stand variables.
+    words = [
+        word for word in (wrapped[0].split() if wrapped else arguments) if "=" not in word or word[0] == "-"
+    ]
+    if words[0] != ".venv/bin/rlt":
+        check_script(words[:1], files)
     if not wrapped:
         check_rlt(["fit", *arguments[1:]], files)
 

@@ -58,7 +58,6 @@ PUBLIC = (
     "rlt_lightning.StratosDataModule",
     "rlt_lightning.TeacherRLData",
     "rlt_lightning.Trainer",
-    "rlt_lightning.score",
     "rlt_lightning.types.Rollout",
     "rlt_lightning.vllm_worker.WorkerExtension",
 )
