@@ -367,7 +367,6 @@ def score_problems(
     module: RLTModule,
     data: StratosDataModule,
     rollouts: RolloutCallback,
-    progress: bool = False,
     **trainer: Any,
 ) -> list[StepBatch]:
     """Score completions of rows as `rlt predict` does, in one process, and leave no files.
@@ -377,7 +376,6 @@ def score_problems(
         data: The rows; those of ScoringData bring their completions. Of a TeacherRLData with one row
             completions end where the models' contexts do.
         rollouts: How completions are sampled, if the rows bring none.
-        progress: Whether a bar counts the batches of data.val_batch_size rows.
         trainer: Further arguments of Lightning's Trainer, such as accelerator and precision.
 
     Raises:
@@ -394,7 +392,7 @@ def score_problems(
             "strategy": "auto",
             "logger": False,
             "enable_checkpointing": False,
-            "enable_progress_bar": progress,
+            "enable_progress_bar": False,
         }
         LightningTrainer(**settings).predict(module, datamodule=data, return_predictions=False)
     return collector.scored

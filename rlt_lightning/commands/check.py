@@ -38,7 +38,7 @@ STAGE_0 = (0.1, 0.5)  # part of the problems that the untrained model explains
 LEFT_OUT = (0.01, 0.1)
 # Optimizer steps below which a run hardly changes a model: the shortest shipped run that is meant to has 24.
 MIN_STEPS = 20
-COUNTED = 4  # problems that are sampled and counted together
+TOGETHER = 4  # problems that are sampled at once
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ def check_run(
     rows, has_traces = draw_rows(data, options.rows)
     asked = data.copy_settings(StudentRLData if module.reward.judges_answers else TeacherRLData, rows)
     asked.student_names = tuple(module.students.names)
-    asked.val_batch_size = COUNTED
+    asked.val_batch_size = TOGETHER
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     announce(f"sampling {options.completions} completions of each of {len(rows)} problems")
-    scored = score_problems(module, asked, rollouts, progress=True, **trainer)
+    scored = score_problems(module, asked, rollouts, **trainer)
     yield check_closed(scored, rollouts.sampling.max_completion_length)
     yield check_spread(scored, options.completions)
     if isinstance(asked, TeacherRLData) and not has_traces:

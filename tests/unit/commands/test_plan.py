@@ -305,10 +305,8 @@ def test_mistakes_are_told_in_one_line() -> None:
     commands = [
         ["--config=laptop/rlt", option]
         for option in (
-            "--plan.device=GTX",
             "--plan.prompt_length=0",
             "--trainer.strategy=fsdp",
-            "--model.groupsize=3",
             "--model.teacher=somebody/something",
         )
     ]

@@ -100,7 +100,9 @@ def test_updates_equal_the_slow_obvious_ones(
     steps = update_slowly(policy, rollouts, batch.step.rewards, loss, updates, epochs)
     before, after = witness.weights_before, dict(rlt.policy.named_parameters())
     for name, expected in steps[-1].items():
-        bound = 1e-4 * float((expected - before[name]).abs().max()) + 1e-8
+        # The weights of a norm are near 1 and move little: their last digit counts.
+        last_digit = torch.finfo(torch.float32).eps * float(expected.abs().max())
+        bound = 1e-4 * float((expected - before[name]).abs().max()) + last_digit
         torch.testing.assert_close(after[name].detach(), expected, atol=bound, rtol=0, msg=name)
     # The later updates are seen: the ratio is not 1 in all of them.
     moved = max(float((steps[-1][n] - steps[0][n]).abs().max()) for n in before)
