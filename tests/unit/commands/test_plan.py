@@ -305,7 +305,6 @@ def test_mistakes_are_told_in_one_line() -> None:
     commands = [
         ["--config=laptop/rlt", option]
         for option in (
-            "--plan.prompt_length=0",
             "--trainer.strategy=fsdp",
             "--model.teacher=somebody/something",
         )
