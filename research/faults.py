@@ -153,7 +153,7 @@ class Worker:
         self.model = load_model(resolve("miniature"))
         self.engine = HFEngine()
         self.engine.start(self.model, load_tokenizer("miniature"), Path())
-        self.runner = TensorReader(torch.device("cpu"))
+        self.reader = TensorReader(torch.device("cpu"))
         self.version = "default"
         self.lock = Lock()
         self.closed = Event()
@@ -165,7 +165,7 @@ class Worker:
     def update(self, info: JSON) -> None:
         """Read the weights of a push."""
         content = open_buffer(info["buffer"], torch.device("cpu"))
-        self.load(dict(self.runner.run(content, info["parts"])))
+        self.load(dict(self.reader.read(content, info["parts"])))
 
     def sample(self, body: JSON) -> JSON:
         """Sample one completion."""
@@ -386,12 +386,6 @@ def skipped_data(folder: Path, planted: bool) -> Outcome:
     return resume_from(folder, 1 if planted else 0)
 
 
-def flat_reward(folder: Path, planted: bool) -> Outcome:
-    """All explanations of a problem earn the same, so every advantage and every gradient is 0."""
-    same = RLTReward(solution_weight=0.0, kl_weight=0.0, format_penalty=0.0)
-    return Run(folder, max_steps=5, reward=same if planted else RLTReward()).watch()
-
-
 def accumulated_batches(folder: Path, planted: bool) -> Outcome:
     """A second batch size, Lightning's accumulate_grad_batches, would change what a step is."""
     return Run(folder, options=(("accumulate_grad_batches", 4),) if planted else ()).watch()
@@ -408,7 +402,6 @@ FAULTS: dict[str, Callable[[Path, bool], Outcome]] = {
         wrong_template,
         replayed_data,
         skipped_data,
-        flat_reward,
         accumulated_batches,
     )
 }

@@ -21,7 +21,6 @@ NOTICED = {
     "wrong_template": (0, "The chat template must render the user message, but it leaves it out"),
     "replayed_data": (2, r"After step 2 the data must go on with batch 2, .* position is batch 1, item 2"),
     "skipped_data": (2, r"After step 2 the data must go on with batch 2, .* position is batch 3, item 6"),
-    "flat_reward": (5, "^rlt: alarm: Rewards are all alike. Iteration 5: reward/group_std is below 0.001"),
     "accumulated_batches": (0, "gradient accumulation is not supported for manual optimization"),
 }
 
