@@ -314,6 +314,7 @@ def warm_up() -> None:
     sys.argv = ["rlt", "fit", "--config=tests/rlt.yaml", "--print_config"]
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         run()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which a command ignores once it ends
     load_model(str(MINIATURES["miniature"]))
     gc.collect()
     gc.freeze()  # what a fork does not look at, it need not copy
