@@ -344,7 +344,9 @@ class GlooPush(BucketPush):
             raise WorkerError(f"The weights could not be sent to a vLLM worker ({error}).", True) from error
 
     def disconnect(self) -> None:
-        """Leave the group."""
+        """Close the connections, so that no worker waits for a push that has failed."""
+        if self.group is not None:
+            self.group.abort()
         self.group = None
 
 
