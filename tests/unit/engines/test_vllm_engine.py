@@ -642,7 +642,7 @@ def test_a_gloo_push_arrives_in_another_process_and_outlives_its_death(start: An
     pool = pools[0]
     there = gloo_worker("there", lambda f, *a: pool.submit(f, *a).result())
     workers = [there, gloo_worker("here")][:: -1 if first else 1]
-    engine = start(*workers, push=GlooPush(bucket_mib=1, timeout_s=240.0), step=None)
+    engine = start(*workers, push=GlooPush(bucket_mib=1, timeout_s=80.0), step=None)
     weights = [*WEIGHTS, ("big", torch.randn(300_000))]  # 1.2 MB: two pieces
     engine.update_weights(weights, 0)
     assert engine.policy_version == 0
