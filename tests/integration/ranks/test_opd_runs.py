@@ -267,7 +267,7 @@ def test_a_run_validates_evaluates_exports_and_is_tested_as_it_was_trained(tmp_p
     assert rlt("report", str(tmp_path), f"--output={page}").returncode == 0
     text = page.read_text()
     assert "distill/divergence" in text
-    assert "Judged tokens" in text
+    assert "distill/judged_tokens" in text
     # A trained student may be its own teacher.
     again = [
         "fit",
