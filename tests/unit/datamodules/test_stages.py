@@ -32,7 +32,7 @@ OWN: dict[type[StratosDataModule], set[str]] = {
     StudentRLData: {"student_context"},
     StudentOPDData: {"teacher_tokenizer", "view"},
 }
-OF_TRAINING = {"order", "val_source", "val_split", "val_rows"}
+OF_TRAINING = {"val_source", "val_split", "val_rows"}
 
 
 def list_settings(kind: type) -> set[str]:
