@@ -98,8 +98,6 @@ def test_the_gpu_benchmark_computes_with_the_kernels_of_a_run(monkeypatch: pytes
     fused = gpu.Group(*shape, Kernels(liger=True))
     [what] = fused.kernels["blocks"]
     assert what.startswith("RMSNorm, RoPE and SwiGLU by Liger")
-    for model in (fused.policy, fused.reference):
-        assert "forward" in model.model.norm.__dict__
     fused.optimise()
     pairs = zip(fused.policy.parameters(), plain.policy.parameters(), strict=True)
     for ours, theirs in pairs:
