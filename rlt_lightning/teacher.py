@@ -40,12 +40,7 @@ from rlt_lightning.rewards.students import Student, StudentNames, split_student_
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.tags import TagStyle, decode_each
 from rlt_lightning.trainer import TRAINER_DEFAULTS, quiet_third_parties
-from rlt_lightning.types import (
-    FinishReason,
-    InputError,
-    PromptBatch,
-    Rollout,
-)
+from rlt_lightning.types import FinishReason, InputError, PromptBatch, Rollout
 
 # For any text, whoever wrote it: the sampled estimators hold only for what the teacher itself sampled.
 EXACT = RLTReward(kl_estimator="exact")

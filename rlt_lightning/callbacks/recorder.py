@@ -6,9 +6,8 @@ A resumed run repeats the iterations after its checkpoint, so it first drops the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
@@ -16,9 +15,8 @@ from typing_extensions import override
 from rlt_lightning.modules.rollout_rows import build_token_columns, rollout_rows
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
+from rlt_lightning.run.ranks import gather_rows
 from rlt_lightning.types import PromptBatch
-
-T = TypeVar("T")
 
 
 class RolloutRecorder(Callback):
@@ -56,7 +54,7 @@ class RolloutRecorder(Callback):
         if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
             return
         # Each rank records what it has measured: only there are the tokens.
-        measured = gather_rows(self._build_rows(step, batch.step, pl_module), trainer)
+        measured = gather_rows(trainer, self._build_rows(step, batch.step, pl_module))
         rows = [row for _, row in sorted(measured, key=lambda numbered: numbered[0])]
         if trainer.is_global_zero:
             append_rows(self._path(trainer), rows)
@@ -94,12 +92,3 @@ class RolloutRecorder(Callback):
 
     def _path(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "rollouts.jsonl"
-
-
-def gather_rows(rows: list[T], trainer: Trainer) -> list[T]:
-    """Return the rows of all ranks on rank 0; on other ranks nothing."""
-    if trainer.world_size == 1:
-        return rows
-    parts: list[list[T]] | None = [[] for _ in range(trainer.world_size)] if trainer.is_global_zero else None
-    torch.distributed.gather_object(rows, parts, dst=0)
-    return [row for part in parts or [] for row in part]

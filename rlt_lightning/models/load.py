@@ -13,13 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from rlt_lightning.console import (
-    announce,
-    is_offline,
-    size_text,
-    try_hub,
-    waiting_for,
-)
+from rlt_lightning.console import announce, is_offline, size_text, try_hub, waiting_for
 from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (

@@ -180,10 +180,17 @@ def gather_from_ranks(trainer: Trainer, value: T, group: Any = None) -> list[T]:
     return parts
 
 
+def gather_rows(trainer: Trainer, rows: list[T]) -> list[T]:
+    """Return the rows of all ranks, in rank order, on rank 0; on other ranks nothing."""
+    if trainer.world_size == 1:
+        return rows
+    parts: list[Any] = [None] * trainer.world_size
+    distributed.gather_object(rows, parts if trainer.is_global_zero else None)
+    return list(chain.from_iterable(parts)) if trainer.is_global_zero else []
+
+
 def append_from_ranks(trainer: Trainer, path: Path, rows: list[Row]) -> None:
     """Append the rows of all ranks to a JSONL file, in rank order; rank 0 alone gets them, and writes."""
-    parts: list[Any] = [rows] * trainer.world_size
-    if trainer.world_size > 1:
-        distributed.gather_object(rows, parts if trainer.is_global_zero else None)
+    gathered = gather_rows(trainer, rows)
     if trainer.is_global_zero:
-        append_rows(path, chain.from_iterable(parts))
+        append_rows(path, gathered)

@@ -72,7 +72,7 @@ COUNTED_STEP = [
 # Two ranks wait for these too: what they tell each other, none of it per token, row or metric.
 WAITS_OF_TWO = WAITS | {
     "run/ranks.py:gather_from_ranks": 8,  # four for each of two gathers: problems and completions
-    "callbacks/recorder.py:gather_rows": 8,
+    "run/ranks.py:gather_rows": 8,
     "modules/base.py:reduce_numbers": 5,
     "run/interrupt.py:on_any_rank": 2,  # whether a callback of one rank, or a signal to it, stops the run
     "trainer.py:run": 6,  # Lightning's own
