@@ -6,12 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from threading import Timer
 
 from lightning.pytorch.utilities import rank_zero_only
-
-LARGE_FILE_BYTES = 5 * 10**7
 
 
 @rank_zero_only
@@ -20,13 +17,6 @@ def announce(line: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(line, file=sys.stderr)
-
-
-def announce_reading(path: Path) -> None:
-    """Say that a file of rows is read next, if it is large."""
-    num_bytes = path.stat().st_size
-    if num_bytes > LARGE_FILE_BYTES:
-        announce(f"reading {path} ({size_text(num_bytes)})")
 
 
 @contextmanager

@@ -9,9 +9,6 @@ from tokenizers.decoders import DecodeStream
 
 from rlt_lightning.types import FinishReason, InputError
 
-# Characters that control a terminal, line ends and tabs among them.
-CONTROL_CODES = (*range(32), *range(127, 160))
-
 
 def holds_half_pair(text: str) -> bool:
     """Return whether a text holds half a surrogate pair, which no tokenizer takes and no file holds."""
@@ -168,10 +165,6 @@ class TagStyle:
         for name, tag in self.tags().items():
             text = text.replace("{" + name + "}", tag)
         return text
-
-    def occur_in(self, text: str) -> bool:
-        """Return whether a text holds any of the tags."""
-        return any(tag in text for tag in self.tags().values())
 
     def translate(self, text: str, other: TagStyle) -> str:
         """Replace these tags in a text by those of another style."""

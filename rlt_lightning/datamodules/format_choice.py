@@ -12,8 +12,8 @@ A setting that contradicts what a model was trained in is refused, unless `force
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -48,16 +48,6 @@ class FormatOptions:
     teacher_system_prompt: str | None = None
     student_system_prompt: str | None = None
     force_format: bool = False
-
-    @staticmethod
-    def from_settings(settings: Mapping[str, Any]) -> FormatOptions:
-        """Return the options among the parsed settings of a datamodule."""
-        found = {
-            field.name: settings[field.name] for field in fields(FormatOptions) if field.name in settings
-        }
-        if isinstance(found["tags"], Mapping):
-            found["tags"] = TagStyle(**found["tags"])
-        return FormatOptions(**found)
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,11 @@ from torchmetrics import Metric
 from rlt_lightning.run.jsonl import Row
 
 OVERALL = "overall"  # the figures' name for the mean over sets
-# Figures of a set, as `eval/SET/NAME`, and those over all sets, as `eval/overall/NAME`.
+# Figures of a set, as `eval/SET/NAME`.
 SET_FIGURES = (
     *("num_problems", "pass_at_1", "standard_error", "pass_at_k", "maj_at_k", "formatted_frac"),
     *("timed_out_frac", "truncated_frac", "tokens_mean"),
 )
-OVERALL_FIGURES = ("pass_at_1", "standard_error", "pass_at_k", "maj_at_k")
 
 # The figures of one set, by the last part of the names under which they are logged.
 Figures = dict[str, float]

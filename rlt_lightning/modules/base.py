@@ -643,8 +643,10 @@ class OnPolicyModule(PolicyModule):
         metrics: dict[str, Any] = rollout_metrics(rollouts)
         metrics["rollout/length_min"] = float(min(shards.lengths))
         metrics["rollout/length_max"] = float(max(shards.lengths))
+        # Optimizer steps between the weights that sampled and those that were trained.
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
+        # Tokens of the process that has most of them, over the mean.
         return metrics | {"perf/rank_imbalance": shards.imbalance}
 
     def require_fresh(self, policy_version: int) -> None:

@@ -132,15 +132,6 @@ def build_token_columns(tokens: Sequence[CountedTokens], students: Students) -> 
     return columns
 
 
-def choose_student(row: Row, label: str) -> Row:
-    """Return a scored row as one of several students sees it: its columns in place of the combined ones.
-
-    Without a label, or without columns of it, the row stays as it is.
-    """
-    end = f"/{label}"
-    return row | {name.removesuffix(end): value for name, value in row.items() if name.endswith(end)}
-
-
 def resume_rows(
     path: Path,
     problems: Sequence[Problem],
