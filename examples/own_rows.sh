@@ -28,7 +28,7 @@ answer() {  # answer NAME MODEL: 5, the test rows, greedily and sampled
 }
 learn() {  # learn NAME ROWS OPTION...: 4, a student, which then answers
     stage "student_$1" model/config.json rlt fit --config "${configs}sft" --model.pretrained "$model" \
-        --data.source "$2" "${@:3}" ${TRAIN:-}
+        --data.source "$2" "${@:3}" ${TRAIN:-} ${LEARN:-}
     answer "$1" "$run/student_$1/model"
 }
 explain() {  # explain NAME TEACHER TEMPERATURE OPTION...: 3, traces of a teacher, from which a student learns

@@ -3,8 +3,8 @@
 # extra vllm (docs/hardware.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
 # skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a training stage fits.
 # It trains with FSDP2; STRATEGY=zero3 trains with DeepSpeed's ZeRO-3, as the paper's code did. TRAIN has options of
-# stages 1, 2 and 4, EVALUATE those of stage 5, ALL those of all stages; ROWS=FOLDER replaces the hub's problems. We have
-# not run it yet.
+# stages 1, 2 and 4, EVALUATE those of stage 5, ALL those of all stages; ROWS=FOLDER replaces the hub's problems, and
+# UNTIL=teacher_sft ends it after that stage. We have not run it yet.
 #
 #   examples/pipeline_8gpu.sh [FOLDER]      # runs/released by default
 set -euo pipefail
