@@ -315,6 +315,7 @@ def warm_up() -> None:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         run()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a command that ends ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
     load_model(str(MINIATURES["miniature"]))
     gc.collect()
     gc.freeze()  # what a fork does not look at, it need not copy
