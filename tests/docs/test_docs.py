@@ -195,6 +195,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "sky": (check_recipe_file, "needs a cluster; the recipes are checked below"),
     "pip-audit": (nothing, "asks the package index"),
     "cat": (nothing, "reads a file of the user's"),
+    "head": (nothing, "reads a file of the user's"),
     "curl": (nothing, "run against a fake worker below"),
     "openssl": (nothing, "makes a random key"),
     "git": (nothing, "clones and commits"),
