@@ -31,9 +31,10 @@ STUDENTS = {
     "base": "nothing: the base",
     "solutions": "raw solutions",
     "control": "greedy traces of the warm-up teacher: the control",
-    "warmup": "its traces at T 0.7",
-    "best_of_4": "best of 4 by the reward",
-    "rlt": "traces of the RLT teacher",
+    "warmup": "the warm-up teacher's at T 0.7",
+    "best_of_4": "the best of 4 of these",
+    "rlt": "the RLT teacher's at T 0.7",
+    "rlt_t0": "its greedy traces",
 }
 SAMPLED = {"traces.jsonl", "responses.jsonl"}  # a row has the tokens that were sampled for it
 
@@ -137,7 +138,7 @@ def describe_student(run: Path, name: str, what: str) -> str:
     """Return a student's line of the table."""
     traces = run / f"traces_{name}"
     rows = run / "rows/train.jsonl" if name == "solutions" else traces / "distillation.jsonl"
-    trained = count_rows(run / "rlt/rollouts.jsonl") if name == "rlt" else 0
+    trained = count_rows(run / "rlt/rollouts.jsonl") if name.startswith("rlt") else 0
     sampled = count_rows(traces / "traces.jsonl") + trained
     cells = [str(number) if number else "" for number in (sampled, count_rows(rows))]
     cells += [read_accuracy(run / f"evaluate_{name}_{how}") for how in ("greedy", "sampled")]

@@ -48,4 +48,5 @@ table
 stage rlt model/config.json rlt fit --config "${configs}rlt" --model.teacher "$run/warmup/model" \
     --model.student "$model" --data.source "$train" --data.val_source "$run/rows/held_out.jsonl" ${TRAIN:-} ${RLT:-}
 explain rlt rlt 0.7
+explain rlt_t0 rlt 0
 table
