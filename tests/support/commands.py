@@ -306,6 +306,7 @@ def warm_up() -> None:
     import peft  # noqa: F401
     import transformers.optimization
     import transformers.trainer_utils  # noqa: F401
+    from tqdm import tqdm
 
     from rlt_lightning.cli.main import run
     from rlt_lightning.models.embedded import MINIATURES
@@ -316,6 +317,7 @@ def warm_up() -> None:
         run()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a command that ends ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
+    tqdm.set_lock(threading.RLock())  # all forks share its own: one that is killed within it stops the others
     load_model(str(MINIATURES["miniature"]))
     gc.collect()
     gc.freeze()  # what a fork does not look at, it need not copy
