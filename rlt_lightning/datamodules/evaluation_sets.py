@@ -107,7 +107,7 @@ class EvaluationProblem:
         question: The user's message, made by the set's template.
         reference: What the judge compares an answer with.
         private: Whether nothing may be written that could quote the question.
-        prompt: Tokens through the opening of the assistant's turn; empty if responses are given.
+        prompt: Tokens through the opening of the assistant's turn.
     """
 
     id: str
