@@ -95,7 +95,6 @@ class ParsedRow:
     traces: dict[str, str]  # by column, the text between the thought tags; '' without text
     completion: str | None  # raw generated text of a teacher
     system: str | None  # the row's own system prompt for the student
-    shown: str | None = None  # the solution that a teacher sees in place of this one
 
 
 # A row's number, its columns as they were read, and its texts.

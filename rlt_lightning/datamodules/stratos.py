@@ -336,10 +336,6 @@ class StratosDataModule(LightningDataModule, ABC):
         tags, student_tags = self.format.tags, self.format.student_tags
         return parse_row(columns, tags, self.trace_columns, self.takes_completions, student_tags)
 
-    def change_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Return the parsed rows, changed where a row takes something from other rows."""
-        return rows
-
     @abstractmethod
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
         """Make one item of a row, or one for each of its traces.
@@ -494,7 +490,7 @@ class StratosDataModule(LightningDataModule, ABC):
             for number, columns in rows
         )
         rows = check_columns(rows, report.source, self.trace_columns, self.takes_completions)
-        parsed = self.change_rows(self._parse_rows(rows, report))
+        parsed = self._parse_rows(rows, report)
         if row_filter is not None:
             parsed = row_filter.filter_rows(parsed, report)
         for number, columns, row in parsed:

@@ -36,7 +36,6 @@ from rlt_lightning.datamodules import (
     TeacherSFTData,
 )
 from rlt_lightning.datamodules.evaluation import Response
-from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import HFEngine, Placement, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
@@ -206,7 +205,7 @@ def opd(**options: Any) -> Setup:
             teacher_tokenizer=OTHER_STUDENT,
             tags="r1",
             student_system_prompt="",
-            view=ViewOptions("hint"),
+            view="hint",
         ),
         {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=60)},
         "opd",
