@@ -1,8 +1,6 @@
 """The evaluation sets: their sources, prompts, problems and right answers.
 
-    name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems
-
-`data.filters.overlap_with` reads these sets too: it leaves their questions out of the training rows.
+name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems
 """
 
 from __future__ import annotations

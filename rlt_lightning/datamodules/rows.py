@@ -1,18 +1,16 @@
 """Parse the rows of any source: which texts they hold, or why they cannot be used.
 
 columns ─▶ parse_row ─▶ ParsedRow       question, solution, traces
-a model's whole response ─▶ RawResponses ─▶ columns with a trace and a solution, whatever marks them
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlt_lightning.datamodules.bad_rows import NumberedRow
-from rlt_lightning.judging.answers import read_reference, reference_answer
+from rlt_lightning.judging.answers import read_reference
 from rlt_lightning.tags import R1, STRATOS, TagStyle, holds_half_pair
 from rlt_lightning.tasks.countdown import require_counts
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
@@ -43,12 +41,6 @@ def find_question(columns: Mapping[str, Any], names: Sequence[str] = QUESTION_CO
 def has_text(value: Any) -> bool:
     """Return whether a value is a text that is not blank."""
     return isinstance(value, str) and bool(value.strip())
-
-
-def read_number(columns: dict[str, Any], name: str) -> float | None:
-    """Return a row's number; None for what is no number, such as a text or a truth value."""
-    value = columns.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def keep_columns(columns: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
@@ -287,12 +279,6 @@ def _text(value: Any, column: str) -> str:
     return value
 
 
-# A model's whole response: its thought and its solution
-
-# Models that write no tags, such as QwQ-32B-Preview, begin their solution with such a line.
-HEADING = re.compile(r"^[ \t]*(?:#+ *|\*\*)final (?:answer|solution):?(?:\*\*)?:?[ \t]*$", re.M | re.I)
-
-
 def find_tag(text: str, *styles: TagStyle) -> str | None:
     """Return a tag of the styles or of Bespoke-Stratos that a text holds; None if it holds none."""
     return next((tag for style in (*styles, STRATOS) for tag in style.tags().values() if tag in text), None)
@@ -314,83 +300,5 @@ def split_response(response: str, tags: TagStyle) -> tuple[str, str] | None:
         parts.append(part)
     if any(find_tag(part, tags) for part in (*parts, rest)):
         return None
-    return strip_both(parts[1], parts[3])
-
-
-def split_raw(response: str, tags: TagStyle) -> tuple[str, str] | None:
-    """Return the thought and the solution of any model's response, stripped.
-
-    Tried in this order: the tags in use, those of Bespoke-Stratos, `<think>…</think>` before the solution
-    (the first tag may be missing, since some prompts end with it), and a line such as `**Final Answer**`.
-    """
-    for style in (tags, STRATOS):
-        if found := split_response(response, style):
-            return found
-    if R1.thought_close in response:
-        thought, _, solution = response.partition(R1.thought_close)
-        found = strip_both(thought.strip().removeprefix(R1.thought_open), solution)
-        return None if found is None or any(find_tag(part, R1) for part in found) else found
-    headings = list(HEADING.finditer(response))
-    if not headings or find_tag(response, R1):
-        return None
-    return strip_both(response[: headings[-1].start()], response[headings[-1].end() :])
-
-
-def strip_both(thought: str, solution: str) -> tuple[str, str] | None:
-    """Return two texts without the white space around them; None if one of them is empty."""
-    thought, solution = thought.strip(), solution.strip()
+    thought, solution = parts[1].strip(), parts[3].strip()
     return (thought, solution) if thought and solution else None
-
-
-@dataclass(frozen=True)
-class RawResponses:
-    """How rows with a model's whole response are read: its parts replace `reasoning_trace` and `solution`.
-
-    Args:
-        column: Column of the response: a text, a list of texts (several responses), or a list of turns. None:
-            rows have a trace and a solution of their own.
-    """
-
-    column: str | None = None
-
-    def split_rows(self, rows: Iterable[NumberedRow], tags: TagStyle) -> Iterator[NumberedRow]:
-        """Return a row per response, with the number of the row that it came from."""
-        if self.column is None:
-            return iter(rows)
-        return (
-            (number, made)
-            for number, columns in rows
-            for made in (
-                [columns] if isinstance(columns, BadRowError) else self._split_columns(columns, tags)
-            )
-        )
-
-    def _split_columns(
-        self, columns: dict[str, Any], tags: TagStyle
-    ) -> Iterator[dict[str, Any] | BadRowError]:
-        value = columns.get(str(self.column))
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            try:
-                _, question, value = split_turns(value)
-            except BadRowError as error:
-                yield error
-                return
-            if not has_text(find_question(columns)):
-                columns = {**columns, QUESTION_COLUMNS[0]: question}
-        for response in value if isinstance(value, list) and value else [value]:
-            yield self._row(columns, response, tags)
-
-    def _row(self, columns: dict[str, Any], response: Any, tags: TagStyle) -> dict[str, Any] | BadRowError:
-        if not isinstance(response, str):
-            kind = "missing" if response is None else f"a {type(response).__name__}"
-            reason = BadRowReason.MISSING_COLUMN if response is None else BadRowReason.WRONG_TYPE
-            return BadRowError(reason, f"{self.column} must be a response's text, but is {kind}")
-        if (parts := split_raw(response, tags)) is None:
-            detail = f"{self.column} has no tags or heading that part a thought from a solution"
-            return BadRowError(BadRowReason.MISSING_TAGS, detail)
-        thought, solution = parts
-        kept = {n: v for n, v in columns.items() if n not in (self.column, "conversations")}
-        # The right answer must outlive the solution that held it.
-        if kept.get("kind", "math") != "countdown" and (answer := reference_answer(kept)) is not None:
-            kept["answer"] = answer
-        return {**kept, TRACE_COLUMN: thought, "solution": solution}

@@ -32,8 +32,6 @@ from rlt_lightning.datamodules import (
     TeacherSFTData,
     token_cache,
 )
-from rlt_lightning.datamodules.filters import Filters
-from rlt_lightning.datamodules.rows import RawResponses
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stages import SFTData
 from rlt_lightning.modules import SFTModule
@@ -143,19 +141,18 @@ def test_a_class_of_ones_own_gets_no_items_of_before(
 def test_one_table_holds_items_and_the_reasons_of_rejected_rows(
     make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows: list[Any] = [row_of(number) | {"pass_rate": 0.5} for number in range(30)]
-    rows[3]["solution"], rows[5]["question"], rows[9]["pass_rate"] = "", rows[4]["question"], 0.9
+    rows: list[Any] = [row_of(number) for number in range(30)]
+    rows[3]["solution"] = ""
     source = write_rows(tmp_path / "rows.jsonl", rows)
     Path(source).write_text(Path(source).read_text() + '{"question"\n\n')  # a bad line, and a blank one
     options: dict[str, Any] = {"kind": StudentSFTData, "max_length": 400, "long_traces": "truncate"}
-    options["filters"] = Filters(duplicates="question", max_pass_rate=0.5)
     first = make_data(source, **options)
     assert len(entries(tmp_path)) == 1
     table = first.items.table
     rejected = table.filter(pyarrow.compute.is_valid(table["rejected"]))
     reasons = dict(zip(rejected["row"].to_pylist(), rejected["rejected"].to_pylist(), strict=True))
-    assert reasons == {4: "empty_solution", 6: "duplicate", 10: "pass_rate", 31: "broken_json"}
-    assert table.num_rows - rejected.num_rows == len(first.items) == 27
+    assert reasons == {4: "empty_solution", 31: "broken_json"}
+    assert table.num_rows - rejected.num_rows == len(first.items) == 29
     monkeypatch.setattr(StudentSFTData, "build_items", no_items)
     [report] = make_data(source, **options).reports
     assert report.as_dict() == first.reports[0].as_dict()
@@ -237,8 +234,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tags": {"tags": "r1"},
     "teacher's prompt": {"teacher_system_prompt": "Teach."},
     "student's prompt": {"student_system_prompt": "Learn."},
-    "filter": {"filters": Filters(duplicates="question")},
-    "raw": {"raw": RawResponses("response")},
     "trace": {"kind": TeacherSFTData, "trace_columns": ["solution"]},
 }
 
@@ -282,7 +277,7 @@ def test_a_changed_row_or_tokenizer_is_noticed(
     assert len(entries(tmp_path)) == 3
 
 
-def test_an_edited_template_or_evaluation_set_is_noticed(
+def test_an_edited_template_is_noticed(
     make_data: MakeData, source: str, tmp_path: Path, tiny_model: str
 ) -> None:
     from transformers import AutoTokenizer
@@ -293,11 +288,6 @@ def test_an_edited_template_or_evaluation_set_is_noticed(
     make_data(source, tokenizer=tiny_model)
     make_data(source, tokenizer=str(tmp_path / "edited"))
     assert len(entries(tmp_path)) == 2
-    test_set = tmp_path / "set.jsonl"
-    for question in ("What is two plus two?", "What is two plus three?"):
-        write_rows(test_set, [{"question": question, "answer": "4"}])
-        make_data(source, filters=Filters(overlap_with={"own": str(test_set)}, overlap_ngram=3))
-    assert len(entries(tmp_path)) == 4
 
 
 # What the code that makes tokens imports beside the code in the key: it makes no other tokens if it changes.
@@ -332,11 +322,9 @@ def test_all_code_that_makes_tokens_is_in_the_key() -> None:
 def test_a_key_is_the_same_in_every_process(tiny_model: str, source: str) -> None:
     code = f"""
 from rlt_lightning.datamodules import TeacherRLData
-from rlt_lightning.datamodules.filters import Filters
 build_key = TeacherRLData.build_key
 TeacherRLData.build_key = lambda *words: print(build_key(*words)) or exit()
-filters = Filters(duplicates="question", overlap_with={{"chains": None}})
-TeacherRLData({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit")
+TeacherRLData({source!r}, tokenizer={tiny_model!r}).setup("fit")
 """
     keys = set()
     for seed in ("1", "2"):
@@ -346,22 +334,6 @@ TeacherRLData({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit"
         keys.add(run.stdout.strip())
     [key] = keys
     assert len(key) == 32
-
-
-def test_duplicates_are_found_over_sources(make_data: MakeData, tmp_path: Path) -> None:
-    paths = [
-        write_rows(tmp_path / f"{name}.jsonl", [row_of(number) for number in range(start, start + 20)])
-        for name, start in (("a", 0), ("b", 10), ("c", 15))
-    ]
-    options = {"filters": Filters(duplicates="question")}
-    expected = list(range(1, 21)) + list(range(31, 41)) + list(range(56, 61))
-    for _ in range(2):
-        data = make_data(*paths, **options)
-        assert data.items.rows.tolist() == expected
-        assert [report.first_row for report in data.reports] == [1, 21, 41]
-    assert data.reports[1].rows_by_filter() == {"duplicate": list(range(1, 11))}
-    # After other sources the same rows are others.
-    assert make_data(paths[1], **options).items.rows.tolist() == list(range(1, 21))
 
 
 # Processes
