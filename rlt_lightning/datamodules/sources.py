@@ -36,7 +36,6 @@ SOURCE_CHOICES = (
     ".parquet or .arrow file, a folder of such files, or a Hugging Face data set id such as "
     "'openai/gsm8k:main'"
 )
-WEIGHTED = {"source", "weight"}  # the fields of a source with a weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,18 +44,16 @@ class MemoryRows:
 
     Args:
         rows: A list of dictionaries, or a data set of `datasets` without splits, streamed or not.
-        first: Number of the first row.
     """
 
     rows: Any
-    first: int = 1
 
     def __str__(self) -> str:
         return f"{len(self.rows)} rows in memory" if hasattr(self.rows, "__len__") else "a stream of rows"
 
     def read_rows(self) -> Iterator[NumberedRow]:
         """Yield the rows with their numbers."""
-        for number, row in enumerate(self.rows, start=self.first):
+        for number, row in enumerate(self.rows, start=1):
             yield number, read_columns(dict(row) if isinstance(row, Mapping) else row)
 
 
@@ -70,10 +67,8 @@ def parse_sources(setting: Any) -> list[Source]:
         InputError: If one is neither a name nor rows.
     """
     found: list[Source] = []
-    for value, _ in _pair_weights(setting):
-        if isinstance(value, MemoryRows):
-            found.append(value)
-        elif isinstance(value, str | Path):
+    for value in [setting] if _is_table(setting) else as_list(setting):
+        if isinstance(value, str | Path):
             found.append(str(value))
         elif _is_table(value):
             found.append(MemoryRows(value))
@@ -85,43 +80,10 @@ def parse_sources(setting: Any) -> list[Source]:
     return found
 
 
-def parse_weights(setting: Any) -> list[float]:
-    """Return the weight of each source of a setting; an empty list if none has one.
-
-    Raises:
-        InputError: If only some have one, or one is no number above 0.
-    """
-    weights = [weight for _, weight in _pair_weights(setting)]
-    if not any(weight is not None for weight in weights):
-        return []
-    if not all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights):
-        raise InputError(
-            f"Either no source of data.source has a weight, or each has a number above 0, but they are "
-            f"{weights}. Write each source as {{source: NAME, weight: 1}}."
-        )
-    return weights
-
-
-def name_sources(setting: Any) -> str:
-    """Return the names of a setting's sources, for a message."""
-    return ", ".join(map(str, parse_sources(setting)))
-
-
-def _pair_weights(setting: Any) -> list[tuple[Any, Any]]:
-    """Return the sources of a setting, as they are given, each with its weight, or None."""
-    values = [setting] if _is_table(setting) else as_list(setting)
-    return [
-        (value["source"], value["weight"])
-        if isinstance(value, Mapping) and value.keys() == WEIGHTED
-        else (value, None)
-        for value in values
-    ]
-
-
 def _is_table(value: Any) -> bool:
-    """Return whether a value is rows: a data set, or a list with a dictionary that is no weighted source."""
+    """Return whether a value is rows: a data set, or a list with a dictionary."""
     if isinstance(value, (list, tuple)):
-        return any(isinstance(row, Mapping) and row.keys() != WEIGHTED for row in value)
+        return any(isinstance(row, Mapping) for row in value)
     return type(value).__module__.partition(".")[0] == "datasets"
 
 

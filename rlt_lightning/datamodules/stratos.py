@@ -34,7 +34,6 @@ from rlt_lightning.datamodules.loader import (
     DealtLoader,
     OrderedLoader,
     StepLoader,
-    Weighted,
     hold_out,
 )
 from rlt_lightning.datamodules.rows import (
@@ -48,9 +47,7 @@ from rlt_lightning.datamodules.rows import (
 from rlt_lightning.datamodules.sources import (
     Source,
     SourceReader,
-    name_sources,
     parse_sources,
-    parse_weights,
 )
 from rlt_lightning.datamodules.token_cache import (
     Item,
@@ -93,7 +90,7 @@ class StratosDataModule(LightningDataModule, ABC):
     Args:
         source: "chains", "new_chains", "word_sums" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV
             file, a folder, a hub id, rows themselves (a list of dictionaries or a `datasets.Dataset`), or a
-            list of such sources, each with a weight or none, whose row numbers continue.
+            list of such sources, whose row numbers continue.
         split: Split of each source, where it has any.
         tokenizer: Name of the trained model; None: that of the run's module.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
@@ -159,8 +156,7 @@ class StratosDataModule(LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         self.sources, self.val_sources = parse_sources(source), parse_sources(val_source)
-        self.weights, self.val_weights = parse_weights(source), parse_weights(val_source)
-        self.source = name_sources(source)  # for messages
+        self.source = ", ".join(map(str, self.sources))  # for messages
         self.reader = SourceReader(split, num_embedded_rows, seed, max_rows)
         self.trace_columns: list[str] = []
         self.follows_module = tokenizer is None
@@ -267,8 +263,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return the training loader, for callers that only ask for its length."""
-        order = Weighted(self.items.sources, self.weights, self.seed) if self.weights else None
-        share = (self.seed, self._rank(), self._world_size(), order)
+        share = (self.seed, self._rank(), self._world_size())
         return StepLoader(self.items, self.prompts_per_step, self.collate, *share)
 
     def val_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch] | list[Any]:
@@ -581,8 +576,6 @@ def require_settings(data: StratosDataModule) -> None:
         )
     if not data.sources:
         raise InputError("data.source must name at least one source, but is an empty list. Name one.")
-    if data.val_weights:
-        raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
 
 
 def require_sizes(**sizes: int | None) -> None:

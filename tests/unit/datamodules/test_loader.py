@@ -31,7 +31,7 @@ def test_an_epoch_is_full_batches_of_different_rows():
     assert first != second
     assert list(make_loader()) == first
     assert list(make_loader(seed=6)) != first
-    assert sorted(loader.order.list_epoch(0)) == ROWS
+    assert sorted(loader.list_epoch(0)) == ROWS
 
 
 def test_ranks_share_the_batch_that_one_process_would_have():
@@ -104,7 +104,7 @@ def test_rewind_brings_the_same_batch_again_also_over_the_boundary_of_an_epoch()
 def test_more_brings_the_next_rows_and_later_batches_follow():
     # Epochs of nine rows; e and f are the orders of the first two.
     loader = make_loader()
-    e, f = (loader.order.list_epoch(epoch)[:9] for epoch in (0, 1))
+    e, f = (loader.list_epoch(epoch)[:9] for epoch in (0, 1))
     batches = iter(loader)
     assert next(batches) == e[:3]
     assert loader.take_more(2) == e[3:5]
@@ -115,7 +115,7 @@ def test_more_brings_the_next_rows_and_later_batches_follow():
     assert loader.take_more(3) == [e[8], *new[:2]]
     rest = f[f.index(new[1]) + 1 :]
     if len(rest) < 3:
-        rest = loader.order.list_epoch(2)[:9]
+        rest = loader.list_epoch(2)[:9]
     assert next(batches) == rest[:3]
     with pytest.raises(StopIteration):  # an epoch of the run is three steps, whatever they have taken
         next(batches)

@@ -186,8 +186,7 @@ def test_a_fingerprint_names_the_source_that_changed(make_data: MakeData):
     rows = [custom_row(f"q{i}", f"s{i}") for i in range(4)]
 
     def fingerprint(*sources: Any, **options: Any) -> Any:
-        weighted = [{"source": source, "weight": 1.0} for source in sources]
-        return make_data(sources=weighted, **options).fingerprint_rows()
+        return make_data(sources=list(sources), **options).fingerprint_rows()
 
     before, now = fingerprint(rows, rows), fingerprint(rows, rows[::-1])
     assert [a == b for a, b in zip(before, now, strict=True)] == [True, False]
