@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
+from rlt_lightning.datamodules.stages import TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.rlt import RLTModule
@@ -29,7 +29,7 @@ from rlt_lightning.teacher import score_problems
 from rlt_lightning.types import BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]
-TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG}
+TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.TOO_LONG}
 READ_ROWS = 5_000  # the checked rows are drawn from so many, from the start of the source
 # Limits: (below this it fails, below this it warns). Of lengths it is above.
 CLOSED, SPREAD = (0.5, 0.95), (1e-9, 0.5)
@@ -124,7 +124,7 @@ def check_run(
         yield Check("closed", "cannot", "only completions that a reward judges are sampled: see `rlt test`")
         return
     rows, has_traces = draw_rows(data, options.rows)
-    asked = data.copy_settings(StudentRLData if module.reward.judges_answers else TeacherRLData, rows)
+    asked = data.with_rows(rows)
     asked.student_names = tuple(module.students.names)
     asked.val_batch_size = TOGETHER
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
@@ -162,7 +162,7 @@ def check_lengths(data: StratosDataModule) -> Check:
         status,
         f"{long} of {total} rows are too long and left out, {cut} are cut",
         f"together at most {100 * LEFT_OUT[0]:g} %",
-        "Raise data.max_prompt_length, max_solution_length or max_length",
+        "Raise data.max_prompt_length or max_length",
     )
 
 

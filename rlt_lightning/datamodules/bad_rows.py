@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.types import BadRowError, BadRowReason, InputError
+from rlt_lightning.types import BadRowError, InputError
 
 SHOWN_ROWS = 5  # row numbers per reason in messages
-TOO_LONG = (BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG)
 
 
 # A row's number, from 1, and its columns, or the reason why it has none.

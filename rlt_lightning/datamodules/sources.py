@@ -289,18 +289,6 @@ class TextRows:
         return hash_files(self.files)
 
 
-@contextlib.contextmanager
-def name_unreadable(path: Path) -> Iterator[None]:
-    """Turn a failure to read a file into one line."""
-    try:
-        yield
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(
-            f"The data file {path} must be complete, readable and in UTF-8, but is not "
-            f"({shorten_error(error)}). Convert it, for example by `iconv -f GBK -t UTF-8 {path}`."
-        ) from error
-
-
 def parse_float(text: str) -> float | str:
     """Return a number, or its text where a float has none: Python's own reader makes infinity of 1e400."""
     value = float(text)
@@ -311,7 +299,7 @@ JSON = json.JSONDecoder(parse_float=parse_float)
 BEGIN = re.compile(r"\S")  # of a value in JSON
 
 
-def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
+def _read_json(path: Path) -> Iterator[NumberedRow]:
     """Read one row per line. A broken line is a bad row; blank lines count, but are not rows.
 
     A file whose first line is no object may be an array, or objects of several lines: see `_read_values`.
@@ -363,25 +351,6 @@ def _read_values(content: bytes) -> list[NumberedRow] | None:
     return [(line, value) for line, value in zip(lines, values, strict=True)] if is_rows else None
 
 
-def _read_json(path: Path) -> Iterator[NumberedRow]:
-    try:
-        content = JSON.decode(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(
-            f"The file {path} must be valid JSON, but is not ({error}). Correct it; if it holds one object "
-            "per line, name it .jsonl."
-        ) from error
-    if isinstance(content, dict):
-        content = content.get("data")
-    if not isinstance(content, list):
-        raise InputError(
-            f'The file {path} must hold a list of objects or {{"data": [...]}}, but holds neither. Convert '
-            "it to one of them, or to .jsonl."
-        )
-    for number, value in enumerate(content, start=1):
-        yield number, read_columns(value)
-
-
 def _read_csv(path: Path) -> Iterator[NumberedRow]:
     """Read a table whose first line names the columns; every cell is text, even if it looks like a number."""
     # A reasoning trace is longer than the default allows.
@@ -403,7 +372,7 @@ def _read_csv(path: Path) -> Iterator[NumberedRow]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[NumberedRow]]] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
 }
@@ -419,6 +388,24 @@ def read_columns(value: Any) -> dict[str, Any] | BadRowError:
 
 
 # What `datasets` loads
+
+
+@contextlib.contextmanager
+def name_unreadable(name: str | Path) -> Iterator[None]:
+    """Turn a failure to load or read a source, or one of its files, into one line."""
+    import datasets
+    import pyarrow  # type: ignore[import-untyped]
+
+    failures = (OSError, ValueError, KeyError, TypeError, csv.Error)
+    try:
+        yield
+    except InputError:
+        raise
+    except (*failures, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"The source '{name}' could not be loaded ({shorten_error(error)}). Check data.split, its files, "
+            f"which must be in UTF-8, and the network, or use {SOURCE_CHOICES}."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -467,14 +454,14 @@ class DatasetRows:
         Raises:
             InputError: If it cannot be loaded, with the library's reason.
         """
-        with name_unloadable(self.source, self.split):
+        with name_unreadable(self.source):
             yield from enumerate(self.load(), start=1)
 
     def fingerprint(self) -> list[Any]:
         """Return hashes of the files, or of the hub what `datasets` knows them by."""
         if self.local_files:
             return [self.configuration, *hash_files(self.local_files)]
-        with name_unloadable(self.source, self.split):
+        with name_unreadable(self.source):
             return [self.load()._fingerprint]
 
 
@@ -486,30 +473,6 @@ def is_hub_folder(folder: Path) -> bool:
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     header = text.partition("\n---")[0] if text.startswith("---\n") else ""
     return any(line.startswith(("configs:", "dataset_info:")) for line in header.splitlines())
-
-
-@contextlib.contextmanager
-def name_unloadable(name: str, split: str) -> Iterator[None]:
-    """Turn a failure to load or read a data set into one line."""
-    import datasets
-    import pyarrow  # type: ignore[import-untyped]
-
-    try:
-        yield
-    except InputError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        pyarrow.ArrowException,
-        datasets.exceptions.DatasetsError,
-    ) as error:
-        raise InputError(
-            f"The data set '{name}', split '{split}', could not be loaded ({shorten_error(error)}). Check "
-            f"data.split, its files and the network, or use {SOURCE_CHOICES}."
-        ) from error
 
 
 def shorten_error(error: Exception) -> str:

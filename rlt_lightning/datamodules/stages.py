@@ -109,22 +109,9 @@ class SFTData(StratosDataModule, ABC):
 
 
 class TeacherSFTData(SFTData):
-    """Stage 1: the teacher learns to write the traces as its explanations.
-
-    Args:
-        source: The rows, with question, solution and traces; see `StratosDataModule`.
-        max_solution_length: Most tokens of a solution; None for no limit.
-        common: See `SFTData`, and for the settings of all stages `StratosDataModule`.
-    """
+    """Stage 1: the teacher learns to write the traces as its explanations."""
 
     role: ClassVar[Role] = "teacher"
-
-    def __init__(
-        self, source: Rows = "chains", *, max_solution_length: int | None = None, **common: Any
-    ) -> None:
-        super().__init__(source, **common)
-        require_sizes(max_solution_length=max_solution_length)
-        self.max_solution_length = max_solution_length
 
     @override
     def choose_formats(self, model: str) -> list[ChosenFormat]:
@@ -167,7 +154,6 @@ class ReadData(StratosDataModule, ABC):
         source: The rows, with question and solution; see `StratosDataModule`.
         student_tokenizer: Name of the model that reads, which may have another vocabulary, or of several;
             None: those of the run's module.
-        max_solution_length: Most tokens of a solution; None for no limit.
         max_length: Most tokens of prompt and solution, with the completion if the row brings it; longer rows
             are left out.
         common: The settings of all stages; see `StratosDataModule`.
@@ -178,14 +164,13 @@ class ReadData(StratosDataModule, ABC):
         source: Rows = "chains",
         *,
         student_tokenizer: str | list[str] | None = None,
-        max_solution_length: int | None = None,
         max_length: int = 16384,
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
-        require_sizes(max_solution_length=max_solution_length, max_length=max_length)
+        require_sizes(max_length=max_length)
         self.student_names = tuple(as_list(student_tokenizer))
-        self.max_solution_length, self.max_length = max_solution_length, max_length
+        self.max_length = max_length
 
     @override
     def choose_formats(self, model: str) -> list[ChosenFormat]:

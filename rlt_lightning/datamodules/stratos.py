@@ -14,9 +14,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -73,12 +74,10 @@ from rlt_lightning.types import (
     PromptBatch,
     Rollout,
     SFTBatch,
-    SFTExample,
 )
 
 # A file, folder, hub id or embedded task, rows themselves, or a list of such sources.
 Rows = str | Path | list[str] | Iterable[dict[str, Any]]
-Data = TypeVar("Data", bound="StratosDataModule")
 
 
 class StratosDataModule(LightningDataModule, ABC):
@@ -127,7 +126,6 @@ class StratosDataModule(LightningDataModule, ABC):
     # Settings that some stages have, as `trace_columns`; in the others they have these values.
     student_names: tuple[str, ...] = ()  # the frozen models that read
     student_context: int | None = None
-    max_solution_length: int | None = None
     max_length: int = sys.maxsize
     num_finished = 0  # items that an interrupted prediction has finished
     _prepared_for: tuple[Any, ...] | None = None  # stage, tokenizers
@@ -220,32 +218,11 @@ class StratosDataModule(LightningDataModule, ABC):
         for name in filter(None, (self.tokenizer_name, *self.student_names)):
             require_model_name(name)
 
-    def copy_settings(self, kind: type[Data], rows: list[dict[str, Any]], **options: Any) -> Data:
-        """Return the data of another stage: other rows in the same format, none held out.
-
-        Args:
-            kind: The class of the stage.
-            rows: The rows.
-            options: Settings that only this stage has.
-        """
-        written = self.format_options
-        data = kind(
-            rows,
-            tokenizer=None if self.follows_module else self.tokenizer_name,
-            tags=written.tags,
-            teacher_system_prompt=written.teacher_system_prompt,
-            student_system_prompt=written.student_system_prompt,
-            force_format=written.force_format,
-            prompts_per_step=self.prompts_per_step,
-            val_batch_size=self.val_batch_size,
-            max_prompt_length=self.max_prompt_length,
-            max_bad_frac=1.0,
-            seed=self.seed,
-            trust_remote_code=self.trust_remote_code,
-            **options,
-        )
-        data.student_names = self.student_names
-        data.max_length, data.max_solution_length = self.max_length, self.max_solution_length
+    def with_rows(self, rows: list[dict[str, Any]]) -> Self:
+        """Return data of the same settings but other rows, of which none is held out or too much."""
+        data = copy(self)
+        data.sources, data.val_sources, data.val_rows = parse_sources(rows), [], 0
+        data.max_bad_frac, data._prepared_for = 1.0, None
         return data
 
     def read_usable_rows(self) -> Iterator[tuple[dict[str, Any], ParsedRow]]:
@@ -334,7 +311,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that decide items beside the formats, as plain values, for the cache key."""
-        limits = ("max_prompt_length", "max_solution_length", "max_length")
+        limits = ("max_prompt_length", "max_length")
         return {
             "stage": f"{type(self).__module__}.{type(self).__qualname__}",
             "traces": self.trace_columns,
@@ -418,15 +395,8 @@ class StratosDataModule(LightningDataModule, ABC):
 
     @property
     def problems(self) -> Sequence[Problem]:
-        """Return all problems, the held-out ones last; none in fine-tuning."""
-        items = self.all_items
-        return cast(Sequence[Problem], items[:0] if items.is_examples else items)
-
-    @property
-    def examples(self) -> Sequence[SFTExample]:
-        """Return all examples of fine-tuning, the held-out ones last; none in other stages."""
-        items = self.all_items
-        return cast(Sequence[SFTExample], items if items.is_examples else items[:0])
+        """Return all problems, the held-out ones last, of a stage that has problems."""
+        return cast(Sequence[Problem], self.all_items)
 
     # Items
 
@@ -440,9 +410,6 @@ class StratosDataModule(LightningDataModule, ABC):
             number, row.question, row.solution, self.find_row_prompt(row), columns
         )
         self.require_prompt(len(problem.teacher_prompt))
-        if self.max_solution_length is not None:
-            num_solution = len(problem.solution_ids)
-            require_length(BadRowReason.SOLUTION_TOO_LONG, num_solution, self.max_solution_length)
         require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0, 0), self.max_length)
         return problem
 

@@ -99,7 +99,7 @@ def test_stage_4_learns_the_sampled_turn(answered: Path, miniature: str) -> None
         source = answered.parent / f"{columns[0]}.jsonl"
         source.write_text("".join(json.dumps({name: row[name] for name in columns}) + "\n" for row in kept))
         data = student_data(source, miniature)
-        for example, row in zip(data.examples, kept, strict=True):
+        for example, row in zip(data.items, kept, strict=True):
             assert len(example.token_ids) == row["student_tokens"]
             turn = (
                 f"<think>\n{row['reasoning_trace']}\n</think>\n\n<solution>\n{row['solution']}\n</solution>"

@@ -439,4 +439,3 @@ def test_problems_are_built_when_they_are_asked_for(make_data: MakeData, source:
     data = make_data(source)
     assert isinstance(data.problems[0], Problem)
     assert data.problems[0] is not data.problems[0]
-    assert len(data.examples) == 0
