@@ -21,8 +21,6 @@ RECORDED = [
     ("countdown", "test", 3, "ac2ea305ffbea08e"),
     ("word_sums", "train", 0, "66648096a388a4d3"),
     ("word_sums", "test", 3, "bd934cb041fba959"),
-    ("word_sums:right", "train", 0, "022bb6edb5dc076c"),
-    ("word_sums:right", "test", 3, "4131abd925611321"),
     ("chains", "pretrain", 1, "69a9d205185d7862"),
 ]
 

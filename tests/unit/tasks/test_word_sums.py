@@ -77,7 +77,7 @@ def test_splits_share_no_question():
 
 
 def test_quality_of_traces_changes_no_problem():
-    uneven, right = word_sum_rows(50, seed=6), EMBEDDED["word_sums:right"](50, 6, "train")
+    uneven, right = word_sum_rows(50, seed=6), word_sum_rows(50, seed=6, mixture=None)
     assert [row["question"] for row in uneven] == [row["question"] for row in right]
     assert EMBEDDED["word_sums"](50, 6, "train") == uneven
     assert set(uneven[0]) == {"question", "solution", "reasoning_trace", "answer"}  # and no kind
