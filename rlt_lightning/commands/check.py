@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Literal
@@ -30,7 +29,6 @@ from rlt_lightning.types import BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]
 TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.TOO_LONG}
-READ_ROWS = 5_000  # the checked rows are drawn from so many, from the start of the source
 # Limits: (below this it fails, below this it warns). Of lengths it is above.
 CLOSED, SPREAD = (0.5, 0.95), (1e-9, 0.5)
 GROUP_STD_BELOW = 1e-3  # nats: the completions of a problem all earn the same
@@ -181,14 +179,14 @@ def check_steps(data: StratosDataModule, length: dict[str, Any]) -> Check:
 
 def draw_rows(data: StratosDataModule, number: int) -> tuple[list[dict[str, Any]], bool]:
     """Return usable rows, drawn by the seed of the data, and whether one has a trace."""
-    usable = [*islice(data.read_usable_rows(), READ_ROWS)]
-    drawn = Random(data.seed).sample(usable, min(number, len(usable)))
+    places = Random(data.seed).sample(range(len(data.items)), min(number, len(data.items)))
+    drawn = [data.problems[place] for place in places]
     rows = [
-        {"question": texts.question, "solution": texts.solution.strip()}
-        | {name: columns[name] for name in REFERENCE if columns.get(name) is not None}
-        for columns, texts in drawn
+        {"question": problem.question, "solution": problem.solution.strip()}
+        | {name: problem.columns[name] for name in REFERENCE if problem.columns.get(name) is not None}
+        for problem in drawn
     ]
-    return rows, any(texts.traces.get(TRACE_COLUMN, "").strip() for _, texts in drawn)
+    return rows, any(p.columns.get(TRACE_COLUMN) or p.columns.get("conversations") for p in drawn)
 
 
 # Completions

@@ -75,13 +75,14 @@ class BadRowReport:
         """
         if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
             return
+        row, error = self.bad[0]
         where = f" All of them are listed in {report_path}." if report_path else ""
         must = f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable"
         if len(self.bad) == self.num_rows:
             must = "At least one row must be usable"
         raise InputError(
-            f"{must}, but {self.summary()}.{where} Correct these rows, raise data.max_bad_frac or the limits "
-            "of length."
+            f"{must}, but {self.summary()}. Row {row}: {error.detail}.{where} Correct these "
+            "rows, raise data.max_bad_frac or the limits of length."
         )
 
 

@@ -217,8 +217,6 @@ class OrderedLoader(Generic[Item, Batch]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if batch_size < 1:
-            raise InputError(f"data.val_batch_size must be at least 1, but is {batch_size}. Raise it.")
         self.items, self.collate = items, collate
         every = range(len(items))
         shards = (find_shard(every[i : i + batch_size], rank, world_size) for i in every[::batch_size])

@@ -5,18 +5,16 @@ columns ─▶ parse_row ─▶ ParsedRow       question, solution, traces
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import NumberedRow
 from rlt_lightning.judging.answers import read_reference
 from rlt_lightning.tags import R1, STRATOS, TagStyle, holds_half_pair
 from rlt_lightning.tasks.countdown import require_counts
-from rlt_lightning.types import BadRowError, BadRowReason, InputError
+from rlt_lightning.types import BadRowError, BadRowReason
 
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that holds a text
-SHOWN_ROWS = 100  # whose columns a message names
 TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags
 
 
@@ -93,34 +91,6 @@ class ParsedRow:
 Row = tuple[int, dict[str, Any], ParsedRow]
 
 
-def check_columns(
-    rows: Iterable[NumberedRow], source: str, trace_columns: Sequence[str], allows_completion: bool
-) -> Iterator[NumberedRow]:
-    """Yield rows, and stop after the last one if no row of the source had the columns that a task needs.
-
-    Raises:
-        InputError: Naming the missing columns and those found.
-    """
-    first: list[dict[str, Any]] = []
-    complete = False
-    for number, columns in rows:
-        if isinstance(columns, dict):
-            complete = complete or not find_missing_columns(columns, trace_columns, allows_completion)
-            first += [columns] * (len(first) < SHOWN_ROWS)
-        yield number, columns
-    if not first or complete:
-        return
-    missing = find_missing_columns(first[0], trace_columns, allows_completion)
-    found = sorted({str(name) for row in first for name in row})
-    raise InputError(
-        "Rows must have the columns question and solution (for StudentRLData an answer will do; for "
-        "fine-tuning and scoring also reasoning_trace), or conversations, but "
-        f"'{source}' lacks {', '.join(missing)} and has "
-        f"{', '.join(found) or 'no columns'}. Rename its columns, or add what is missing"
-        f"{' (stage 0 writes traces: docs/data.md).' if missing == [TRACE_COLUMN] else '.'}"
-    )
-
-
 def find_missing_columns(
     row: dict[str, Any], trace_columns: Sequence[str], allows_completion: bool
 ) -> list[str]:
@@ -156,7 +126,10 @@ def parse_row(
         BadRowError: With the reason why the row cannot be used.
     """
     if missing := find_missing_columns(row, trace_columns, allows_completion):
-        raise BadRowError(BadRowReason.MISSING_COLUMN, f"the row lacks {', '.join(missing)}")
+        detail = (
+            f"the row lacks {', '.join(missing)} and has {', '.join(sorted(map(str, row))) or 'no columns'}"
+        )
+        raise BadRowError(BadRowReason.MISSING_COLUMN, detail)
     is_turn = bool(row.get("conversations"))
     parsed = _parse_stratos(row, tags, student_tags or tags) if is_turn else _parse_custom(row, tags)
     if not parsed.question.strip():

@@ -13,7 +13,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,6 @@ from rlt_lightning.datamodules.rows import (
     TRACE_COLUMN,
     ParsedRow,
     Row,
-    check_columns,
     find_tag,
     parse_row,
 )
@@ -224,14 +222,6 @@ class StratosDataModule(LightningDataModule, ABC):
         data.sources, data.val_sources, data.val_rows = parse_sources(rows), [], 0
         data.max_bad_frac, data._prepared_for = 1.0, None
         return data
-
-    def read_usable_rows(self) -> Iterator[tuple[dict[str, Any], ParsedRow]]:
-        """Yield columns and texts of the source's rows that have what the stage needs, after `setup`."""
-        for source in self.sources:
-            for _, columns in self.reader.read(source):
-                if isinstance(columns, dict):
-                    with suppress(BadRowError):
-                        yield columns, self.parse(columns)
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return batches of one optimizer step, resumable in the middle of an epoch."""
@@ -427,15 +417,11 @@ class StratosDataModule(LightningDataModule, ABC):
         Args:
             rows: Rows as they were read.
             report: Gets the rows that are bad.
-
-        Raises:
-            InputError: If no row has the columns that the stage needs.
         """
         rows = (
             (number, columns if isinstance(columns, BadRowError) else self.complete(columns))
             for number, columns in rows
         )
-        rows = check_columns(rows, report.source, self.trace_columns, self.takes_completions)
         for number, columns, row in self._parse_rows(rows, report):
             try:
                 items = self.build_items(number, row, columns)

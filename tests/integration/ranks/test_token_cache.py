@@ -428,10 +428,10 @@ def test_two_processes_at_once_make_one_entry(tiny_model: str, source: str, tmp_
 
 
 def test_a_failed_source_leaves_no_entry(make_data: MakeData, tmp_path: Path) -> None:
-    rows = [{"question": "q " * 100, "solution": "s"} for _ in range(50)]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(InputError, match="lacks reasoning_trace"):
-        make_data(source, kind=TeacherSFTData)
+    source = tmp_path / "rows.csv"
+    source.write_text("question,solution\n" + "q,s\n" * 50 + '"q')
+    with pytest.raises(InputError, match="rows"):
+        make_data(str(source))
     assert entries(tmp_path) == set()
 
 

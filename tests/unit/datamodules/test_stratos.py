@@ -413,7 +413,7 @@ def test_rows_need_all_of_the_traces(make_data: MakeData):
     assert [item.row for item in data.items] == [1, 1]
     found = [(row, str(error)) for row, error in data.reports[0].bad]
     assert found == [
-        (2, "missing_column: the row lacks other_trace"),
+        (2, "missing_column: the row lacks other_trace and has question, reasoning_trace, solution"),
         (3, "empty_trace: other_trace has no text"),
         (4, "wrong_type: other_trace must be text, but is int"),
         (5, "empty_trace: reasoning_trace has no text"),
