@@ -17,6 +17,7 @@ from trace_kinds import chain_kind, parse_chain
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.embedded import MINIATURES
+from rlt_lightning.tasks.draw import find_split
 from rlt_lightning.tasks.stepwise import (
     CHAIN_SPLITS,
     CHAIN_WORDING,
@@ -86,7 +87,7 @@ def test_no_question_is_in_two_splits() -> None:
     found = {split: {row["question"] for row in chain_rows(2000, 1, split)} for split in ("train", "test")}
     found["pretrain"] = {draw_chains(Random(i), 1, 5, "pretrain")[0].question for i in range(2000)}
     assert all(
-        CHAIN_SPLITS.find_split(question) == split for split, some in found.items() for question in some
+        find_split(question, CHAIN_SPLITS) == split for split, some in found.items() for question in some
     )
     assert not found["train"] & found["test"] | found["pretrain"] & (found["train"] | found["test"])
 
