@@ -83,7 +83,7 @@ def parsed(question: str, solution: str) -> ParsedRow:
 
 def answered(made: TeacherViews, text: str, closed: bool = True) -> Rollout:
     texts = parsed("3 +4", "\n7\n")
-    problem = made.build_problem(1, texts, texts.solution, None, {})
+    problem = made.build_problem(1, texts, None, {})
     ids = made.student.tokenizer.encode(text, add_special_tokens=False)
     ids = [*ids, made.student.tokenizer.eos_token_id] if closed else ids
     return made.build_rollout(problem, Completion(ids, None, "eos" if closed else "length"))
