@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from strategy_run import STRATEGIES
 from rlt_lightning.datamodules import (
     ScoringData,
     StratosDataModule,
+    StudentOPDData,
     StudentRLData,
     StudentSFTData,
     TeacherRLData,
@@ -160,14 +159,6 @@ def test_one_table_holds_items_and_the_reasons_of_rejected_rows(
     assert "Expecting" in dict((row, error.detail) for row, error in report.bad)[31]
 
 
-def test_rows_in_memory_and_in_files_are_alike(make_data: MakeData, source: str, tmp_path: Path) -> None:
-    rows = [columns for _, columns in read_rows(source)]
-    kept, unkept = make_data(source), make_data(rows)
-    assert list(unkept.items) == list(kept.items)
-    assert unkept.fingerprint_rows() == kept.fingerprint_rows()
-    assert len(entries(tmp_path)) == 1
-
-
 def test_items_cost_their_token_ids(make_data: MakeData, source: str) -> None:
     items = make_data(source, kind=StudentSFTData, max_length=10**6).items
     num_bytes = items.table.nbytes
@@ -204,18 +195,6 @@ def test_columns_that_json_does_not_know_come_back(make_data: MakeData, tmp_path
         assert found == rows
 
 
-@pytest.mark.parametrize("value", [2**63 + 1, 10**30, "cut \ud83e", {"k\ud83e": [1, "a"]}], ids=range(4))
-def test_columns_that_only_json_knows_come_back(value: Any, make_data: MakeData, tmp_path: Path) -> None:
-    table = pyarrow.Table.from_pylist([row_of(number) for number in range(20)])
-    when = pyarrow.array([datetime.datetime(2025, 1, 2)] * 20, pyarrow.timestamp("ns", tz="UTC"))
-    table = table.append_column("when", when).append_column("raw", [[b"\x00\xff"] * 20])
-    table = table.append_column("large", pyarrow.array([2**64 - 1] * 20, pyarrow.uint64()))
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    rows = [columns | {"odd": value} for _, columns in read_rows(str(tmp_path / "rows.parquet"))]
-    found = [item.columns for item in make_data(rows).problems]
-    assert [list(columns.items()) for columns in found] == [list(row.items()) for row in rows]
-
-
 def test_a_reason_that_quotes_half_a_pair_is_stored(make_data: MakeData, tmp_path: Path) -> None:
     rows: list[Any] = [{"question": f"{n}?", "solution": r"\boxed{1}"} for n in range(9)]
     rows[3]["kind"] = "odd \ud83e"
@@ -235,6 +214,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "teacher's prompt": {"teacher_system_prompt": "Teach."},
     "student's prompt": {"student_system_prompt": "Learn."},
     "trace": {"kind": TeacherSFTData, "trace_columns": ["solution"]},
+    "explanation": {"kind": StudentOPDData},
+    "hint": {"kind": StudentOPDData, "view": "hint"},
 }
 
 
@@ -318,24 +299,6 @@ def test_all_code_that_makes_tokens_is_in_the_key() -> None:
     assert found - in_key == set()
 
 
-@pytest.mark.full
-def test_a_key_is_the_same_in_every_process(tiny_model: str, source: str) -> None:
-    code = f"""
-from rlt_lightning.datamodules import TeacherRLData
-build_key = TeacherRLData.build_key
-TeacherRLData.build_key = lambda *words: print(build_key(*words)) or exit()
-TeacherRLData({source!r}, tokenizer={tiny_model!r}).setup("fit")
-"""
-    keys = set()
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        keys.add(run.stdout.strip())
-    [key] = keys
-    assert len(key) == 32
-
-
 # Processes
 
 
@@ -413,15 +376,6 @@ def test_a_kill_while_writing_leaves_nothing_broken(tiny_model: str, tmp_path: P
     again = python(code, ROOT)
     assert (again.returncode, again.stdout) == (0, whole.stdout), again.stderr
     assert len(entries(tmp_path / "killed")) == 1
-
-
-def test_two_processes_at_once_make_one_entry(tiny_model: str, source: str, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "rows.jsonl", [row_of(number) for number in range(1000)])
-    code = SETUP.format(source=source, model=tiny_model, cache=str(tmp_path))
-    both = [Running((), None, ROOT, "", {}, code) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0], [process.stderr for process in both]
-    assert len({process.stdout for process in both}) == 1
-    assert len(entries(tmp_path)) == 1
 
 
 # The folder

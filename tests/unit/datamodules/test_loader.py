@@ -75,15 +75,6 @@ def test_peek_shows_the_batch_that_comes_next_and_moves_nothing(rank: int):
             assert other.peek() == upcoming
 
 
-def test_peek_at_the_end_of_an_epoch_shows_the_first_batch_of_the_next():
-    loader = make_loader()
-    *_, last = iter(loader)
-    first = loader.peek()
-    whole = [batch for other in [make_loader()] for _ in range(2) for batch in other]
-    assert last != first == whole[3]
-    assert next(iter(loader)) == first
-
-
 def test_rewind_brings_the_same_batch_again_also_over_the_boundary_of_an_epoch():
     whole = [batch for loader in [make_loader()] for _ in range(3) for batch in loader]
     for taken in range(1, 8):
@@ -237,12 +228,3 @@ def test_a_resumed_fit_sees_the_remaining_batches(tmp_path: Path, stop: int):
     first = fit(tmp_path / "stopped", stop)
     rest = fit(tmp_path / "resumed", 8, resume=tmp_path / "stopped" / f"step={stop}.ckpt")
     assert first + rest == whole
-
-
-def test_a_fit_killed_after_a_checkpoint_resumes_from_that_checkpoint(tmp_path: Path):
-    # The run goes on after the checkpoint of step 2; what it did then must be done again.
-    whole = fit(tmp_path / "whole", 8, every=2)
-    resumed = fit(tmp_path / "resumed", 8, resume=tmp_path / "whole" / "step=2.ckpt")
-    assert resumed == whole[2:]
-    resumed = fit(tmp_path / "again", 8, resume=tmp_path / "whole" / "step=6.ckpt")
-    assert resumed == whole[6:]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -150,11 +149,3 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, header: str) -> Non
 def test_empty_columns_at_the_end_of_a_table_are_none(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("question,solution,,\n1+6?,7,,\n")
     assert load(str(tmp_path / "rows.csv")).items[0].row == 1
-
-
-def test_a_data_set_and_its_jsonl_are_alike(tmp_path: Path) -> None:
-    rows = [{"prompt": TURN, "problem": "1+6?", "solution": "7"}] * 2
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = [load(str(tmp_path / f"rows.{suffix}")).problems[0] for suffix in ("parquet", "jsonl")]
-    assert [problem.question for problem in found] == ["1+6?", "1+6?"]

@@ -11,7 +11,6 @@ from typing import Any
 import datasets
 import pytest
 from jsonargparse import ArgumentParser
-from lightning.pytorch import LightningModule, Trainer
 
 from rlt_lightning.datamodules import (
     ScoringData,
@@ -20,19 +19,15 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.loader import DealtLoader
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import (
     BadRowError,
     BadRowReason,
     InputError,
     Problem,
-    PromptBatch,
-    SFTBatch,
     SFTExample,
 )
 
@@ -198,12 +193,6 @@ def test_a_folder_of_splits_gives_the_asked_one(tmp_path: Path):
     assert read_rows(str(tmp_path)) == [(1, custom_row("train"))]
 
 
-def test_the_embedded_source_has_splits():
-    train, test = read_rows("chains", "train", 30), read_rows("chains", "test", 30)
-    assert [number for number, _ in train] == list(range(1, 31))
-    assert {row["question"] for _, row in train}.isdisjoint(row["question"] for _, row in test)
-
-
 def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # The library takes a folder in the working directory for the data set of that name.
     folder = tmp_path / "lab/sums"
@@ -291,12 +280,6 @@ def test_rows_with_other_tags_than_the_chosen_ones_are_translated():
     r1["conversations"][1]["value"] = "<think>\n\nCount.</think><solution> 7 </solution>"
     parsed = parse_row(r1, R1)
     assert (parsed.solution, parsed.traces) == (" 7 ", {"reasoning_trace": "\n\nCount."})  # as it stands
-
-
-def test_the_question_may_have_other_names():
-    for name in ("question", "prompt", "problem"):
-        assert parse_row({name: "q", "solution": "s"}, STRATOS).question == "q"
-    assert parse_row({"problem": "b", "prompt": "a", "solution": "s"}, STRATOS).question == "a"
 
 
 def without_tag(tag: str) -> dict[str, Any]:
@@ -488,20 +471,6 @@ def test_tags_from_a_config(make_data: MakeData):
         )
 
 
-@pytest.mark.full
-def test_a_student_of_another_family_has_tokens_of_its_own(make_data: MakeData, smollm2: str, shared: Path):
-    qwen = str(shared / "data/tokenizers/Qwen2.5-Instruct")
-    alike = make_data(tokenizer=smollm2, student_tokenizer=smollm2)
-    data = make_data(tokenizer=smollm2, student_tokenizer=qwen)
-    problem, same = data.problems[0], alike.problems[0]
-    assert type(alike.format) is ChatFormat
-    assert problem.teacher_prompt == same.teacher_prompt
-    assert load_tokenizer(qwen).decode(problem.solution_ids) != data.format.tokenizer.decode(
-        problem.solution_ids
-    )
-    assert data.format.student_tokenizer.decode(problem.solution_ids).strip() == problem.solution.strip()
-
-
 def test_only_a_student_that_lacks_tokens_gets_its_own(make_data: MakeData, smollm2: str, tmp_path: Path):
     from transformers import AutoTokenizer
 
@@ -566,16 +535,6 @@ def test_held_out_rows_of_another_source(make_data: MakeData):
         make_data(stage="validate")
 
 
-def test_each_stage_gives_its_kind_of_batch(make_data: MakeData):
-    stages = [(TeacherRLData, PromptBatch), (TeacherSFTData, SFTBatch), (StudentSFTData, SFTBatch)]
-    for kind, batch_type in stages:
-        data = make_data(kind=kind, prompts_per_step=6)
-        batches = list(data.train_dataloader())
-        assert [type(batch) for batch in batches] == [batch_type] * 3
-        first = batches[0]
-        assert len(first.problems if isinstance(first, PromptBatch) else first.examples) == 6
-
-
 def test_given_completions_come_with_their_rollouts(make_data: MakeData):
     rows = [
         {**custom_row(), "completion": "So seven\n\n<|end_of_explanation|>junk", "note": 1},
@@ -592,55 +551,3 @@ def test_given_completions_come_with_their_rollouts(make_data: MakeData):
     assert [rollout.problem.columns for rollout in rollouts] == rows
     assert rollouts[0].completion is rollouts[0].problem.given_completion
     assert (batches[0].rollouts.group_size, batches[0].rollouts.policy_version) == (1, 0)
-
-
-class Counter(LightningModule):
-    """Counts the rows that pass through Lightning's own loops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.rows: dict[str, list[int]] = {"train": [], "val": [], "predict": []}
-
-    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        self.rows["train"] += [problem.row for problem in batch.problems]
-
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        self.rows["val"] += [problem.row for problem in batch.problems]
-
-    def predict_step(self, batch: PromptBatch, batch_idx: int) -> None:
-        self.rows["predict"] += [problem.row for problem in batch.problems]
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return batch
-
-    def configure_optimizers(self) -> None:
-        return None
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("val_rows", [0, 5])
-def test_lightning_runs_on_it(tiny_model: str, tmp_path: Path, val_rows: int):
-    data = TeacherRLData(
-        tokenizer=tiny_model, num_embedded_rows=20, prompts_per_step=4, val_rows=val_rows, val_batch_size=3
-    )
-    module = Counter()
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(module, datamodule=data)
-    assert len(set(module.rows["train"])) == (20 - val_rows) // 4 * 4
-    assert len(module.rows["val"]) == val_rows
-    assert not set(module.rows["train"]) & set(module.rows["val"])
-    trainer.predict(module, datamodule=data, return_predictions=False)
-    assert module.rows["predict"] == list(range(1, 21))
-
-
-# Arguments

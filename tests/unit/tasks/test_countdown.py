@@ -106,15 +106,6 @@ def test_every_row_is_confirmed_by_exact_evaluation():
         assert shown == [target, *numbers]
 
 
-@pytest.mark.full
-def test_splits_share_no_problem_even_across_seeds_and_orders():
-    def problems(split: str, num_rows: int) -> set[str]:
-        rows = [row for seed in range(2) for row in countdown_rows(num_rows, seed, split)]
-        return {f"{sorted(row['numbers'])} {row['target']}" for row in rows}
-
-    assert problems("train", 60).isdisjoint(problems("test", 10))
-
-
 def test_expressions_are_judged_as_reasoning_gym_judges_them():
     # Its full score or not, by version 0.1.25: expression, numbers, target, verdict.
     lines = (GOLDEN_FOLDER / "countdown_verdicts.jsonl").read_text().splitlines()
