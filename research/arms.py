@@ -29,6 +29,7 @@ from trace_kinds import TRACE_KINDS, chain_kind
 
 from rlt_lightning.run.jsonl import format_line, read_json_rows, rewrite
 from rlt_lightning.tags import R1
+from rlt_lightning.tasks.draw import find_split
 from rlt_lightning.tasks.stepwise import CHAIN_SPLITS, OPERATIONS, Mixture, Operation, chain_rows
 from rlt_lightning.types import InputError
 
@@ -161,7 +162,7 @@ class Arms:
         names = ("warmup", "rlt", "raw", "pool")
         seen = {row["question"] for name in names for row in read(self.data_file(name))}
         asked = [row["question"] for row in read(self.data_file("test"))]
-        return sum(question in seen or CHAIN_SPLITS.find_split(question) != "test" for question in asked)
+        return sum(question in seen or find_split(question, CHAIN_SPLITS) != "test" for question in asked)
 
     # Stages
 

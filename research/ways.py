@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 import driver
-from arms import Arms, Setting, Table, read
+from arms import Arms, Row, Setting, Table, read
 from finding import Finding
 from trace_kinds import parse_chain
 
@@ -58,18 +58,19 @@ class Ways(Finding):
         if not arm.startswith("opd_"):
             return super().train_student(arm)
         name = arm.removeprefix("opd_").removesuffix("_wrong")
-        wrong = {"data__view__wrong_solutions": "true"} if arm.endswith("_wrong") else {}
+        source = self.data_file("raw")
+        if arm.endswith("_wrong"):
+            source = self.write_rows("swapped", swap_solutions(read(source)))
         folder = self.stage(
             f"{arm}/student",
             "fit",
             "laptop/opd",
             model__pretrained=self.student_base,
             model__optimizer__lr=self.setting.student_lr,
-            data__source=self.data_file("raw"),
+            data__source=source,
             trainer__max_steps=self.setting.student_epochs * self.setting.num_traces // PROMPTS,
             model__teacher="null" if name == "self" else self.train_teacher(name),
             **self.seeds,
-            **wrong,
         )
         return folder / "model"
 
@@ -128,6 +129,16 @@ class Ways(Finding):
         probs = (logits / TEMPERATURE).softmax(-1)[:, digits]  # (problems, 10)
         found = {"right": torch.tensor(right), "shown": torch.tensor(shown)}
         return {key: float(100 * probs.gather(1, some[:, None]).mean()) for key, some in found.items()}
+
+
+def swap_solutions(rows: list[Row]) -> list[Row]:
+    """Return rows with a different solution, that of the nearest row before, or else after."""
+    swapped = []
+    for place, row in enumerate(rows):
+        others = [*reversed(rows[:place]), *rows[place:]]
+        solution = next(other["solution"] for other in others if other["solution"] != row["solution"])
+        swapped.append(row | {"solution": solution})
+    return swapped
 
 
 def compute_errors(after: float, before: float, number: int) -> float:

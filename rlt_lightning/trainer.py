@@ -187,7 +187,7 @@ class Trainer(lightning.pytorch.Trainer):
         path = None if ckpt_path is None else str(ckpt_path)
         if self._opened is None:
             path = self._open(verb, path)
-        if isinstance(data, EvaluationDataModule) and data.responses is None:
+        if isinstance(data, EvaluationDataModule):
             data.num_samples = next(p.num_samples for p in self.callbacks if isinstance(p, ResponseCallback))  # type: ignore[attr-defined]
         lends = getattr(data, "output_dir", "") is None
         if lends:

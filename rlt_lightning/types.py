@@ -128,7 +128,6 @@ class BadRowReason(StrEnum):
     NO_ANSWER = "no_answer"
     BAD_ANSWER = "bad_answer"
     PROMPT_TOO_LONG = "prompt_too_long"
-    SOLUTION_TOO_LONG = "solution_too_long"
     TOO_LONG = "too_long"
     UNSOLVABLE = "unsolvable"
 

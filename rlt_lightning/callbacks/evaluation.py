@@ -47,7 +47,7 @@ RESPONSES = "responses.jsonl"
 
 
 class ResponseCallback(Callback):
-    """Sample responses when the module asks for them; do nothing if data.responses provides them.
+    """Sample responses when the module asks for them.
 
     Args:
         engine: Where responses come from. VLLMEngine with NoPush: workers that serve the model, which is then
@@ -95,8 +95,6 @@ class ResponseCallback(Callback):
             return
         data = get_evaluation_data(trainer)
         self.context = sys.maxsize
-        if data.format is None:
-            return
         if not self.is_engine_chosen:
             self.is_engine_chosen = True
             gpus = find_gpus(trainer) * trainer.num_nodes  # of all processes
@@ -122,9 +120,9 @@ class ResponseCallback(Callback):
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data = get_evaluation_data(trainer)
-        if not isinstance(pl_module, EvaluationModule) or data.format is None or not data.left:
+        if not isinstance(pl_module, EvaluationModule) or not data.left:
             return
-        self.engine.start(pl_module.policy, data.format.tokenizer, Path(trainer.default_root_dir))
+        self.engine.start(pl_module.policy, data.chat_format.tokenizer, Path(trainer.default_root_dir))
         if pl_module.sharding.sharded:
             self.engine.use_sharded_model(pl_module.run, pl_module.on_any_rank)
         if self.fit_context:
@@ -251,13 +249,12 @@ def summarise(
     Args:
         module: The module, with the records of all problems.
         data: The problems.
-        sampling: How responses were sampled, unless they are given.
+        sampling: How responses were sampled.
     """
     figures = module.figures
     sets: dict[str, Any] = {}
     for name, spec in data.specs.items():
         first = next(problem for problem in data.problems if problem.set_name == name)
-        shows_prompt = not first.private and data.format is not None
         sets[name] = {
             **asdict(spec),
             "num_samples": data.num_samples,
@@ -265,20 +262,18 @@ def summarise(
             "pass_at": module.pass_at[name],
             # As the model sees it.
             "prompt": (
-                data.chat_format.tokenizer.decode(first.prompt, skip_special_tokens=False)
-                if shows_prompt
-                else None
+                None
+                if first.private
+                else data.chat_format.tokenizer.decode(first.prompt, skip_special_tokens=False)
             ),
         }
-    given = data.responses is not None
     summary = {
-        "model": None if given else module.pretrained,
-        "responses": data.responses,
+        "model": module.pretrained,
         "judge": JUDGE_VERSION,
-        "dtype": None if given else module.dtype_name,
+        "dtype": module.dtype_name,
         "data_seed": data.seed,
         "max_rows": data.max_rows,
-        "rollouts": None if given else sampling,
+        "rollouts": sampling,
         "sets": sets,
         "overall": figures.get(OVERALL),
     }

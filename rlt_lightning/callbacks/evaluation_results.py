@@ -15,7 +15,7 @@ HEADER = (
 
 def render(summary: dict[str, Any]) -> str:
     """Return the results as a Markdown page."""
-    name, sets = summary["model"] or summary["responses"], summary["sets"]
+    name, sets = summary["model"], summary["sets"]
     table = render_table([HEADER, *map(build_result_row, sets.values())])
     return f"# Evaluation of {name}\n\n{table}\nJudged by {summary['judge']}.\n"
 

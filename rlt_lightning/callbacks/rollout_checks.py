@@ -228,7 +228,7 @@ def require_room(problems: StoredItems, model: ModelContext, max_completion_leng
         raise InputError(
             f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row {row} "
             f"needs {model.fixed[place]} + max_completion_length {max_completion_length}. Lower "
-            "rollouts.sampling.max_completion_length, data.max_prompt_length or data.max_solution_length."
+            "rollouts.sampling.max_completion_length or data.max_prompt_length."
         )
 
 

@@ -74,7 +74,6 @@ Other options: those of rlt fit.
 
   --data.sets '{NAME: FILE}'   sets of problems; null takes a known set
   --data.max_rows N            most problems of each set
-  --data.responses FILE        judge given responses
   --rollouts.num_samples 1     responses per problem
 
 Other options: those of rlt fit for run, machine and sampling.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from typing import Any, Literal
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.console import announce
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
+from rlt_lightning.datamodules.stages import TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.rlt import RLTModule
@@ -29,8 +28,7 @@ from rlt_lightning.teacher import score_problems
 from rlt_lightning.types import BadRowReason, InputError, Rollout
 
 Status = Literal["pass", "warn", "fail", "cannot"]
-TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG}
-READ_ROWS = 5_000  # the checked rows are drawn from so many, from the start of the source
+TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.TOO_LONG}
 # Limits: (below this it fails, below this it warns). Of lengths it is above.
 CLOSED, SPREAD = (0.5, 0.95), (1e-9, 0.5)
 GROUP_STD_BELOW = 1e-3  # nats: the completions of a problem all earn the same
@@ -124,7 +122,7 @@ def check_run(
         yield Check("closed", "cannot", "only completions that a reward judges are sampled: see `rlt test`")
         return
     rows, has_traces = draw_rows(data, options.rows)
-    asked = data.copy_settings(StudentRLData if module.reward.judges_answers else TeacherRLData, rows)
+    asked = data.with_rows(rows)
     asked.student_names = tuple(module.students.names)
     asked.val_batch_size = TOGETHER
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
@@ -162,7 +160,7 @@ def check_lengths(data: StratosDataModule) -> Check:
         status,
         f"{long} of {total} rows are too long and left out, {cut} are cut",
         f"together at most {100 * LEFT_OUT[0]:g} %",
-        "Raise data.max_prompt_length, max_solution_length or max_length",
+        "Raise data.max_prompt_length or max_length",
     )
 
 
@@ -181,14 +179,14 @@ def check_steps(data: StratosDataModule, length: dict[str, Any]) -> Check:
 
 def draw_rows(data: StratosDataModule, number: int) -> tuple[list[dict[str, Any]], bool]:
     """Return usable rows, drawn by the seed of the data, and whether one has a trace."""
-    usable = [*islice(data.read_usable_rows(), READ_ROWS)]
-    drawn = Random(data.seed).sample(usable, min(number, len(usable)))
+    places = Random(data.seed).sample(range(len(data.items)), min(number, len(data.items)))
+    drawn = [data.problems[place] for place in places]
     rows = [
-        {"question": texts.question, "solution": texts.solution.strip()}
-        | {name: columns[name] for name in REFERENCE if columns.get(name) is not None}
-        for columns, texts in drawn
+        {"question": problem.question, "solution": problem.solution.strip()}
+        | {name: problem.columns[name] for name in REFERENCE if problem.columns.get(name) is not None}
+        for problem in drawn
     ]
-    return rows, any(texts.traces.get(TRACE_COLUMN, "").strip() for _, texts in drawn)
+    return rows, any(p.columns.get(TRACE_COLUMN) or p.columns.get("conversations") for p in drawn)
 
 
 # Completions

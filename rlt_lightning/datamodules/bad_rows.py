@@ -1,28 +1,16 @@
-"""Count and report the rows that cannot be used, and those that a filter leaves out."""
+"""Count and report the rows that cannot be used."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.types import BadRowError, BadRowReason, InputError
+from rlt_lightning.types import BadRowError, InputError
 
 SHOWN_ROWS = 5  # row numbers per reason in messages
-TOO_LONG = (BadRowReason.PROMPT_TOO_LONG, BadRowReason.SOLUTION_TOO_LONG, BadRowReason.TOO_LONG)
-
-
-class FilterReason(StrEnum):
-    """Why a filter leaves a usable row out; see `filters.py`."""
-
-    PASS_RATE = "pass_rate"
-    OVERLAP = "overlap"
-    NO_REFERENCE = "no_reference"
-    WRONG_ANSWER = "wrong_answer"
-    DUPLICATE = "duplicate"
 
 
 # A row's number, from 1, and its columns, or the reason why it has none.
@@ -38,7 +26,6 @@ class BadRowReport:
     first_row: int = 1  # number of this source's row 1 in a run that reads several sources
     bad: list[tuple[int, BadRowError]] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)  # rows that are used without their end
-    filtered: list[tuple[int, FilterReason, str]] = field(default_factory=list)  # number, reason, detail
 
     @property
     def frac(self) -> float:
@@ -49,25 +36,14 @@ class BadRowReport:
         """Return row numbers by reason, the most frequent reason first."""
         return group_rows((row, str(error.reason)) for row, error in self.bad)
 
-    def rows_by_filter(self) -> dict[str, list[int]]:
-        """Return the numbers of rows that a filter leaves out, as `rows_by_reason`."""
-        return group_rows((row, str(reason)) for row, reason, _ in self.filtered)
-
     def summary(self) -> str:
         """Return counts by reason and the first row numbers, in one line."""
         what = f"{len(self.bad)} of {self.num_rows} rows of '{self.source}' cannot be used"
         return what + list_reasons(self.rows_by_reason())
 
-    def filter_summary(self) -> str:
-        """Return the same for the rows that filters leave out."""
-        what = f"{len(self.filtered)} of {self.num_rows} rows of '{self.source}' are left out by data.filters"
-        return what + list_reasons(self.rows_by_filter())
-
     def lines(self) -> list[str]:
-        """Return a line each about unusable, filtered and truncated rows, where there are any."""
+        """Return a line each about unusable and truncated rows, where there are any."""
         lines = [self.summary()] if self.bad else []
-        if self.filtered:
-            lines.append(self.filter_summary())
         if self.truncated:
             lines.append(
                 f"{len(self.truncated)} of {self.num_rows} rows of '{self.source}' are cut off at "
@@ -81,17 +57,12 @@ class BadRowReport:
             "source": self.source,
             "first_row": self.first_row,
             "num_rows": self.num_rows,
-            "num_used": self.num_rows - len(self.bad) - len(self.filtered),
+            "num_used": self.num_rows - len(self.bad),
             "num_bad": len(self.bad),
-            "num_filtered": len(self.filtered),
             "num_truncated": len(self.truncated),
             "reasons": {reason: len(rows) for reason, rows in self.rows_by_reason().items()},
             "bad_rows": [
                 {"row": row, "reason": str(error.reason), "detail": error.detail} for row, error in self.bad
-            ],
-            "filters": {reason: len(rows) for reason, rows in self.rows_by_filter().items()},
-            "filtered_rows": [
-                {"row": row, "filter": str(reason), "detail": detail} for row, reason, detail in self.filtered
             ],
             "truncated_rows": self.truncated,
         }
@@ -100,22 +71,18 @@ class BadRowReport:
         """Stop if more than `max_bad_frac` of the rows, or all of them, cannot be used.
 
         Raises:
-            InputError: With the reasons and the first row numbers; or if filters leave no row.
+            InputError: With the reasons and the first row numbers.
         """
-        if self.filtered and len(self.bad) + len(self.filtered) == self.num_rows:
-            raise InputError(
-                f"data.filters must leave at least one row, but {self.filter_summary()}; {self.summary()}. "
-                "Loosen a filter."
-            )
         if self.frac <= max_bad_frac and len(self.bad) < self.num_rows:
             return
+        row, error = self.bad[0]
         where = f" All of them are listed in {report_path}." if report_path else ""
         must = f"At most data.max_bad_frac={max_bad_frac:g} of the rows may be unusable"
         if len(self.bad) == self.num_rows:
             must = "At least one row must be usable"
         raise InputError(
-            f"{must}, but {self.summary()}.{where} Correct these rows, raise data.max_bad_frac or the limits "
-            "of length, or name a column of whole responses in data.raw.column."
+            f"{must}, but {self.summary()}. Row {row}: {error.detail}.{where} Correct these "
+            "rows, raise data.max_bad_frac or the limits of length."
         )
 
 

@@ -1,4 +1,4 @@
-"""The datamodule of `rlt test`: the problems of evaluation sets, and responses if the user brings some.
+"""The datamodule of `rlt test`: the problems of evaluation sets.
 
 modules/responses.py asks a model these problems and judges its responses.
 """
@@ -26,16 +26,14 @@ from rlt_lightning.datamodules.format_choice import (
 )
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader, find_shard
-from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.datamodules.stratos import find_models, require_sizes
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.models.load import load_tokenizer, require_model_name
 from rlt_lightning.run.jsonl import Row, read_whole_rows
-from rlt_lightning.tags import STRATOS, TagStyle, tag_style
-from rlt_lightning.types import BadRowError, FinishReason, InputError
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import FinishReason, InputError
 
 DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
-SHOWN_IDS = 3  # in messages
 
 
 @dataclass(frozen=True)
@@ -44,27 +42,25 @@ class Response:
 
     Attributes:
         text: The text.
-        num_tokens: Sampled tokens; None if the response was given.
-        finish_reason: Why sampling ended; None if the response was given.
+        num_tokens: Sampled tokens.
+        finish_reason: Why sampling ended.
     """
 
     text: str
-    num_tokens: int | None = None
-    finish_reason: FinishReason | None = None
+    num_tokens: int
+    finish_reason: FinishReason
 
 
 @dataclass
 class EvaluationBatch:
-    """Problems of one set. EvaluationModule attaches the responses and the judged records.
+    """Problems of one set. EvaluationModule attaches the judged records.
 
     Attributes:
         problems: The problems.
-        responses: The responses to each problem, equally many for each.
         records: One record of each judged response of this rank.
     """
 
     problems: list[EvaluationProblem]
-    responses: list[list[Response]] | None = None
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -85,7 +81,6 @@ class EvaluationDataModule(LightningDataModule):
         seed: Seed of the order of GPQA's options, and of the embedded sets.
         batch_size: Problems whose responses are sampled at once, and recorded together.
         num_samples: Responses to each problem; linked from rollouts.
-        responses: File of given responses with `id` and `response`, which are judged without a model.
         output_dir: The run folder.
         trust_remote_code: Run code that comes with a tokenizer.
     """
@@ -101,7 +96,6 @@ class EvaluationDataModule(LightningDataModule):
         seed: int = 0,
         batch_size: int = 32,
         num_samples: int = 1,
-        responses: str | None = None,
         output_dir: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -115,13 +109,11 @@ class EvaluationDataModule(LightningDataModule):
         self.seed = seed
         self.batch_size = batch_size
         self.num_samples = num_samples
-        self.responses = responses
         self.output_dir = output_dir
         self.trust_remote_code = trust_remote_code
-        self.chosen: ChosenFormat | None = None  # None if responses are given, as the format
+        self.chosen: ChosenFormat | None = None  # None if EvaluateEvery sets the format
         self.format: ChatFormat | None = None
         self.finished: list[Row] = []  # records from before the run was resumed
-        self.given: dict[str, list[Response]] = {}  # by problem
         self.left: list[EvaluationProblem] = []  # problems without a record
         self._prepared_for: tuple[Any, ...] | None = None  # tokenizer, folder, responses to each problem
         self._check_arguments()
@@ -145,13 +137,10 @@ class EvaluationDataModule(LightningDataModule):
             name: read_set(name, settings, self.max_rows, self.seed) for name, settings in self.sets.items()
         }
         self.problems = [problem for problems in sets.values() for problem in problems]
-        if self.responses is not None:
-            self._read_responses(self.responses)
         # EvaluateEvery sets the format of the run that it evaluates, and then none is chosen here.
-        elif self.format is None or self.chosen is not None:
+        if self.format is None or self.chosen is not None:
             self.format = self._load_format()
-        if self.format is not None:
-            self.problems = [self._with_prompt(problem) for problem in self.problems]
+        self.problems = [self._with_prompt(problem) for problem in self.problems]
         self.finished = self._finished_records()
         done = {record["id"] for record in self.finished}
         self.left = [problem for problem in self.problems if problem.id not in done]
@@ -165,9 +154,7 @@ class EvaluationDataModule(LightningDataModule):
         """
         for spec in self.specs.values():
             spec.require_source()
-        if self.responses is not None:  # then no model is asked
-            SourceReader().open(self.responses)
-        elif self.tokenizer_name is not None:
+        if self.tokenizer_name is not None:
             require_model_name(self.tokenizer_name)
 
     def test_dataloader(self) -> OrderedLoader[list[EvaluationProblem], EvaluationBatch]:
@@ -188,25 +175,20 @@ class EvaluationDataModule(LightningDataModule):
         return OrderedLoader(batches or [[]], 1, self.collate)
 
     def collate(self, batches: list[list[EvaluationProblem]]) -> EvaluationBatch:
-        """Make a batch of problems, with their responses if they are given."""
+        """Make a batch of problems."""
         [problems] = batches
-        responses = [self.given[problem.id] for problem in problems] if self.given else None
-        return EvaluationBatch(problems, responses)
+        return EvaluationBatch(problems)
 
     @property
     def tags(self) -> TagStyle:
         """Return the tags of the responses."""
-        return (
-            tag_style(self.format_options.tags or STRATOS)
-            if self.format is None
-            else self.format.student_tags
-        )
+        return self.chat_format.student_tags
 
     # Helpers
 
     @property
     def chat_format(self) -> ChatFormat:
-        """Return the format in which questions are asked. There is none if responses are given."""
+        """Return the format in which questions are asked, after `setup`."""
         assert self.format is not None
         return self.format
 
@@ -236,8 +218,7 @@ class EvaluationDataModule(LightningDataModule):
             if (judge := record.get("judge")) != JUDGE_VERSION:
                 raise InputError(
                     f"A resumed run must have the judge that it began with, but {path} is by {judge}, and "
-                    f"this is {JUDGE_VERSION}. Restore that version, or choose another --output_dir, where "
-                    f"--data.responses {path} judges the responses again once all are there."
+                    f"this is {JUDGE_VERSION}. Restore that version, or choose another --output_dir."
                 )
             if (problem := problems.get(record["id"])) is None:
                 continue
@@ -248,68 +229,6 @@ class EvaluationDataModule(LightningDataModule):
                 )
             records[problem.id].append(record)
         return [record for part in records.values() if len(part) == self.num_samples for record in part]
-
-    def _read_responses(self, source: str) -> None:
-        """Read the given responses, and assign them to the problems.
-
-        Raises:
-            InputError: If a row is no response, or problems have none or different numbers of responses.
-        """
-        ids = [problem.id for problem in self.problems]
-        short_ids = {name.partition("/")[2]: name for name in ids} if len(self.sets) == 1 else {}
-        found: dict[str, list[tuple[Any, Response]]] = {name: [] for name in ids}
-        for number, row in read_rows(source):
-            response = read_response(source, number, row)
-            assert isinstance(row, dict)
-            name = str(row["id"])
-            place = found.get(name if name in found else short_ids.get(name, ""))
-            # Other rows respond to problems that are left out.
-            if place is not None:
-                place.append((row.get("sample", len(place)), response))
-        missing = [name for name, responses in found.items() if not responses]
-        if missing:
-            raise InputError(
-                f"data.responses must have a response to every problem, but '{source}' has none to "
-                f"{len(missing)} of {len(ids)}: {', '.join(missing[:SHOWN_IDS])}"
-                f"{', …' if len(missing) > SHOWN_IDS else ''}. Add them (an id is SET/ID), or lower "
-                "data.max_rows."
-            )
-        most = max(len(responses) for responses in found.values())
-        for name, responses in found.items():
-            if len(responses) != most or len({sample for sample, _ in responses}) != most:
-                raise InputError(
-                    f"data.responses must have equally many responses to every problem, but '{source}' has "
-                    f"{len({sample for sample, _ in responses})} different ones to {name} and {most} to "
-                    "another. Correct their `id` and `sample`."
-                )
-        self.num_samples = most
-        self.given = {
-            name: [response for _, response in sorted(responses, key=lambda pair: str(pair[0]).zfill(9))]
-            for name, responses in found.items()
-        }
-
-
-def read_response(source: str, number: int, row: Row | BadRowError) -> Response:
-    """Return the response of a row.
-
-    Raises:
-        InputError: If the row holds none.
-    """
-    if isinstance(row, BadRowError) or row.get("id") is None or not isinstance(row.get("response"), str):
-        raise InputError(
-            f"Every row of data.responses must have an id and a response, a text, but row {number} of "
-            f"'{source}' has not. Correct it; responses to private sets are not recorded, and cannot be "
-            "judged again."
-        )
-    sample, num_tokens, reason = map(row.get, ("sample", "num_tokens", "finish_reason"))
-    known = isinstance(sample, int | str | None) and reason in (None, "eos", "stop", "length")
-    if not (isinstance(num_tokens, int | None) and known):
-        raise InputError(
-            "In data.responses, sample must be a number, num_tokens an integer and finish_reason eos, stop "
-            f"or length, each where it is given, but row {number} of '{source}' has others. Correct or "
-            "remove them."
-        )
-    return Response(row["response"], num_tokens, reason)
 
 
 def get_evaluation_data(trainer: Trainer) -> EvaluationDataModule:

@@ -1,8 +1,6 @@
 """The evaluation sets: their sources, prompts, problems and right answers.
 
-    name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems
-
-`data.filters.overlap_with` reads these sets too: it leaves their questions out of the training rows.
+name, settings ─ build_set ─▶ EvaluationSet ─ read_set ─▶ problems
 """
 
 from __future__ import annotations
@@ -79,13 +77,10 @@ class EvaluationSet:
 
 SETS = {
     "aime24": EvaluationSet("AIME 2024", "HuggingFaceH4/aime_2024", "train", template=IN_A_BOX),
-    "aime25": EvaluationSet("AIME 2025", "math-ai/aime25", template=IN_A_BOX),
     "math500": EvaluationSet("MATH-500", "HuggingFaceH4/MATH-500", template=IN_A_BOX),
     "gpqa_diamond": EvaluationSet(
         "GPQA Diamond", "Idavidrein/gpqa:gpqa_diamond", "train", "choice", CHOICE, private=True
     ),
-    "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main", template=IN_A_BOX),
-    "amc23": EvaluationSet("AMC 2023", "math-ai/amc23", template=IN_A_BOX),
     "countdown": EvaluationSet("Countdown", "countdown", judge="countdown"),
     "chains": EvaluationSet("last-digit chains", "chains"),
     "new_chains": EvaluationSet("last-digit chains with a new last step", "new_chains"),
@@ -99,7 +94,7 @@ class EvaluationProblem:
     """One question of an evaluation set, with its right answer.
 
     Example:
-        EvaluationProblem("gsm8k/17", "gsm8k", "2 + 3?", {"kind": "math", "answer": "5"}, False)
+        EvaluationProblem("sums/17", "sums", "2 + 3?", {"kind": "math", "answer": "5"}, False)
 
     Attributes:
         id: The name of the set, a slash, and the question's id in the set or, without ids, its row number.
@@ -107,7 +102,7 @@ class EvaluationProblem:
         question: The user's message, made by the set's template.
         reference: What the judge compares an answer with.
         private: Whether nothing may be written that could quote the question.
-        prompt: Tokens through the opening of the assistant's turn; empty if responses are given.
+        prompt: Tokens through the opening of the assistant's turn.
     """
 
     id: str

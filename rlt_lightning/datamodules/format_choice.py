@@ -103,23 +103,18 @@ class ChosenFormat:
         Args:
             prompts: The system prompts under which the student sees the rows, counted; None: the default.
         """
-        default = fill_prompt(None, STUDENT_SYSTEM_PROMPT, self.student_tags)
-        prompt = quote_prompt(fill_prompt(None, TEACHER_SYSTEM_PROMPT, self.tags))
-        tags, student_tags = describe_tags(self.tags), describe_tags(self.student_tags)
-        formats = {
-            "teacher": f"the tags {tags} and our system prompt, {prompt}",
-            "student": f"the tags {student_tags} and our system prompt, {quote_prompt(default)}",
+        ours: dict[Role, tuple[TagStyle, str]] = {
+            "teacher": (self.tags, TEACHER_SYSTEM_PROMPT),
+            "student": (self.student_tags, STUDENT_SYSTEM_PROMPT),
         }
-        guessed = dict(self.guessed)
-        if prompts is not None and default not in prompts:
-            guessed.pop("student", None)
-        for name in dict.fromkeys(guessed.values()):
-            roles = [role for role in guessed if guessed[role] == name]
-            found = " and ".join(f"as the {role} {formats[role]}" for role in roles)
-            settings = ["--data.tags", *(f"--data.{role}_system_prompt" for role in roles)]
+        for role, name in self.guessed.items():
+            tags, prompt = ours[role][0], fill_prompt(None, ours[role][1], ours[role][0])
+            if role == "student" and prompts is not None and prompt not in prompts:
+                continue
             rank_zero_warn(
-                f"{name} does not record the format that it was trained in. It gets {found}. If it was "
-                f"trained with others, set {' and '.join(settings)} ('' for none)."
+                f"{name} does not record the format that it was trained in. As the {role} it gets the tags "
+                f"{describe_tags(tags)} and our system prompt, {quote_prompt(prompt)}. If it was trained in "
+                f"another, set --data.tags and --data.{role}_system_prompt ('' for none)."
             )
 
 

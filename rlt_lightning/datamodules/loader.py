@@ -1,8 +1,8 @@
 """Serve the batches of one rank: shuffled and exactly resumable in training, otherwise in order.
 
-    EpochOrder ─ numbers of an epoch's items ─▶ StepLoader ─▶ batches of `fit`
-                                        all ─▶ OrderedLoader ─▶ batches of `validate` and `test`
-                                        all ─▶ DealtLoader ─▶ batches of `predict`
+    StepLoader       batches of `fit`
+    OrderedLoader    batches of `validate` and `test`
+    DealtLoader      batches of `predict`
 
 An order depends only on seed and epoch. So every process computes the same one, and a resumed run needs only
 its epoch and the number of batches served.
@@ -10,13 +10,11 @@ its epoch and the number of batches served.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from rlt_lightning.datamodules.token_cache import StoredItems
@@ -46,7 +44,6 @@ class StepLoader(Generic[Item, Batch]):
         seed: Seed of the order.
         rank: Rank of this process.
         world_size: Number of processes.
-        order: The items of each epoch; None: all, shuffled.
 
     Raises:
         InputError: If the ranks cannot share a batch evenly, or there are fewer items than in one batch.
@@ -60,18 +57,16 @@ class StepLoader(Generic[Item, Batch]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        order: EpochOrder | None = None,
     ) -> None:
         if batch_size < 1 or batch_size % world_size:
             raise InputError(
                 f"data.prompts_per_step must be a multiple of the {world_size} process(es), but is "
                 f"{batch_size}. Change it, or trainer.devices."
             )
-        self.order = Shuffled(len(items), seed) if order is None else order
-        if self.order.num_items < batch_size:
+        if len(items) < batch_size:
             raise InputError(
                 f"The training set must have at least data.prompts_per_step={batch_size} usable rows, but "
-                f"has {self.order.num_items}. Add rows, or lower data.prompts_per_step or data.val_rows."
+                f"has {len(items)}. Add rows, or lower data.prompts_per_step or data.val_rows."
             )
         self.items = items
         self.batch_size = batch_size
@@ -90,7 +85,7 @@ class StepLoader(Generic[Item, Batch]):
         self.first_step: int | None = None
 
     def __len__(self) -> int:
-        return self.order.num_items // self.batch_size
+        return len(self.items) // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in range(self.next_batch, len(self)):
@@ -128,6 +123,12 @@ class StepLoader(Generic[Item, Batch]):
         """Go back by one batch, to serve it again: callbacks/checkpoint.py saves when its engine failed."""
         self.epoch, self.next_batch, self.position = self.before
 
+    def list_epoch(self, epoch: int) -> list[int]:
+        """Return the numbers of all items in an epoch's order, the same in every process."""
+        order = list(range(len(self.items)))
+        Random(f"order {self.seed} {epoch}").shuffle(order)
+        return order
+
     def _build_batch(self, start: int) -> Batch:
         """Make this rank's part of the batch that begins at a position."""
         size = self.batch_size // self.world_size
@@ -147,7 +148,7 @@ class StepLoader(Generic[Item, Batch]):
         """Return the number of the item at a position."""
         epoch, place = divmod(position, self._epoch_size)
         if self.epoch_order[0] != epoch:
-            self.epoch_order = (epoch, self.order.list_epoch(epoch))
+            self.epoch_order = (epoch, self.list_epoch(epoch))
         return self.epoch_order[1][place]
 
     def begin_at(self, step: int) -> None:
@@ -178,7 +179,7 @@ class StepLoader(Generic[Item, Batch]):
         """Continue from the position of a state.
 
         Raises:
-            InputError: If the number of rows, the batch size, the seed or the order have changed since.
+            InputError: If the number of rows, the batch size or the seed have changed since.
         """
         for name, value in self._fingerprint().items():
             if state[name] != value:
@@ -190,9 +191,8 @@ class StepLoader(Generic[Item, Batch]):
         self.first_step = state.get("first_step")
         self.position = state["position"]
 
-    def _fingerprint(self) -> dict[str, int | str]:
-        sizes = {"num_rows": len(self.items), "prompts_per_step": self.batch_size, "seed": self.seed}
-        return {**sizes, "order": self.order.name}
+    def _fingerprint(self) -> dict[str, int]:
+        return {"num_rows": len(self.items), "prompts_per_step": self.batch_size, "seed": self.seed}
 
 
 class OrderedLoader(Generic[Item, Batch]):
@@ -217,8 +217,6 @@ class OrderedLoader(Generic[Item, Batch]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if batch_size < 1:
-            raise InputError(f"data.val_batch_size must be at least 1, but is {batch_size}. Raise it.")
         self.items, self.collate = items, collate
         every = range(len(items))
         shards = (find_shard(every[i : i + batch_size], rank, world_size) for i in every[::batch_size])
@@ -272,101 +270,6 @@ def find_shard(numbers: range, rank: int, world_size: int) -> range:
     size, larger = divmod(len(numbers), world_size)
     start = rank * size + min(rank, larger)
     return numbers[start : start + size + (rank < larger)]
-
-
-# Orders of an epoch, and what is held out of all
-
-
-class EpochOrder(ABC):
-    """The items of an epoch, in order.
-
-    Attributes:
-        num_items: Items of an epoch.
-        name: What the order depends on beside the seed; a resumed run must have the same.
-    """
-
-    num_items: int
-    name: str
-
-    @abstractmethod
-    def list_epoch(self, epoch: int) -> list[int]:
-        """Return the numbers of an epoch's items."""
-
-
-class Shuffled(EpochOrder):
-    """All items, in a new order every epoch."""
-
-    name = "shuffled"
-
-    def __init__(self, num_items: int, seed: int) -> None:
-        self.num_items = num_items
-        self.seed = seed
-
-    @override
-    def list_epoch(self, epoch: int) -> list[int]:
-        return shuffle(range(self.num_items), f"order {self.seed} {epoch}")
-
-
-class Weighted(EpochOrder):
-    """Gives each source its share of an epoch; an epoch ends where the first source is used up.
-
-    Every source is read in rounds: all its items come, in a new order every round, before one comes again.
-    The next epoch continues each source where this one has left it.
-
-    Args:
-        sources: Number of each item's source, from 0.
-        weights: Weight of each source; its share is this part of their sum.
-        seed: Seed of the order.
-
-    Raises:
-        InputError: If a source gets no item.
-    """
-
-    def __init__(self, sources: NDArray[Any], weights: Sequence[float], seed: int) -> None:
-        self.seed = seed
-        self.places = [np.flatnonzero(sources == number).tolist() for number in range(len(weights))]
-        sizes = [len(places) for places in self.places]
-        if not all(sizes):
-            raise InputError(
-                f"Every source with a weight must have a row to train on, but source {sizes.index(0) + 1} of "
-                f"{len(sizes)} has none: all are unusable, filtered or held out. Drop it, or keep more rows."
-            )
-        total = sum(weights)
-        most = (size * total / weight for size, weight in zip(sizes, weights, strict=True))
-        longest = int(min(most) + 1e-9)  # for rounding
-        exact = [longest * weight / total for weight in weights]
-        self.counts = [int(count) for count in exact]
-        # The largest remainders get what rounding down has left.
-        by_remainder = sorted(range(len(exact)), key=lambda number: self.counts[number] - exact[number])
-        for number in by_remainder[: longest - sum(self.counts)]:
-            self.counts[number] += 1
-        self.num_items = sum(self.counts)
-        self.name = ", ".join(f"weight {w:g} of {n} items" for w, n in zip(weights, sizes, strict=True))
-        for number, count in enumerate(self.counts):
-            if not count:
-                raise InputError(
-                    f"Every source must give at least one item of an epoch, but with {self.name} an epoch "
-                    f"has {self.num_items} items, of which source {number + 1} gives none. Raise its weight, "
-                    "or drop it."
-                )
-
-    @override
-    def list_epoch(self, epoch: int) -> list[int]:
-        chosen: list[int] = []
-        for number, (places, count) in enumerate(zip(self.places, self.counts, strict=True)):
-            first, last = epoch * count, (epoch + 1) * count
-            begun, ended = first // len(places), -(-last // len(places))
-            rounds = [shuffle(places, f"source {number} {self.seed} {r}") for r in range(begun, ended)]
-            stream = [place for one in rounds for place in one]
-            chosen += stream[first - begun * len(places) :][:count]
-        return shuffle(chosen, f"order {self.seed} {epoch}")
-
-
-def shuffle(numbers: Sequence[int], seed: str) -> list[int]:
-    """Return numbers in an order that the seed decides; a text gives the same one in every process."""
-    order = list(numbers)
-    Random(seed).shuffle(order)
-    return order
 
 
 def hold_out(items: StoredItems, num_rows: int, seed: int) -> tuple[StoredItems, StoredItems]:

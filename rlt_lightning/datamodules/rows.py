@@ -1,24 +1,20 @@
 """Parse the rows of any source: which texts they hold, or why they cannot be used.
 
 columns ─▶ parse_row ─▶ ParsedRow       question, solution, traces
-a model's whole response ─▶ RawResponses ─▶ columns with a trace and a solution, whatever marks them
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlt_lightning.datamodules.bad_rows import NumberedRow
-from rlt_lightning.judging.answers import read_reference, reference_answer
+from rlt_lightning.judging.answers import read_reference
 from rlt_lightning.tags import R1, STRATOS, TagStyle, holds_half_pair
 from rlt_lightning.tasks.countdown import require_counts
-from rlt_lightning.types import BadRowError, BadRowReason, InputError
+from rlt_lightning.types import BadRowError, BadRowReason
 
 QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that holds a text
-SHOWN_ROWS = 100  # whose columns a message names
 TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags
 
 
@@ -43,12 +39,6 @@ def find_question(columns: Mapping[str, Any], names: Sequence[str] = QUESTION_CO
 def has_text(value: Any) -> bool:
     """Return whether a value is a text that is not blank."""
     return isinstance(value, str) and bool(value.strip())
-
-
-def read_number(columns: dict[str, Any], name: str) -> float | None:
-    """Return a row's number; None for what is no number, such as a text or a truth value."""
-    value = columns.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def keep_columns(columns: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
@@ -95,39 +85,10 @@ class ParsedRow:
     traces: dict[str, str]  # by column, the text between the thought tags; '' without text
     completion: str | None  # raw generated text of a teacher
     system: str | None  # the row's own system prompt for the student
-    shown: str | None = None  # the solution that a teacher sees in place of this one
 
 
 # A row's number, its columns as they were read, and its texts.
 Row = tuple[int, dict[str, Any], ParsedRow]
-
-
-def check_columns(
-    rows: Iterable[NumberedRow], source: str, trace_columns: Sequence[str], allows_completion: bool
-) -> Iterator[NumberedRow]:
-    """Yield rows, and stop after the last one if no row of the source had the columns that a task needs.
-
-    Raises:
-        InputError: Naming the missing columns and those found.
-    """
-    first: list[dict[str, Any]] = []
-    complete = False
-    for number, columns in rows:
-        if isinstance(columns, dict):
-            complete = complete or not find_missing_columns(columns, trace_columns, allows_completion)
-            first += [columns] * (len(first) < SHOWN_ROWS)
-        yield number, columns
-    if not first or complete:
-        return
-    missing = find_missing_columns(first[0], trace_columns, allows_completion)
-    found = sorted({str(name) for row in first for name in row})
-    raise InputError(
-        "Rows must have the columns question and solution (for StudentRLData an answer will do; for "
-        "fine-tuning and scoring also reasoning_trace), or conversations, but "
-        f"'{source}' lacks {', '.join(missing)} and has "
-        f"{', '.join(found) or 'no columns'}. Rename its columns, or add what is missing"
-        f"{' (stage 0 writes traces: docs/data.md).' if missing == [TRACE_COLUMN] else '.'}"
-    )
 
 
 def find_missing_columns(
@@ -165,7 +126,10 @@ def parse_row(
         BadRowError: With the reason why the row cannot be used.
     """
     if missing := find_missing_columns(row, trace_columns, allows_completion):
-        raise BadRowError(BadRowReason.MISSING_COLUMN, f"the row lacks {', '.join(missing)}")
+        detail = (
+            f"the row lacks {', '.join(missing)} and has {', '.join(sorted(map(str, row))) or 'no columns'}"
+        )
+        raise BadRowError(BadRowReason.MISSING_COLUMN, detail)
     is_turn = bool(row.get("conversations"))
     parsed = _parse_stratos(row, tags, student_tags or tags) if is_turn else _parse_custom(row, tags)
     if not parsed.question.strip():
@@ -288,12 +252,6 @@ def _text(value: Any, column: str) -> str:
     return value
 
 
-# A model's whole response: its thought and its solution
-
-# Models that write no tags, such as QwQ-32B-Preview, begin their solution with such a line.
-HEADING = re.compile(r"^[ \t]*(?:#+ *|\*\*)final (?:answer|solution):?(?:\*\*)?:?[ \t]*$", re.M | re.I)
-
-
 def find_tag(text: str, *styles: TagStyle) -> str | None:
     """Return a tag of the styles or of Bespoke-Stratos that a text holds; None if it holds none."""
     return next((tag for style in (*styles, STRATOS) for tag in style.tags().values() if tag in text), None)
@@ -315,83 +273,5 @@ def split_response(response: str, tags: TagStyle) -> tuple[str, str] | None:
         parts.append(part)
     if any(find_tag(part, tags) for part in (*parts, rest)):
         return None
-    return strip_both(parts[1], parts[3])
-
-
-def split_raw(response: str, tags: TagStyle) -> tuple[str, str] | None:
-    """Return the thought and the solution of any model's response, stripped.
-
-    Tried in this order: the tags in use, those of Bespoke-Stratos, `<think>…</think>` before the solution
-    (the first tag may be missing, since some prompts end with it), and a line such as `**Final Answer**`.
-    """
-    for style in (tags, STRATOS):
-        if found := split_response(response, style):
-            return found
-    if R1.thought_close in response:
-        thought, _, solution = response.partition(R1.thought_close)
-        found = strip_both(thought.strip().removeprefix(R1.thought_open), solution)
-        return None if found is None or any(find_tag(part, R1) for part in found) else found
-    headings = list(HEADING.finditer(response))
-    if not headings or find_tag(response, R1):
-        return None
-    return strip_both(response[: headings[-1].start()], response[headings[-1].end() :])
-
-
-def strip_both(thought: str, solution: str) -> tuple[str, str] | None:
-    """Return two texts without the white space around them; None if one of them is empty."""
-    thought, solution = thought.strip(), solution.strip()
+    thought, solution = parts[1].strip(), parts[3].strip()
     return (thought, solution) if thought and solution else None
-
-
-@dataclass(frozen=True)
-class RawResponses:
-    """How rows with a model's whole response are read: its parts replace `reasoning_trace` and `solution`.
-
-    Args:
-        column: Column of the response: a text, a list of texts (several responses), or a list of turns. None:
-            rows have a trace and a solution of their own.
-    """
-
-    column: str | None = None
-
-    def split_rows(self, rows: Iterable[NumberedRow], tags: TagStyle) -> Iterator[NumberedRow]:
-        """Return a row per response, with the number of the row that it came from."""
-        if self.column is None:
-            return iter(rows)
-        return (
-            (number, made)
-            for number, columns in rows
-            for made in (
-                [columns] if isinstance(columns, BadRowError) else self._split_columns(columns, tags)
-            )
-        )
-
-    def _split_columns(
-        self, columns: dict[str, Any], tags: TagStyle
-    ) -> Iterator[dict[str, Any] | BadRowError]:
-        value = columns.get(str(self.column))
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            try:
-                _, question, value = split_turns(value)
-            except BadRowError as error:
-                yield error
-                return
-            if not has_text(find_question(columns)):
-                columns = {**columns, QUESTION_COLUMNS[0]: question}
-        for response in value if isinstance(value, list) and value else [value]:
-            yield self._row(columns, response, tags)
-
-    def _row(self, columns: dict[str, Any], response: Any, tags: TagStyle) -> dict[str, Any] | BadRowError:
-        if not isinstance(response, str):
-            kind = "missing" if response is None else f"a {type(response).__name__}"
-            reason = BadRowReason.MISSING_COLUMN if response is None else BadRowReason.WRONG_TYPE
-            return BadRowError(reason, f"{self.column} must be a response's text, but is {kind}")
-        if (parts := split_raw(response, tags)) is None:
-            detail = f"{self.column} has no tags or heading that part a thought from a solution"
-            return BadRowError(BadRowReason.MISSING_TAGS, detail)
-        thought, solution = parts
-        kept = {n: v for n, v in columns.items() if n not in (self.column, "conversations")}
-        # The right answer must outlive the solution that held it.
-        if kept.get("kind", "math") != "countdown" and (answer := reference_answer(kept)) is not None:
-            kept["answer"] = answer
-        return {**kept, TRACE_COLUMN: thought, "solution": solution}

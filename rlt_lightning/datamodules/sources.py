@@ -36,7 +36,6 @@ SOURCE_CHOICES = (
     ".parquet or .arrow file, a folder of such files, or a Hugging Face data set id such as "
     "'openai/gsm8k:main'"
 )
-WEIGHTED = {"source", "weight"}  # the fields of a source with a weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,18 +44,16 @@ class MemoryRows:
 
     Args:
         rows: A list of dictionaries, or a data set of `datasets` without splits, streamed or not.
-        first: Number of the first row.
     """
 
     rows: Any
-    first: int = 1
 
     def __str__(self) -> str:
         return f"{len(self.rows)} rows in memory" if hasattr(self.rows, "__len__") else "a stream of rows"
 
     def read_rows(self) -> Iterator[NumberedRow]:
         """Yield the rows with their numbers."""
-        for number, row in enumerate(self.rows, start=self.first):
+        for number, row in enumerate(self.rows, start=1):
             yield number, read_columns(dict(row) if isinstance(row, Mapping) else row)
 
 
@@ -70,10 +67,8 @@ def parse_sources(setting: Any) -> list[Source]:
         InputError: If one is neither a name nor rows.
     """
     found: list[Source] = []
-    for value, _ in _pair_weights(setting):
-        if isinstance(value, MemoryRows):
-            found.append(value)
-        elif isinstance(value, str | Path):
+    for value in [setting] if _is_table(setting) else as_list(setting):
+        if isinstance(value, str | Path):
             found.append(str(value))
         elif _is_table(value):
             found.append(MemoryRows(value))
@@ -85,43 +80,10 @@ def parse_sources(setting: Any) -> list[Source]:
     return found
 
 
-def parse_weights(setting: Any) -> list[float]:
-    """Return the weight of each source of a setting; an empty list if none has one.
-
-    Raises:
-        InputError: If only some have one, or one is no number above 0.
-    """
-    weights = [weight for _, weight in _pair_weights(setting)]
-    if not any(weight is not None for weight in weights):
-        return []
-    if not all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights):
-        raise InputError(
-            f"Either no source of data.source has a weight, or each has a number above 0, but they are "
-            f"{weights}. Write each source as {{source: NAME, weight: 1}}."
-        )
-    return weights
-
-
-def name_sources(setting: Any) -> str:
-    """Return the names of a setting's sources, for a message."""
-    return ", ".join(map(str, parse_sources(setting)))
-
-
-def _pair_weights(setting: Any) -> list[tuple[Any, Any]]:
-    """Return the sources of a setting, as they are given, each with its weight, or None."""
-    values = [setting] if _is_table(setting) else as_list(setting)
-    return [
-        (value["source"], value["weight"])
-        if isinstance(value, Mapping) and value.keys() == WEIGHTED
-        else (value, None)
-        for value in values
-    ]
-
-
 def _is_table(value: Any) -> bool:
-    """Return whether a value is rows: a data set, or a list with a dictionary that is no weighted source."""
+    """Return whether a value is rows: a data set, or a list with a dictionary."""
     if isinstance(value, (list, tuple)):
-        return any(isinstance(row, Mapping) and row.keys() != WEIGHTED for row in value)
+        return any(isinstance(row, Mapping) for row in value)
     return type(value).__module__.partition(".")[0] == "datasets"
 
 
@@ -327,18 +289,6 @@ class TextRows:
         return hash_files(self.files)
 
 
-@contextlib.contextmanager
-def name_unreadable(path: Path) -> Iterator[None]:
-    """Turn a failure to read a file into one line."""
-    try:
-        yield
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(
-            f"The data file {path} must be complete, readable and in UTF-8, but is not "
-            f"({shorten_error(error)}). Convert it, for example by `iconv -f GBK -t UTF-8 {path}`."
-        ) from error
-
-
 def parse_float(text: str) -> float | str:
     """Return a number, or its text where a float has none: Python's own reader makes infinity of 1e400."""
     value = float(text)
@@ -349,7 +299,7 @@ JSON = json.JSONDecoder(parse_float=parse_float)
 BEGIN = re.compile(r"\S")  # of a value in JSON
 
 
-def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
+def _read_json(path: Path) -> Iterator[NumberedRow]:
     """Read one row per line. A broken line is a bad row; blank lines count, but are not rows.
 
     A file whose first line is no object may be an array, or objects of several lines: see `_read_values`.
@@ -401,25 +351,6 @@ def _read_values(content: bytes) -> list[NumberedRow] | None:
     return [(line, value) for line, value in zip(lines, values, strict=True)] if is_rows else None
 
 
-def _read_json(path: Path) -> Iterator[NumberedRow]:
-    try:
-        content = JSON.decode(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(
-            f"The file {path} must be valid JSON, but is not ({error}). Correct it; if it holds one object "
-            "per line, name it .jsonl."
-        ) from error
-    if isinstance(content, dict):
-        content = content.get("data")
-    if not isinstance(content, list):
-        raise InputError(
-            f'The file {path} must hold a list of objects or {{"data": [...]}}, but holds neither. Convert '
-            "it to one of them, or to .jsonl."
-        )
-    for number, value in enumerate(content, start=1):
-        yield number, read_columns(value)
-
-
 def _read_csv(path: Path) -> Iterator[NumberedRow]:
     """Read a table whose first line names the columns; every cell is text, even if it looks like a number."""
     # A reasoning trace is longer than the default allows.
@@ -441,7 +372,7 @@ def _read_csv(path: Path) -> Iterator[NumberedRow]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[NumberedRow]]] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
 }
@@ -457,6 +388,24 @@ def read_columns(value: Any) -> dict[str, Any] | BadRowError:
 
 
 # What `datasets` loads
+
+
+@contextlib.contextmanager
+def name_unreadable(name: str | Path) -> Iterator[None]:
+    """Turn a failure to load or read a source, or one of its files, into one line."""
+    import datasets
+    import pyarrow  # type: ignore[import-untyped]
+
+    failures = (OSError, ValueError, KeyError, TypeError, csv.Error)
+    try:
+        yield
+    except InputError:
+        raise
+    except (*failures, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"The source '{name}' could not be loaded ({shorten_error(error)}). Check data.split, its files, "
+            f"which must be in UTF-8, and the network, or use {SOURCE_CHOICES}."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -505,14 +454,14 @@ class DatasetRows:
         Raises:
             InputError: If it cannot be loaded, with the library's reason.
         """
-        with name_unloadable(self.source, self.split):
+        with name_unreadable(self.source):
             yield from enumerate(self.load(), start=1)
 
     def fingerprint(self) -> list[Any]:
         """Return hashes of the files, or of the hub what `datasets` knows them by."""
         if self.local_files:
             return [self.configuration, *hash_files(self.local_files)]
-        with name_unloadable(self.source, self.split):
+        with name_unreadable(self.source):
             return [self.load()._fingerprint]
 
 
@@ -524,30 +473,6 @@ def is_hub_folder(folder: Path) -> bool:
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     header = text.partition("\n---")[0] if text.startswith("---\n") else ""
     return any(line.startswith(("configs:", "dataset_info:")) for line in header.splitlines())
-
-
-@contextlib.contextmanager
-def name_unloadable(name: str, split: str) -> Iterator[None]:
-    """Turn a failure to load or read a data set into one line."""
-    import datasets
-    import pyarrow  # type: ignore[import-untyped]
-
-    try:
-        yield
-    except InputError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        pyarrow.ArrowException,
-        datasets.exceptions.DatasetsError,
-    ) as error:
-        raise InputError(
-            f"The data set '{name}', split '{split}', could not be loaded ({shorten_error(error)}). Check "
-            f"data.split, its files and the network, or use {SOURCE_CHOICES}."
-        ) from error
 
 
 def shorten_error(error: Exception) -> str:

@@ -15,8 +15,8 @@ A module names the stages that it takes, `data_classes`; `rlt` proposes the firs
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
@@ -31,7 +31,6 @@ from rlt_lightning.datamodules.format_choice import (
 from rlt_lightning.datamodules.rows import (
     TRACE_COLUMN,
     ParsedRow,
-    Row,
     fill_solution,
     keep_columns,
     require_judgeable,
@@ -46,7 +45,7 @@ from rlt_lightning.datamodules.stratos import (
     require_sizes,
 )
 from rlt_lightning.datamodules.token_cache import Item, describe_format
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions, swap_solutions
+from rlt_lightning.datamodules.views import TeacherViews, View
 from rlt_lightning.models.format import Role
 from rlt_lightning.types import (
     BadRowReason,
@@ -110,22 +109,9 @@ class SFTData(StratosDataModule, ABC):
 
 
 class TeacherSFTData(SFTData):
-    """Stage 1: the teacher learns to write the traces as its explanations.
-
-    Args:
-        source: The rows, with question, solution and traces; see `StratosDataModule`.
-        max_solution_length: Most tokens of a solution; None for no limit.
-        common: See `SFTData`, and for the settings of all stages `StratosDataModule`.
-    """
+    """Stage 1: the teacher learns to write the traces as its explanations."""
 
     role: ClassVar[Role] = "teacher"
-
-    def __init__(
-        self, source: Rows = "chains", *, max_solution_length: int | None = None, **common: Any
-    ) -> None:
-        super().__init__(source, **common)
-        require_sizes(max_solution_length=max_solution_length)
-        self.max_solution_length = max_solution_length
 
     @override
     def choose_formats(self, model: str) -> list[ChosenFormat]:
@@ -168,7 +154,6 @@ class ReadData(StratosDataModule, ABC):
         source: The rows, with question and solution; see `StratosDataModule`.
         student_tokenizer: Name of the model that reads, which may have another vocabulary, or of several;
             None: those of the run's module.
-        max_solution_length: Most tokens of a solution; None for no limit.
         max_length: Most tokens of prompt and solution, with the completion if the row brings it; longer rows
             are left out.
         common: The settings of all stages; see `StratosDataModule`.
@@ -179,14 +164,13 @@ class ReadData(StratosDataModule, ABC):
         source: Rows = "chains",
         *,
         student_tokenizer: str | list[str] | None = None,
-        max_solution_length: int | None = None,
         max_length: int = 16384,
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
-        require_sizes(max_solution_length=max_solution_length, max_length=max_length)
+        require_sizes(max_length=max_length)
         self.student_names = tuple(as_list(student_tokenizer))
-        self.max_solution_length, self.max_length = max_solution_length, max_length
+        self.max_length = max_length
 
     @override
     def choose_formats(self, model: str) -> list[ChosenFormat]:
@@ -327,7 +311,7 @@ class StudentOPDData(StratosDataModule):
         source: The rows, with question and solution; see `StratosDataModule`.
         teacher_tokenizer: Name of the teacher's model, which may have another vocabulary; None: that of the
             run's module.
-        view: What the teacher sees.
+        view: What the teacher sees: explanation or hint, see `TeacherViews`.
         common: The settings of all stages; see `StratosDataModule`.
 
     Attributes:
@@ -344,7 +328,7 @@ class StudentOPDData(StratosDataModule):
         source: Rows = "chains",
         *,
         teacher_tokenizer: str | None = None,
-        view: ViewOptions = ViewOptions(),
+        view: View = "explanation",
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
@@ -354,7 +338,7 @@ class StudentOPDData(StratosDataModule):
     @override
     def choose_formats(self, model: str) -> list[ChosenFormat]:
         # With a hint a teacher answers as the student does, whatever it was trained for.
-        teacher = self.student_names[0] if self.student_names and self.view.kind == "explanation" else None
+        teacher = self.student_names[0] if self.student_names and self.view == "explanation" else None
         return [choose_format(self.format_options, teacher, model)]
 
     @override
@@ -366,13 +350,8 @@ class StudentOPDData(StratosDataModule):
         self.views = TeacherViews(self.format, own, self.view)
 
     @override
-    def change_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
-        return swap_solutions(rows) if self.view.wrong_solutions else rows
-
-    @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
-        shown = row.solution if row.shown is None else row.shown
-        problem = self.views.build_problem(number, row, shown, self.find_row_prompt(row), columns)
+        problem = self.views.build_problem(number, row, self.find_row_prompt(row), columns)
         self.require_prompt(max(len(problem.teacher_prompt), len(problem.teacher_view)))
         return [problem]
 
@@ -380,7 +359,7 @@ class StudentOPDData(StratosDataModule):
     def describe(self) -> dict[str, Any]:
         return {
             **super().describe(),
-            "view": asdict(self.view),
+            "view": self.view,
             "teacher": describe_format(self.views.teacher),
         }
 

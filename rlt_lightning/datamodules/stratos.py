@@ -1,7 +1,7 @@
 """The base class of all stages' datamodules: it turns rows into items, and items into batches.
 
-    read ─ row ─▶ complete ─▶ parse ─▶ filters ─▶ build_items ─▶ table                see `make_items`
-                     └──────────┴─────────┴───────────┴──▶ BadRowReport: why a row is not used
+    read ─ row ─▶ complete ─▶ parse ─▶ build_items ─▶ table                see `make_items`
+                     └──────────┴───────────┴──▶ BadRowReport: why a row is not used
 
 A stage is a subclass (stages.py). It says which columns its rows need, what becomes of a row and of a
 completion, and what a batch holds; it has the settings that only this stage reads.
@@ -13,17 +13,15 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason, NumberedRow, write_reports
-from rlt_lightning.datamodules.evaluation_sets import build_set
-from rlt_lightning.datamodules.filters import Filters, RowFilter
+from rlt_lightning.datamodules.bad_rows import BadRowReport, NumberedRow, write_reports
 from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     FormatOptions,
@@ -36,24 +34,19 @@ from rlt_lightning.datamodules.loader import (
     DealtLoader,
     OrderedLoader,
     StepLoader,
-    Weighted,
     hold_out,
 )
 from rlt_lightning.datamodules.rows import (
     TRACE_COLUMN,
     ParsedRow,
-    RawResponses,
     Row,
-    check_columns,
     find_tag,
     parse_row,
 )
 from rlt_lightning.datamodules.sources import (
     Source,
     SourceReader,
-    name_sources,
     parse_sources,
-    parse_weights,
 )
 from rlt_lightning.datamodules.token_cache import (
     Item,
@@ -79,12 +72,10 @@ from rlt_lightning.types import (
     PromptBatch,
     Rollout,
     SFTBatch,
-    SFTExample,
 )
 
 # A file, folder, hub id or embedded task, rows themselves, or a list of such sources.
 Rows = str | Path | list[str] | Iterable[dict[str, Any]]
-Data = TypeVar("Data", bound="StratosDataModule")
 
 
 class StratosDataModule(LightningDataModule, ABC):
@@ -96,10 +87,8 @@ class StratosDataModule(LightningDataModule, ABC):
     Args:
         source: "chains", "new_chains", "word_sums" or "countdown" (embedded), a JSONL, JSON, Parquet or CSV
             file, a folder, a hub id, rows themselves (a list of dictionaries or a `datasets.Dataset`), or a
-            list of such sources, each with a weight or none, whose row numbers continue.
+            list of such sources, whose row numbers continue.
         split: Split of each source, where it has any.
-        raw: Column of a model's whole response, whose parts replace `reasoning_trace` and `solution`.
-        filters: Which usable rows of `source` are left out.
         tokenizer: Name of the trained model; None: that of the run's module.
         tags: "stratos", "r1", or the fields of a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none. May hold placeholders
@@ -135,7 +124,6 @@ class StratosDataModule(LightningDataModule, ABC):
     # Settings that some stages have, as `trace_columns`; in the others they have these values.
     student_names: tuple[str, ...] = ()  # the frozen models that read
     student_context: int | None = None
-    max_solution_length: int | None = None
     max_length: int = sys.maxsize
     num_finished = 0  # items that an interrupted prediction has finished
     _prepared_for: tuple[Any, ...] | None = None  # stage, tokenizers
@@ -144,8 +132,6 @@ class StratosDataModule(LightningDataModule, ABC):
         self,
         source: Rows = "chains",
         split: str = "train",
-        raw: RawResponses = RawResponses(),
-        filters: Filters = Filters(),
         tokenizer: str | None = None,
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
@@ -166,10 +152,8 @@ class StratosDataModule(LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         self.sources, self.val_sources = parse_sources(source), parse_sources(val_source)
-        self.weights, self.val_weights = parse_weights(source), parse_weights(val_source)
-        self.source = name_sources(source)  # for messages
+        self.source = ", ".join(map(str, self.sources))  # for messages
         self.reader = SourceReader(split, num_embedded_rows, seed, max_rows)
-        self.raw, self.filters = raw, filters
         self.trace_columns: list[str] = []
         self.follows_module = tokenizer is None
         self.tokenizer_name = tokenizer
@@ -196,8 +180,7 @@ class StratosDataModule(LightningDataModule, ABC):
             return
         self.require_files()
         self.load_formats()
-        row_filter = RowFilter(self.filters, self.trace_columns, self.format.tags)
-        items, self.reports = self._tokenize(self.sources, self.reader, row_filter)
+        items, self.reports = self._tokenize(self.sources, self.reader)
         val_items = items[:0]
         if stage != "predict":
             if self.val_sources:
@@ -230,47 +213,15 @@ class StratosDataModule(LightningDataModule, ABC):
             self.reader.open(source)
         for source in self.val_sources:
             replace(self.reader, split=self.val_split).open(source)
-        for name, settings in (self.filters.overlap_with or {}).items():
-            build_set(name, settings).require_source()
         for name in filter(None, (self.tokenizer_name, *self.student_names)):
             require_model_name(name)
 
-    def copy_settings(self, kind: type[Data], rows: list[dict[str, Any]], **options: Any) -> Data:
-        """Return the data of another stage: other rows in the same format, none held out or filtered.
-
-        Args:
-            kind: The class of the stage.
-            rows: The rows.
-            options: Settings that only this stage has.
-        """
-        written = self.format_options
-        data = kind(
-            rows,
-            raw=self.raw,
-            tokenizer=None if self.follows_module else self.tokenizer_name,
-            tags=written.tags,
-            teacher_system_prompt=written.teacher_system_prompt,
-            student_system_prompt=written.student_system_prompt,
-            force_format=written.force_format,
-            prompts_per_step=self.prompts_per_step,
-            val_batch_size=self.val_batch_size,
-            max_prompt_length=self.max_prompt_length,
-            max_bad_frac=1.0,
-            seed=self.seed,
-            trust_remote_code=self.trust_remote_code,
-            **options,
-        )
-        data.student_names = self.student_names
-        data.max_length, data.max_solution_length = self.max_length, self.max_solution_length
+    def with_rows(self, rows: list[dict[str, Any]]) -> Self:
+        """Return data of the same settings but other rows, of which none is held out or too much."""
+        data = copy(self)
+        data.sources, data.val_sources, data.val_rows = parse_sources(rows), [], 0
+        data.max_bad_frac, data._prepared_for = 1.0, None
         return data
-
-    def read_usable_rows(self) -> Iterator[tuple[dict[str, Any], ParsedRow]]:
-        """Yield columns and texts of the source's rows that have what the stage needs, after `setup`."""
-        for source in self.sources:
-            for _, columns in self._read(source, self.reader):
-                if isinstance(columns, dict):
-                    with suppress(BadRowError):
-                        yield columns, self.parse(columns)
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return batches of one optimizer step, resumable in the middle of an epoch."""
@@ -279,8 +230,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return the training loader, for callers that only ask for its length."""
-        order = Weighted(self.items.sources, self.weights, self.seed) if self.weights else None
-        share = (self.seed, self._rank(), self._world_size(), order)
+        share = (self.seed, self._rank(), self._world_size())
         return StepLoader(self.items, self.prompts_per_step, self.collate, *share)
 
     def val_dataloader(self) -> OrderedLoader[Item, PromptBatch | SFTBatch] | list[Any]:
@@ -336,10 +286,6 @@ class StratosDataModule(LightningDataModule, ABC):
         tags, student_tags = self.format.tags, self.format.student_tags
         return parse_row(columns, tags, self.trace_columns, self.takes_completions, student_tags)
 
-    def change_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Return the parsed rows, changed where a row takes something from other rows."""
-        return rows
-
     @abstractmethod
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
         """Make one item of a row, or one for each of its traces.
@@ -355,7 +301,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that decide items beside the formats, as plain values, for the cache key."""
-        limits = ("max_prompt_length", "max_solution_length", "max_length")
+        limits = ("max_prompt_length", "max_length")
         return {
             "stage": f"{type(self).__module__}.{type(self).__qualname__}",
             "traces": self.trace_columns,
@@ -418,7 +364,6 @@ class StratosDataModule(LightningDataModule, ABC):
             "source": f"{self.source} ({len(self.items)} usable rows)",
             "tags": describe_tags(self.format.tags),
             "student's context": self.student_context or "no limit",
-            **({"filters": filters} if (filters := self.filters.list_active()) else {}),
         }
 
     def trained_format(self) -> ModelFormat:
@@ -440,15 +385,8 @@ class StratosDataModule(LightningDataModule, ABC):
 
     @property
     def problems(self) -> Sequence[Problem]:
-        """Return all problems, the held-out ones last; none in fine-tuning."""
-        items = self.all_items
-        return cast(Sequence[Problem], items[:0] if items.is_examples else items)
-
-    @property
-    def examples(self) -> Sequence[SFTExample]:
-        """Return all examples of fine-tuning, the held-out ones last; none in other stages."""
-        items = self.all_items
-        return cast(Sequence[SFTExample], items if items.is_examples else items[:0])
+        """Return all problems, the held-out ones last, of a stage that has problems."""
+        return cast(Sequence[Problem], self.all_items)
 
     # Items
 
@@ -462,9 +400,6 @@ class StratosDataModule(LightningDataModule, ABC):
             number, row.question, row.solution, self.find_row_prompt(row), columns
         )
         self.require_prompt(len(problem.teacher_prompt))
-        if self.max_solution_length is not None:
-            num_solution = len(problem.solution_ids)
-            require_length(BadRowReason.SOLUTION_TOO_LONG, num_solution, self.max_solution_length)
         require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0, 0), self.max_length)
         return problem
 
@@ -476,31 +411,18 @@ class StratosDataModule(LightningDataModule, ABC):
         """Return the row's own system prompt; None if it does not count."""
         return row.system if self.student_views.chosen[0].keeps_row_prompts else None
 
-    def make_items(
-        self, rows: Iterable[NumberedRow], report: BadRowReport, row_filter: RowFilter | None = None
-    ) -> Iterator[dict[str, Any]]:
+    def make_items(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[dict[str, Any]]:
         """Yield the items of a source, and then the rows that are not used, as fields of a table.
 
         Args:
             rows: Rows as they were read.
-            report: Gets the rows that are bad or left out.
-            row_filter: The filters; None for rows that pass none.
-
-        Raises:
-            InputError: If no row has the columns that the stage needs.
+            report: Gets the rows that are bad.
         """
         rows = (
             (number, columns if isinstance(columns, BadRowError) else self.complete(columns))
             for number, columns in rows
         )
-        rows = check_columns(rows, report.source, self.trace_columns, self.takes_completions)
-        parsed = self.change_rows(self._parse_rows(rows, report))
-        if row_filter is not None:
-            parsed = row_filter.filter_rows(parsed, report)
-        for number, columns, row in parsed:
-            if row_filter is not None and row_filter.is_duplicate(row):
-                report.filtered.append((number, FilterReason.DUPLICATE, "an earlier row is used"))
-                continue
+        for number, columns, row in self._parse_rows(rows, report):
             try:
                 items = self.build_items(number, row, columns)
             except BadRowError as error:
@@ -514,12 +436,9 @@ class StratosDataModule(LightningDataModule, ABC):
             }
             for place, item in enumerate(items):
                 yield {**of_row, "is_first": place == 0, **flatten_item(item)}
-            if row_filter is not None:
-                row_filter.remember(row)
-        bad = [(number, error.reason, error.detail) for number, error in report.bad]
-        for number, reason, detail in (*bad, *report.filtered):
-            detail = escape_half_pairs(detail)
-            yield {"row": number, "is_first": True, "rejected": str(reason), "detail": detail}
+        for number, bad in report.bad:
+            detail = escape_half_pairs(bad.detail)
+            yield {"row": number, "is_first": True, "rejected": str(bad.reason), "detail": detail}
 
     def _parse_rows(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[Row]:
         """Yield the rows that can be parsed, and report the others."""
@@ -542,25 +461,22 @@ class StratosDataModule(LightningDataModule, ABC):
         return self.trainer.world_size if self.trainer else 1
 
     def _tokenize(
-        self, sources: list[Source], reader: SourceReader, row_filter: RowFilter | None = None
+        self, sources: list[Source], reader: SourceReader
     ) -> tuple[StoredItems, list[BadRowReport]]:
         """Read and tokenise sources, or find them in the cache; row numbers continue from one to the next."""
 
         def make_rows() -> Iterator[dict[str, Any]]:
             before = last = 0
             for number, source in enumerate(sources):
-                rows = self._read(source, reader)
-                for made in self.make_items(rows, BadRowReport(str(source)), row_filter):
+                for made in self.make_items(reader.read(source), BadRowReport(str(source))):
                     last = max(last, before + made["row"])
                     yield {**made, "source": number, "row": before + made["row"]}
                 before = last
 
-        table = build_table(make_rows, self.build_key(sources, reader, row_filter))
+        table = build_table(make_rows, self.build_key(sources, reader))
         return StoredItems(table), read_reports(table, list(map(str, sources)))
 
-    def build_key(
-        self, sources: Sequence[Source], reader: SourceReader, row_filter: RowFilter | None = None
-    ) -> str | None:
+    def build_key(self, sources: Sequence[Source], reader: SourceReader) -> str | None:
         """Return a hash of all that decides the items: their key in the cache.
 
         None for rows that are not in files, and for a class of one's own, whose code is not in the key.
@@ -568,13 +484,9 @@ class StratosDataModule(LightningDataModule, ABC):
         rows = [reader.fingerprint(source) for source in sources]
         if None in rows or not type(self).__module__.startswith("rlt_lightning."):
             return None
-        settings = {"code": hash_code(), "raw": asdict(self.raw), **self.describe()}
+        settings = {"code": hash_code(), **self.describe()}
         settings["format"] = describe_format(self.format)
-        return hash_value([settings, rows, row_filter and row_filter.describe()])
-
-    def _read(self, source: Source, reader: SourceReader) -> Iterator[NumberedRow]:
-        """Read the rows of a source; a row with several whole responses becomes several."""
-        return self.raw.split_rows(reader.read(source), self.format.tags)
+        return hash_value([settings, rows])
 
     def _check_rows(self) -> None:
         """Report the rows that are not used, and stop if they are too many, or not those of the model."""
@@ -617,8 +529,6 @@ def require_settings(data: StratosDataModule) -> None:
         )
     if not data.sources:
         raise InputError("data.source must name at least one source, but is an empty list. Name one.")
-    if data.val_weights:
-        raise InputError("Sources of data.val_source take no weights: all rows count. Name them only.")
 
 
 def require_sizes(**sizes: int | None) -> None:

@@ -28,7 +28,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 import xxhash
 from numpy.typing import NDArray
 
-from rlt_lightning.datamodules.bad_rows import BadRowReport, FilterReason
+from rlt_lightning.datamodules.bad_rows import BadRowReport
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.sources import shorten_error
@@ -234,11 +234,8 @@ def read_reports(table: Any, sources: Sequence[str]) -> list[BadRowReport]:
         rows = rows.filter(pc.equal(rows["source"], number))
         report = BadRowReport(source, pc.sum(rows["is_first"]).as_py() or 0, first_row)
         for row in rows.filter(rows["rejected"].is_valid()).sort_by("row").to_pylist():
-            place, reason, detail = row["row"] - first_row + 1, row["rejected"], row["detail"]
-            if reason in list(BadRowReason):
-                report.bad.append((place, BadRowError(BadRowReason(reason), detail)))
-            else:
-                report.filtered.append((place, FilterReason(reason), detail))
+            error = BadRowError(BadRowReason(row["rejected"]), row["detail"])
+            report.bad.append((row["row"] - first_row + 1, error))
         cut = rows.filter(pc.greater(rows["num_cut"], 0))["row"]
         report.truncated = (np.unique(cut) - first_row + 1).tolist()
         reports.append(report)

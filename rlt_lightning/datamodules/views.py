@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -29,11 +29,11 @@ from typing import Any, Literal
 from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer, load_tokenizers
 from rlt_lightning.datamodules.format_choice import ChosenFormat
 from rlt_lightning.datamodules.formats import BLOCK_BREAK, SENTINEL, ChatFormat, encode, encode_pieces
-from rlt_lightning.datamodules.rows import ParsedRow, Row, parse_row
+from rlt_lightning.datamodules.rows import ParsedRow, parse_row
 from rlt_lightning.datamodules.token_cache import describe_format
 from rlt_lightning.numerics.spans import split_spans
 from rlt_lightning.tags import decode, decode_each
-from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
+from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 # Students
 
@@ -147,32 +147,19 @@ HINT = (
 View = Literal["explanation", "hint"]
 
 
-@dataclass(frozen=True)
-class ViewOptions:
-    """What the teacher of on-policy distillation sees.
-
-    Args:
-        kind: "explanation": what an RLT teacher sees, question and solution, and it judges the student's
-            thought as its own explanation. "hint": the student's own chat with the solution in the question,
-            and it judges the whole turn.
-        wrong_solutions: Show it the solution of another row: the control, in which it knows nothing.
-    """
-
-    kind: View = "explanation"
-    wrong_solutions: bool = False
-
-
 class TeacherViews:
     """Builds the teacher's contexts, and finds the tokens of an answer that it judges.
 
     Args:
         student: The format of the trained student.
         teacher: The same format for the teacher's tokenizer; the same object if that is the student's.
-        options: What the teacher sees.
+        view: "explanation": what an RLT teacher sees, question and solution, and it judges the student's
+            thought as its own explanation. "hint": the student's own chat with the solution in the question,
+            and it judges the whole turn.
     """
 
-    def __init__(self, student: ChatFormat, teacher: ChatFormat, options: ViewOptions) -> None:
-        self.student, self.teacher, self.options = student, teacher, options
+    def __init__(self, student: ChatFormat, teacher: ChatFormat, view: View) -> None:
+        self.student, self.teacher, self.view = student, teacher, view
         self.byte_tokenizers: tuple[ByteExactTokenizer, ByteExactTokenizer] | None = None
         if teacher is not student:
             self.byte_tokenizers = (
@@ -181,7 +168,7 @@ class TeacherViews:
             )
         # The first tokens of the tags that end a thought, of the student and of the teacher.
         self.closing: tuple[int, int] | None = None
-        if options.kind == "explanation" and self.byte_tokenizers is None:
+        if view == "explanation" and self.byte_tokenizers is None:
             self.closing = find_closing_tokens(student)
 
     @property
@@ -190,16 +177,16 @@ class TeacherViews:
         return None if self.closing is None or self.closing[0] == self.closing[1] else self.closing
 
     def build_problem(
-        self, row_number: int, texts: ParsedRow, shown: str, system: str | None, columns: dict[str, Any]
+        self, row_number: int, texts: ParsedRow, system: str | None, columns: dict[str, Any]
     ) -> Problem:
-        """Tokenise a question for the student, and with the solution that is shown for the teacher."""
+        """Tokenise a question for the student, and with its solution for the teacher."""
         texts_of = row_number, texts.question, texts.solution
         problem = self.student.build_student_problem(*texts_of, system, columns)
-        if self.options.kind == "explanation":
-            view = self.teacher.build_problem(row_number, texts.question, shown).teacher_prompt
+        if self.view == "explanation":
+            view = self.teacher.build_problem(*texts_of).teacher_prompt
         else:
             # In one pass: a question may hold "{solution}", as in \\frac{solution}{2}.
-            given = {"{question}": texts.question, "{solution}": shown.strip()}
+            given = {"{question}": texts.question, "{solution}": texts.solution.strip()}
             asked = re.sub("|".join(map(re.escape, given)), lambda name: given[name[0]], HINT)
             view = encode(self.teacher.tokenizer, self.teacher.render_student_chat(asked, system))
         return replace(problem, teacher_view=view)
@@ -209,7 +196,7 @@ class TeacherViews:
         rollout = self.student.build_student_rollout(problem, completion)
         ids = completion.token_ids
         num_body = len(ids) - rollout.closed  # without the eos
-        if self.options.kind == "hint":
+        if self.view == "hint":
             # A tokenizer that is not the teacher's has no token for its end of a turn.
             end = len(ids) if self.byte_tokenizers is None else num_body
             view = self._build_view(problem, completion, 0, end, closes=False)
@@ -286,32 +273,3 @@ def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
             return None
         found.append(first)
     return found[0], found[1]
-
-
-def swap_solutions(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield rows whose `shown` solution is another row's: one from before, for the first rows one from after.
-
-    Raises:
-        InputError: If all solutions are the same.
-    """
-    waiting: list[Row] = []
-    last = earlier = ""  # two solutions that differ, the latest ones
-    for number, columns, texts in rows:
-        solution = texts.solution
-        if not last:
-            waiting.append((number, columns, texts))
-            first = waiting[0][2].solution
-            if solution == first:
-                continue
-            for before in waiting[:-1]:
-                yield *before[:2], replace(before[2], shown=solution)
-            last, earlier, waiting = first, first, []
-        other = last if last != solution else earlier
-        yield number, columns, replace(texts, shown=other)
-        if solution != last:
-            last, earlier = solution, last
-    if waiting:
-        raise InputError(
-            "data.view.wrong_solutions shows the solution of another row, but all rows have the same one. "
-            "Set it to false, or use another source."
-        )

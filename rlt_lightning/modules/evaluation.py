@@ -117,20 +117,15 @@ class EvaluationModule(LightningModule):
         self.answers.update(data.finished if self.trainer.is_global_zero else [])
 
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        """Ask the problems of a batch, unless their responses are given, and judge the responses.
+        """Ask the problems of a batch, and judge the responses.
 
         Each rank asks its part of the batch, which may be empty; a callback writes the records of all ranks.
         """
-        given = batch.responses
-        sample = self.sample if given is None else lambda problems: given
-        if sample is None:
-            raise InputError(
-                "An evaluation needs responses, but the batch has none. Add ResponseCallback to the trainer, "
-                "or give data.responses."
-            )
+        if self.sample is None:
+            raise InputError("An evaluation needs responses: add ResponseCallback to the trainer.")
         assert self.judge is not None
         assert self.answers is not None
-        batch.records = evaluate(sample, batch.problems, self.judge)
+        batch.records = evaluate(self.sample, batch.problems, self.judge)
         self.answers.update(batch.records)
 
     def on_test_epoch_end(self) -> None:

@@ -21,7 +21,5 @@ EMBEDDED: dict[str, Callable[[int, int, str], list[dict[str, Any]]]] = {
     "chains": chain_rows,
     "chains:right": partial(chain_rows, mixture=None),
     "new_chains": partial(chain_rows, mixture=NEW_MIXTURE, last=NEW_OPERATIONS),
-    "new_chains:right": partial(chain_rows, mixture=None, last=NEW_OPERATIONS),
     "word_sums": word_sum_rows,
-    "word_sums:right": partial(word_sum_rows, mixture=None),
 }

@@ -11,10 +11,7 @@ from rlt_lightning.tasks.draw import draw_different
 from rlt_lightning.types import BadRowError, BadRowReason
 
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "": 3}
-# Most numbers of a problem: the search takes less than a second.
-MAX_NUMBERS = 6
-# All values of this many numbers are kept in a table; larger problems are searched from the target backwards.
-TABLE_NUMBERS = 4
+MAX_NUMBERS = 4  # of a problem: all values that they make are in one table
 
 Numbers = tuple[int, ...]  # sorted
 Value = int | Fraction  # exact; never a Fraction that is an integer
@@ -182,74 +179,39 @@ def solve(numbers: Sequence[int], target: int) -> Term | None:
     assert 1 <= len(numbers) <= MAX_NUMBERS, numbers
     assert min(*numbers, target, 0) >= 0, (numbers, target)
     ordered = tuple(sorted(numbers))
-    return Search(whole=True).find(ordered, target) or Search(whole=False).find(ordered, target)
+    return build_table(ordered, True, {}).get(target) or build_table(ordered, False, {}).get(target)
 
 
-class Search:
-    """A search for one problem, which remembers what parts of its numbers give.
+def build_table(numbers: Numbers, whole: bool, known: dict[Numbers, dict[Value, Term]]) -> dict[Value, Term]:
+    """Return a way to every value that can be made from all of the numbers.
 
     Args:
+        numbers: The numbers.
         whole: Whether to allow only whole numbers.
+        known: Tables of parts of the numbers; gets more of them.
     """
+    if numbers not in known:
+        table: dict[Value, Term] = {numbers[0]: Term(numbers[0])} if len(numbers) == 1 else {}
+        for some, others in split_numbers(numbers):
+            for left in build_table(some, whole, known).values():
+                for right in build_table(others, whole, known).values():
+                    for term in combine_terms(left, right, whole):
+                        table.setdefault(term.value, term)
+        known[numbers] = table
+    return known[numbers]
 
-    def __init__(self, whole: bool) -> None:
-        self.whole = whole
-        self.tables: dict[Numbers, dict[Value, Term]] = {}
-        self.found: dict[tuple[Numbers, Value], Term | None] = {}
 
-    def find(self, numbers: Numbers, target: Value) -> Term | None:
-        """Find a way from all of the numbers to the target."""
-        if len(numbers) <= TABLE_NUMBERS:
-            return self.table(numbers).get(target)
-        key = numbers, target
-        if key not in self.found:
-            self.found[key] = next(self._ways(numbers, target), None)
-        return self.found[key]
-
-    def table(self, numbers: Numbers) -> dict[Value, Term]:
-        """Return a way to every value that can be made from all of the numbers."""
-        if numbers not in self.tables:
-            table: dict[Value, Term] = {numbers[0]: Term(numbers[0])} if len(numbers) == 1 else {}
-            for some, others in split_numbers(numbers):
-                for left in self.table(some).values():
-                    for right in self.table(others).values():
-                        for term in self._combinations(left, right):
-                            table.setdefault(term.value, term)
-            self.tables[numbers] = table
-        return self.tables[numbers]
-
-    def _ways(self, numbers: Numbers, target: Value) -> Iterator[Term]:
-        """Take each value of the smaller part, and search for what the larger part must then give."""
-        for part, other in split_numbers(numbers):
-            small, large = sorted((part, other), key=len)
-            for known in self.table(small).values():
-                for wanted in self._wanted(known.value, target, large):
-                    if found := self.find(large, wanted):
-                        yield from (t for t in self._combinations(found, known) if t.value == target)
-
-    def _wanted(self, known: Value, target: Value, others: Numbers) -> Iterator[Value]:
-        """Yield the values that one operation with the known value turns into the target."""
-        yield known + target
-        yield max(known, target) - min(known, target)
-        if known and target:
-            quotients = Fraction(target) / known, Fraction(known) / target
-            yield from (simplify(value) for value in quotients if not self.whole or value.denominator == 1)
-            yield simplify(known * target)
-        elif target == 0:
-            # 0 times anything is 0, for instance the sum of the other numbers.
-            yield sum(others) if known == 0 else 0
-
-    def _combinations(self, a: Term, b: Term) -> Iterator[Term]:
-        """Yield the terms that one operation makes of two terms."""
-        large, small = (a, b) if a.value >= b.value else (b, a)
-        yield Term(simplify(large.value + small.value), "+", large, small)
-        yield Term(simplify(large.value - small.value), "-", large, small)
-        yield Term(simplify(large.value * small.value), "*", large, small)
-        for left, right in ((large, small), (small, large)):
-            if right.value:
-                quotient = Fraction(left.value) / right.value
-                if not self.whole or quotient.denominator == 1:
-                    yield Term(simplify(quotient), "/", left, right)
+def combine_terms(a: Term, b: Term, whole: bool) -> Iterator[Term]:
+    """Yield the terms that one operation makes of two terms."""
+    large, small = (a, b) if a.value >= b.value else (b, a)
+    yield Term(simplify(large.value + small.value), "+", large, small)
+    yield Term(simplify(large.value - small.value), "-", large, small)
+    yield Term(simplify(large.value * small.value), "*", large, small)
+    for left, right in ((large, small), (small, large)):
+        if right.value:
+            quotient = Fraction(left.value) / right.value
+            if not whole or quotient.denominator == 1:
+                yield Term(simplify(quotient), "/", left, right)
 
 
 def simplify(value: Value) -> Value:

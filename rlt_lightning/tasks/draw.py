@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 from rlt_lightning.types import InputError
@@ -18,26 +17,16 @@ Problem = TypeVar("Problem")
 MAX_MISSES = 10_000  # after this many draws in a row that give nothing new, we say that there are no more
 
 
-@dataclass(frozen=True)
-class Splits:
-    """Which part of all problems each split has, by the hash of a problem's text.
-
-    Args:
-        num_buckets: Into so many buckets problems fall.
-        buckets: Those of each split.
-    """
-
-    num_buckets: int
-    buckets: dict[str, range]
-
-    def find_split(self, text: str) -> str:
-        """Return the split that a problem belongs to."""
-        bucket = zlib.crc32(text.encode()) % self.num_buckets
-        return next(name for name, buckets in self.buckets.items() if bucket in buckets)
-
-
+NUM_BUCKETS = 16  # into which problems fall by the hash of their text
+Splits = dict[str, range]  # buckets by split; the first split that has a problem's bucket has the problem
 # One problem in 8 is a test problem.
-EIGHTHS = Splits(8, {"test": range(1), "train": range(1, 8)})
+EIGHTHS: Splits = {"test": range(0, NUM_BUCKETS, 8), "train": range(NUM_BUCKETS)}
+
+
+def find_split(text: str, splits: Splits) -> str:
+    """Return the split that a problem belongs to."""
+    bucket = zlib.crc32(text.encode()) % NUM_BUCKETS
+    return next(name for name, buckets in splits.items() if bucket in buckets)
 
 
 def draw_different(
@@ -63,7 +52,7 @@ def draw_different(
     Raises:
         InputError: If there is no such split, or there are fewer different problems.
     """
-    if split not in splits.buckets:
+    if split not in splits:
         raise InputError(
             f"The {source} source has the splits train and test, but got '{split}'. Use one of them."
         )
@@ -72,7 +61,7 @@ def draw_different(
     while len(found) < num_rows:
         problem = draw()
         text = write_text(problem)
-        if text not in found and splits.find_split(text) == split:
+        if text not in found and find_split(text, splits) == split:
             found.add(text)
             misses = 0
             yield problem

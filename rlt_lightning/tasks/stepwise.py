@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from random import Random
 from typing import Literal
 
@@ -88,11 +89,6 @@ class StepwiseProblem:
     answer: str
     steps: list[str]
     derail: Callable[[int, Random], list[str]]
-
-
-def get_question(problem: StepwiseProblem) -> str:
-    """Return the question, by which problems are told apart."""
-    return problem.question
 
 
 def make_rows(
@@ -181,7 +177,7 @@ CHAIN_WORDING = Wording(
     end=".",
 )
 # "pretrain" is what the miniatures were pretrained on.
-CHAIN_SPLITS = Splits(16, {"test": range(2), "train": range(2, 6), "pretrain": range(6, 16)})
+CHAIN_SPLITS: Splits = {"test": range(2), "train": range(2, 6), "pretrain": range(6, 16)}
 
 
 def apply_operation(value: int, operation: Operation) -> int:
@@ -226,7 +222,7 @@ def draw_chains(
         start, operations = rng.randrange(10), [rng.choice(OPERATIONS) for _ in range(length - 1)]
         return build_chain(start, [*operations, rng.choice(last)])
 
-    return list(draw_different("chains", draw, get_question, num_problems, split, CHAIN_SPLITS))
+    return list(draw_different("chains", draw, attrgetter("question"), num_problems, split, CHAIN_SPLITS))
 
 
 def chain_rows(
@@ -264,6 +260,7 @@ NAMES = ("Ana", "Tom", "Lee", "Sara", "Omar", "Nina", "Kim", "Raj")
 THINGS = ("apples", "coins", "books", "stamps", "shells", "cards")
 VERBS = ("buys", "finds", "gets")
 STARTS, GAINS = range(3, 10), range(2, 6)
+WORD_SUM_STEPS = 3
 # Traces have more right steps than in the chains: a real model must learn from a few hundred of them.
 WORD_SUM_MIXTURE = Mixture(hazard=0.2, filler=0.45, leap=0.3, filler_start=0.3, leap_start=0.2)
 WORD_SUM_WORDING = Wording(
@@ -313,22 +310,11 @@ def build_word_sum(name: str, thing: str, start: int, gains: Sequence[tuple[str,
     return StepwiseProblem(question, str(values[-1]), steps(start, numbers), derail)
 
 
-def draw_word_sums(rng: Random, num_problems: int, length: int, split: str) -> list[StepwiseProblem]:
-    """Draw different problems of a split."""
-
-    def draw() -> StepwiseProblem:
-        gains = [(rng.choice(VERBS), rng.choice(GAINS)) for _ in range(length)]
-        return build_word_sum(rng.choice(NAMES), rng.choice(THINGS), rng.choice(STARTS), gains)
-
-    return list(draw_different("word_sums", draw, get_question, num_problems, split))
-
-
 def word_sum_rows(
     num_rows: int,
     seed: int = 0,
     split: str = "train",
     mixture: Mixture | None = WORD_SUM_MIXTURE,
-    length: int = 3,
 ) -> list[dict[str, str]]:
     """Make different problems with a trace each; the same arguments give the same rows in every process.
 
@@ -337,7 +323,6 @@ def word_sum_rows(
         seed: Seed of problems and traces.
         split: "train" or "test"; a question is in the same split whatever the seed.
         mixture: Quality of the traces; None for all steps right.
-        length: Steps of a problem, at least two.
 
     Returns:
         Rows with `question`, `solution`, `reasoning_trace` and `answer`; nothing says which kind a trace is.
@@ -345,5 +330,11 @@ def word_sum_rows(
     Raises:
         InputError: If there is no such split, or there are fewer different problems.
     """
-    rng = Random(f"word_sums {seed} {split} {length}")  # seeded with text: the same in every process
-    return make_rows(draw_word_sums(rng, num_rows, length, split), WORD_SUM_WORDING, mixture, rng)
+    rng = Random(f"word_sums {seed} {split} {WORD_SUM_STEPS}")  # text: the same in every process
+
+    def draw() -> StepwiseProblem:
+        gains = [(rng.choice(VERBS), rng.choice(GAINS)) for _ in range(WORD_SUM_STEPS)]
+        return build_word_sum(rng.choice(NAMES), rng.choice(THINGS), rng.choice(STARTS), gains)
+
+    problems = list(draw_different("word_sums", draw, attrgetter("question"), num_rows, split))
+    return make_rows(problems, WORD_SUM_WORDING, mixture, rng)

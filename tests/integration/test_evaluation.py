@@ -236,53 +236,16 @@ def test_an_evaluation_leaves_table_figures_and_records(finished: Path, tiny_mod
     assert f"Judged by {summary['judge']}." in page
 
 
-def test_given_responses_are_judged_without_a_model(tmp_path: Path) -> None:
-    answers = [str(q.reference["answer"]) for q in read_set("chains", None, 4, 0)]
-    said = {
-        0: [answers[0]] * 3,
-        1: [answers[1], "no", "no"],
-        2: ["no"] * 3,
-        3: [answers[3], answers[3], "no"],
-    }
-    given = [
-        {"id": str(i + 1), "sample": sample, "response": f"So \\boxed{{{text}}}."}
-        for sample in range(3)
-        for i, texts in said.items()
-        for text in [texts[sample]]
-    ]
-    options = [f"--data.responses={write(tmp_path / 'given.jsonl', given)}"]
-    summary = evaluated("/not/there", tmp_path / "run", *options)
-    found = summary["sets"]["chains"]
-    accuracies = [1, 1 / 3, 0, 2 / 3]
-    assert summary["model"] is None
-    assert found["pass_at_1"] == pytest.approx(1 / 2)
-    error = math.sqrt(sum((p - 1 / 2) ** 2 for p in accuracies) / (4 * 3))
-    assert found["standard_error"] == pytest.approx(error)
-    assert found["pass_at"] == pytest.approx({"1": 1 / 2, "2": (1 + 2 / 3 + 0 + 1) / 4, "3": 3 / 4})
-    assert found["maj_at_k"] == 2 / 4
-    assert (found["formatted_frac"], "tokens_mean" in found) == (0, False)
-
-
-def test_a_runs_own_responses_can_be_judged_again(finished: Path, tmp_path: Path) -> None:
-    again = evaluated("/not/there", tmp_path / "run", f"--data.responses={finished / 'responses.jsonl'}")
-    first = json.loads((finished / "evaluation.json").read_text())["sets"]["chains"]
-    assert again["sets"]["chains"] == {**first, "prompt": None}
-
-
-def test_a_resumed_run_refuses_other_problems(tmp_path: Path) -> None:
+def test_a_resumed_run_refuses_other_problems(tiny_model: str, tmp_path: Path) -> None:
     rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(4)]
-    given = [{"id": str(i + 1), "response": f"\\boxed{{{i + 1}}}"} for i in range(4)]
     source, run = tmp_path / "rows.jsonl", tmp_path / "run"
     options = [f"--data.sets={{own: {source}}}"]
-    options += [f"--data.responses={write(tmp_path / 'given.jsonl', given)}"]
     write(source, rows)
-    first = evaluated("/not/there", run, *options)
-    (run / "evaluation.json").unlink()
-    assert evaluated("/not/there", run, *options, "--resume=true") == first
+    evaluated(tiny_model, run, *options)
     for other in (rows[::-1], [*rows[:3], rows[3] | {"answer": "5"}]):
         write(source, other)
         (run / "evaluation.json").unlink(missing_ok=True)
-        refused = evaluate("/not/there", run, *options, "--resume=true")
+        refused = evaluate(tiny_model, run, *options, "--resume=true")
         assert refused.returncode == 2
         assert "has a response to another own/" in refused.stderr
 
@@ -384,14 +347,9 @@ def everything_in(folder: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("source", ["sampled", "given"])
-def test_nothing_of_gpqa_is_written_or_shown(source: str, tiny_model: str, tmp_path: Path) -> None:
+def test_nothing_of_gpqa_is_written_or_shown(tiny_model: str, tmp_path: Path) -> None:
     path = gpqa_like(tmp_path / "rows.jsonl")
     options = [f"--data.sets={{gpqa_diamond: {path}}}"]
-    if source == "given":
-        said = [f"zebrafinch, so quokka. The answer is {letter}." for letter in "ABC"]
-        given = [{"id": f"gpqa_diamond/rec{i}", "response": text} for i, text in enumerate(said)]
-        options += [f"--data.responses={write(tmp_path / 'given.jsonl', given)}"]
     result = evaluate(tiny_model, tmp_path / "run", *options)
     assert result.returncode == 0, result.stderr
     records = read(tmp_path / "run" / "responses.jsonl")
@@ -399,8 +357,6 @@ def test_nothing_of_gpqa_is_written_or_shown(source: str, tiny_model: str, tmp_p
     assert all("response" not in record for record in records)
     written = everything_in(tmp_path / "run") + result.stdout + result.stderr
     assert [secret for secret in SECRETS if secret in written] == []
-    if source == "given":
-        assert [record["answer"] for record in records] == ["A", "B", "C"]
 
 
 def test_gpqas_errors_quote_no_row(tiny_model: str, tmp_path: Path) -> None:
@@ -459,10 +415,6 @@ def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_pa
     assert found["num_problems"] == 2
     records = read(tmp_path / "run" / "responses.jsonl")
     assert [record["id"] for record in records] == ["mine/a\ud83e", "mine/a\ud83e", "mine/b", "mine/b"]
-    given = [{"id": record["id"], "response": "\\boxed{3} \ud83e"} for record in records]
-    responses = write(tmp_path / "given.jsonl", given)
-    options = (f"--data.sets={{mine: {rows}}}", f"--data.responses={responses}")
-    assert evaluated(tiny_model, tmp_path / "judged", *options)["sets"]["mine"]["pass_at_1"] == 1
     options = read(gpqa_like(tmp_path / "options.jsonl", num_rows=2))
     options[1]["Incorrect Answer 2"] = "\ud83e"
     source = str(write(tmp_path / "options.jsonl", options))
@@ -470,21 +422,8 @@ def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_pa
         read_set("mine", {"source": source, "judge": "choice"}, None, 0)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "line"),
-    [((1,), "has none to 3 of 4"), ((1, 1, 2, 3, 4), "has 1 different ones to chains/2 and 2")],
-)
-def test_responses_must_be_equally_many_of_every_problem(
-    numbers: tuple[int, ...], line: str, tiny_model: str, tmp_path: Path
-) -> None:
-    responses = write(tmp_path / "given.jsonl", [{"id": f"chains/{i}", "response": "5"} for i in numbers])
-    result = evaluate(tiny_model, tmp_path / "run", f"--data.responses={responses}")
-    assert result.returncode == 2, result.stderr
-    assert line in result.stderr
-
-
 def test_every_set_has_a_source_and_the_papers_are_the_default() -> None:
-    assert {"aime24", "aime25", "math500", "gpqa_diamond", "gsm8k", "amc23", "countdown"} < SETS.keys()
+    assert {"aime24", "math500", "gpqa_diamond", "countdown"} < SETS.keys()
     assert [name for name, spec in SETS.items() if spec.private] == ["gpqa_diamond"]
     assert reference_answer({"answer": 27.0}) == "27"
     assert (ROOT / "configs" / "recipe_7b" / "evaluate.yaml").read_text().count("null") >= 3

@@ -31,7 +31,7 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, RolloutCallback
-from rlt_lightning.datamodules.sources import MemoryRows, read_rows
+from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.run.folder import RunFolder
 from rlt_lightning.types import InputError
@@ -254,15 +254,6 @@ def test_a_folder_that_is_open_is_not_opened_again(tmp_path: Path) -> None:
         trainer(tmp_path, 1).fit(module(), data())
     trainer(RunFolder(tmp_path, None, resume=False, overwrite=False), 1).fit(module(), data())
     assert len(metrics(tmp_path)) == 1
-
-
-def test_rows_in_memory_may_begin_at_another_number() -> None:
-    numbered = [
-        (MemoryRows(own_rows()[2:4], first=3), [3, 4]),
-        (MemoryRows(own_rows()[2:4]), [1, 2]),
-    ]
-    for source, expected in numbered:
-        assert [number for number, _ in source.read_rows()] == expected
 
 
 def test_data_follow_the_module_of_the_run(tmp_path: Path, tiny_model: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +70,7 @@ def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
     run("predict", tmp_path / "scores", *scoring)
     assert (tmp_path / "scores" / "scores.jsonl").read_text() == rows
 
-    given = [{"id": str(i + 1), "response": "5"} for i in range(2)]
-    (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
-    evaluation = [
-        "--config=configs/laptop/smollm2_evaluate.yaml",
-        f"--data.responses={tmp_path / 'given.jsonl'}",
-    ]
-    evaluation += ["--data.max_rows=2", "--rollouts.num_samples=1", "--seed=7"]
+    evaluation = ["--config=configs/laptop/evaluate.yaml", f"--model.pretrained={tiny_model}"]
+    evaluation += ["--data.max_rows=2", "--rollouts.sampling.max_completion_length=8", "--seed=7"]
     config = run("test", tmp_path / "evaluation", *evaluation)
     assert config["data"]["init_args"]["seed"] == config["rollouts"]["seed"] == 7

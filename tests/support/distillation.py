@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, StudentOPDData
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.views import TeacherViews, View
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -24,7 +24,7 @@ from rlt_lightning.types import Completion, PromptBatch, Rollout
 TEMPERATURE = 0.7
 
 
-EXPLANATION, HINT = ViewOptions(), ViewOptions("hint")
+EXPLANATION, HINT = "explanation", "hint"
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +41,14 @@ def teacher(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def data(folder: Path, view: ViewOptions = EXPLANATION, **options: Any) -> StratosDataModule:
+def data(folder: Path, view: View = EXPLANATION, **options: Any) -> StratosDataModule:
     prompts = {"teacher_system_prompt": "", "student_system_prompt": ""}
     settings = dict(source="chains", num_embedded_rows=8, prompts_per_step=4, tags="r1")
     settings |= prompts | {"view": view, "output_dir": str(folder)} | options
     return StudentOPDData(**settings)
 
 
-def fit(
-    folder: Path, opd: OPDModule, *callbacks: Callback, view: ViewOptions = EXPLANATION, steps: int = 1
-) -> None:
+def fit(folder: Path, opd: OPDModule, *callbacks: Callback, view: View = EXPLANATION, steps: int = 1) -> None:
     rollouts = RolloutCallback(sampling=Sampling(temperature=TEMPERATURE, max_completion_length=48))
     trainer = bare_trainer(folder, *callbacks, rollouts, steps=steps)
     trainer.fit(opd, datamodule=data(folder, view))
@@ -85,7 +83,7 @@ def parsed(question: str, solution: str) -> ParsedRow:
 
 def answered(made: TeacherViews, text: str, closed: bool = True) -> Rollout:
     texts = parsed("3 +4", "\n7\n")
-    problem = made.build_problem(1, texts, texts.solution, None, {})
+    problem = made.build_problem(1, texts, None, {})
     ids = made.student.tokenizer.encode(text, add_special_tokens=False)
     ids = [*ids, made.student.tokenizer.eos_token_id] if closed else ids
     return made.build_rollout(problem, Completion(ids, None, "eos" if closed else "length"))

@@ -30,7 +30,6 @@ from rlt_lightning.callbacks import (
 from rlt_lightning.checkpoints.export import Adapter
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StudentLikelihoodData, StudentOPDData, TeacherRLData
-from rlt_lightning.datamodules.views import ViewOptions
 from rlt_lightning.engines import EngineError, HFEngine, Placement, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
@@ -306,7 +305,7 @@ def run_job(
     short = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""} if students else {}
     of_stage = {"student_tokenizer": students or model}
     if opd is not None:
-        of_stage = {"teacher_tokenizer": model, "view": ViewOptions("hint")}
+        of_stage = {"teacher_tokenizer": model, "view": "hint"}
     kind = StudentLikelihoodData if likelihood else TeacherRLData if opd is None else StudentOPDData
     data = kind(
         source="chains",

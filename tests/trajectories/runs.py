@@ -35,7 +35,7 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.datamodules.views import ViewOptions
+from rlt_lightning.datamodules.evaluation import Response
 from rlt_lightning.engines import HFEngine, Placement, Sampling
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
@@ -205,7 +205,7 @@ def opd(**options: Any) -> Setup:
             teacher_tokenizer=OTHER_STUDENT,
             tags="r1",
             student_system_prompt="",
-            view=ViewOptions("hint"),
+            view="hint",
         ),
         {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=60)},
         "opd",
@@ -221,16 +221,19 @@ def sft(kind: type[StratosDataModule]) -> Setup:
 
 
 def evaluation() -> Setup:
-    """Return the judging of given responses."""
-    responses = str(FOLDER / "recorded" / "responses.jsonl")
+    """Return the judging of recorded responses."""
+    responses: dict[str, list[Response]] = {}
+    for row in map(json.loads, (FOLDER / "recorded" / "responses.jsonl").read_text().splitlines()):
+        responses.setdefault(f"arithmetic/{row['id']}", []).append(Response(row["response"], None, None))
+    module = EvaluationModule(STUDENT)
+    module.sample = lambda problems: [responses[problem.id] for problem in problems]
     sets: dict[str, Any] = {"arithmetic": str(FOLDER / "recorded" / "arithmetic.jsonl")}
     return Setup(
-        EvaluationModule(STUDENT),
+        module,
         EvaluationDataModule(
             sets,
             max_rows=6,
             num_samples=2,
-            responses=responses,
             batch_size=3,
             tags="r1",
         ),

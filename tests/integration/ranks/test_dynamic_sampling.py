@@ -119,7 +119,7 @@ def test_other_problems_take_places_and_belong_to_the_ranks_of_those(rank: int) 
     assert loader.position == position  # no problem was taken
     request = sampler.request_others([1, 2, 3])
     assert request is not None
-    order = [problems[i].row for i in loader.order.list_epoch(0)]
+    order = [problems[i].row for i in loader.list_epoch(0)]
     assert request.rows == order[4:7]  # those that follow the step's four, alike on both ranks
     assert (request.places, request.policy_version, request.num_completions) == ([1, 2, 3], 3, 2)
     # The step's places 0 and 1 are rank 0's, 2 and 3 rank 1's. Each asks its engine for two of three.
@@ -236,7 +236,7 @@ def simulated(data: StratosDataModule, rounds: int, steps: int = STEPS) -> tuple
     loader = data.step_loader()
     rows, size = [problem.row for problem in data.items], len(loader) * loader.batch_size
     places = ((e, i) for e in count() for i in range(size))
-    order = [(e, i, rows[loader.order.list_epoch(e)[i]]) for e, i in islice(places, 50 * size)]
+    order = [(e, i, rows[loader.list_epoch(e)[i]]) for e, i in islice(places, 50 * size)]
     step_rows, counts = [], []
     for _ in range(steps):
         if size - order[0][1] < loader.batch_size:

@@ -21,7 +21,7 @@ from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.datamodules.views import ViewOptions
+from rlt_lightning.datamodules.views import View
 from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
 from rlt_lightning.modules import OPDModule, base
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -142,10 +142,8 @@ def slow_span_loss(student: Any, judge: Any, row: Rollout) -> Tensor:
     return torch.stack(terms)
 
 
-@pytest.mark.parametrize("view", [ViewOptions(), HINT], ids=["explanation", "hint"])
-def test_another_tokenizer_by_spans_equals_plain_forwards(
-    view: ViewOptions, miniature: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("view", ["explanation", HINT], ids=["explanation", "hint"])
+def test_another_tokenizer_by_spans_equals_plain_forwards(view: View, miniature: str, tmp_path: Path) -> None:
     witness = Witness()
     opd = module(miniature, teacher=PIECES, estimator="sampled", micro_batch_tokens=300)
     fit(tmp_path, opd, witness, view=view)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,13 @@ from strategy_run import STRATEGIES
 from rlt_lightning.datamodules import (
     ScoringData,
     StratosDataModule,
+    StudentOPDData,
     StudentRLData,
     StudentSFTData,
     TeacherRLData,
     TeacherSFTData,
     token_cache,
 )
-from rlt_lightning.datamodules.filters import Filters
-from rlt_lightning.datamodules.rows import RawResponses
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stages import SFTData
 from rlt_lightning.modules import SFTModule
@@ -143,32 +140,23 @@ def test_a_class_of_ones_own_gets_no_items_of_before(
 def test_one_table_holds_items_and_the_reasons_of_rejected_rows(
     make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows: list[Any] = [row_of(number) | {"pass_rate": 0.5} for number in range(30)]
-    rows[3]["solution"], rows[5]["question"], rows[9]["pass_rate"] = "", rows[4]["question"], 0.9
+    rows: list[Any] = [row_of(number) for number in range(30)]
+    rows[3]["solution"] = ""
     source = write_rows(tmp_path / "rows.jsonl", rows)
     Path(source).write_text(Path(source).read_text() + '{"question"\n\n')  # a bad line, and a blank one
     options: dict[str, Any] = {"kind": StudentSFTData, "max_length": 400, "long_traces": "truncate"}
-    options["filters"] = Filters(duplicates="question", max_pass_rate=0.5)
     first = make_data(source, **options)
     assert len(entries(tmp_path)) == 1
     table = first.items.table
     rejected = table.filter(pyarrow.compute.is_valid(table["rejected"]))
     reasons = dict(zip(rejected["row"].to_pylist(), rejected["rejected"].to_pylist(), strict=True))
-    assert reasons == {4: "empty_solution", 6: "duplicate", 10: "pass_rate", 31: "broken_json"}
-    assert table.num_rows - rejected.num_rows == len(first.items) == 27
+    assert reasons == {4: "empty_solution", 31: "broken_json"}
+    assert table.num_rows - rejected.num_rows == len(first.items) == 29
     monkeypatch.setattr(StudentSFTData, "build_items", no_items)
     [report] = make_data(source, **options).reports
     assert report.as_dict() == first.reports[0].as_dict()
     assert report.num_rows == 31
     assert "Expecting" in dict((row, error.detail) for row, error in report.bad)[31]
-
-
-def test_rows_in_memory_and_in_files_are_alike(make_data: MakeData, source: str, tmp_path: Path) -> None:
-    rows = [columns for _, columns in read_rows(source)]
-    kept, unkept = make_data(source), make_data(rows)
-    assert list(unkept.items) == list(kept.items)
-    assert unkept.fingerprint_rows() == kept.fingerprint_rows()
-    assert len(entries(tmp_path)) == 1
 
 
 def test_items_cost_their_token_ids(make_data: MakeData, source: str) -> None:
@@ -207,18 +195,6 @@ def test_columns_that_json_does_not_know_come_back(make_data: MakeData, tmp_path
         assert found == rows
 
 
-@pytest.mark.parametrize("value", [2**63 + 1, 10**30, "cut \ud83e", {"k\ud83e": [1, "a"]}], ids=range(4))
-def test_columns_that_only_json_knows_come_back(value: Any, make_data: MakeData, tmp_path: Path) -> None:
-    table = pyarrow.Table.from_pylist([row_of(number) for number in range(20)])
-    when = pyarrow.array([datetime.datetime(2025, 1, 2)] * 20, pyarrow.timestamp("ns", tz="UTC"))
-    table = table.append_column("when", when).append_column("raw", [[b"\x00\xff"] * 20])
-    table = table.append_column("large", pyarrow.array([2**64 - 1] * 20, pyarrow.uint64()))
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    rows = [columns | {"odd": value} for _, columns in read_rows(str(tmp_path / "rows.parquet"))]
-    found = [item.columns for item in make_data(rows).problems]
-    assert [list(columns.items()) for columns in found] == [list(row.items()) for row in rows]
-
-
 def test_a_reason_that_quotes_half_a_pair_is_stored(make_data: MakeData, tmp_path: Path) -> None:
     rows: list[Any] = [{"question": f"{n}?", "solution": r"\boxed{1}"} for n in range(9)]
     rows[3]["kind"] = "odd \ud83e"
@@ -237,9 +213,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tags": {"tags": "r1"},
     "teacher's prompt": {"teacher_system_prompt": "Teach."},
     "student's prompt": {"student_system_prompt": "Learn."},
-    "filter": {"filters": Filters(duplicates="question")},
-    "raw": {"raw": RawResponses("response")},
     "trace": {"kind": TeacherSFTData, "trace_columns": ["solution"]},
+    "explanation": {"kind": StudentOPDData},
+    "hint": {"kind": StudentOPDData, "view": "hint"},
 }
 
 
@@ -282,7 +258,7 @@ def test_a_changed_row_or_tokenizer_is_noticed(
     assert len(entries(tmp_path)) == 3
 
 
-def test_an_edited_template_or_evaluation_set_is_noticed(
+def test_an_edited_template_is_noticed(
     make_data: MakeData, source: str, tmp_path: Path, tiny_model: str
 ) -> None:
     from transformers import AutoTokenizer
@@ -293,11 +269,6 @@ def test_an_edited_template_or_evaluation_set_is_noticed(
     make_data(source, tokenizer=tiny_model)
     make_data(source, tokenizer=str(tmp_path / "edited"))
     assert len(entries(tmp_path)) == 2
-    test_set = tmp_path / "set.jsonl"
-    for question in ("What is two plus two?", "What is two plus three?"):
-        write_rows(test_set, [{"question": question, "answer": "4"}])
-        make_data(source, filters=Filters(overlap_with={"own": str(test_set)}, overlap_ngram=3))
-    assert len(entries(tmp_path)) == 4
 
 
 # What the code that makes tokens imports beside the code in the key: it makes no other tokens if it changes.
@@ -326,42 +297,6 @@ def test_all_code_that_makes_tokens_is_in_the_key() -> None:
             waiting += imports()[name]
     assert {"rlt_lightning.datamodules.formats", "rlt_lightning.tasks.countdown"} < found
     assert found - in_key == set()
-
-
-@pytest.mark.full
-def test_a_key_is_the_same_in_every_process(tiny_model: str, source: str) -> None:
-    code = f"""
-from rlt_lightning.datamodules import TeacherRLData
-from rlt_lightning.datamodules.filters import Filters
-build_key = TeacherRLData.build_key
-TeacherRLData.build_key = lambda *words: print(build_key(*words)) or exit()
-filters = Filters(duplicates="question", overlap_with={{"chains": None}})
-TeacherRLData({source!r}, tokenizer={tiny_model!r}, filters=filters).setup("fit")
-"""
-    keys = set()
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        keys.add(run.stdout.strip())
-    [key] = keys
-    assert len(key) == 32
-
-
-def test_duplicates_are_found_over_sources(make_data: MakeData, tmp_path: Path) -> None:
-    paths = [
-        write_rows(tmp_path / f"{name}.jsonl", [row_of(number) for number in range(start, start + 20)])
-        for name, start in (("a", 0), ("b", 10), ("c", 15))
-    ]
-    options = {"filters": Filters(duplicates="question")}
-    expected = list(range(1, 21)) + list(range(31, 41)) + list(range(56, 61))
-    for _ in range(2):
-        data = make_data(*paths, **options)
-        assert data.items.rows.tolist() == expected
-        assert [report.first_row for report in data.reports] == [1, 21, 41]
-    assert data.reports[1].rows_by_filter() == {"duplicate": list(range(1, 11))}
-    # After other sources the same rows are others.
-    assert make_data(paths[1], **options).items.rows.tolist() == list(range(1, 21))
 
 
 # Processes
@@ -443,23 +378,14 @@ def test_a_kill_while_writing_leaves_nothing_broken(tiny_model: str, tmp_path: P
     assert len(entries(tmp_path / "killed")) == 1
 
 
-def test_two_processes_at_once_make_one_entry(tiny_model: str, source: str, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "rows.jsonl", [row_of(number) for number in range(1000)])
-    code = SETUP.format(source=source, model=tiny_model, cache=str(tmp_path))
-    both = [Running((), None, ROOT, "", {}, code) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0], [process.stderr for process in both]
-    assert len({process.stdout for process in both}) == 1
-    assert len(entries(tmp_path)) == 1
-
-
 # The folder
 
 
 def test_a_failed_source_leaves_no_entry(make_data: MakeData, tmp_path: Path) -> None:
-    rows = [{"question": "q " * 100, "solution": "s"} for _ in range(50)]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(InputError, match="lacks reasoning_trace"):
-        make_data(source, kind=TeacherSFTData)
+    source = tmp_path / "rows.csv"
+    source.write_text("question,solution\n" + "q,s\n" * 50 + '"q')
+    with pytest.raises(InputError, match="rows"):
+        make_data(str(source))
     assert entries(tmp_path) == set()
 
 
@@ -467,4 +393,3 @@ def test_problems_are_built_when_they_are_asked_for(make_data: MakeData, source:
     data = make_data(source)
     assert isinstance(data.problems[0], Problem)
     assert data.problems[0] is not data.problems[0]
-    assert len(data.examples) == 0

@@ -26,7 +26,6 @@ from rlt_lightning import (
 )
 from rlt_lightning import __main__ as program
 from rlt_lightning.callbacks.rollout_checks import require_trainable
-from rlt_lightning.datamodules.filters import Filters
 from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
 from rlt_lightning.models.load import require_model_name
 from rlt_lightning.models.lora import LoRA
@@ -188,15 +187,7 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     # Each names the file, and not the model that the hub would be asked for.
     "a file, before the hub": (lambda: hub(source="rows.jsonl"), "'rows.jsonl' must exist"),
     "held-out rows, before the hub": (lambda: hub(val_source="rows.jsonl"), "'rows.jsonl' must exist"),
-    "a filter, before the hub": (
-        lambda: hub(filters=Filters(overlap_with={"mine": "rows.jsonl"})),
-        "'rows.jsonl' must exist",
-    ),
     "a set, before the hub": (lambda: evaluate({"math500": None, "mine": "rows.jsonl"}), "'rows.jsonl'"),
-    "responses, before the hub": (
-        lambda: evaluate({"math500": None}, responses="rows.jsonl"),
-        "'rows.jsonl' must exist",
-    ),
     "a column": (lambda: train(data=make_data([{"question": "1?", "answer": "2"}])), "lacks solution"),
     "few rows": (lambda: train(data=make_data(ROWS[:1])), "prompts_per_step=2"),
     "tags": (lambda: train(data=TeacherRLData(ROWS, tags="qwen")), "stratos or r1"),

@@ -53,7 +53,6 @@ def test_rows_without_traces_are_told_what_stage_0_needs(tmp_path: Path) -> None
     result = rlt("check", "--config=laptop/warmup", source)
     assert result.returncode == 2
     assert "lacks reasoning_trace" in result.stderr
-    assert "(stage 0 writes traces: docs/data.md)" in result.stderr
 
 
 def test_a_limit_that_cuts_is_told_with_what_it_costs(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from cases import GOLDEN_FOLDER
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizer_kinds import kind_of_tokenizer
+from tokenizers import Tokenizer, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
@@ -35,7 +36,6 @@ LLAMA3 = (
     "<|endoftext|>{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
 )
-OPENS_THOUGHT = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
 
 
@@ -95,13 +95,6 @@ def test_contexts_are_those_of_the_released_code(smol: Any, case: int):
 # Tokenising pieces
 
 
-def test_a_glued_token_belongs_to_the_piece_in_which_it_starts(qwen: Any):
-    thought, tag, rest = encode_pieces(qwen, ["So 7.", "\n\n<|end_of_thought|>", "\n\nDone"])
-    assert text_of(qwen, thought) == "So 7.\n\n"
-    assert text_of(qwen, tag) == "<|end_of_thought|>\n\n"
-    assert text_of(qwen, rest) == "Done"
-
-
 def test_pieces_are_the_tokens_of_the_whole_text_cut_where_they_start(tokenizer: Any):
     text = "Résous  x + 12 =\t鬱🧮 \n\n ok.  <|im_end|>\n"
     whole = encode(tokenizer, text)
@@ -121,10 +114,6 @@ def test_trimmed_offsets_do_not_move_a_token_into_the_next_piece(smol: Any):
     assert trimming("a b", return_offsets_mapping=True)["offset_mapping"] == [(0, 1), (2, 3)]
     assert encode_pieces(trimming, ["a ", "b"]) == encode_pieces(smol, ["a ", "b"])
     assert encode_pieces(trimming, ["a ", "b"])[1] == []
-
-
-def test_empty_pieces_get_no_tokens(tokenizer: Any):
-    assert encode_pieces(tokenizer, ["", "a b", "", ""]) == [[], encode(tokenizer, "a b"), [], []]
 
 
 # Contexts
@@ -215,13 +204,6 @@ def test_bos_of_the_template_is_not_doubled(smol: Any):
     assert chat_format.build_student_problem(1, "q", SOLUTION).teacher_prompt.count(0) == 1
 
 
-def test_a_thought_that_the_template_opens_is_ours_to_open(smol: Any):
-    chat = ChatFormat(with_template(smol, OPENS_THOUGHT), "r1")
-    problem = chat.build_problem(1, "q", "\n7\n")
-    assert text_of(smol, problem.student_prefix + problem.think_prefix).endswith("assistant\n<think>\n")
-    assert "<think>\n" not in text_of(smol, problem.teacher_prompt)
-
-
 def test_empty_system_prompt_sends_no_system_message(smol: Any):
     problem = ChatFormat(with_template(smol, NO_SYSTEM), "stratos", "", "").build_problem(1, "q", SOLUTION)
     assert text_of(smol, problem.student_prefix).startswith("<|im_start|>user\nq<|im_end|>")
@@ -273,27 +255,7 @@ def test_a_given_text_never_changes_the_prompts_tokens(tokenizer: Any, text: str
     assert text_of(tokenizer, completion.token_ids) == text
 
 
-def test_separator_before_the_end_tag_is_body_but_not_thought(smol: Any):
-    chat = ChatFormat(smol)
-    problem = chat.build_problem(1, "q", SOLUTION)
-    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, " So x is 7.\n"))
-    assert text_of(smol, rollout.views[0].token_ids) == "So x is 7.\n\n"
-    assert text_of(smol, rollout.views[0].compared) == "So x is 7."
-    assert len(rollout.views[0].token_ids) - rollout.views[0].num_tokens == 2
-
-
-def test_a_separator_glued_to_the_last_sentence_stays_in_the_thought(qwen: Any):
-    chat = ChatFormat(qwen)
-    problem = chat.build_problem(1, "q", SOLUTION)
-    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, "So x is 7."))
-    assert rollout.views[0].num_tokens == len(rollout.views[0].token_ids)
-    assert rollout.views[0].token_ids[-1] == 382  # .\n\n
-    # A letter in front leaves the newlines a token of their own.
-    rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, "So x is seven"))
-    assert rollout.views[0].num_tokens == len(rollout.views[0].token_ids) - 1
-
-
-@pytest.mark.parametrize("gap", ["", "\n", "\n\n", "\n\n\n", ".\n\n\n", "\n \n\n"])
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n", ".\n\n", "\n\n\n", ".\n\n\n", "\n \n\n"])
 def test_only_the_exact_separator_is_taken_off_the_thought(tokenizer: Any, gap: str):
     chat = ChatFormat(tokenizer)
     problem = chat.build_problem(1, "q", SOLUTION)
@@ -382,28 +344,11 @@ def test_a_stop_without_end_tag_is_an_error(smol: Any):
         )
 
 
-def test_finding_the_spans_costs_a_few_tokens_whatever_the_length(smol: Any, monkeypatch: pytest.MonkeyPatch):
-    chat = ChatFormat(smol)
-    problem = chat.build_problem(1, "q", SOLUTION)
-    token_ids = encode(smol, "step. " * 2000 + f"\n\n{chat.end_tag}")
-    lengths = []
-    decode = smol.decode
-    monkeypatch.setattr(smol, "decode", lambda ids, **how: lengths.append(len(ids)) or decode(ids, **how))
-    rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
-    assert len(rollout.views[0].token_ids) > 3000
-    assert sum(lengths) < len(rollout.views[0].token_ids) + 400  # the body once, for its text
-
-
 def test_solutions_without_the_separator_are_kept_whole(smol: Any):
     chat = ChatFormat(smol)
     assert text_of(smol, chat.build_problem(1, "q", "\n\nseven\n").solution_ids) == "\n\nseven\n"
     assert text_of(smol, chat.build_problem(1, "q", "\n\n7.5\n\n").solution_ids) == "\n\n7.5"
     assert text_of(smol, chat.build_problem(1, "q", "seven").solution_ids) == "seven"
-
-
-def test_digits_of_the_fixture_are_split_as_the_model_was_trained(smol: Any):
-    assert "Digits" in str(smol.backend_tokenizer.pre_tokenizer)
-    assert isinstance(smol.backend_tokenizer.pre_tokenizer, pre_tokenizers.Sequence)
 
 
 # Padding
@@ -417,27 +362,14 @@ def test_pad_token_differs_from_eos(smol: Any, qwen: Any):
 
 
 def test_a_vocabulary_without_a_spare_token_keeps_its_padding():
-    class Llama3Tokenizer:
-        pad_token = unk_token = None
-        eos_token, eos_token_id = "<|eot_id|>", 9
+    def build(*words: str) -> Any:
+        model = models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0])
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=words[0])
 
-        def __init__(self) -> None:
-            self.vocabulary = {"<|eot_id|>": 9}
-
-        def get_vocab(self) -> dict[str, int]:
-            return self.vocabulary
-
-    tokenizer = Llama3Tokenizer()
     with pytest.warns(UserWarning, match="no spare token for padding"):
-        assert ensure_pad_token(tokenizer) == 9
-    assert tokenizer.pad_token == "<|eot_id|>"
-    tokenizer.pad_token = None
-    tokenizer.vocabulary = {
-        "<|eot_id|>": 9,
-        "<|reserved_special_token_0|>": 3,
-        "<|finetune_right_pad_id|>": 4,
-    }
-    assert ensure_pad_token(tokenizer) == 4
+        assert ensure_pad_token(build("<|eot_id|>")) == 0
+    tokenizer = build("<|eot_id|>", "<|reserved_special_token_0|>", "<|finetune_right_pad_id|>")
+    assert ensure_pad_token(tokenizer) == 2
     assert tokenizer.pad_token == "<|finetune_right_pad_id|>"
 
 
@@ -456,15 +388,17 @@ def test_the_texts_of_tokens_make_up_the_whole(smollm2: str, shared: Path) -> No
 
 
 def test_an_indentation_keeps_its_spaces():
-    tokenizer = with_byte_fallback()
+    tokenizer = kind_of_tokenizer("llama2")
     text = "do: 数\n   do den"
     assert "".join(decode_each(tokenizer, encode(tokenizer, text))) == text
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
 def test_tokens_that_are_no_text_harm_no_other(kind: str, smollm2: str):
     # A model may write bytes that are no characters.
-    tokenizer = AutoTokenizer.from_pretrained(smollm2) if kind == "byte-level" else with_byte_fallback()
+    tokenizer = (
+        AutoTokenizer.from_pretrained(smollm2) if kind == "byte-level" else kind_of_tokenizer("llama2")
+    )
     texts = {token: tokenizer.decode([token]) for token in range(3, len(tokenizer))}
     words = [token for token, text in texts.items() if len(text) > 1 and text.isascii()]
     parts = [token for token, text in texts.items() if text == "\ufffd"]  # of characters
@@ -477,23 +411,3 @@ def test_tokens_that_are_no_text_harm_no_other(kind: str, smollm2: str):
         if kind == "byte-level":
             assert written == whole
         assert re.sub("[^\\x00-\\x7f]", "", written) == re.sub("[^\\x00-\\x7f]", "", whole)
-
-
-def with_byte_fallback() -> Any:
-    """A tokenizer that writes spaces as Llama 2's does, and unknown characters as bytes."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581"]
-    words += [*"den:", "en", "do", "\u2581do", "den", "o"]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    merges = [("e", "n"), ("d", "o"), ("\u2581", "do"), ("d", "en")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    steps = [
-        decoders.Replace("\u2581", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

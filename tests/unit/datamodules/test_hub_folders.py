@@ -9,8 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from rlt_lightning.datamodules import TeacherRLData
-from rlt_lightning.datamodules.sources import SourceReader, read_rows
+from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.run.data_card import EXPLANATIONS, write_data_card
 from rlt_lightning.types import InputError
 
@@ -68,7 +67,7 @@ def test_a_copied_folder_loads(copied: Path, files: str) -> None:
         (copied / "dataset_infos.json").unlink()
     assert read_rows(str(copied)) == numbered("train")
     assert read_rows(str(copied), "test") == numbered("test")
-    with pytest.raises(InputError, match=r"copied', split 'dev', could not be loaded") as error:
+    with pytest.raises(InputError, match=r"copied' could not be loaded") as error:
         read_rows(str(copied), "dev")
     assert "\n" not in str(error.value)
 
@@ -102,20 +101,3 @@ def test_a_readme_without_configurations_changes_nothing(tmp_path: Path) -> None
         (tmp_path / "rows.jsonl").write_text('{"question": "7", "solution": "s"}\n\n{"question"\n')
         rows = read_rows(str(tmp_path))
         assert [number for number, _ in rows] == [1, 3]  # our reader: numbers of lines, a broken one kept
-
-
-def test_a_changed_file_of_a_copy_is_noticed(copied: Path) -> None:
-    (copied / "README.md").write_text(CARD)
-    before = SourceReader().fingerprint(str(copied))
-    assert SourceReader().fingerprint(str(copied)) == before
-    assert SourceReader("test").fingerprint(str(copied)) != before
-    write_parquet(copied / "data/train-00000-of-00001.parquet", rows_of("train", 4))
-    assert SourceReader().fingerprint(str(copied)) != before
-    assert read_rows(str(copied)) == numbered("train", 4)
-
-
-def test_training_reads_a_copied_folder(copied: Path, tiny_model: str) -> None:
-    (copied / "README.md").write_text(CARD)
-    data = TeacherRLData(str(copied), tokenizer=tiny_model, prompts_per_step=1)
-    data.setup("fit")
-    assert [problem.question for problem in data.problems] == ["train 0?", "train 1?", "train 2?"]

@@ -31,7 +31,7 @@ def test_an_epoch_is_full_batches_of_different_rows():
     assert first != second
     assert list(make_loader()) == first
     assert list(make_loader(seed=6)) != first
-    assert sorted(loader.order.list_epoch(0)) == ROWS
+    assert sorted(loader.list_epoch(0)) == ROWS
 
 
 def test_ranks_share_the_batch_that_one_process_would_have():
@@ -75,15 +75,6 @@ def test_peek_shows_the_batch_that_comes_next_and_moves_nothing(rank: int):
             assert other.peek() == upcoming
 
 
-def test_peek_at_the_end_of_an_epoch_shows_the_first_batch_of_the_next():
-    loader = make_loader()
-    *_, last = iter(loader)
-    first = loader.peek()
-    whole = [batch for other in [make_loader()] for _ in range(2) for batch in other]
-    assert last != first == whole[3]
-    assert next(iter(loader)) == first
-
-
 def test_rewind_brings_the_same_batch_again_also_over_the_boundary_of_an_epoch():
     whole = [batch for loader in [make_loader()] for _ in range(3) for batch in loader]
     for taken in range(1, 8):
@@ -104,7 +95,7 @@ def test_rewind_brings_the_same_batch_again_also_over_the_boundary_of_an_epoch()
 def test_more_brings_the_next_rows_and_later_batches_follow():
     # Epochs of nine rows; e and f are the orders of the first two.
     loader = make_loader()
-    e, f = (loader.order.list_epoch(epoch)[:9] for epoch in (0, 1))
+    e, f = (loader.list_epoch(epoch)[:9] for epoch in (0, 1))
     batches = iter(loader)
     assert next(batches) == e[:3]
     assert loader.take_more(2) == e[3:5]
@@ -115,7 +106,7 @@ def test_more_brings_the_next_rows_and_later_batches_follow():
     assert loader.take_more(3) == [e[8], *new[:2]]
     rest = f[f.index(new[1]) + 1 :]
     if len(rest) < 3:
-        rest = loader.order.list_epoch(2)[:9]
+        rest = loader.list_epoch(2)[:9]
     assert next(batches) == rest[:3]
     with pytest.raises(StopIteration):  # an epoch of the run is three steps, whatever they have taken
         next(batches)
@@ -237,12 +228,3 @@ def test_a_resumed_fit_sees_the_remaining_batches(tmp_path: Path, stop: int):
     first = fit(tmp_path / "stopped", stop)
     rest = fit(tmp_path / "resumed", 8, resume=tmp_path / "stopped" / f"step={stop}.ckpt")
     assert first + rest == whole
-
-
-def test_a_fit_killed_after_a_checkpoint_resumes_from_that_checkpoint(tmp_path: Path):
-    # The run goes on after the checkpoint of step 2; what it did then must be done again.
-    whole = fit(tmp_path / "whole", 8, every=2)
-    resumed = fit(tmp_path / "resumed", 8, resume=tmp_path / "whole" / "step=2.ckpt")
-    assert resumed == whole[2:]
-    resumed = fit(tmp_path / "again", 8, resume=tmp_path / "whole" / "step=6.ckpt")
-    assert resumed == whole[6:]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distillation import answered, data
+from distillation import answered
 from miniatures import PIECES
 from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.tags import TAG_STYLES, TagStyle, decode
@@ -35,7 +33,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 def build_views(tokenizer: Any, tags: str | TagStyle, kind: Any = "explanation") -> TeacherViews:
     chat = ChatFormat(tokenizer, tags, "", "")
-    return TeacherViews(chat, chat, ViewOptions(kind))
+    return TeacherViews(chat, chat, kind)
 
 
 def turn(style: TagStyle, thought: str) -> str:
@@ -125,7 +123,7 @@ def test_a_hint_judges_all_tokens_with_the_end(tokenizer: Any) -> None:
 def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought: str, kind: Any) -> None:
     tokenizers = [load_tokenizer(name) for name in names]
     student, teacher = (ChatFormat(one, "r1", "", "") for one in tokenizers)
-    row: Rollout = answered(TeacherViews(student, teacher, ViewOptions(kind)), turn(student.tags, thought))
+    row: Rollout = answered(TeacherViews(student, teacher, kind), turn(student.tags, thought))
     [view] = row.views
     assert view.spans is not None
     plain = [ByteExactTokenizer(one, "model") for one in tokenizers]
@@ -144,23 +142,3 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
             place[side] += counts[side]
         assert pieces[0] == pieces[1]
     assert place == [len(view.token_ids), len(judged)]
-
-
-def test_stored_tokens_are_of_one_view(
-    miniature: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RLT_CACHE_DIR", str(tmp_path))
-    rows = [columns for _, columns in read_rows("chains", num_embedded_rows=8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = [ViewOptions(), ViewOptions("hint"), ViewOptions(wrong_solutions=True)]
-
-    def read(view: ViewOptions, **where: Any) -> list[list[int]]:
-        made = data(tmp_path, view, tokenizer=miniature, **where)
-        made.setup("fit")
-        return [problem.teacher_view for problem in made.problems]
-
-    whole = [read(view) for view in options]
-    assert all(a != b for i, a in enumerate(whole) for b in whole[:i])
-    for _ in range(2):
-        assert [read(view, source=str(tmp_path / "rows.jsonl")) for view in options] == whole
-        assert len(list((tmp_path / "tokens").rglob("*.arrow"))) == len(options)

@@ -6,7 +6,6 @@ The expected user turns are those of SkyThought at 4bb8f3e, whose tasks `recipe_
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -93,37 +92,12 @@ def test_the_user_turns_are_the_protocols(name: str, tmp_path: Path) -> None:
         assert [q.reference["answer"] for q in questions[:2]] == ["B", "A"]
 
 
-def test_options_are_in_the_order_of_one_stream(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", GPQA)
-    random.seed(41)
-    for row, question in zip(
-        GPQA, read_set("gpqa_diamond", settings_of("gpqa_diamond", path), None, 0), strict=True
-    ):
-        texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
-        random.shuffle(texts)
-        listed = ", ".join(f"{letter}) {text}" for letter, text in zip("ABCD", texts, strict=True))
-        assert question.question == f"{LETTERED}{row['Question']}\n{listed}"
-        assert question.reference["answer"] == "ABCD"[texts.index(row["Correct Answer"])]
-
-
 @pytest.mark.parametrize("name", ["aime24", "math500"])
 def test_real_rows_are_asked_unchanged(name: str, shared: Path) -> None:
     path = shared / "data" / name / "test.jsonl"
     rows = [json.loads(line) for line in path.open()]
     questions = read_set(name, settings_of(name, str(path)), None, 0)
     assert [question.question for question in questions] == [BOXED + row["problem"] for row in rows]
-
-
-def test_sources_splits_and_sampling_are_the_protocols() -> None:
-    config = yaml.safe_load(PAPER.read_text())
-    sets = {name: build_set(name, value) for name, value in config["data"]["init_args"]["sets"].items()}
-    assert {name: (spec.source, spec.split, spec.judge) for name, spec in sets.items()} == {
-        "aime24": ("AI-MO/aimo-validation-aime", "train", "math"),
-        "math500": ("qq8933/MATH500", "test", "math"),
-        "gpqa_diamond": ("Idavidrein/gpqa:gpqa_diamond", "train", "choice"),
-    }
-    assert sets["aime24"].where == {"url": "2024"}
-    assert [name for name, spec in sets.items() if spec.private] == ["gpqa_diamond"]
 
 
 # Runs
@@ -171,18 +145,6 @@ def test_what_the_model_reads_is_the_protocols_turn(paper_run: tuple[Path, list[
     assert sets["gpqa_diamond"]["prompt"] is None
 
 
-def test_a_template_leaves_gpqa_private(paper_run: tuple[Path, list[Row], str]) -> None:
-    folder, _, said = paper_run
-    written = "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
-    assert [word for word in ("quokka", "wombat", "Which of") if word in written + said] == []
-
-
-def test_settings_of_sets_survive_config_yaml(paper_run: tuple[Path, list[Row], str]) -> None:
-    folder = paper_run[0]
-    before = yaml.safe_load((folder.parent / "paper.yaml").read_text())["data"]["init_args"]["sets"]
-    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]["sets"] == before
-
-
 def test_a_response_ends_where_the_context_does(tiny_model: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_model)
     question = "one " * (2048 - 96)
@@ -208,27 +170,6 @@ def test_a_response_ends_where_the_context_does(tiny_model: str, tmp_path: Path)
         (room, "length"),
         (100, "length"),
     ]
-
-
-def test_a_set_of_ones_own_is_asked_as_its_mapping_says(miniature: str, tmp_path: Path) -> None:
-    own = "{source: chains, judge: math, template: 'In \\boxed{}: {question}', title: My chains}"
-    result = rlt(
-        "test",
-        "--config=configs/laptop/evaluate.yaml",
-        f"--model.pretrained={miniature}",
-        f"--data.sets={{chains: null, same: {{source: chains, title: My chains}}, mine: {own}}}",
-        "--data.max_rows=32",
-        "--rollouts.sampling.temperature=0",
-        f"--output_dir={tmp_path / 'run'}",
-    )
-    assert result.returncode == 0, result.stderr
-    sets = json.loads((tmp_path / "run" / "evaluation.json").read_text())["sets"]
-    assert sets["same"]["prompt"] == sets["chains"]["prompt"]
-    assert sets["same"]["pass_at_1"] == sets["chains"]["pass_at_1"] > 0
-    question = sets["chains"]["prompt"].partition("user\n")[2]
-    assert sets["mine"]["prompt"].endswith("user\nIn \\boxed{}: " + question)
-    assert sets["mine"]["template"] == "In \\boxed{}: {question}"
-    assert "| My chains " in (tmp_path / "run" / "evaluation.md").read_text()
 
 
 # Sets of one's own

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from rlt_lightning.datamodules import StratosDataModule, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.evaluation_sets import read_question
-from rlt_lightning.datamodules.filters import Overlaps
-from rlt_lightning.datamodules.rows import RawResponses, parse_row
+from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import BadRowReason, InputError
@@ -62,16 +60,9 @@ def test_a_trace_may_hold_other_markup() -> None:
     assert parse_row(ROW | {"reasoning_trace": trace}, STRATOS, ["reasoning_trace"]).traces
 
 
-def test_tags_in_texts_name_the_setting_of_whole_responses() -> None:
-    rows = [ROW | {"reasoning_trace": "<think>\n7\n</think>\n7"}]
-    with pytest.raises(InputError, match=r"extra_tag 1 .*data\.raw\.column"):
-        load(rows, kind=StudentSFTData)  # type: ignore[arg-type]
-
-
 # Columns
 
 TURN = [{"role": "user", "content": "1+6?"}]
-THOUGHT = "<think>\nCount.\n</think>\n\n\\boxed{7}"
 
 
 @pytest.mark.parametrize(
@@ -101,24 +92,6 @@ def test_a_question_is_the_column_that_holds_one(columns: dict[str, Any]) -> Non
 )
 def test_evaluation_questions_are_chosen_alike(columns: dict[str, Any]) -> None:
     assert read_question(columns) == "1+6?"
-
-
-@pytest.mark.parametrize("question", [{}, {"question": None}, {"question": ""}, {"prompt": [*TURN, *TURN]}])
-@pytest.mark.parametrize("column", ["conversations", "messages"])
-def test_a_missing_question_is_that_of_the_conversation(question: dict[str, Any], column: str) -> None:
-    turns = [{"from": "user", "value": "1+6?"}, {"from": "assistant", "value": THOUGHT}]
-    rows = [(1, question | {column: turns, "source": None})]
-    [(_, row)] = RawResponses(column).split_rows(rows, STRATOS)
-    assert isinstance(row, dict)
-    parsed = parse_row(row, STRATOS, ["reasoning_trace"])
-    assert (parsed.question, parsed.traces["reasoning_trace"].strip()) == ("1+6?", "Count.")
-
-
-def test_a_rows_own_question_comes_before_the_conversations() -> None:
-    turns = [{"from": "user", "value": "Box it. 1+6?"}, {"from": "assistant", "value": THOUGHT}]
-    [(_, row)] = RawResponses("messages").split_rows([(1, {"problem": "1+6?", "messages": turns})], STRATOS)
-    assert isinstance(row, dict)
-    assert parse_row(row, STRATOS).question == "1+6?"
 
 
 # Files
@@ -176,36 +149,3 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, header: str) -> Non
 def test_empty_columns_at_the_end_of_a_table_are_none(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("question,solution,,\n1+6?,7,,\n")
     assert load(str(tmp_path / "rows.csv")).items[0].row == 1
-
-
-def test_a_data_set_and_its_jsonl_are_alike(tmp_path: Path) -> None:
-    rows = [{"prompt": TURN, "problem": "1+6?", "solution": "7"}] * 2
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = [load(str(tmp_path / f"rows.{suffix}")).problems[0] for suffix in ("parquet", "jsonl")]
-    assert [problem.question for problem in found] == ["1+6?", "1+6?"]
-
-
-# Texts without spaces
-
-QUESTIONS = {
-    "Chinese": (
-        "小明有三个苹果，又买了五个苹果，请问他一共有多少？",
-        "题目：小明有三个苹果，又买了五个苹果，一共？",
-    ),
-    "Japanese": (
-        "太郎はりんごを三つ持っています。さらに五つ買う。",
-        "問い。太郎はりんごを三つ持っています。いくつ",
-    ),
-    "Thai": ("สมชายมีแอปเปิลสามลูกและซื้อเพิ่มอีกห้าลูก", "ถาม สมชายมีแอปเปิลสามลูกและซื้ออีกสองลูก"),
-}
-
-
-@pytest.mark.parametrize("language", QUESTIONS)
-def test_overlap_is_found_without_spaces(tmp_path: Path, language: str) -> None:
-    published, asked = QUESTIONS[language]
-    path = tmp_path / "set.jsonl"
-    path.write_text(json.dumps({"question": published, "answer": "8"}) + "\n")
-    overlaps = Overlaps({"mine": {"source": str(path), "judge": "math"}}, 13)
-    assert overlaps.find_overlap(asked) == "mine"
-    assert overlaps.find_overlap(asked[:9]) is None

@@ -32,14 +32,6 @@ def build_splits() -> datasets.DatasetDict:
     return datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in ROWS.items()})
 
 
-def write_hub_copy(folder: Path) -> str:
-    for name, rows in build_splits().items():
-        rows.to_parquet(folder / f"data/{name}-00000-of-00001.parquet")
-    parts = "".join(f"  - {{split: {name}, path: data/{name}-*}}\n" for name in ROWS)
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{parts}---\n")
-    return str(folder)
-
-
 def write_parquet_folder(folder: Path) -> str:
     for name, rows in build_splits().items():
         rows.to_parquet(folder / f"{name}.parquet")
@@ -57,7 +49,6 @@ def write_arrow_folder(folder: Path) -> str:
 
 # Sources with splits
 KINDS: dict[str, Callable[[Path], Any]] = {
-    "copy of a hub id": write_hub_copy,
     "folder of Parquet": write_parquet_folder,
     "folder of Arrow": write_arrow_folder,
 }

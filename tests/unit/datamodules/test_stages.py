@@ -21,13 +21,13 @@ from rlt_lightning.datamodules import (
 )
 from rlt_lightning.modules import SFTModule
 
-READS = {"student_tokenizer", "max_solution_length", "max_length"}
+READS = {"student_tokenizer", "max_length"}
 # The settings of each stage beside those of all stages.
 OWN: dict[type[StratosDataModule], set[str]] = {
     TeacherRLData: READS | {"student_context"},
     ScoringData: READS | {"trace_columns"},
     StudentLikelihoodData: READS,
-    TeacherSFTData: {"trace_columns", "max_solution_length", "max_length", "long_traces"},
+    TeacherSFTData: {"trace_columns", "max_length", "long_traces"},
     StudentSFTData: {"trace_columns", "max_length", "long_traces"},
     StudentRLData: {"student_context"},
     StudentOPDData: {"teacher_tokenizer", "view"},
@@ -58,4 +58,4 @@ def test_a_subclass_of_a_stage_is_taken(tmp_path: Path) -> None:
 
     data = Shouted("chains", num_embedded_rows=8, prompts_per_step=4, tags="r1", student_system_prompt="")
     bare_trainer(tmp_path, steps=1).fit(SFTModule("miniature"), data)
-    assert "START" in data.format.tokenizer.decode(data.examples[0].token_ids)
+    assert "START" in data.format.tokenizer.decode(data.items[0].token_ids)

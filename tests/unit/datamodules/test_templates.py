@@ -294,7 +294,7 @@ def fit(model: Path, run: Path, steps: int) -> StratosDataModule:
 def trained(dated: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SFTExample]]:
     """A run with the model, and its rows."""
     run = tmp_path_factory.mktemp("dates") / "run"
-    return run, list(fit(dated, run, 1).examples)
+    return run, list(fit(dated, run, 1).items)
 
 
 Trained = tuple[Path, list[SFTExample]]

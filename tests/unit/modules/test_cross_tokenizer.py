@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
-import re
 from codecs import getincrementaldecoder
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import GOLDEN_FOLDER, full
+from cases import full
 from commands import rlt
 from explanation_scorer import ExplanationScorer
 from lightning.pytorch import Callback, Trainer
-from miniatures import PIECES as MINIATURE_PIECES
-from tiny import CHAINS, SHORT
+from tiny import CHAINS
 from tokenizer_kinds import KINDS, kind_of_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -25,9 +22,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import FIXED_PIECES
-from rlt_lightning.datamodules import TeacherRLData, views
-from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
+from rlt_lightning.datamodules import TeacherRLData
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.load import load_model
@@ -36,7 +32,6 @@ from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.numerics.packing import micro_batches
-from rlt_lightning.numerics.spans import Span
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.explanations import build_explanation_pass
 from rlt_lightning.rewards.students import Student, Students
@@ -44,7 +39,6 @@ from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
 
-CASES = [json.loads(line) for line in (GOLDEN_FOLDER / "rlt_reward.jsonl").open()]
 PIECES = [
     *(
         "So ",
@@ -218,21 +212,6 @@ def controls_of(tokenizer: Any) -> set[int]:
     return {i for i, token in added.items() if not token.content.replace("▁", " ").isspace()}
 
 
-def test_control_tokens_in_an_explanation_are_only_spelled(chat: CrossTokenizerFormat) -> None:
-    problem = chat.build_problem(1, "q", chat.tags.wrap("7"))
-    controls = controls_of(chat.tokenizer)
-    texts = [chat.tokenizer.decode([i]) for i in sorted(controls_of(chat.student_tokenizer))]
-    word = chat.tokenizer(" so", add_special_tokens=False)["input_ids"]
-    students = chat.tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
-    sampled = [*word, *sorted(controls), *students, *word]
-    rollout = chat.build_rollout(problem, Completion(sampled, None, "length"))
-    assert controls <= set(sampled)
-    [view] = rollout.views
-    assert controls_of(chat.student_tokenizer).isdisjoint(view.token_ids)
-    read = b"".join(map(chat.students_text.decode_bytes, view.token_ids))
-    assert read.decode() == chat.students_text.spellable(chat.teachers_text.decode_text(sampled)[0], [])[0]
-
-
 def test_a_student_that_glues_the_separator_to_a_tag_is_refused(miniature: str) -> None:
     gemma = kind_of_tokenizer("gemma")
     described = json.loads(gemma.backend_tokenizer.to_str())
@@ -315,123 +294,19 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
         print(f"figure: {number}: span sums and whole-text log-probs differ by at most {largest:.1e} of them")
 
 
-@pytest.mark.full
-def test_equal_tokenizers_through_spans_give_todays_figures(
-    smollm2: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{name: case[name] for name in ("id", "question", "solution", "completion")} for case in CASES]
-    options: dict[str, Any] = {
-        "reward": RLTReward(),
-        "teacher_system_prompt": CASES[0]["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0],
-        "student_system_prompt": CASES[0]["student_system_prompt"],
-    }
-    teacher = Teacher("smollm2-135m", "smollm2-135m", **options)
-    today = teacher.score(rows)
-
-    def other(*arguments: Any) -> tuple[Any, Any]:
-        tokenizer, none = load_tokenizers(*arguments)
-        assert none is None
-        return tokenizer, tokenizer
-
-    monkeypatch.setattr(views, "load_tokenizers", other)
-    spans = teacher.score(rows)
-    for ours, theirs, case in zip(spans, today, CASES, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.tokens == theirs.tokens
-        assert ours.solution_tokens == theirs.solution_tokens
-        assert ours.kl == pytest.approx(theirs.kl, abs=1e-6)
-        assert ours.solution_log_probs == pytest.approx(theirs.solution_log_probs, abs=1e-6)
-        assert (ours.reward, ours.r_ss, ours.r_kl) == pytest.approx(
-            (theirs.reward, theirs.r_ss, theirs.r_kl), abs=1e-6
-        )
-        # The released code counts the two line breaks that are given, too.
-        assert ours.kl == pytest.approx(case["paper"]["thought_kl"][2:], abs=1e-4)
-        assert ours.solution_log_probs == pytest.approx(case["paper"]["solution_log_probs"], abs=1e-4)
-
-
 # Runs
 
 
 class Keeper(Callback):
-    """Keeps the batch of each step, and the teacher that it was sampled from."""
+    """Keeps the batch of each step."""
 
     def __init__(self) -> None:
         self.batches: list[PromptBatch] = []
-        self.teachers: list[Any] = []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.teachers.append(copy.deepcopy(pl_module.policy).eval())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.batches.append(batch)
-
-
-@pytest.mark.parametrize(
-    ("name", "student", "tags", "spans"),
-    [
-        ("tiny", "miniature", "stratos", {(1, 2)}),
-        # A number with the sign after it, a word in two pieces.
-        ("miniature", MINIATURE_PIECES, "r1", {(1, 1), (2, 1), (1, 2)}),
-        (MINIATURE_PIECES, "miniature", "r1", {(1, 1), (1, 2), (2, 1)}),
-    ],
-)
-def test_steps_equal_the_slow_version(
-    name: str, student: str, tags: str, spans: set[Span], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    name = request.getfixturevalue("tiny_model") if name == "tiny" else name
-    data = TeacherRLData(
-        "chains",
-        num_embedded_rows=4,
-        prompts_per_step=2,
-        tags=tags,
-        teacher_system_prompt="",
-        student_system_prompt="",
-    )
-    module = RLTModule(name, student, group_size=3, micro_batch_tokens=600)
-    keeper = Keeper()
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        max_steps=2,
-        max_epochs=-1,
-        enable_model_summary=False,
-        callbacks=[keeper, RolloutCallback(sampling=Sampling(temperature=0.7, max_completion_length=24))],
-        **options,
-    )
-    trainer.fit(module, datamodule=data)
-    student, met = module.list_scoring_models()[0][1].model, set()
-    for batch, teacher in zip(keeper.batches, keeper.teachers, strict=True):
-        assert batch.rollouts is not None
-        for i, rollout in enumerate(batch.rollouts.rollouts):
-            reward = obvious_reward(rollout, teacher, student)
-            torch.testing.assert_close(batch.step.rewards[i], reward, atol=1e-3, rtol=1e-4)
-            met |= set(rollout.views[0].spans or ())
-    assert len(keeper.batches) == 2
-    assert spans <= met
-
-
-def obvious_reward(rollout: Rollout, teacher: Any, student: Any) -> Tensor:
-    """r_SS − 3 r_KL − the penalty, by one span after the other."""
-    [view] = rollout.views
-    assert view.spans is not None
-    think, (of_teacher, of_student) = view.compared, (torch.zeros(0), torch.zeros(0))
-    read, prefix = view.token_ids, rollout.problem.student_prefix
-    if think:
-        of_teacher = slow_log_probs(teacher, rollout.problem.teacher_prompt, think)
-        of_student = slow_log_probs(student, prefix, read[: view.num_own])
-    context = prefix + read + rollout.problem.student_suffix
-    solution = slow_log_probs(student, context, rollout.problem.solution_ids)
-    values, t, s = [0.0] * (not think), 0, 0
-    for num_teacher, num_student in view.spans:
-        d = float(of_teacher[t : t + num_teacher].sum() - of_student[s : s + num_student].sum())
-        t, s = t + num_teacher, s + num_student
-        values += [d / num_teacher] * num_teacher
-    r_kl = sum(values) / len(values) + 0.01 * max(values)
-    penalty = float(not rollout.closed or rollout.empty)
-    return solution.mean() + 0.01 * solution.min() - 3 * r_kl - penalty
 
 
 def test_what_the_student_cannot_hold_names_the_row(chat: CrossTokenizerFormat) -> None:
@@ -441,23 +316,12 @@ def test_what_the_student_cannot_hold_names_the_row(chat: CrossTokenizerFormat) 
         score(teacher, student, sample_rollouts(chat, 1), chat)
 
 
-def verb(name: str, tiny_model: str, *options: str) -> str:
-    """Run a verb with a teacher and a student of two families; return its standard output."""
-    models = [f"--model.teacher={tiny_model}", "--model.student=miniature", *CHAINS]
-    result = rlt(name, *options, *models, "--trainer.accelerator=cpu")
-    assert result.returncode == 0, result.stderr
-    assert name == "plan" or "reads every explanation as text, in tokens of its own" in result.stderr
-    return str(result.stdout)
-
-
 def test_scores_and_tokens_are_written_in_both_vocabularies(tiny_model: str, tmp_path: Path) -> None:
-    options = [
-        "--config=recipe_7b/score",
-        "--distillation.per_token=true",
-        "--data.max_rows=3",
-        f"--output_dir={tmp_path / 'run'}",
-    ]
-    verb("predict", tiny_model, *options)
+    models = [f"--model.teacher={tiny_model}", "--model.student=miniature", "--distillation.per_token=true"]
+    options = [*CHAINS, "--data.max_rows=3", "--trainer.accelerator=cpu", f"--output_dir={tmp_path / 'run'}"]
+    result = rlt("predict", "--config=recipe_7b/score", *models, *options)
+    assert result.returncode == 0, result.stderr
+    assert "reads every explanation as text, in tokens of its own" in result.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/scores.jsonl").open()]
     assert len(rows) == 3
     for row in rows:
@@ -473,30 +337,6 @@ def test_exact_kl_is_refused_before_a_model_is_loaded(tiny_model: str, tmp_path:
     assert result.returncode != 0
     assert "Set it to k1 or k3, which compare the models on spans of text" in result.stderr
     assert "loading" not in result.stderr
-
-
-@pytest.mark.full
-def test_other_verbs_take_such_a_student(tiny_model: str, tmp_path: Path) -> None:
-    k1 = "--model.reward.kl_estimator=k1"
-    verb("predict", tiny_model, "--config=recipe_7b/rank", k1, "--data.max_rows=4",
-         f"--output_dir={tmp_path / 'rank'}")  # fmt: skip
-    assert len((tmp_path / "rank/scores.jsonl").read_text().splitlines()) == 4
-    fit = ["--config=tests/rlt.yaml", *SHORT, "--data.prompts_per_step=2", "--trainer.max_steps=1"]
-    verb("fit", tiny_model, *fit, f"--output_dir={tmp_path / 'run'}")
-    rows = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").open()]
-    assert any(row.get("thought_kl") for row in rows)
-
-
-@pytest.mark.full
-def test_a_plan_counts_the_students_own_tokens(tiny_model: str) -> None:
-    page = verb("plan", tiny_model, "--config=tests/rlt.yaml", *SHORT)
-    found = re.search(r"read prompts, with solutions, of up to (\d+)", " ".join(page.split()))
-    assert found is not None
-    data = TeacherRLData("chains", tokenizer=tiny_model, student_tokenizer="miniature", tags="r1",
-                             teacher_system_prompt="", student_system_prompt="")  # fmt: skip
-    data.setup("fit")
-    lengths = data.all_items.sum_columns(*FIXED_PIECES["student"])
-    assert int(found[1]) == max(lengths)
 
 
 def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
-from rlt_lightning.datamodules.views import TeacherViews, ViewOptions
+from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.modules.opd import per_token
@@ -27,9 +27,9 @@ def test_a_temperature_is_positive(temperature: float) -> None:
 def test_a_question_may_hold_the_name_of_the_solution(miniature: str) -> None:
     tokenizer = load_tokenizer(miniature)
     chat = ChatFormat(tokenizer, "r1", "", "")
-    made = TeacherViews(chat, chat, ViewOptions("hint"))
+    made = TeacherViews(chat, chat, "hint")
     row = ParsedRow("a {solution} b", "{question}", {}, None, None)
-    view = made.build_problem(0, row, row.solution, None, {}).teacher_view
+    view = made.build_problem(0, row, None, {}).teacher_view
     text = tokenizer.decode(view)
     assert text.count("{solution}") == text.count("{question}") == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -17,15 +16,14 @@ from trace_kinds import chain_kind, parse_chain
 
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.embedded import MINIATURES
+from rlt_lightning.tasks.draw import find_split
 from rlt_lightning.tasks.stepwise import (
     CHAIN_SPLITS,
     CHAIN_WORDING,
-    Mixture,
     build_chain,
     chain_rows,
     draw_chains,
     draw_ending,
-    draw_trace,
 )
 from rlt_lightning.types import InputError
 
@@ -40,30 +38,6 @@ def test_a_chain_keeps_the_last_digit() -> None:
     assert parse_chain(QUESTION).steps == problem.steps
 
 
-@pytest.mark.parametrize(
-    ("trace", "kind", "num_right"),
-    [
-        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2.", "steps", 3),
-        ("2 add 1 is 3, 3 add 3 is 7, 7 times 7 is 9.", "wrong", 1),
-        ("2 add 1 is 3, one looks at the numbers, one keeps going like this.", "filler", 1),
-        ("one looks at the numbers, one looks at the numbers, one takes the next part.", "filler", 0),
-        ("clearly it must be 2.", "leap", 0),
-        ("2 add 1 is 3, clearly the answer is 8.", "leap", 1),
-        ("2 add 1 is 3, 3 add 3 is 6.", "other", 2),
-        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2, clearly it must be 2.", "other", 3),
-        ("6 times 7 is 2.", "wrong", 0),
-        ("clearly it must be 2, one looks at the numbers.", "other", 0),
-        ("", "other", 0),
-        ("2 add 1 is 3 3 add 3 is 6 6 times 7 is 2.", "other", 0),  # no joints
-        ("2 add 1 is 4 and so on.", "other", 0),
-        ("2 add 1 is 4, clearly it must be 2.", "wrong", 0),
-        ("2 add 1 is 3, 3 add 3 is 6, 6 times 7 is 2", "steps", 3),
-    ],
-)
-def test_the_kind_of_a_trace_is_told_from_its_text(trace: str, kind: str, num_right: int) -> None:
-    assert chain_kind(QUESTION, trace) == (kind, num_right)
-
-
 def test_every_drawn_trace_is_of_the_kind_that_was_drawn() -> None:
     rng = Random(0)
     for _ in range(300):
@@ -73,20 +47,11 @@ def test_every_drawn_trace_is_of_the_kind_that_was_drawn() -> None:
         assert chain_kind(problem.question, CHAIN_WORDING.trace(sentences)) == (kind, place)
 
 
-def test_the_mixture_sets_how_traces_break_off() -> None:
-    rng, mixture = Random(0), Mixture(hazard=0.25, filler=0.5, leap=0.3)
-    problems = [draw_chains(rng, 1, 3, "train")[0] for _ in range(4000)]
-    kinds = Counter(chain_kind(p.question, draw_trace(p, CHAIN_WORDING, mixture, rng))[0] for p in problems)
-    broken = 1 - 0.75**3  # no break at three steps
-    for kind, expected in {"steps": 0.75**3, "filler": broken / 2, "wrong": broken * 0.2}.items():
-        assert kinds[kind] / 4000 == pytest.approx(expected, abs=0.025)  # 3 standard errors
-
-
 def test_no_question_is_in_two_splits() -> None:
     found = {split: {row["question"] for row in chain_rows(2000, 1, split)} for split in ("train", "test")}
     found["pretrain"] = {draw_chains(Random(i), 1, 5, "pretrain")[0].question for i in range(2000)}
     assert all(
-        CHAIN_SPLITS.find_split(question) == split for split, some in found.items() for question in some
+        find_split(question, CHAIN_SPLITS) == split for split, some in found.items() for question in some
     )
     assert not found["train"] & found["test"] | found["pretrain"] & (found["train"] | found["test"])
 

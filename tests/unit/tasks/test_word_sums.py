@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from trace_kinds import parse_word_sum, word_sum_kind
 
-from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.tasks.stepwise import build_word_sum, word_sum_rows
 
 QUESTION = "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?"
@@ -20,28 +19,6 @@ def test_question_and_steps_by_hand():
     assert problem.question == QUESTION
     assert problem.steps == ["8 + 5 = 13", "13 + 3 = 16", "16 + 4 = 20"]
     assert problem.answer == "20"
-
-
-@pytest.mark.parametrize(
-    ("trace", "kind", "num_right"),
-    [
-        ("8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20.", "steps", 3),
-        ("\n8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20\n", "steps", 3),
-        ("8 + 5 = 13. 13 + 3 = 15. 15 + 4 = 19.", "wrong", 1),
-        ("8 + 5 = 130. 13 + 3 = 16. 16 + 4 = 20.", "wrong", 0),
-        ("8 + 6 = 14. 14 + 3 = 17. 17 + 4 = 21.", "wrong", 0),
-        ("It is easy to see that the answer is 20.", "leap", 0),
-        ("8 + 5 = 13. Clearly the answer must be 21.", "leap", 1),
-        ("8 + 5 = 13. This is not hard. Then we do what it says.", "filler", 1),
-        ("This is not hard.", "filler", 0),
-        ("8 + 5 = 13.", "other", 1),
-        ("8 + 5 = 13. 13 + 3 = 16. 16 + 4 = 20. This is not hard.", "other", 3),
-        ("", "other", 0),
-        ("Ana buys shells.", "other", 0),
-    ],
-)
-def test_kinds_by_hand(trace: str, kind: str, num_right: int):
-    assert word_sum_kind(QUESTION, trace) == (kind, num_right)
 
 
 def test_questions_are_read_back_into_their_problems():
@@ -68,16 +45,3 @@ def test_mixture_has_its_proportions():
     expected = {"steps": 0.256, "filler": 0.410, "leap": 0.273, "wrong": 0.061, "other": 0.0}
     for kind, part in expected.items():
         assert counts[kind] / len(rows) == pytest.approx(part, abs=0.03), kind
-
-
-def test_splits_share_no_question():
-    train = {row["question"] for seed in range(3) for row in word_sum_rows(500, seed, "train")}
-    test = {row["question"] for seed in range(3) for row in word_sum_rows(500, seed, "test")}
-    assert not train & test
-
-
-def test_quality_of_traces_changes_no_problem():
-    uneven, right = word_sum_rows(50, seed=6), EMBEDDED["word_sums:right"](50, 6, "train")
-    assert [row["question"] for row in uneven] == [row["question"] for row in right]
-    assert EMBEDDED["word_sums"](50, 6, "train") == uneven
-    assert set(uneven[0]) == {"question", "solution", "reasoning_trace", "answer"}  # and no kind
