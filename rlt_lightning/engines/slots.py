@@ -37,7 +37,6 @@ from torch import Tensor
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
 from rlt_lightning.models.packed import (
     FORWARD_ERRORS,
-    find_longest_checked,
     find_longest_reach,
     find_position_fault,
     known_fault,
@@ -226,7 +225,7 @@ def choose_decoder(model: Any, call: Call) -> str:
     device = find_device(model)
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
-    reach = find_longest_reach(config, find_longest_checked(model, device))
+    reach = find_longest_reach(config)
     lengths = [5, max(8, reach - 2), 9 + reach, 5, 5, 5]
     num_words = min(1000, config.vocab_size)
     texts = [torch.randint(num_words, (n,), generator=generator).tolist() for n in lengths]

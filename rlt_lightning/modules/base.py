@@ -27,7 +27,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
-from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model, steps_fused
+from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
@@ -120,8 +120,7 @@ class PolicyModule(LightningModule):
         self.micro_batch_tokens = micro_batch_tokens
         # Once the models are loaded, the best layout in which all of them are right.
         self.layout = layout
-        # The user's options, and the same after the checks.
-        self.wanted_head = self.head = head
+        self.head = head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
         self.attn_implementation = attn_implementation
@@ -331,7 +330,7 @@ class PolicyModule(LightningModule):
     @torch.no_grad()
     def get_ready(self) -> None:
         """Choose kernels, and a layout in which the model computes the right log-probs."""
-        check_model(self, self.run, self.pretrained, trained=True)
+        check_model(self, self.run, self.pretrained)
 
     def on_validation_start(self) -> None:
         """Get ready, unless this is a validation within a fit, which is ready."""
@@ -369,8 +368,10 @@ class PolicyModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Return AdamW of the trained weights."""
-        return build_optimizer(self.optimizer_config, trained_parameters(self.policy), fused_adamw(self))
+        """Return AdamW of the trained weights, which steps them in one pass on a GPU, and where offloaded."""
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        fused = True if on_gpu or self.sharding.steps_on_cpu else None
+        return build_optimizer(self.optimizer_config, trained_parameters(self.policy), fused)
 
     def total_steps(self) -> int:
         """Return the optimizer steps of the whole run.
@@ -725,7 +726,7 @@ def count_steps(
     """Return the optimizer steps of a run with these settings of a trainer.
 
     Raises:
-        InputError: If they do not say how long it is.
+        InputError: If they do not say how long it is, or there is no step.
     """
     limit = limit_train_batches
     if limit is not None:
@@ -734,16 +735,11 @@ def count_steps(
         )
     by_epochs = [max_epochs * steps_per_epoch] if max_epochs not in (None, -1) else []
     by_steps = [max_steps] if max_steps != -1 else []
-    if not by_epochs + by_steps:
-        raise InputError(
-            "The length of the run must be set, but is not. Set trainer.max_steps or max_epochs; "
-            "trainer.max_time ends it early."
-        )
-    steps = min(by_epochs + by_steps)
+    steps = min(by_epochs + by_steps, default=0)
     if steps < 1:
         raise InputError(
-            f"A run must have at least one step, but trainer.max_steps is {max_steps}, max_epochs "
-            f"{max_epochs} and limit_train_batches {limit}. Raise the one that is 0."
+            f"A run must be at least one step long, but trainer.max_steps is {max_steps}, max_epochs "
+            f"{max_epochs} and limit_train_batches {limit}. Set one of them; trainer.max_time ends it early."
         )
     return steps
 
@@ -795,7 +791,6 @@ def check_model(
     module: PolicyModule,
     run: RunModel,
     name: str,
-    trained: bool = False,
     exact_kl: bool = False,
 ) -> None:
     """Choose kernels and a layout in which a model is right, and name the kernels in the log.
@@ -803,21 +798,8 @@ def check_model(
     The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16. `exact_kl`
     says whether the exact KL is computed with the model's head; the module, which divergence it minimises.
     """
-    more = ""
-    if trained and module.trainer.training and module.optimizer_config.states != "8bit":
-        more = "fused AdamW" if fused_adamw(module) else ""
     with module.trainer.precision_plugin.forward_context():
         device = module.trainer.strategy.root_device
-        # All models share the options: once a check has failed, no head is compiled. A compiled head that
-        # an earlier check has chosen is not what the user asked for, which would be an error if it failed.
-        head = module.head if module.head.compiled is False else module.wanted_head
         divergence = Divergence("forward") if exact_kl else getattr(module, "head_loss", None)
-        module.head = prepare_model(run, name, module.kernels, head, device, more, divergence)
-        chosen = module.attn_implementation is not None
-        module.layout = verify_layout(run, name, module.layout, chosen)
-
-
-def fused_adamw(module: PolicyModule) -> bool | None:
-    """Return whether AdamW steps all weights in one pass; None: PyTorch's choice."""
-    device = module.trainer.strategy.root_device
-    return steps_fused(module.kernels, device, module.sharding.steps_on_cpu)
+        module.head = prepare_model(run, name, module.kernels, module.head, device, divergence)
+        module.layout = verify_layout(run, name, module.layout)

@@ -76,8 +76,6 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     assert tokenizer.chat_template
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
     start = AutoModelForCausalLM.from_pretrained(resolve("miniature-teacher")).state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     card = (run / "model" / "README.md").read_text()

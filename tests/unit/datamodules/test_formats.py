@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
-from rlt_lightning.models.load import ensure_pad_token
 from rlt_lightning.tags import R1, STRATOS, TagStyle, decode_each, tag_style
 from rlt_lightning.types import Completion, InputError
 
@@ -404,41 +403,6 @@ def test_solutions_without_the_separator_are_kept_whole(smol: Any):
 def test_digits_of_the_fixture_are_split_as_the_model_was_trained(smol: Any):
     assert "Digits" in str(smol.backend_tokenizer.pre_tokenizer)
     assert isinstance(smol.backend_tokenizer.pre_tokenizer, pre_tokenizers.Sequence)
-
-
-# Padding
-
-
-def test_pad_token_differs_from_eos(smol: Any, qwen: Any):
-    tokenizer = copy.deepcopy(smol)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
-    assert ensure_pad_token(tokenizer) == tokenizer.pad_token_id == 0  # <|endoftext|>
-    assert ensure_pad_token(copy.deepcopy(qwen)) == 151643
-
-
-def test_a_vocabulary_without_a_spare_token_keeps_its_padding():
-    class Llama3Tokenizer:
-        pad_token = unk_token = None
-        eos_token, eos_token_id = "<|eot_id|>", 9
-
-        def __init__(self) -> None:
-            self.vocabulary = {"<|eot_id|>": 9}
-
-        def get_vocab(self) -> dict[str, int]:
-            return self.vocabulary
-
-    tokenizer = Llama3Tokenizer()
-    with pytest.warns(UserWarning, match="no spare token for padding"):
-        assert ensure_pad_token(tokenizer) == 9
-    assert tokenizer.pad_token == "<|eot_id|>"
-    tokenizer.pad_token = None
-    tokenizer.vocabulary = {
-        "<|eot_id|>": 9,
-        "<|reserved_special_token_0|>": 3,
-        "<|finetune_right_pad_id|>": 4,
-    }
-    assert ensure_pad_token(tokenizer) == 4
-    assert tokenizer.pad_token == "<|finetune_right_pad_id|>"
 
 
 def test_the_texts_of_tokens_make_up_the_whole(smollm2: str, shared: Path) -> None:
