@@ -134,12 +134,6 @@ class ChatFormat:
         """Return the tag that opens an explanation, or a thought; a prompt ends with it."""
         return self.tags.thought_open if self.thinks else self.tags.explanation_open
 
-    @property
-    def thought_opening(self) -> list[int]:
-        """Return the tokens that begin a student's turn, through opening thought tag and separator."""
-        opening = self.turn_opening + self.student_tags.thought_open + self.student_tags.separator
-        return encode_pieces(self.tokenizer, [opening, SENTINEL])[0]
-
     # Problems
 
     def build_problem(

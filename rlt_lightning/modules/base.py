@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -41,7 +40,7 @@ from rlt_lightning.modules.optimizer import (
     resume_schedule,
 )
 from rlt_lightning.modules.passes import PassKey, PassRunner
-from rlt_lightning.modules.phases import PhaseTimer, count_weights
+from rlt_lightning.modules.phases import PhaseTimer
 from rlt_lightning.modules.step_metrics import (
     mismatch_metrics,
     require_agreement,
@@ -129,8 +128,6 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.kernels = kernels
         self.phase = PhaseTimer()
-        # The most that a GPU could train, if Lightning knows its peak.
-        self.peak_tokens_per_s: float | None = None
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
@@ -151,11 +148,6 @@ class PolicyModule(LightningModule):
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the models that are only read."""
         return ()
-
-    @property
-    def forwards_per_step(self) -> int:
-        """Return how many forwards a forward with its backward costs: 3, or 2 if most weights are frozen."""
-        return 3 if self.lora is None else 2
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse strategies and launches that do not work; let a signal to one rank stop all."""
@@ -386,7 +378,7 @@ class PolicyModule(LightningModule):
         )
 
     def on_fit_start(self) -> None:
-        """Get ready, and look up the GPU's peak FLOP/s, of which perf/mfu is a fraction."""
+        """Get ready."""
         trainer = self.trainer
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # No training changes a buffer, so all ranks have the same ones.
@@ -396,12 +388,6 @@ class PolicyModule(LightningModule):
         self.get_ready()
         self.sharding.prepare_fit()
         self.phase.device = self.device
-        precision = self.trainer.precision
-        dtype = torch.bfloat16 if precision == "bf16-mixed" else next(self.policy.parameters()).dtype
-        peak = get_available_flops(self.device, dtype) if self.device.type == "cuda" else None
-        if peak:
-            flops = 2 * self.forwards_per_step * count_weights(self.policy)  # of a token
-            self.peak_tokens_per_s = peak / flops
 
     def on_train_start(self) -> None:
         """Check that a resumed run continues with the rows of its next step, and set its learning rate."""
@@ -510,7 +496,7 @@ class PolicyModule(LightningModule):
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
         """Return the costs of the step on all ranks; `num_tokens` are this rank's."""
-        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_tokens_per_s)
+        metrics = speed_metrics(self.phase.lap(), num_tokens)
         # They are logged as means over ranks.
         for name, value in metrics.items():
             if name.endswith(("tokens_per_s", "num_tokens")):
@@ -561,10 +547,9 @@ class OnPolicyModule(PolicyModule):
     Args:
         group_size: Completions per problem.
         importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
-        mismatch_alarm: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
-            which a step warns; None: never.
-        mismatch_limit: The same above which the run stops before the step, since these log-probs enter the
-            reward; None: never. At 1 the engine's log-probs tell no more than a constant.
+        mismatch_limit: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
+            which the run stops before the step, since these log-probs enter the reward; None: never. At 1 the
+            engine's log-probs tell no more than a constant.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         offload_frozen: Keep frozen models in pinned host memory while they are not used.
         options: Those of `PolicyModule`.
@@ -577,7 +562,6 @@ class OnPolicyModule(PolicyModule):
         *,
         group_size: int,
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
-        mismatch_alarm: float | None = 0.05,
         mismatch_limit: float | None = 0.5,
         max_staleness: int = 0,
         offload_frozen: bool = False,
@@ -588,7 +572,6 @@ class OnPolicyModule(PolicyModule):
         self.importance_sampling = importance_sampling
         # RolloutCallback chooses for "auto", once it knows the engine.
         self.importance_weights = None if importance_sampling == "auto" else importance_sampling
-        self.mismatch_alarm = mismatch_alarm
         self.mismatch_limit = mismatch_limit
         self.max_staleness = max_staleness
         self.offload_frozen = offload_frozen
@@ -697,7 +680,7 @@ class OnPolicyModule(PolicyModule):
         require_agreement(mismatch, self.mismatch_limit, self.global_step + 1)
         metrics |= self.optimizer_step_now(counts)
         masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
-        return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
+        return metrics | mismatch_metrics(mismatch, self.global_step, masks)
 
 
 def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
