@@ -30,7 +30,7 @@ from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
-from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
+from rlt_lightning.models.quantised import require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.optimizer import (
@@ -274,20 +274,11 @@ class PolicyModule(LightningModule):
             "rows": data.fingerprint_rows(),
             "format": data.trained_format().to_plain(),
             "training": {
-                "method": type(self).__name__,
+                "module": type(self).__name__,
                 "optimizer steps": self.global_step,
-                "peak learning rate": self.peak_lr,
                 "data": f"{data.source} ({len(data.items)} rows)",
             },
         }
-
-    @property
-    def peak_lr(self) -> float:
-        """Return the learning rate that the schedule scales."""
-        if not self.trainer.optimizers:
-            return self.optimizer_config.lr
-        group = self.trainer.optimizers[0].param_groups[0]
-        return float(group.get("initial_lr", group["lr"]))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another adapter or other rows."""
@@ -295,20 +286,18 @@ class PolicyModule(LightningModule):
         if is_training:
             require_same_rows(get_stratos_data(self.trainer), checkpoint["model"]["rows"])
             self.num_tokens = checkpoint["num_tokens"]
-        theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
-        if theirs != ours:
-            raise InputError(
-                f"The checkpoint's run must have the same model.lora as this one, but had {theirs}, and this "
-                f"one has {ours}. Set it as it was, or start from the model that rlt export makes."
-            )
+        saved = checkpoint["model"]
+        settings = {"model.lora": (saved["lora"], self.lora and asdict(self.lora))}
+        if self.lora is not None:
+            settings["model"] = saved["pretrained"], self.pretrained
         if is_training:
-            require_same_states(checkpoint["model"]["states"], self.optimizer_config.states)
-        base = checkpoint["model"]["pretrained"]
-        if ours and base != self.pretrained:
-            raise InputError(
-                f"An adapter must resume with the model that it was trained for, {base}, but this run has "
-                f"{self.pretrained}. Set model.teacher or model.pretrained to {base}."
-            )
+            settings["model.optimizer.states"] = saved["states"], self.optimizer_config.states
+        for setting, (theirs, ours) in settings.items():
+            if theirs != ours:
+                raise InputError(
+                    f"The checkpoint's run must have the same {setting} as this one, but had {theirs}, and "
+                    f"this one has {ours}. Set it as it was, or start from the model that rlt export makes."
+                )
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(policy, *arguments)`; the strategy wraps this forward."""
@@ -602,14 +591,6 @@ class OnPolicyModule(PolicyModule):
         """Place frozen models too: Lightning moves only the trained one."""
         super().get_ready()
         get_frozen_ready(self, self.list_scoring_models())
-
-    def build_metadata(self) -> dict[str, Any]:
-        """See `PolicyModule.build_metadata`."""
-        metadata = super().build_metadata()
-        metadata["training"]["group size"] = self.group_size
-        if self.importance_weights is not None:
-            metadata["training"]["importance sampling"] = str(self.importance_weights)
-        return metadata
 
     # Completions
 

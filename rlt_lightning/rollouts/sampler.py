@@ -243,12 +243,7 @@ class RolloutRequest:
     def _take(self, min_tokens: float) -> None:
         """Move arrivals to `completions` until those in no chunk have `min_tokens`, or no more come."""
         num_tokens = self.sum_tokens(self.completions.keys() - self.delivered)
-        total = len(self.prompts) * self.num_completions
-
-        def describe() -> str:
-            return f"the engine's completions, {len(self.completions)} of {total} are there"
-
-        with waiting_for(describe):
+        with waiting_for("the engine's completions"):
             while self.sampling_now:
                 try:
                     arrival = self.arrivals.get(block=num_tokens < min_tokens)

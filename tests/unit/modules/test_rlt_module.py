@@ -464,8 +464,8 @@ class LogTerm(RLTReward):
 
     extra_names = ("fine", "luck")
 
-    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
-        ones = torch.ones(len(rollouts))
+    def extra_terms(self, step: Any, rows: Sequence[int], student: Any) -> dict[str, torch.Tensor]:
+        ones = torch.ones(len(rows))
         return {"fine": ones, "luck": ones.index_fill(0, torch.tensor([0]), 0.0).log()}
 
 
