@@ -287,7 +287,9 @@ class PolicyModule(LightningModule):
             require_same_rows(get_stratos_data(self.trainer), checkpoint["model"]["rows"])
             self.num_tokens = checkpoint["num_tokens"]
         saved = checkpoint["model"]
-        settings = {"model.lora": (saved["lora"], self.lora and asdict(self.lora))}
+        settings: dict[str, tuple[Any, Any]] = {
+            "model.lora": (saved["lora"], self.lora and asdict(self.lora))
+        }
         if self.lora is not None:
             settings["model"] = saved["pretrained"], self.pretrained
         if is_training:

@@ -22,6 +22,7 @@ from rlt_lightning.numerics.rewards import (
     masked_max,
     masked_min,
     mean_of_tokens,
+    require_option,
     require_reduction,
     student_kl_penalty,
     student_solution_reward,
@@ -205,6 +206,10 @@ class RLTReward(StudentReward):
                 f"extra_names, {list(self.extra_names)}, but returned {shapes}. Correct it."
             )
         return {name: terms[name].to(closed.device, torch.float32) for name in self.extra_names}
+
+    def require(self, name: str, holds: bool, expected: str) -> None:
+        """Raise a ValueError that names an option unless it holds."""
+        require_option(name, getattr(self, name), holds, expected)
 
     def __call__(
         self,
