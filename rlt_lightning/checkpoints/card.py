@@ -7,6 +7,8 @@ from typing import Any
 from rlt_lightning.models.load import is_local
 from rlt_lightning.version import __version__
 
+CARD = "README.md"
+
 
 def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
     """Return a model card that says what the model is and how it was trained.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from rlt_lightning.checkpoints.card import write_model_card
+from rlt_lightning.checkpoints.card import CARD, write_model_card
 from rlt_lightning.checkpoints.folder import (
     ONE_PROCESS,
     WEIGHTS,
@@ -76,7 +76,7 @@ def export_model(
         tokenizer = copy.deepcopy(tokenizer)
         write_trained_format(metadata, tokenizer, folder)
         tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(write_model_card(metadata, adapter == "separate"), encoding="utf-8")
+        (folder / CARD).write_text(write_model_card(metadata, adapter == "separate"), encoding="utf-8")
         if adapter == "merged":
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(folder)
