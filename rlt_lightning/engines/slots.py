@@ -39,6 +39,7 @@ from rlt_lightning.models.packed import (
     FORWARD_ERRORS,
     find_longest_reach,
     find_position_fault,
+    has_longrope,
     known_fault,
     list_own_attentions,
     require_fixed_positions,
@@ -263,6 +264,8 @@ def find_known_fault(name: str, model: Any) -> str | None:
     """Return a known fault of a decoder that no short text shows, or None."""
     if name == "slots":
         return find_architecture_fault(model)
+    if name != "uncached" and has_longrope(model.config.get_text_config()):
+        return "a long text would turn positions otherwise than those in the cache"
     return find_position_fault(model) if name == "padded" else None
 
 

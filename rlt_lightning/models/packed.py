@@ -297,7 +297,7 @@ def find_longest_reach(config: Any, most: int = 2304) -> int:
 def find_position_fault(model: Any) -> str | None:
     """Return why a sequence's neighbours in a row or a batch would change its positions, or None."""
     config = model.config.get_text_config()
-    if any(rope.get("rope_type") == "longrope" for rope in list_rope_parameters(config)):
+    if has_longrope(config):
         return "the longest sequence would decide how positions of the others are turned"
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4
         return "what stands before a sequence would count in the temperature of its attention"
@@ -318,6 +318,11 @@ def require_fixed_positions(model: Any) -> None:
             "rope_type dynamic. Set it to default in the model's config.json, which changes nothing up to "
             f"{config.max_position_embeddings} tokens, or use another model."
         )
+
+
+def has_longrope(config: Any) -> bool:
+    """Return whether a long text turns all its positions by other factors than a short one."""
+    return any(rope.get("rope_type") == "longrope" for rope in list_rope_parameters(config))
 
 
 def list_rope_parameters(config: Any) -> list[dict[str, Any]]:

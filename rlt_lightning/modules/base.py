@@ -274,7 +274,7 @@ class PolicyModule(LightningModule):
             "rows": data.fingerprint_rows(),
             "format": data.trained_format().to_plain(),
             "training": {
-                "module": type(self).__name__,
+                "method": type(self).__name__,
                 "optimizer steps": self.global_step,
                 "data": f"{data.source} ({len(data.items)} rows)",
             },

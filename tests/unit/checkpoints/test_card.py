@@ -45,6 +45,6 @@ def faults(card: str) -> list[str]:
 @pytest.mark.parametrize(("pretrained", "base"), [(HUB, HUB), ("smollm2-135m", None), ("a folder", None)])
 def test_the_hub_takes_the_header_of_a_card(pretrained: str, base: str | None, tmp_path: Path) -> None:
     pretrained = str(tmp_path) if pretrained == "a folder" else pretrained
-    card = write_model_card({"pretrained": pretrained, "lora": None, "training": {"module": "SFTModule"}})
+    card = write_model_card({"pretrained": pretrained, "lora": None, "training": {"method": "SFTModule"}})
     assert header_of(card).get("base_model") == base
     assert faults(card) == []

@@ -163,7 +163,7 @@ def test_the_answer_term_needs_policy_and_reward() -> None:
         assert choose_answer_weight(None, reward, students) == 0
         with pytest.raises(InputError, match=r"model\.answer_weight must be 0 or"):
             choose_answer_weight(1.0, reward, students)
-    with pytest.raises(InputError, match="it is -1, with policy and LogProbReward"):
+    with pytest.raises(InputError, match="it is -1, with student policy and LogProbReward"):
         choose_answer_weight(-1, LogProbReward(), policy)
 
 
