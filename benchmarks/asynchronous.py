@@ -92,7 +92,6 @@ def step_times(
     model = {"importance_sampling": {"class_path": "rlt_lightning.numerics.TruncatedImportanceSampling"}}
     arguments: dict[str, Any] = model | {"max_staleness": int(asynchronous)}
     arguments |= {
-        "mismatch_alarm": None,
         "mismatch_limit": None,
     }  # its log-probs are those of the first weights
     with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +115,7 @@ def step_times(
         assert all(float(row["rollout/staleness"]) == 1 for row in rows)
     means = {phase: statistics.mean(float(row[f"perf/{phase}_s"]) for row in rows) for phase in PHASES}
     print(name, {phase: round(seconds, 2) for phase, seconds in means.items()}, flush=True)
-    hidden = statistics.mean(float(row["perf/score_hidden_frac"]) for row in rows)
-    return means | {"step": sum(means.values()), "score_hidden_frac": hidden, "rewards": rewards}
+    return means | {"step": sum(means.values()), "rewards": rewards}
 
 
 def first_log_probs(name: str) -> Any:

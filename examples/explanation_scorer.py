@@ -194,7 +194,7 @@ class ExplanationScorer:
                 self.layout = verify_layout(student.run, name, self.layout)
                 self.models[name] = student
             # A teacher whose attention is not ours has it by its architecture: nothing to warn of.
-            self.layout = verify_layout(teacher, self.teacher_name, self.layout, attention_chosen=True)
+            self.layout = verify_layout(teacher, self.teacher_name, self.layout)
             self.checked = True
         for student in self.models.values():
             student.model.to(device)

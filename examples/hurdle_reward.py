@@ -31,8 +31,8 @@ class HurdleReward(RLTReward):
     hurdle_weight: float = 1.0
     threshold: float = -3.0
 
-    def token_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
-        """See `RLTReward.token_terms`."""
+    def extra_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+        """See `RLTReward.extra_terms`."""
         log_probs, mask = step.pad(student.name("solution"), rows)  # (n, S)
         hurdles = (mask & (log_probs < self.threshold)).sum(dim=1) / mask.sum(dim=1)
         return {"hurdles": -self.hurdle_weight * hurdles}

@@ -28,7 +28,7 @@ from rlt_lightning.engines.threads import iterate_in_thread, run_coroutine
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.models.weights import NamedTensor, gather_in_groups, write_weights
 from rlt_lightning.tags import StopWatcher
-from rlt_lightning.types import Completion, naming_full_disk
+from rlt_lightning.types import Completion
 
 
 class SGLangEngine(Engine):
@@ -61,10 +61,9 @@ class SGLangEngine(Engine):
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
         """Write a folder, let the server load it, and delete it."""
         target = self.folder / f"step={policy_version}"
-        with naming_full_disk(target):
-            target.mkdir(parents=True, exist_ok=True)
-            write_weights(named_tensors, target)
-            self.model.config.save_pretrained(target)
+        target.mkdir(parents=True, exist_ok=True)
+        write_weights(named_tensors, target)
+        self.model.config.save_pretrained(target)
         body = {"model_path": str(target), "weight_version": str(policy_version), "abort_all_requests": True}
         self.ask("/update_weights_from_disk", body, lambda r: r)
         self.policy_version = policy_version

@@ -10,7 +10,6 @@ import torch
 
 from rlt_lightning.datamodules.formats import ChatFormat, build_masked_example, encode
 from rlt_lightning.models.load import load_model, load_tokenizer
-from rlt_lightning.numerics.log_probs import token_entropy
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.stepwise import CHAIN_WORDING, StepwiseProblem, TraceKind, draw_chains, draw_ending
 from rlt_lightning.types import SFTExample
@@ -103,7 +102,7 @@ def measure_entropy(model: Any, examples: list[SFTExample], temperature: float =
     for example in examples:
         ids, mask = torch.tensor([example.token_ids]), torch.tensor(example.loss_mask)[1:]
         logits = model(input_ids=ids).logits[0, :-1][mask]
-        total += float(token_entropy(logits, temperature).sum())
+        total += float(torch.distributions.Categorical(logits=logits / temperature).entropy().sum())
         count += int(mask.sum())
     return total / count
 

@@ -63,13 +63,6 @@ def try_hub() -> None:
         announce(f"{constants.ENDPOINT} cannot be reached ({error}), so only the hub's cache is used")
 
 
-def is_offline() -> bool:
-    """Return whether the Hugging Face hub is not asked, by HF_HUB_OFFLINE or since it cannot be reached."""
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_OFFLINE
-
-
 def make_printable(text: str) -> str:
     """Replace characters that would control a terminal or cannot be printed, line ends too, by spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

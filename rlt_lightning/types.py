@@ -20,26 +20,18 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     └── Interrupted           run/interrupt.py      a signal: all ranks stop after the same iteration
     Exception
     ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
-    ├── Refused               models/kernels.py        a kernel is missing, or computes something else
     └── StageError            commands/demo.py         a stage of `rlt demo` failed: the end of its log
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Literal
 
 # The end tag was sampled, an end-of-sequence token, or as many tokens as are allowed.
 FinishReason = Literal["stop", "eos", "length"]
-# No room, the user's quota, the largest file that is allowed.
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class InputError(ValueError):
@@ -63,33 +55,6 @@ def require_limits(settings: Any, limits: dict[str, bool], must: str, remedy: st
         names = [part.name for part in fields(settings) if part.name in words]
         values = ", ".join(f"{name} is {getattr(settings, name)!r}" for name in names)
         raise InputError(f"{must} {' and '.join(broken)}, but {values}. {remedy}.")
-
-
-@contextmanager
-def naming_full_disk(path: Path) -> Iterator[None]:
-    """Turn any library's error about a full disk or quota into one that says what was being written.
-
-    Raises:
-        InputError: If there is one.
-    """
-    try:
-        yield
-    except Exception as error:
-        found: BaseException | None = error
-        while found is not None and not is_full_disk(found):
-            found = found.__cause__ or found.__context__
-        if found is None:
-            raise
-        raise InputError(
-            f"{path} must be written, but its disk has no room ({first_line(found)}). Make room, then give "
-            "the same command again, for a stage with --resume true: what was finished before is kept."
-        ) from error
-
-
-def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error, of Python or of a library that quotes the system, means a full disk."""
-    quoted = any(os.strerror(number) in str(error) for number in FULL_DISK)
-    return quoted or getattr(error, "errno", None) in FULL_DISK
 
 
 def first_line(error: BaseException, length: int = 150) -> str:

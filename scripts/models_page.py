@@ -27,7 +27,7 @@ from families import FAMILIES, build  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 # How a model is scored and sampled, as the page says it.
-SCORING = {"auto": "fast", "packed": "slower", "single": "slowest"}
+SCORING = {"auto": "fast", "single": "slow"}
 SAMPLING = {
     "slots": "fast",
     "padded": "slower",
@@ -44,8 +44,8 @@ Read this page to see whether a model family runs, and how fast. A small random 
 checks that a run makes at its start (`scripts/models_page.py`), the default LoRA included. A model that is
 not here is checked likewise, and refused if its log-probs are wrong.
 
-* **[Scoring](hardware.md#layouts)** and training: *fast* computes a group's prompt once; *slower* packs
-  sequences, each with its prompt; *slowest* runs one sequence per forward.
+* **[Scoring](hardware.md#layouts)** and training: *fast* computes a group's prompt once, many sequences
+  in a row; *slow* runs one sequence per forward.
 * **[Sampling](rollouts.md#sampling-in-process)** by `HFEngine`: *fast* has our cache, *slower* that of
   transformers, *slowest* none.
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from rlt_lightning.checkpoints.card import write_model_card
+from rlt_lightning.checkpoints.card import CARD, write_model_card
 from rlt_lightning.checkpoints.folder import (
     ONE_PROCESS,
     WEIGHTS,
@@ -26,7 +26,7 @@ from rlt_lightning.models.format import (
     with_default_system,
     write_format,
 )
-from rlt_lightning.models.load import empty_model, ensure_pad_token, is_model_folder, load_tokenizer
+from rlt_lightning.models.load import empty_model, is_model_folder, load_tokenizer
 from rlt_lightning.models.lora import (
     ADAPTER_FILE,
     LoRA,
@@ -66,7 +66,7 @@ def export_model(
     Args:
         model: The model that gives the configuration; its weights may be empty.
         tensors: Its stored weights by name, or placeholders for them.
-        tokenizer: The tokenizer, which is written with a pad token other than its eos.
+        tokenizer: The tokenizer.
         metadata: What `PolicyModule.build_metadata` returned.
         folder: An existing folder to write to.
         adapter: How a LoRA is written: merged into the weights, or as a separate folder for peft and vLLM.
@@ -74,12 +74,10 @@ def export_model(
     """
     if strategy.global_rank == 0:
         tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer))
         write_trained_format(metadata, tokenizer, folder)
         tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(write_model_card(metadata, adapter == "separate"), encoding="utf-8")
+        (folder / CARD).write_text(write_model_card(metadata, adapter == "separate"), encoding="utf-8")
         if adapter == "merged":
-            model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(folder)
             generation = copy.deepcopy(model.generation_config)

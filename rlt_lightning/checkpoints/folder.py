@@ -52,7 +52,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from rlt_lightning.digests import require_digests, write_digests
-from rlt_lightning.types import InputError, naming_full_disk
+from rlt_lightning.types import InputError
 
 # Who only looks for checkpoints needs no PyTorch: the first line of `rlt demo` appears at once.
 if TYPE_CHECKING:
@@ -113,9 +113,8 @@ def replace_folder(folder: Path, strategy: Any) -> Iterator[Path]:
         scratch.mkdir(parents=True)
     strategy.barrier()
     try:
-        with naming_full_disk(folder):
-            yield scratch
-    except InputError:
+        yield scratch
+    except Exception:
         if strategy.world_size == 1:  # other ranks may still write there
             remove(scratch)
         raise

@@ -42,7 +42,7 @@ from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
-from rlt_lightning.types import InputError, as_list, naming_full_disk
+from rlt_lightning.types import InputError, as_list
 from rlt_lightning.version import __version__
 
 TRAINER_VERBS = LightningCLI.subcommands()
@@ -80,9 +80,8 @@ class SaveConfig(SaveConfigCallback):
         # What was parsed has been validated.
         options = {"skip_unset": False, "skip_validation": True, "overwrite": True, "multifile": False}
         config = self.forget_resumption(path.parent)
-        with naming_full_disk(path):
-            self.parser.save(config, str(scratch), **options)
-            scratch.replace(path)
+        self.parser.save(config, str(scratch), **options)
+        scratch.replace(path)
         settings = redact(yaml.safe_load(path.read_text())) | {"version": __version__}
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from rlt_lightning.console import waiting_for
 from rlt_lightning.types import InputError
 
 # Pretrained by research/make_miniature.py on last-digit chains, 184,000 parameters; miniature-teacher is the
@@ -77,16 +76,8 @@ def embedded_model() -> Path:
     target = cache_folder() / f"{DEFAULT_MODEL}-{WHEEL_SHA256[:12]}"
     if (target / "config.json").is_file():
         return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"The cache folder {target.parent} must be writable ({error.strerror}). Set RLT_CACHE_DIR to "
-            "one that is."
-        ) from error
-    with contextlib.ExitStack() as stack:
-        with waiting_for(f"another process to fetch {DEFAULT_MODEL} into {target}"):
-            stack.enter_context(FileLock(f"{target}.lock"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
         # Another process may have made it while this one waited for the lock.
         if not (target / "config.json").is_file():
             print(f"Fetching {DEFAULT_MODEL} (93 MB, once) into {target}", file=sys.stderr)

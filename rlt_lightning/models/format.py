@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,17 +67,12 @@ class ModelFormat:
         """
         try:
             tags = TagStyle(**plain["tags"], separator=plain["separator"])
-            texts = [*(getattr(tags, field.name) for field in fields(tags)), plain["system_prompt"]]
             share = float(plain["system_prompt_share"])
-            if plain["role"] not in ("teacher", "student") or not all(isinstance(t, str) for t in texts):
-                raise ValueError("a value has another type")
             return ModelFormat(plain["role"], tags, plain["system_prompt"], share)
         except (KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
             raise InputError(
-                f"{source} must hold role, tags, separator, system_prompt and system_prompt_share as "
-                f"rlt_lightning writes them, but does not ({reason}). Restore the file, or delete it: the "
-                "model then counts as one of unknown format."
+                f"{source} must hold role, tags, separator, system_prompt and system_prompt_share, but does "
+                f"not ({error!r}). Restore it, or delete it: the model's format is then unknown."
             ) from error
 
 
@@ -85,22 +80,6 @@ def write_format(model_format: ModelFormat, folder: Path) -> None:
     """Write `rlt_format.json` into a model folder."""
     text = json.dumps(model_format.to_plain(), indent=1, ensure_ascii=False)
     (folder / FORMAT_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def read_format(path: Path) -> ModelFormat:
-    """Return the format that `write_format` has written.
-
-    Raises:
-        InputError: If the file is not as it was written.
-    """
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} must be readable JSON, but is not ({error}). Restore it, or delete it: the model then "
-            "counts as one of unknown format."
-        ) from error
-    return ModelFormat.from_plain(plain, str(path))
 
 
 def with_default_system(template: Any, system_prompt: str) -> Any:

@@ -1,19 +1,13 @@
 """Choose a run's kernels by device and installed packages, check them at the start, name them in the log.
 
                chosen where nothing is set                   checked against
-    attention  FA3, flash-attn or PyTorch's: the first       a loop over segments in fp32 (value, gradients)
-               that is installed and suits the GPU
+    attention  flash-attn if installed, else PyTorch's       a loop over segments in fp32 (value, gradients)
     liger      on a GPU with liger-kernel                    the model's log-probs without it
-    blocks     not compiled                                  the model's log-probs without it
     head       compiled on a GPU                             the head as it is (value, gradients), with the
                                                              divergence that the run computes
     AdamW      fused on a GPU                                nothing
 
-An attention kernel or a head that was chosen by default and fails its check is left out with a warning. If
-the settings ask for it, or if blocks are wrong, the run ends with an error.
-
-One attention kernel serves all models of a process, since FlashAttention-3 takes the place of PyTorch's own
-for all of them. So each choice is checked with the heads of every model prepared so far.
+If a kernel is wrong, the run ends with an error that names its setting.
 """
 
 from __future__ import annotations
@@ -27,16 +21,13 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from rlt_lightning.console import announce
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
 from rlt_lightning.models.packed import HeadOptions, call_model, compute_log_probs, computing_dtype
 from rlt_lightning.numerics.attention import (
     KERNELS,
-    Kernel,
     Segments,
     SharedPrefix,
     looped_attention,
@@ -47,11 +38,9 @@ from rlt_lightning.numerics.head import Head, full_precision
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.varlen import FlashAttnKernel, TorchKernel
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, missing_package
 
-AttentionKernel = Literal["fa3", "flash_attn", "torch"]
-# From the fastest to the one that is always there.
-ATTENTION_KERNELS: tuple[AttentionKernel, ...] = ("fa3", "flash_attn", "torch")
+AttentionKernel = Literal["flash_attn", "torch"]
 LOOP = "a loop over segments"
 # Architectures whose norms multiply by the weight after rounding, as Liger's "llama" mode does.
 LIGER_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -62,26 +51,14 @@ class Kernels:
     """Faster kernels for the same numbers. Each of them is checked at the start of a run.
 
     Args:
-        attention: The kernel of our attention on an NVIDIA GPU in half precision: "fa3" (FlashAttention-3 in
-            place of PyTorch's kernel), "flash_attn" (the package flash-attn) or "torch"; None: the first of
-            them that is installed, suits the GPU and is right.
+        attention: The kernel of our attention on an NVIDIA GPU in half precision: "flash_attn" (the package
+            flash-attn) or "torch"; None: the first of them that is installed.
         liger: Compute RMSNorm, RoPE and SwiGLU with liger-kernel; None: on a GPU where it is installed and
             suits the architecture.
-        compiled_blocks: Compile every transformer block with torch.compile; not with DeepSpeed ZeRO-3.
-        fused_adamw: Step all weights in one pass over memory; None: on a GPU, and for offloaded steps.
     """
 
     attention: AttentionKernel | None = None
     liger: bool | None = None
-    compiled_blocks: bool = False
-    fused_adamw: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.liger and self.compiled_blocks:
-            raise InputError(
-                "model.kernels must fuse blocks in one way, but liger and compiled_blocks are both true. "
-                "Leave one of them out."
-            )
 
 
 # How a fault is found
@@ -144,92 +121,38 @@ class Heads(NamedTuple):
         return cls(config.num_attention_heads, num_keys, size, computing_dtype(model))
 
 
-# The heads that the kernel of a type of device must be right for, in the order in which they came.
-SERVED: dict[str, dict[Heads, None]] = {}
-
-
-def explain_missing(name: AttentionKernel, device: torch.device) -> str | None:
-    """Return why a kernel is not available here, or None."""
-    if name == "flash_attn" and find_spec("flash_attn") is None:
-        return "the package flash-attn is not installed"
-    if name == "fa3" and find_spec("flash_attn_interface") is None:
-        return "FlashAttention-3 (the module flash_attn_interface) is not installed"
-    if name == "fa3" and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9):
-        return "FlashAttention-3 is for GPUs of compute capability 9 (H100, H200)"
-    return None
-
-
-def attention_kernel(name: AttentionKernel) -> Kernel:
-    """Return a kernel of our attention by its name; "fa3" replaces PyTorch's in the whole process."""
-    restore_flash_attention_impl(_raise_warn=False)
-    if name == "flash_attn":
-        interface = import_module("flash_attn.flash_attn_interface")
-        return FlashAttnKernel(interface, f"flash-attn {package_version('flash-attn')}")
-    if name == "torch":
-        return TorchKernel()
-    activate_flash_attention_impl("FA3")
-    return TorchKernel("FlashAttention-3")
-
-
 def choose_attention(model: Any, wanted: AttentionKernel | None, device: torch.device) -> str:
     """Choose the kernel of our attention for this process, and return its name.
 
-    A default that is wrong is left out with a warning. If none is right, a loop over segments computes.
-
     Raises:
-        InputError: If the wanted kernel is not available, does not suit the model or is wrong.
+        InputError: If the kernel is not available, does not suit the model or is wrong.
     """
     if model.config._attn_implementation != SEGMENT_ATTENTION:
         return f"transformers' {model.config._attn_implementation}"
     if wanted is None and device.type != "cuda":
         return KERNELS[device.type].name if device.type in KERNELS else LOOP
     heads = Heads.of(model)
-    if not TorchKernel().supports(heads.dtype, heads.size):
-        found = f"{heads.dtype} and heads of {heads.size} dimensions"
-        if wanted is None:
-            return f"{LOOP} (there is no kernel for {found})"
+    if wanted is None and not TorchKernel().supports(heads.dtype, heads.size):
+        return f"{LOOP} (there is no kernel for {heads.dtype} and heads of {heads.size} dimensions)"
+    name = wanted or ("torch" if find_spec("flash_attn") is None else "flash_attn")
+    if fault := find_failure(partial(install_attention, name, heads, device)):
         raise InputError(
-            f"model.kernels.attention {wanted} needs half precision and heads of at most 256 dimensions, but "
-            f"this model has {found}. For half precision set trainer.precision to bf16-mixed, else leave it "
-            "out."
+            f"model.kernels.attention {name} must be installed and equal {LOOP}, but {fault}. Set another "
+            "one, or model.attn_implementation to sdpa."
         )
-    SERVED.setdefault(device.type, {})[heads] = None
-    for name in (wanted,) if wanted else ATTENTION_KERNELS:
-        reason = explain_missing(name, device)
-        fault = reason or find_failure(partial(install_attention, name, device))
-        if fault is None:
-            return KERNELS[device.type].name
-        if wanted is not None:
-            raise InputError(
-                f"model.kernels.attention {name} must be installed and equal {LOOP}, but {fault}. Set "
-                "another one, or leave it out."
-            )
-        # A kernel that is not installed needs no warning unless the settings ask for it.
-        if reason is None:
-            rank_zero_warn(f"The attention kernel '{name}' is not used: {fault}.")
-    KERNELS.pop(device.type, None)
-    rank_zero_warn(
-        f"Our attention is {LOOP}, which is slow, since no kernel is right. To use transformers' attention, "
-        "set model.attn_implementation to sdpa."
-    )
-    return LOOP
+    return KERNELS[device.type].name
 
 
-def install_attention(name: AttentionKernel, device: torch.device) -> str | None:
-    """Put a kernel in place; if it has a fault, take it out again and return the fault."""
-    before = KERNELS.get(device.type)
-    fault: str | None = "its check did not end"
-    try:
-        KERNELS[device.type] = attention_kernel(name)
-        faults = (attention_fault(heads, device) for heads in SERVED[device.type])
-        fault = next((found for found in faults if found is not None), None)
-    finally:
-        if fault is not None:
-            restore_flash_attention_impl(_raise_warn=False)
-            KERNELS.pop(device.type, None)
-            if before is not None:
-                KERNELS[device.type] = before
-    return fault
+def install_attention(name: AttentionKernel, heads: Heads, device: torch.device) -> str | None:
+    """Put a kernel in place, and return its fault for these heads."""
+    if name == "torch":
+        KERNELS[device.type] = TorchKernel()
+    else:
+        interface = import_module("flash_attn.flash_attn_interface")
+        KERNELS[device.type] = FlashAttnKernel(interface, f"flash-attn {package_version('flash-attn')}")
+    if not KERNELS[device.type].supports(heads.dtype, heads.size):
+        return f"it needs half precision and heads of at most 256 dimensions, not {heads.dtype}, {heads.size}"
+    return attention_fault(heads, device)
 
 
 @torch.inference_mode(False)
@@ -273,21 +196,18 @@ def fuse_blocks(run: Callable[..., Any], name: str, kernels: Kernels, device: to
     liger = kernels.liger
     if liger is None:
         installed = device.type == "cuda" and find_spec("liger_kernel") is not None
-        liger = installed and not kernels.compiled_blocks and call_model(run, suits_liger)
-    if not liger and not kernels.compiled_blocks:
+        liger = installed and call_model(run, suits_liger)
+    if not liger:
         return []
-    setting, fuse = ("liger", use_liger) if liger else ("compiled_blocks", compile_blocks)
     plain = run(sample_log_probs)
-    call_model(run, fuse)
+    call_model(run, use_liger)
     difference = (run(sample_log_probs) - plain).abs().mean().item()
     half = call_model(run, computing_dtype) in (torch.bfloat16, torch.float16)
     if not difference <= (0.1 if half else 1e-3):  # nats; NaN is a fault too
         raise InputError(
-            f"'{name}' must compute the same with model.kernels.{setting} as without, but its log-probs "
-            f"change by {difference:.2g} nats. Set it to false."
+            f"'{name}' must compute the same with model.kernels.liger as without, but its log-probs change "
+            f"by {difference:.2g} nats. Set it to false."
         )
-    if not liger:
-        return ["blocks by torch.compile"]
     return [f"RMSNorm, RoPE and SwiGLU by Liger {package_version('liger-kernel')}"]
 
 
@@ -324,10 +244,7 @@ def use_liger(model: Any) -> None:
     try:
         apply_to = import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
     except ImportError as error:
-        raise InputError(
-            "model.kernels.liger needs liger-kernel and Triton (pip install 'rlt-lightning[liger]'), but "
-            f"importing them fails: {error}"
-        ) from error
+        raise missing_package("model.kernels.liger", "liger-kernel", "liger", "leave it out") from error
     if not suits_liger(model):
         config = model.config.get_text_config()
         raise InputError(
@@ -337,28 +254,13 @@ def use_liger(model: Any) -> None:
     apply_to(model, fused_linear_cross_entropy=False)
 
 
-def compile_blocks(model: Any) -> None:
-    """Compile every block with torch.compile.
-
-    Raises:
-        InputError: If ZeRO-3 gathers the weights of single layers, which a compiled block would not wait for.
-    """
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise InputError(
-            "model.kernels.compiled_blocks is for whole models and FSDP2, but DeepSpeed ZeRO-3 gathers "
-            "weights layer by layer. Set it to false; model.kernels.liger works with ZeRO-3."
-        )
-    for block in find_blocks(model):
-        block.compile(dynamic=True)
-
-
 # Head
 
 
 def choose_head(
     head: HeadOptions, dtype: torch.dtype, device: torch.device, divergence: Divergence | None = None
 ) -> HeadOptions:
-    """Return the head's options with `compiled` decided: on a GPU by default, if it equals the head as it is.
+    """Return the head's options with `compiled` decided: on a GPU by default.
 
     Args:
         head: The user's options.
@@ -367,17 +269,14 @@ def choose_head(
         divergence: The divergence of two heads that the run computes, as its loss or in its reward, if any.
 
     Raises:
-        InputError: If `compiled` was asked for and fails.
+        InputError: If the compiled head is wrong, or does not compile.
     """
     compiled = device.type == "cuda" if head.compiled is None else head.compiled
     if compiled and (fault := find_failure(partial(compiled_head_fault, dtype, device, divergence))):
-        if head.compiled:
-            raise InputError(
-                f"The compiled head must equal the head as it is, but {fault}. torch.compile needs a C "
-                "compiler and, on a GPU, Triton. Set model.head.compiled to false."
-            )
-        rank_zero_warn(f"The head is not compiled: {fault}.")
-        compiled = False
+        raise InputError(
+            f"The compiled head must equal the head as it is, but {fault}. torch.compile needs a C compiler "
+            "and, on a GPU, Triton. Set model.head.compiled to false."
+        )
     return replace(head, compiled=compiled)
 
 
@@ -412,7 +311,7 @@ def compiled_head_fault(
     return f"a value or gradient is off by {bad[0]:.2g} of its norm" if bad else None
 
 
-# All of it, and the optimizer
+# All of it
 
 
 def prepare_model(
@@ -421,7 +320,6 @@ def prepare_model(
     kernels: Kernels,
     head: HeadOptions,
     device: torch.device,
-    more: str = "",
     divergence: Divergence | None = None,
 ) -> HeadOptions:
     """Choose and check the kernels of a model, name them in one line, and return the head's options.
@@ -434,20 +332,12 @@ def prepare_model(
         kernels: The settings.
         head: The user's options of the head.
         device: The device that computes.
-        more: What else the line names.
         divergence: What the run computes with this model's head and another's, if anything.
     """
     attention = call_model(run, choose_attention, kernels.attention, device)
     fused = fuse_blocks(run, name, kernels, device)
     chosen = choose_head(head, call_model(run, computing_dtype), device, divergence)
     if device.type == "cuda" or kernels != Kernels() or chosen.compiled:
-        parts = [f"attention by {attention}", *fused, *["compiled head"] * bool(chosen.compiled), more]
-        announce(f"kernels of {name}: {', '.join(filter(None, parts))}")
+        parts = [f"attention by {attention}", *fused, *["compiled head"] * bool(chosen.compiled)]
+        announce(f"kernels of {name}: {', '.join(parts)}")
     return chosen
-
-
-def steps_fused(kernels: Kernels, device: torch.device, steps_on_cpu: bool) -> bool | None:
-    """Return whether AdamW is fused; None leaves it to PyTorch, which does not fuse."""
-    if kernels.fused_adamw is not None:
-        return kernels.fused_adamw
-    return True if steps_on_cpu or device.type == "cuda" else None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
-from rlt_lightning.console import announce, is_offline, size_text, try_hub, waiting_for
+from rlt_lightning.console import announce, try_hub, waiting_for
 from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (
@@ -24,8 +24,9 @@ from rlt_lightning.models.embedded import (
     resolve,
 )
 from rlt_lightning.models.file_names import PretrainedFiles
-from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, read_format, without_default_system
-from rlt_lightning.models.template import find_turn_end, fix_date
+from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, without_default_system
+from rlt_lightning.models.packed import LIMITS
+from rlt_lightning.models.template import fix_date
 from rlt_lightning.models.weights import Read, WeightFiles
 from rlt_lightning.types import InputError, first_line
 
@@ -92,7 +93,9 @@ def load_format(name: str) -> ModelFormat | None:
     """
     require_model_name(name)
     path = find_file("format of", name, FORMAT_FILE)
-    return None if path is None else read_format(path)
+    if path is None:
+        return None
+    return ModelFormat.from_plain(json.loads(path.read_text(encoding="utf-8")), str(path))
 
 
 def find_file(kind: str, name: str, file_name: str) -> Path | None:
@@ -137,7 +140,7 @@ def load_model(
     options = attention_options(name, attn_implementation, trust_remote_code)
     announce_model(name, dtype, role)
     require_intact(Path(resolve(name)), weights=True)
-    with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
+    with naming_choices("model", name), quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(
             resolve(name),
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
@@ -182,7 +185,7 @@ def meta_model(
 
     options = attention_options(name, attn_implementation, trust_remote_code)
     config = model_config(name, trust_remote_code)
-    with naming_choices("model", name), naming_attention(name, attn_implementation), quiet_transformers():
+    with naming_choices("model", name), quiet_transformers():
         dtype_found = config.dtype if dtype == "auto" else getattr(torch, dtype)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype_found, **options)
@@ -231,13 +234,14 @@ def read_context_length(config: Any) -> int:
 def can_replace_attention(config: Any) -> bool:
     """Return whether our attention can replace the model's.
 
-    The model must have no sliding window and no soft cap of the scores, and its class must leave mask and
-    products to transformers' attention interface.
+    Each layer must attend to all that came before, without a soft cap of the scores, and the model's class
+    must leave mask and products to transformers' attention interface.
     """
     from transformers import AutoModelForCausalLM
 
     config = config.get_text_config()
-    if getattr(config, "sliding_window", None) or has_soft_cap(config):
+    layers = set(getattr(config, "layer_types", None) or ())
+    if has_soft_cap(config) or layers - {"full_attention"} or any(getattr(config, n, None) for n in LIMITS):
         return False
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     exchangeable = ("_supports_sdpa", "_supports_attention_backend")
@@ -255,36 +259,19 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def require_model_name(name: str) -> None:
-    """Check a model's name without the hub: a path must lead to a model, an embedded model be spelled right.
-
-    A name is a path if it begins as one, or if the folder before its last `/` is here.
+    """Check a model's name without the hub: a path must lead to a folder.
 
     Raises:
-        InputError: If it is none of an embedded model, a folder that can hold a model, and a possible hub id;
-            or if a file of the folder, other than weights, was changed since we wrote it.
+        InputError: If it is none of an embedded model, a folder and a possible hub id; or if a file of the
+            folder, other than weights, was changed since we wrote it.
     """
     folder = Path(name).expanduser()
-    embedded = (DEFAULT_MODEL, *MINIATURES)
-    if name in embedded:
+    if name in (DEFAULT_MODEL, *MINIATURES):
         return
     if folder.is_dir():
-        if not is_model_folder(folder) and is_model_folder(folder / "model"):
-            raise InputError(
-                f"'{name}' must be a model folder, but is a run, whose model lies in it. Did you mean "
-                f"{folder / 'model'}?"
-            )
         require_intact(folder)
-        return
-    if near := get_close_matches(name, embedded, n=1, cutoff=0.85):  # no hub id looks like one
-        raise InputError(f"There is no model '{name}'. Did you mean {near[0]}? Use {MODEL_CHOICES}.")
-    starts_as_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if starts_as_path or (folder.parent != Path() and folder.parent.is_dir()):
-        raise InputError(f"The model folder '{name}' must exist, but does not. Use {MODEL_CHOICES}.")
-    if "/" not in name:
-        raise InputError(
-            f"There is no folder '{name}' here, and no hub id OWNER/NAME is without a slash. Use "
-            f"{MODEL_CHOICES}."
-        )
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or folder.parent.is_dir():
+        raise InputError(f"There is no model '{name}'. Use {MODEL_CHOICES}.")
 
 
 def require_intact(folder: Path, weights: bool = False) -> None:
@@ -312,24 +299,17 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     folder = Path(name).expanduser()
     if kind == "model" and (folder / "adapter_config.json").is_file():
         raise InputError(
-            f"The {kind} folder '{name}' must hold a whole model, but holds an adapter. Merge it: rlt export "
-            "does with a checkpoint of its run, peft's merge_and_unload with any."
-        )
-    if kind == "model" and folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(
-            f"The {kind} folder '{name}' must hold a config.json, but has none. Use {MODEL_CHOICES}."
+            f"The model folder '{name}' must hold a whole model, but holds an adapter. Merge it with rlt "
+            "export or peft's merge_and_unload."
         )
     try:
         with waiting_for_hub(kind, name):
             yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
-        remedy = f"Use {MODEL_CHOICES}."
-        if is_offline() and not is_local(name):
-            remedy = f"Run `hf download {name}` where the hub can be reached, or use {MODEL_CHOICES}."
         raise InputError(
-            f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). {remedy}"
+            f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). Use {MODEL_CHOICES}."
         ) from error
 
 
@@ -348,69 +328,7 @@ def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[N
     return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")
 
 
-@contextlib.contextmanager
-def naming_attention(name: str, attn_implementation: str | None) -> Iterator[None]:
-    """Turn a failure that is about the attn_implementation into an error that says so."""
-    try:
-        yield
-    except (ImportError, ValueError) as error:
-        text = str(error).strip() or type(error).__name__
-        if attn_implementation is None or not re.search("attention|attn", text, re.IGNORECASE):
-            raise
-        reason = re.split(r"(?<=[.:;]) |\n", text)[0][:200]
-        raise InputError(
-            f"attn_implementation must be one that is installed and that '{name}' knows, but "
-            f"'{attn_implementation}' is not ({reason}). Leave it out, or use sdpa, eager or, with the "
-            "flash-attn extra, flash_attention_2."
-        ) from error
-
-
-def ensure_pad_token(tokenizer: Any) -> int:
-    """Give the tokenizer a padding token that does not end a turn, from its vocabulary, and return its id.
-
-    We train packed, so no padding enters a loss. But somebody who pads with the exported tokenizer and masks
-    the padding would mask the end of each turn too, if they were the same. Where the vocabulary has no token
-    that could serve, as that of R1's distillations, the tokenizer stays as it came, with a warning.
-    """
-    candidates = [
-        tokenizer.pad_token,
-        "<|endoftext|>",
-        tokenizer.unk_token,
-        "<pad>",
-        "<|finetune_right_pad_id|>",  # Llama 3.1 and later
-        "<|reserved_special_token_0|>",  # Llama 3
-        tokenizer.eos_token,  # where a turn ends with another token
-    ]
-    vocabulary, turn_end = tokenizer.get_vocab(), find_turn_end(tokenizer)
-    for token in candidates:
-        if token in vocabulary and vocabulary[token] != turn_end:
-            tokenizer.pad_token = token
-            return vocabulary[token]
-    rank_zero_warn(
-        f"The tokenizer's vocabulary has no spare token for padding, so its eos {tokenizer.eos_token!r} is "
-        "used. Whoever masks padding in training masks the eos, too, and the model never learns to end."
-    )
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return vocabulary[tokenizer.pad_token]
-
-
 def announce_model(name: str, dtype: str, role: str = "") -> None:
-    """Say which model is loaded next, the size of its files and, if there is a choice, what it is for."""
+    """Say which model is loaded next and, if there is a choice, what it is for."""
     as_dtype = "" if dtype == "auto" else f" as {dtype}"
-    announce(f"loading {name} ({model_size(name)}){as_dtype}{role and f': {role}'}")
-
-
-def model_size(name: str) -> str:
-    """Return the size of a model's files, for a message, or that they are fetched first."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    folder = Path(resolve(name))
-    if not folder.is_dir():
-        try:
-            config = try_to_load_from_cache(name, "config.json")
-        except HFValidationError:  # neither a folder nor the name of a model on the hub
-            return "of unknown size"
-        folder = Path(config).parent if isinstance(config, str) else folder
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.exists())
-    return size_text(num_bytes) if num_bytes else "its files are fetched from the Hugging Face hub first"
+    announce(f"loading {name}{as_dtype}{role and f': {role}'}")

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) by peft's layers, in models that are whole or sharded.
 
 An adapted layer computes W x + (alpha / rank) B A x, Eq. 3, where only A and B are trained. peft replaces
-single layers, so the model keeps its class, its configuration and its blocks. The experts of a mixture are
-stacked in one parameter: peft stacks their A and B too, and adds B A to each expert's W.
+single layers, so the model keeps its class, its configuration and its blocks. The experts of a mixture,
+stacked in one parameter, are not adapted.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class LoRA:
     Args:
         rank: Rows of A and columns of B.
         alpha: Updates are scaled by alpha / rank.
-        targets: Names of what is adapted: linear layers, such as [q_proj, v_proj], and the stacked experts of
-            a mixture, such as [experts.gate_up_proj, experts.down_proj]; all-linear: all linear layers but
-            the head, and no stacked experts.
+        targets: Names of the linear layers that are adapted, such as [q_proj, v_proj]; all-linear: all but
+            the head.
         base: How the frozen weights are stored: full, in the model's type; 4bit: the linear layers in 4 bits
             (QLoRA), for one process or DDP.
     """
@@ -122,16 +121,10 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
         # takes the names for those of older files. It does so only for a model with a configuration.
         layers, root = list_linear_layers(model), nn.ModuleList([model])
         root.is_loaded_in_4bit = getattr(model, "is_loaded_in_4bit", False)  # type: ignore[assignment]
-    parameters, modules = (
-        [f".{n}" for n, _ in pairs] for pairs in (model.named_parameters(), model.named_modules())
-    )
-    stacked = [target for target in layers if any(name.endswith(f".{target}") for name in parameters)]
-    only_stacked = {target for target in stacked if not any(name.endswith(f".{target}") for name in modules)}
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=[target for target in layers if target not in only_stacked],
-        target_parameters=stacked or None,
+        target_modules=layers,
         task_type="CAUSAL_LM",
     )
     try:
@@ -145,7 +138,8 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
     if isinstance(model.get_output_embeddings(), adapted_layer_class()):
         raise InputError("model.lora.targets must leave the language-model head out, but names it. Drop it.")
     for name, layer in adapted_layers(model):
-        if not isinstance(layer, ParamWrapper) and not is_linear(layer.get_base_layer()):
+        # Peft takes some names for those of stacked experts in older files.
+        if isinstance(layer, ParamWrapper) or not is_linear(layer.get_base_layer()):
             raise InputError(f"model.lora.targets must be linear layers, but {name} is none. Drop it.")
         layer._cast_input_dtype = cast_unless_autocast
 
@@ -199,15 +193,6 @@ def unadapted_name(name: str) -> str:
     return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
-def name_base_weight(name: str, layer: Any) -> str:
-    """Return the name of the weight that one of peft's layers adapts; those of stacked experts are nested."""
-    peft_layer: Any = adapted_layer_class()
-    parameter = getattr(layer, "parameter_name", "weight")
-    while isinstance(layer, peft_layer):
-        layer, name = layer.base_layer, f"{name}.base_layer"
-    return f"{name}.{parameter}"
-
-
 def adapted_layer_class() -> type:
     """Return the class of the layers that peft puts into the model."""
     from peft.tuners.lora import LoraLayer
@@ -215,18 +200,15 @@ def adapted_layer_class() -> type:
     return LoraLayer
 
 
-def defer_merge(
-    weight: Any, a: Tensor, b: Tensor, scale: float, transposed: bool, num_experts: int = 1
-) -> Deferred:
+def defer_merge(weight: Any, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Deferred:
     """Return a placeholder for W + scale * B A, which is computed when it is read.
 
     Args:
-        weight: W, or a placeholder for it; (experts, out, in) of several experts.
-        a: (experts * rank, in), one expert after another.
-        b: (out, rank * experts), one rank after another.
+        weight: W, or a placeholder for it.
+        a: (rank, in).
+        b: (out, rank).
         scale: alpha / rank.
         transposed: Whether W is stored as (in, out).
-        num_experts: The number of experts.
     """
 
     @torch.no_grad()
@@ -238,15 +220,9 @@ def defer_merge(
         """
         with whole_tensors([weight, a, b]) as [whole, whole_a, whole_b]:
             whole_a, whole_b = whole_a.to(whole.device).float(), whole_b.to(whole.device).float()
-            of_experts = zip(
-                whole_a.chunk(num_experts),
-                whole_b.unflatten(1, (-1, num_experts)).unbind(2),
-                strict=True,
-            )
-            update = scale * torch.stack([part_b @ part_a for part_a, part_b in of_experts])
-            return (whole.float() + (update.mT if transposed else update).reshape(whole.shape)).to(
-                whole.dtype
-            )
+            update = scale * (whole_b @ whole_a)
+            update = update.mT if transposed else update
+            return (whole.float() + update).to(whole.dtype)
 
     return Deferred(torch.Size(full_shape(weight)), weight.dtype, merge)
 
@@ -258,7 +234,7 @@ def merge_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor
         model: The model, whose layers say what is adapted, and how.
         tensors: Its weights by name, or placeholders for them.
     """
-    layers = {name_base_weight(name, layer): (name, layer) for name, layer in adapted_layers(model)}
+    layers = {f"{name}.base_layer.weight": (name, layer) for name, layer in adapted_layers(model)}
     # Codes of 4 bits mean nothing to others; placeholders for original weights stay.
     whole = dequantised_weights(model)
     tensors = {n: whole.get(n, t) if isinstance(t, Tensor) else t for n, t in tensors.items()}
@@ -267,11 +243,7 @@ def merge_weights(model: nn.Module, tensors: dict[str, Any]) -> list[NamedTensor
         if name in layers:
             layer_name, layer = layers[name]
             a, b = (tensors[f"{layer_name}.lora_{matrix}.{ADAPTER}.weight"] for matrix in "AB")
-            # Peft swaps the sizes that it reads where W of experts is (experts, out, in).
-            stacked = hasattr(layer, "parameter_name") and len(full_shape(tensor)) == 3
-            transposed = not layer._did_swap_in_out_features if stacked else layer.fan_in_fan_out
-            num_experts = layer.num_experts if stacked else 1
-            tensor = defer_merge(tensor, a, b, layer.scaling[ADAPTER], transposed, num_experts)
+            tensor = defer_merge(tensor, a, b, layer.scaling[ADAPTER], layer.fan_in_fan_out)
         if not is_adapter(name):
             merged.append((unadapted_name(name), tensor))
     return merged

@@ -18,22 +18,10 @@ from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import Layout, PackedSequences, ScoredSequence
 from rlt_lightning.types import InputError, first_line
 
-# From best to worst. "auto" and "shared_prefix" need our attention, "packed" needs the architecture to see
-# where sequences end, "single" works for every model.
-FALLBACKS: dict[Layout, list[Layout]] = {
-    "auto": ["auto", "packed", "single"],
-    "shared_prefix": ["shared_prefix"],
-    "packed": ["packed", "single"],
-    "single": ["single"],
-}
-
 # Names of a layer's probabilities of dropout, which its forward may read, and of noise on its input.
 NOISE = re.compile("dropout|layerdrop|input_jitter")
-# Names in a configuration of how many tokens a layer may see.
-REACH = re.compile("window|chunk|topk|top_k|block|original_max_position")
-# Names of how many of all tokens a layer keeps by a score, as an indexer or a dynamic mask does.
-CHOICE = re.compile("^index_topk|keep_window_size")
-LONGEST_CHECKED = 2304  # tokens: more than the 2,048 that sparse attention keeps in released models
+# Names in a configuration of how many tokens a layer attends to.
+LIMITS = ("sliding_window", "attention_chunk_size", "index_topk", "keep_window_size")
 FORWARD_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, KeyError)
 
 
@@ -240,19 +228,16 @@ def disable_dropout(model: nn.Module) -> None:
 # The check of a layout at the start of a run
 
 
-def verify_layout(
-    run: Callable[..., Any], name: str, wanted: Layout, attention_chosen: bool = False
-) -> Layout:
-    """Return the best layout in which this model's packed log-probs equal its own, one by one.
+def verify_layout(run: Callable[..., Any], name: str, wanted: Layout) -> Layout:
+    """Return a layout in which this model's packed log-probs equal its own, one by one.
 
-    It warns if that is not the wanted layout.
+    Only our attention shares a row between sequences. "single", by the model's own attention, works for every
+    model: if the wanted layout does not, this warns and returns "single".
 
     Args:
         run: Calls the model: run(function, *arguments) is function(model, *arguments).
         name: The user's name for the model.
         wanted: The layout to try first.
-        attention_chosen: Whether the user chose the attn_implementation; there is then no warning if it
-            cannot share prefixes.
 
     Raises:
         InputError: If no layout is right, or "shared_prefix" was asked for and is wrong, or see
@@ -260,33 +245,26 @@ def verify_layout(
     """
     call_model(run, require_fixed_positions)
     architecture, attention = run(lambda model: (type(model).__name__, model.config._attn_implementation))
-    candidates = [(attention, layout) for layout in FALLBACKS[wanted]]
-    if attention != SEGMENT_ATTENTION and attention_chosen and wanted == "auto":
-        # The user's own choice rules out shared prefixes: nothing to warn of.
-        candidates = candidates[1:]
-    if not attention_chosen and wanted != "shared_prefix":
-        # Where ours is right one by one only, the model's own may be right in a packed row, too.
-        others = [own for own in call_model(run, list_own_attentions) if own != attention]
-        slowest = [candidates.pop()] if wanted != "single" else []
-        candidates += [(own, layout) for own in others for layout in FALLBACKS[wanted] if layout == "packed"]
-        candidates += slowest + [(own, "single") for own in others]
+    candidates: list[tuple[str, Layout]] = [(attention, wanted)]
+    if wanted != "shared_prefix":
+        own = [attention] if attention != SEGMENT_ATTENTION else []
+        own += call_model(run, list_own_attentions)
+        candidates += [(other, "single") for other in dict.fromkeys(own)]
     faults: list[str] = []
     for attention, layout in candidates:
         call_model(run, set_attention, attention)
         fault = call_model(run, known_fault, layout) or call_model(run, layout_fault, layout)
         if fault is None:
             if faults:
-                by = "" if attention == candidates[0][0] else f" and attention '{attention}'"
                 rank_zero_warn(
-                    f"'{name}' ({architecture}) runs with layout '{layout}'{by}, which is slower: with "
-                    f"'{candidates[0][1]}' {faults[0]}."
+                    f"'{name}' ({architecture}) runs with layout '{layout}' and attention '{attention}', "
+                    f"which is slower: with '{wanted}' {faults[0]}."
                 )
             return layout
         faults.append(fault)
     raise InputError(
-        f"The log-probs of '{name}' ({architecture}) with layout '{candidates[-1][1]}' must equal its "
-        f"own, but {faults[-1]}. "
-        + ("Use model.layout auto." if wanted == "shared_prefix" else "Use a Llama, Qwen2 or Qwen3 model.")
+        f"The log-probs of '{name}' ({architecture}) with layout '{layout}' must equal its own, but "
+        f"{faults[-1]}. Set model.layout to auto, or use a Llama, Qwen2 or Qwen3 model."
     )
 
 
@@ -303,21 +281,23 @@ def set_attention(model: Any, name: str) -> None:
 
 def known_fault(model: Any, layout: Layout) -> str | None:
     """Return a known fault of a layout that no short sequence shows, or None."""
-    config = model.config.get_text_config()
-    if layout in ("auto", "shared_prefix") and model.config._attn_implementation != SEGMENT_ATTENTION:
-        return f"its attention ('{model.config._attn_implementation}') does not share prefixes"
-    if layout != "single" and (fault := find_position_fault(model)):
-        return fault
-    chosen = [name for name, value in config.to_dict().items() if CHOICE.search(name) and value]
-    if layout != "single" and chosen:
-        return f"its layers choose among all tokens of a row ({', '.join(chosen)})"
-    return None
+    if layout == "single":
+        return None
+    if model.config._attn_implementation != SEGMENT_ATTENTION:
+        return f"its attention ('{model.config._attn_implementation}') would mix sequences of a row"
+    return find_position_fault(model)
+
+
+def find_longest_reach(config: Any, most: int = 2304) -> int:
+    """Return the most tokens, up to `most`, that a layer attends to where that is limited; 0 if it is not."""
+    limits = (getattr(config, name, None) or 0 for name in LIMITS)
+    return max((limit for limit in limits if limit <= most), default=0)
 
 
 def find_position_fault(model: Any) -> str | None:
     """Return why a sequence's neighbours in a row or a batch would change its positions, or None."""
     config = model.config.get_text_config()
-    if any(rope.get("rope_type") == "longrope" for rope in list_rope_parameters(config)):
+    if has_longrope(config):
         return "the longest sequence would decide how positions of the others are turned"
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4
         return "what stands before a sequence would count in the temperature of its attention"
@@ -340,6 +320,11 @@ def require_fixed_positions(model: Any) -> None:
         )
 
 
+def has_longrope(config: Any) -> bool:
+    """Return whether a long text turns all its positions by other factors than a short one."""
+    return any(rope.get("rope_type") == "longrope" for rope in list_rope_parameters(config))
+
+
 def list_rope_parameters(config: Any) -> list[dict[str, Any]]:
     """Return how positions are turned; an entry for each kind of layers, where a model has several."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -350,18 +335,13 @@ def list_rope_parameters(config: Any) -> list[dict[str, Any]]:
 def layout_fault(model: Any, layout: Layout) -> str | None:
     """Compare log-probs in this layout with the model's own on random tokens; return the fault, or None."""
     generator = torch.Generator().manual_seed(0)
-    config = model.config.get_text_config()
-    num_words = min(1000, config.vocab_size)
-    # Two sequences are longer than what a layer may see; of each the last tokens are scored.
+    num_words = min(1000, model.config.get_text_config().vocab_size)
     device = next(model.parameters()).device
-    reach = find_longest_reach(config, find_longest_checked(model, device))
-    lengths = (5, 7 + reach, 4, 9 + reach)
-    prefix, *rests = (torch.randint(num_words, (n,), generator=generator).tolist() for n in lengths)
-    totals = [len(prefix) + len(rest) for rest in rests]
-    scored = [min(13, total - 1) for total in totals]
+    prefix, *rests = (torch.randint(num_words, (n,), generator=generator).tolist() for n in (5, 7, 4, 9))
+    scored = [len(prefix) + len(rest) - 1 for rest in rests]  # all but the first
     sequences = [
-        ScoredSequence(prefix, rest, [False] * (total - last) + [True] * last)
-        for rest, total, last in zip(rests, totals, scored, strict=True)
+        ScoredSequence(prefix, rest, [False] + [True] * last)
+        for rest, last in zip(rests, scored, strict=True)
     ]
     attention = model.config._attn_implementation
 
@@ -376,7 +356,7 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
         return logits.log_softmax(-1).gather(1, ids[0, -last:, None]).squeeze(1)
 
     apart = ((0,), (1,), (2,))
-    together = ((0, 1), (2,)) if layout in ("auto", "shared_prefix") else apart
+    together = apart if layout == "packed" else ((0, 1), (2,))
 
     def ours(*rows: tuple[tuple[int, ...], ...], of: list[ScoredSequence] = sequences) -> Tensor:
         packed = [PackedSequences.from_sequences(of, families, device) for families in rows]
@@ -429,26 +409,3 @@ def find_difference(differences: dict[str, Tensor], exact: bool) -> str | None:
         if not sizes[name] <= (1e-3 if exact else bound):  # NaN is a fault too
             return text.format(sizes[name])
     return None
-
-
-def find_longest_reach(config: Any, most: int) -> int:
-    """Return the largest number of tokens, up to `most`, that a configuration names as what a layer may see.
-
-    A window, a chunk, an indexer's choice, the length up to which positions are turned in one way: a shorter
-    text cannot show that they are ignored.
-    """
-    entries = config.to_dict()
-    for value in list(entries.values()):
-        entries |= value if isinstance(value, dict) else {}
-    named = {name: v for name, v in entries.items() if isinstance(v, int) and REACH.search(str(name))}
-    sizes = [v for name, v in named.items() if "block_size" in name]
-    counts = [v for name, v in named.items() if "blocks" in name]
-    lengths = [*named.values(), *(size * count for size in sizes for count in counts)]
-    return max((length for length in lengths if length <= most), default=0)
-
-
-def find_longest_checked(model: Any, device: torch.device) -> int:
-    """Return how long a sequence of the check may be: it runs some ten, in half a minute at most."""
-    flops = 2 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    affordable = (1e12 if device.type == "cpu" else 1e15) / (10 * flops)
-    return min(LONGEST_CHECKED, int(affordable))

@@ -57,15 +57,6 @@ def require_settings(lora: Any, optimizer: Any, whole: bool, installed: bool = T
             raise missing_package(setting, "bitsandbytes", "quant", "drop the setting")
 
 
-def require_same_states(theirs: str, ours: str) -> None:
-    """Refuse to resume from optimizer states of another kind."""
-    if theirs != ours:
-        raise InputError(
-            f"A run must resume with the model.optimizer.states that it began with, {theirs}, but this run "
-            f"has {ours}. Set it as it was, or start from the model that rlt export makes."
-        )
-
-
 @torch.no_grad()
 def quantise(model: Any) -> None:
     """Replace the weights of a model's linear layers, all but the head, by 4-bit codes, layer by layer.

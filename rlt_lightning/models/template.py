@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import re
 from datetime import date
-from functools import cache
 from itertools import takewhile
 from typing import Any
 
-from rlt_lightning.console import announce
 from rlt_lightning.models.format import jinja_string
 from rlt_lightning.types import InputError
 
@@ -164,13 +162,4 @@ def fix_date(template: Any, name: str) -> Any:
             "strftime_now('%Y'), but does not, so that the date cannot be fixed. Put the date "
             "into the template."
         )
-    if not DATE_CALL.search(template):
-        return template
-    announce_date(name)
     return DATE_CALL.sub(lambda call: jinja_string(DATE.strftime(call[1][1:-1])), template)
-
-
-@cache
-def announce_date(name: str) -> None:
-    """Say once that a template prints a date, and which."""
-    announce(f"the chat template of {name} prints the date, which is always {DATE.isoformat()}")

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,11 +26,11 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
-from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model, steps_fused
+from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
-from rlt_lightning.models.quantised import require_same_states, require_settings, without_frozen
+from rlt_lightning.models.quantised import require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.optimizer import (
@@ -41,7 +40,7 @@ from rlt_lightning.modules.optimizer import (
     resume_schedule,
 )
 from rlt_lightning.modules.passes import PassKey, PassRunner
-from rlt_lightning.modules.phases import PhaseTimer, count_weights
+from rlt_lightning.modules.phases import PhaseTimer
 from rlt_lightning.modules.step_metrics import (
     mismatch_metrics,
     require_agreement,
@@ -120,8 +119,7 @@ class PolicyModule(LightningModule):
         self.micro_batch_tokens = micro_batch_tokens
         # Once the models are loaded, the best layout in which all of them are right.
         self.layout = layout
-        # The user's options, and the same after the checks.
-        self.wanted_head = self.head = head
+        self.head = head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
         self.attn_implementation = attn_implementation
@@ -130,8 +128,6 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.kernels = kernels
         self.phase = PhaseTimer()
-        # The most that a GPU could train, if Lightning knows its peak.
-        self.peak_tokens_per_s: float | None = None
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
@@ -152,11 +148,6 @@ class PolicyModule(LightningModule):
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the models that are only read."""
         return ()
-
-    @property
-    def forwards_per_step(self) -> int:
-        """Return how many forwards a forward with its backward costs: 3, or 2 if most weights are frozen."""
-        return 3 if self.lora is None else 2
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse strategies and launches that do not work; let a signal to one rank stop all."""
@@ -285,18 +276,9 @@ class PolicyModule(LightningModule):
             "training": {
                 "method": type(self).__name__,
                 "optimizer steps": self.global_step,
-                "peak learning rate": self.peak_lr,
                 "data": f"{data.source} ({len(data.items)} rows)",
             },
         }
-
-    @property
-    def peak_lr(self) -> float:
-        """Return the learning rate that the schedule scales."""
-        if not self.trainer.optimizers:
-            return self.optimizer_config.lr
-        group = self.trainer.optimizers[0].param_groups[0]
-        return float(group.get("initial_lr", group["lr"]))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another adapter or other rows."""
@@ -304,20 +286,20 @@ class PolicyModule(LightningModule):
         if is_training:
             require_same_rows(get_stratos_data(self.trainer), checkpoint["model"]["rows"])
             self.num_tokens = checkpoint["num_tokens"]
-        theirs, ours = checkpoint["model"]["lora"], self.lora and asdict(self.lora)
-        if theirs != ours:
-            raise InputError(
-                f"The checkpoint's run must have the same model.lora as this one, but had {theirs}, and this "
-                f"one has {ours}. Set it as it was, or start from the model that rlt export makes."
-            )
+        saved = checkpoint["model"]
+        settings: dict[str, tuple[Any, Any]] = {
+            "model.lora": (saved["lora"], self.lora and asdict(self.lora))
+        }
+        if self.lora is not None:
+            settings["model"] = saved["pretrained"], self.pretrained
         if is_training:
-            require_same_states(checkpoint["model"]["states"], self.optimizer_config.states)
-        base = checkpoint["model"]["pretrained"]
-        if ours and base != self.pretrained:
-            raise InputError(
-                f"An adapter must resume with the model that it was trained for, {base}, but this run has "
-                f"{self.pretrained}. Set model.teacher or model.pretrained to {base}."
-            )
+            settings["model.optimizer.states"] = saved["states"], self.optimizer_config.states
+        for setting, (theirs, ours) in settings.items():
+            if theirs != ours:
+                raise InputError(
+                    f"The checkpoint's run must have the same {setting} as this one, but had {theirs}, and "
+                    f"this one has {ours}. Set it as it was, or start from the model that rlt export makes."
+                )
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return `function(policy, *arguments)`; the strategy wraps this forward."""
@@ -331,7 +313,7 @@ class PolicyModule(LightningModule):
     @torch.no_grad()
     def get_ready(self) -> None:
         """Choose kernels, and a layout in which the model computes the right log-probs."""
-        check_model(self, self.run, self.pretrained, trained=True)
+        check_model(self, self.run, self.pretrained)
 
     def on_validation_start(self) -> None:
         """Get ready, unless this is a validation within a fit, which is ready."""
@@ -369,8 +351,10 @@ class PolicyModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Return AdamW of the trained weights."""
-        return build_optimizer(self.optimizer_config, trained_parameters(self.policy), fused_adamw(self))
+        """Return AdamW of the trained weights, which steps them in one pass on a GPU, and where offloaded."""
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        fused = True if on_gpu or self.sharding.steps_on_cpu else None
+        return build_optimizer(self.optimizer_config, trained_parameters(self.policy), fused)
 
     def total_steps(self) -> int:
         """Return the optimizer steps of the whole run.
@@ -385,7 +369,7 @@ class PolicyModule(LightningModule):
         )
 
     def on_fit_start(self) -> None:
-        """Get ready, and look up the GPU's peak FLOP/s, of which perf/mfu is a fraction."""
+        """Get ready."""
         trainer = self.trainer
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             # No training changes a buffer, so all ranks have the same ones.
@@ -395,12 +379,6 @@ class PolicyModule(LightningModule):
         self.get_ready()
         self.sharding.prepare_fit()
         self.phase.device = self.device
-        precision = self.trainer.precision
-        dtype = torch.bfloat16 if precision == "bf16-mixed" else next(self.policy.parameters()).dtype
-        peak = get_available_flops(self.device, dtype) if self.device.type == "cuda" else None
-        if peak:
-            flops = 2 * self.forwards_per_step * count_weights(self.policy)  # of a token
-            self.peak_tokens_per_s = peak / flops
 
     def on_train_start(self) -> None:
         """Check that a resumed run continues with the rows of its next step, and set its learning rate."""
@@ -509,7 +487,7 @@ class PolicyModule(LightningModule):
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
         """Return the costs of the step on all ranks; `num_tokens` are this rank's."""
-        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_tokens_per_s)
+        metrics = speed_metrics(self.phase.lap(), num_tokens)
         # They are logged as means over ranks.
         for name, value in metrics.items():
             if name.endswith(("tokens_per_s", "num_tokens")):
@@ -560,10 +538,9 @@ class OnPolicyModule(PolicyModule):
     Args:
         group_size: Completions per problem.
         importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
-        mismatch_alarm: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
-            which a step warns; None: never.
-        mismatch_limit: The same above which the run stops before the step, since these log-probs enter the
-            reward; None: never. At 1 the engine's log-probs tell no more than a constant.
+        mismatch_limit: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
+            which the run stops before the step, since these log-probs enter the reward; None: never. At 1 the
+            engine's log-probs tell no more than a constant.
         max_staleness: Optimizer steps by which the sampling weights may lag behind.
         offload_frozen: Keep frozen models in pinned host memory while they are not used.
         options: Those of `PolicyModule`.
@@ -576,7 +553,6 @@ class OnPolicyModule(PolicyModule):
         *,
         group_size: int,
         importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
-        mismatch_alarm: float | None = 0.05,
         mismatch_limit: float | None = 0.5,
         max_staleness: int = 0,
         offload_frozen: bool = False,
@@ -587,7 +563,6 @@ class OnPolicyModule(PolicyModule):
         self.importance_sampling = importance_sampling
         # RolloutCallback chooses for "auto", once it knows the engine.
         self.importance_weights = None if importance_sampling == "auto" else importance_sampling
-        self.mismatch_alarm = mismatch_alarm
         self.mismatch_limit = mismatch_limit
         self.max_staleness = max_staleness
         self.offload_frozen = offload_frozen
@@ -618,14 +593,6 @@ class OnPolicyModule(PolicyModule):
         """Place frozen models too: Lightning moves only the trained one."""
         super().get_ready()
         get_frozen_ready(self, self.list_scoring_models())
-
-    def build_metadata(self) -> dict[str, Any]:
-        """See `PolicyModule.build_metadata`."""
-        metadata = super().build_metadata()
-        metadata["training"]["group size"] = self.group_size
-        if self.importance_weights is not None:
-            metadata["training"]["importance sampling"] = str(self.importance_weights)
-        return metadata
 
     # Completions
 
@@ -696,7 +663,7 @@ class OnPolicyModule(PolicyModule):
         require_agreement(mismatch, self.mismatch_limit, self.global_step + 1)
         metrics |= self.optimizer_step_now(counts)
         masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
-        return metrics | mismatch_metrics(mismatch, self.mismatch_alarm, self.global_step, masks)
+        return metrics | mismatch_metrics(mismatch, self.global_step, masks)
 
 
 def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
@@ -725,7 +692,7 @@ def count_steps(
     """Return the optimizer steps of a run with these settings of a trainer.
 
     Raises:
-        InputError: If they do not say how long it is.
+        InputError: If they do not say how long it is, or there is no step.
     """
     limit = limit_train_batches
     if limit is not None:
@@ -734,16 +701,11 @@ def count_steps(
         )
     by_epochs = [max_epochs * steps_per_epoch] if max_epochs not in (None, -1) else []
     by_steps = [max_steps] if max_steps != -1 else []
-    if not by_epochs + by_steps:
-        raise InputError(
-            "The length of the run must be set, but is not. Set trainer.max_steps or max_epochs; "
-            "trainer.max_time ends it early."
-        )
-    steps = min(by_epochs + by_steps)
+    steps = min(by_epochs + by_steps, default=0)
     if steps < 1:
         raise InputError(
-            f"A run must have at least one step, but trainer.max_steps is {max_steps}, max_epochs "
-            f"{max_epochs} and limit_train_batches {limit}. Raise the one that is 0."
+            f"A run must be at least one step long, but trainer.max_steps is {max_steps}, max_epochs "
+            f"{max_epochs} and limit_train_batches {limit}. Set one of them; trainer.max_time ends it early."
         )
     return steps
 
@@ -795,7 +757,6 @@ def check_model(
     module: PolicyModule,
     run: RunModel,
     name: str,
-    trained: bool = False,
     exact_kl: bool = False,
 ) -> None:
     """Choose kernels and a layout in which a model is right, and name the kernels in the log.
@@ -803,21 +764,8 @@ def check_model(
     The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16. `exact_kl`
     says whether the exact KL is computed with the model's head; the module, which divergence it minimises.
     """
-    more = ""
-    if trained and module.trainer.training and module.optimizer_config.states != "8bit":
-        more = "fused AdamW" if fused_adamw(module) else ""
     with module.trainer.precision_plugin.forward_context():
         device = module.trainer.strategy.root_device
-        # All models share the options: once a check has failed, no head is compiled. A compiled head that
-        # an earlier check has chosen is not what the user asked for, which would be an error if it failed.
-        head = module.head if module.head.compiled is False else module.wanted_head
         divergence = Divergence("forward") if exact_kl else getattr(module, "head_loss", None)
-        module.head = prepare_model(run, name, module.kernels, head, device, more, divergence)
-        chosen = module.attn_implementation is not None
-        module.layout = verify_layout(run, name, module.layout, chosen)
-
-
-def fused_adamw(module: PolicyModule) -> bool | None:
-    """Return whether AdamW steps all weights in one pass; None: PyTorch's choice."""
-    device = module.trainer.strategy.root_device
-    return steps_fused(module.kernels, device, module.sharding.steps_on_cpu)
+        module.head = prepare_model(run, name, module.kernels, module.head, device, divergence)
+        module.layout = verify_layout(run, name, module.layout)

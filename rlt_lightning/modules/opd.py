@@ -90,8 +90,27 @@ class OPDModule(OnPolicyModule):
         # The full divergence is no mean over samples of the engine that could be weighed.
         weights = importance_sampling if estimator == "sampled" else None
         super().__init__(pretrained=pretrained, group_size=group_size, importance_sampling=weights, **options)
-        weighted = importance_sampling not in (None, "auto")
-        require_options(group_size, teacher, teacher_weights, estimator, divergence, weighted, temperature)
+        if group_size < 1 or (temperature is not None and temperature <= 0):
+            raise InputError(
+                "model.group_size must be at least 1 and model.temperature above 0 or null, but they are "
+                f"{group_size} and {temperature}. Raise them."
+            )
+        if teacher is not None and teacher_weights != "frozen":
+            raise InputError(
+                f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
+                f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
+            )
+        bounded = divergence.top_k is not None or divergence.clip is not None
+        if estimator == "sampled" and (divergence.kind != "reverse" or bounded):
+            raise InputError(
+                "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
+                f"{divergence}. Leave it out, or set the estimator to full."
+            )
+        if estimator == "full" and importance_sampling not in (None, "auto"):
+            raise InputError(
+                "model.importance_sampling weighs sampled tokens, but with model.estimator full the loss "
+                "sums over words. Leave it out, or set the estimator to sampled."
+            )
         self.teacher_name = teacher
         self.teacher_weights = teacher_weights
         self.divergence = divergence
@@ -138,14 +157,6 @@ class OPDModule(OnPolicyModule):
         elif self.copies_student:
             role = "the teacher: the student at its start"
             self.reference = self.load_frozen(self.pretrained, self.dtype_name, role)
-
-    def build_metadata(self) -> dict[str, Any]:
-        """See `PolicyModule.build_metadata`."""
-        metadata = super().build_metadata()
-        teacher = self.teacher_name or f"the student itself ({self.teacher_weights})"
-        kind = self.divergence.kind if self.estimator == "full" else "sampled log-ratio"
-        metadata["training"] |= {"teacher": teacher, "divergence": kind}
-        return metadata
 
     # Training
 
@@ -395,44 +406,3 @@ def judged_metrics(
         "distill/judged_frac": judged / sampled,
         "distill/unjudged_frac": (counts == 0).float().mean(),
     }
-
-
-def require_options(
-    group_size: int,
-    teacher: str | None,
-    teacher_weights: str,
-    estimator: str,
-    divergence: Divergence,
-    weighted: bool,
-    temperature: float | None = None,
-) -> None:
-    """Check that settings of `OPDModule` do not contradict each other.
-
-    `weighted` says whether importance weights were asked for.
-
-    Raises:
-        InputError: Naming them.
-    """
-    if group_size < 1:
-        raise InputError(f"model.group_size must be at least 1, but is {group_size}. Raise it.")
-    if temperature is not None and temperature <= 0:
-        raise InputError(
-            f"model.temperature must be positive, but is {temperature}. Raise it, or leave it out for "
-            "that of sampling."
-        )
-    if teacher is not None and teacher_weights != "frozen":
-        raise InputError(
-            f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
-            f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
-        )
-    bounded = divergence.top_k is not None or divergence.clip is not None
-    if estimator == "sampled" and (divergence.kind != "reverse" or bounded):
-        raise InputError(
-            "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
-            f"{divergence}. Leave it out, or set the estimator to full."
-        )
-    if estimator == "full" and weighted:
-        raise InputError(
-            "model.importance_sampling weighs sampled tokens, but with model.estimator full the loss sums "
-            "over words. Leave it out, or set the estimator to sampled."
-        )

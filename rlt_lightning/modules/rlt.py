@@ -139,7 +139,6 @@ class RLTModule(OnPolicyModule):
         super().__init__(
             pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
         )
-        require_group(group_size)
         self.students = Students.of(student, students, student_reduction, teacher)
         require_student(reward, self.students.model or self.students.first)
         self.answer_weight = choose_answer_weight(answer_weight, reward, self.students)
@@ -151,9 +150,12 @@ class RLTModule(OnPolicyModule):
         self.updates_per_rollout = updates_per_rollout
         self.num_epochs = num_epochs
         self.loss_terms: list[LossTerm] = []  # built by `losses` for this step
-        for name in ("updates_per_rollout", "num_epochs"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model.{name} must be at least 1, but is {getattr(self, name)}. Raise it.")
+        # A group of one has no baseline.
+        for name, least in {"group_size": 2, "updates_per_rollout": 1, "num_epochs": 1}.items():
+            if getattr(self, name) < least:
+                raise InputError(
+                    f"model.{name} must be at least {least}, but is {getattr(self, name)}. Raise it."
+                )
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that the reward can judge completions for this data."""
@@ -217,21 +219,11 @@ class RLTModule(OnPolicyModule):
         """Return the names of the students that have weights of their own."""
         return self.students.frozen_names
 
-    def build_metadata(self) -> dict[str, Any]:
-        """See `PolicyModule.build_metadata`."""
-        metadata = super().build_metadata()
-        metadata["training"]["reward"] = type(self.reward).__name__
-        if students := self.students.describe():
-            metadata["training"]["student"] = students
-        if self.answer_weight:
-            metadata["training"]["weight of the answer term"] = self.answer_weight
-        return metadata
-
     def build_card_metadata(self) -> dict[str, Any]:
         """Return the models and the reward of a prediction, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
-        students = self.students.describe()
+        students = ", ".join(self.students.names)
         models = {"teacher": self.pretrained, "student": students} if students else {"model": self.pretrained}
         return models | {"reward": reward}
 
@@ -454,16 +446,7 @@ def choose_answer_weight(weight: float | None, reward: Reward, students: Student
     if weight < 0 or (weight and not has_term):
         raise InputError(
             "model.answer_weight must be 0 or, with model.student policy and a LogProbReward or "
-            f"VeriFreeReward, above: it is {weight}, with {students.describe() or 'no student'} and "
+            f"VeriFreeReward, above: it is {weight}, with student {students.model or students.first} and "
             f"{type(reward).__name__}. Set it to 0."
         )
     return weight
-
-
-def require_group(group_size: int) -> None:
-    """Check that a group has more than one completion."""
-    if group_size < 2:
-        raise InputError(
-            f"model.group_size must be at least 2, but got {group_size}: a group of one has no baseline, "
-            "so every advantage would be zero. Raise it; the paper uses 64."
-        )

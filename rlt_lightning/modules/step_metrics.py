@@ -85,26 +85,17 @@ def held_out_metrics(step: StepBatch, rollouts: Rollouts) -> dict[str, Any]:
     }
 
 
-def mismatch_metrics(
-    mismatch: Mismatch, alarm: float | None, step: int, masks: bool = False
-) -> dict[str, float]:
-    """Return how far engine and trainer differ over all ranks, and warn if that is too far.
+def mismatch_metrics(mismatch: Mismatch, step: int, masks: bool = False) -> dict[str, float]:
+    """Return how far engine and trainer differ; warn if the engine does not draw from what it reports.
 
     Args:
         mismatch: The difference, of all ranks.
-        alarm: The part of the log-probs' variance above which it warns; None: never.
         step: The step, for the warning.
         masks: Whether importance weights mask tokens.
     """
     if not mismatch.num_tokens:
         return {}
-    if alarm is not None and mismatch.unexplained_frac > alarm:
-        rank_zero_warn(
-            f"Step {step}: engine and trainer differ by {mismatch.unexplained_frac:.2g} of the variance of "
-            f"the log-probs ({mismatch.mean:.2g} nats per token), more than model.mismatch_alarm {alarm:g}. "
-            "Look at the engine's data type and settings, and set model.importance_sampling if it is off."
-        )
-    if alarm is not None and mismatch.excess_ratio > EXCESS_RATIO:
+    if mismatch.excess_ratio > EXCESS_RATIO:
         rank_zero_warn(
             f"Step {step}: the ratio of trainer to engine must be 1 on average over the sampled tokens, but "
             f"is {1 + mismatch.excess_ratio:.3g}: they were drawn from another distribution than the engine "
@@ -143,13 +134,12 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> Non
         )
 
 
-def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:
+def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int) -> dict[str, float]:
     """Return the cost of a step, by phase.
 
     Args:
         phases: The costs of the step's phases.
         num_tokens: The step's tokens, which `perf/tokens_per_s` and `perf/num_tokens` count.
-        peak: Tokens per second that the device could train, of which `perf/mfu` is a fraction; None: unknown.
     """
     seconds = sum(stats.seconds for stats in phases.values())
     metrics = {
@@ -162,12 +152,7 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | 
         metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / 2**30
         if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
-    if score := phases.get("score"):
-        # The part of the scoring in which workers still sampled.
-        metrics["perf/score_hidden_frac"] = score.hidden_s / score.seconds
     train = phases["train"]
-    if peak is not None:
-        metrics["perf/mfu"] = (train.tokens - train.padding_tokens) / train.seconds / peak
     return metrics | {
         "perf/padding_frac": train.padding_tokens / train.tokens,
         # Tokens that shared prompts saved.

@@ -31,43 +31,8 @@ from rlt_lightning.numerics.head import (
 
 def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Return log softmax(logits / temperature) over the last dimension, in fp32 (float64 stays float64)."""
-    return in_full_precision(logits, temperature).log_softmax(dim=-1)
-
-
-def token_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return how likely each target token is under its row of logits.
-
-    log p_m = z_m[target_m] - log sum_v exp z_m[v],  z = logits / temperature
-
-    Args:
-        logits: One row per scored token, (M, V), any floating type.
-        targets: The tokens to be scored, (M,), int64.
-        temperature: Divides the logits; the sampling temperature, so that these are the sampler's log-probs.
-
-    Returns:
-        Log-probabilities, (M,), nats, fp32 (float64 for float64 logits).
-
-    Raises:
-        ValueError: If the temperature is not positive.
-    """
-    scaled = in_full_precision(logits, temperature)  # (M, V)
-    return scaled.gather(1, targets.unsqueeze(1)).squeeze(1) - scaled.logsumexp(dim=1)
-
-
-def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the entropy of each row's next-token distribution, -sum_v p_v log p_v.
-
-    Args:
-        logits: (M, V), any floating type. Words with logit -inf count as impossible.
-        temperature: Divides the logits.
-
-    Returns:
-        Entropy, (M,), nats, between 0 and log V.
-
-    Raises:
-        ValueError: If the temperature is not positive.
-    """
-    return torch.special.entr(scaled_log_softmax(logits, temperature).exp()).sum(dim=-1)
+    check_temperature(temperature)
+    return (logits.to(full_precision(logits.dtype)) / temperature).log_softmax(dim=-1)
 
 
 def linear_log_probs(
@@ -80,8 +45,8 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of the targets and entropies under the softmax of a head's logits.
 
-    Equal to `token_log_probs` and `token_entropy` of the full logits, of which at most `logits_mib` exist at
-    a time. Log-probs have gradients to hidden states, weight and bias. Logits, sums and gradients are fp32
+    Equal to those of the full logits, of which at most `logits_mib` exist at a time. Log-probs have gradients
+    to hidden states, weight and bias. Logits, sums and gradients are fp32
     whatever the weights are (float64 stays float64): on a GPU products of half-precision numbers are added up
     in fp32, on a CPU each block of a half-precision weight is first made fp32.
 
@@ -190,12 +155,6 @@ def log_prob_gradient(
     """Return `finish` of the gradient of a block's logits, (m, w): g (1[v = target] - p_v)."""
     p = (logits - log_normaliser.unsqueeze(1)).exp_()
     return finish(add_in_block_(p.mul_(-grad.unsqueeze(1)), places, grad), logits)
-
-
-def in_full_precision(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits / temperature in fp32, or in float64 for float64 logits."""
-    check_temperature(temperature)
-    return logits.to(full_precision(logits.dtype)) / temperature
 
 
 def check_temperature(temperature: float) -> None:

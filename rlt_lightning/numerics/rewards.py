@@ -155,25 +155,13 @@ class FiniteChecks:
             require_finite(to_padded(values, counts)[0], term, rows, remedy)
 
 
-def masked_mean(values: Tensor, token_mask: Tensor) -> Tensor:
-    """Return the mean of each row's tokens.
+def mean_of_tokens(values: Tensor, token_mask: Tensor) -> Tensor:
+    """Return the mean of each row's tokens, (N,), in the unit of the values; every row must have some.
 
     Args:
         values: (N, T). Padding may hold anything, NaN and inf included.
         token_mask: True where a token counts, (N, T).
-
-    Returns:
-        (N,), in the unit of `values`.
-
-    Raises:
-        ValueError: If a row has no tokens, since its mean is undefined.
     """
-    require_tokens(token_mask, "token")
-    return mean_of_tokens(values, token_mask)
-
-
-def mean_of_tokens(values: Tensor, token_mask: Tensor) -> Tensor:
-    """Return the `masked_mean` of rows that are known to have tokens: the host waits for no check."""
     return values.masked_fill(~token_mask, 0.0).sum(dim=1) / token_mask.sum(dim=1)
 
 

@@ -82,10 +82,9 @@ class PackedKernel(ABC):
 
 
 class TorchKernel(PackedKernel):
-    """PyTorch's own kernels; FlashAttention-3 takes their place where it is activated."""
+    """PyTorch's own kernels."""
 
-    def __init__(self, name: str = "PyTorch's variable-length flash attention") -> None:
-        self.name = name
+    name = "PyTorch's variable-length flash attention"
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, limits: Limits, causal: bool, scale: float

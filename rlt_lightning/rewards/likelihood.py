@@ -281,35 +281,24 @@ class RLPRReward(LikelihoodReward):
     Args:
         temperature: Temperature of the log-probs; None: that of sampling.
         format_coef: c, the weight of the format; 0.1 in the code.
-        subtract_empty: Subtract A. False: A is 0, as in the code for a row without its `scoreA`.
-        round_bf16: Round B to bfloat16, as the code does; A is not rounded there.
     """
 
+    baseline = "empty"
+
     format_coef: float = 0.1
-    subtract_empty: bool = True
-    round_bf16: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_option("format_coef", self.format_coef, 0 <= self.format_coef <= 1, "between 0 and 1")
 
-    @property
-    def baseline(self) -> Literal["none", "empty"]:  # type: ignore[override]
-        """See `LikelihoodReward.baseline`."""
-        return "empty" if self.subtract_empty else "none"
-
     def score_solution(self, scores: SolutionScores) -> Tensor:
         """Return the gain over an empty thought, not below 0."""
         after = self.mean_prob(scores.log_probs, scores.token_mask).masked_fill(~scores.closed, 0.0)
-        after = after.bfloat16().to(after.dtype) if self.round_bf16 else after
-        before = self.score_baseline(scores)
-        gain = after if before is None else after - before
+        gain = after - self.score_baseline(scores)
         return (1 - self.format_coef) * gain.clamp(min=0)
 
-    def score_baseline(self, scores: SolutionScores) -> Tensor | None:
+    def score_baseline(self, scores: SolutionScores) -> Tensor:
         """Return A, (N,)."""
-        if not self.subtract_empty:
-            return None
         assert scores.empty_log_probs is not None, "RLPR needs the log-probs after an empty thought"
         return self.mean_prob(scores.empty_log_probs, scores.token_mask)
 
@@ -360,8 +349,6 @@ class NOVERReward(LikelihoodReward):
         rank_weight: w_r.
         efficiency_weight: w_e.
         format_weight: w_f.
-        ties: Of equal perplexities "order" ranks the first one better, as the code's sort does; "mean" gives
-            each the mean of their ranks, so that equal thoughts earn the same.
     """
 
     compares = True
@@ -369,14 +356,12 @@ class NOVERReward(LikelihoodReward):
     rank_weight: float = 1.0
     efficiency_weight: float = 1.0
     format_weight: float = 1.0
-    ties: Literal["order", "mean"] = "order"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("rank_weight", "efficiency_weight", "format_weight"):
             value = getattr(self, name)
             require_option(name, value, value >= 0, "at least 0; 0 switches the term off")
-        require_option("ties", self.ties, self.ties in ("order", "mean"), "order or mean")
 
     def columns(self) -> tuple[str, ...]:
         """See `Reward.columns`."""
@@ -397,12 +382,8 @@ class NOVERReward(LikelihoodReward):
         nats, comparable = self.nats(scores), self.comparable(scores)
         lower = nats.unsqueeze(0) < nats.unsqueeze(1)  # (N, N), whether j is better than i
         equal = nats.unsqueeze(0) == nats.unsqueeze(1)
-        if self.ties == "order":
-            earlier = torch.ones_like(equal).tril(-1)
-            rank = ((lower | (equal & earlier)) & comparable).sum(dim=1)
-        else:
-            # Of k equal ones the ranks 0 … k - 1 have the mean (k - 1) / 2.
-            rank = (lower & comparable).sum(dim=1) + ((equal & comparable).sum(dim=1) - 1) / 2
+        earlier = torch.ones_like(equal).tril(-1)  # of equal ones the first is better, as the code sorts
+        rank = ((lower | (equal & earlier)) & comparable).sum(dim=1)
         number = comparable.sum(dim=1).clamp(min=1)
         return (self.rank_weight * (number - rank) / number).masked_fill(~scores.closed, 0.0)
 

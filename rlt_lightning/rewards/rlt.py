@@ -1,8 +1,7 @@
 """The reward of Reinforcement-Learned Teachers (arXiv:2506.08388): does the student understand it?
 
 To add a term without changing this file, write a subclass of `RLTReward`: name the term in `extra_names` and
-return its values from `extra_terms`, made of texts, or from `token_terms`, made of what students have read
-(docs/extend.md has an example).
+return its values from `extra_terms` (docs/extend.md has an example).
 
 To add a term inside this file, give RLTReward an option with its weight and its check, the term a name in
 `TERMS`, and its values a place in `__call__`; then describe its metric, `reward/NAME`, in docs/metrics.md.
@@ -52,8 +51,7 @@ class RLTReward(StudentReward):
 
     r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
 
-    A subclass may add terms: it names them in `extra_names` and returns those made of texts from
-    `extra_terms`, those made of token columns from `token_terms`.
+    A subclass may add terms: it names them in `extra_names` and returns them from `extra_terms`.
 
     Args:
         solution_weight: Weight of r_SS, `student_solution_reward`.
@@ -148,8 +146,7 @@ class RLTReward(StudentReward):
             step.tokens.setdefault(student.name("kl"), {}).update(zip(rows, kl, strict=True))
             kl_values, kl_mask = pad_rows(kl)  # (n, K)
             closed = upload([r.closed and not r.empty for r in rollouts], solution.device)
-            of_tokens = self.token_terms(step, rows, student)
-            extra = self.check_extra_terms(rollouts, solution.device, of_tokens)
+            extra = self.check_extra_terms(self.extra_terms(step, rows, student), closed)
             options = {}
             if self.baseline != "none":
                 options["empty_log_probs"] = step.pad(student.name("empty"), rows)[0]
@@ -177,24 +174,13 @@ class RLTReward(StudentReward):
         """See `Reward.columns`."""
         return ("reward", *(f"{name}_reward" for name in (*TERMS, *self.extra_names)))
 
-    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    def extra_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
         """Return terms that are added to the reward, with their weight and sign; a subclass has some.
 
         A term is logged as reward/NAME and reward/val_NAME, and recorded as NAME_reward.
-
-        Args:
-            rollouts: N, with their `text` and their `problem`; no tensors.
-
-        Returns:
-            One for each of `extra_names`, (N,), on any device.
-        """
-        return {}
-
-    def token_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
-        """Return further terms, made of the tokens that models have read; a subclass has some.
-
-        `step.pad(student.name("solution"), rows)` is the student's log-probs of the solution and their mask,
-        (n, S); of the explanation, "think" and "teacher" are the log-probs, unless the KL is exact, and "kl"
+        `step.rollouts(rows)` are the completions with their `text` and `problem`;
+        `step.pad(student.name("solution"), rows)` the student's log-probs of the solution and their mask,
+        (n, S). Of the explanation, "think" and "teacher" are the log-probs, unless the KL is exact, and "kl"
         is the KL. A subclass may declare further columns in `scoring_passes`.
 
         Args:
@@ -203,35 +189,23 @@ class RLTReward(StudentReward):
             student: One of the students; of several, each gives its own terms.
 
         Returns:
-            One for each of `extra_names` that `extra_terms` does not return, (n,), on any device.
+            One for each of `extra_names`, (n,), on any device.
         """
         return {}
 
-    def check_extra_terms(
-        self, rollouts: Sequence[Rollout], device: torch.device, of_tokens: dict[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """Return the terms of `extra_terms` and `token_terms`, each (N,), in the order of the names.
+    def check_extra_terms(self, terms: dict[str, Tensor], closed: Tensor) -> dict[str, Tensor]:
+        """Return the terms of `extra_terms` in the order of the names, on the device of `closed`, (n,).
 
         Raises:
             InputError: If the terms have wrong names or shapes.
         """
-        name, names = type(self).__name__, self.extra_names
-        terms = self.extra_terms(rollouts)
-        terms = terms | (of_tokens or {}) if isinstance(terms, dict) else terms
-        if not isinstance(terms, dict) or set(terms) != set(names):
-            returned = list(terms) if isinstance(terms, dict) else type(terms).__name__
+        shapes = {name: tuple(values.shape) for name, values in terms.items()}
+        if shapes != dict.fromkeys(self.extra_names, (len(closed),)):
             raise InputError(
-                f"{name}.extra_terms and token_terms must return the terms of {name}.extra_names, "
-                f"{list(names)}, but returned {returned}. Let them agree."
+                f"{type(self).__name__}.extra_terms must return a tensor ({len(closed)},) for each of "
+                f"extra_names, {list(self.extra_names)}, but returned {shapes}. Correct it."
             )
-        for term, values in terms.items():
-            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            if shape != (len(rollouts),):
-                raise InputError(
-                    f"{name} must return terms as tensors with one number per rollout, "
-                    f"({len(rollouts)},), but '{term}' is {shape}. Correct it."
-                )
-        return {term: terms[term].to(device, torch.float32) for term in names}
+        return {name: terms[name].to(closed.device, torch.float32) for name in self.extra_names}
 
     def require(self, name: str, holds: bool, expected: str) -> None:
         """Raise a ValueError that names an option unless it holds."""

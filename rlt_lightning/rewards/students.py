@@ -114,29 +114,24 @@ class Students:
             return cls((student,), (1.0,), reduction) if student is not None else cls((), (), reduction)
         if student not in (None, DEFAULT_MODEL):
             raise InputError(
-                f"Either model.student or model.students names who scores, but the first is {student} and "
-                f"the second {', '.join(students)}. Set one of them to null."
+                f"model.student or model.students names who scores, but both are set: {student} and "
+                f"{', '.join(students)}. Set one of them to null."
             )
-        if not students:
+        if not students or not {POLICY, REFERENCE}.isdisjoint(students):
             raise InputError(
-                "model.students must name at least one model, but is empty. Name them, or leave it out."
-            )
-        if not {POLICY, REFERENCE}.isdisjoint(students):
-            raise InputError(
-                f"Several students must be frozen models, but model.students lists {', '.join(students)}. "
-                "Name the model in place of policy or reference, or set model.student to it alone."
+                f"model.students must name frozen models, but is {list(students)}. Name a model, or set "
+                "model.student to policy or reference alone."
             )
         weights = dict(students) if isinstance(students, dict) else dict.fromkeys(students, 1.0)
         for name, weight in weights.items():
             if not (isinstance(weight, (int, float)) and isfinite(weight) and weight > 0):
                 raise InputError(
-                    f"A weight of model.students must be a number above 0, but that of {name} is {weight}. "
-                    "Correct it, or leave the model out."
+                    f"A weight of model.students must be a number above 0, but that of {name} is {weight}."
                 )
         if reduction == "min" and len(set(weights.values())) > 1:
             raise InputError(
-                "model.student_reduction min takes the smallest reward of any student, so weights would mean "
-                f"nothing, but model.students gives {weights}. List the names without weights, or set mean."
+                "model.student_reduction min has no use for weights, but model.students gives "
+                f"{weights}. List the names without weights, or set mean."
             )
         return cls(tuple(students), tuple(float(weights[name]) for name in students), reduction)
 
@@ -173,15 +168,6 @@ class Students:
             numbered = (f"{label}_{number}" for number in count(2))
             labels.append(label if label not in labels else next(n for n in numbered if n not in labels))
         return labels
-
-    def describe(self) -> str:
-        """Return names and weights, for people."""
-        if len(self.names) < 2:
-            return self.model or ", ".join(self.names)
-        if self.reduction == "min":
-            return f"the smallest reward of {', '.join(self.names)}"
-        weighed = (f"{name} ({weight:g})" for name, weight in zip(self.names, self.weights, strict=True))
-        return f"the mean of {', '.join(weighed)}"
 
 
 def split_student_setting(student: str | StudentNames | None) -> tuple[str | None, StudentNames | None]:

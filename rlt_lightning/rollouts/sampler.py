@@ -48,14 +48,12 @@ that has already arrived stays as it is: its second version is dropped.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
@@ -93,13 +91,11 @@ class Chunk(NamedTuple):
         completions: The completions by number.
         complete: Whether nothing of the request is missing any more.
         sampling: Whether the engine still samples. If it does not and some are missing, submit the request.
-        waited_s: Seconds since the engine has finished; 0 while it samples.
     """
 
     completions: dict[int, Completion]
     complete: bool
     sampling: bool
-    waited_s: float
 
 
 @dataclass
@@ -147,7 +143,6 @@ class RolloutRequest:
         # On the rank that talks to the engine: its completions, then None or its error.
         self.arrivals: SimpleQueue[tuple[int, Completion] | BaseException | None] = SimpleQueue()
         self.sampling_now = False
-        self.ended_at = 0.0  # time.monotonic()
 
     # Completions
 
@@ -216,7 +211,6 @@ class RolloutRequest:
                 arrivals.put((numbers[index], completion))
         except BaseException as error:
             end = error
-        self.ended_at = time.monotonic()
         arrivals.put(end)
 
     def collect(self) -> None:
@@ -239,8 +233,7 @@ class RolloutRequest:
         if not complete and min_tokens == math.inf:
             fresh = []
         chunk = {number: self.completions[number] for number in fresh}
-        waited_s = 0.0 if self.sampling_now or not self.ended_at else time.monotonic() - self.ended_at
-        return Chunk(chunk, complete and not self.sampling_now, self.sampling_now, waited_s)
+        return Chunk(chunk, complete and not self.sampling_now, self.sampling_now)
 
     def deliver(self, chunk: Chunk) -> None:
         """Keep a chunk, which all ranks get alike."""
@@ -250,12 +243,7 @@ class RolloutRequest:
     def _take(self, min_tokens: float) -> None:
         """Move arrivals to `completions` until those in no chunk have `min_tokens`, or no more come."""
         num_tokens = self.sum_tokens(self.completions.keys() - self.delivered)
-        total = len(self.prompts) * self.num_completions
-
-        def describe() -> str:
-            return f"the engine's completions, {len(self.completions)} of {total} are there"
-
-        with waiting_for(describe):
+        with waiting_for("the engine's completions"):
             while self.sampling_now:
                 try:
                     arrival = self.arrivals.get(block=num_tokens < min_tokens)
@@ -451,11 +439,8 @@ class Dispatcher:
         trainer, _ = self._bound()
         if self.is_server or trainer.world_size == 1:
             return chunk
-        packed = {number: pack_completion(sampled) for number, sampled in request.completions.items()}
-        parts = self.collectives.gather(trainer, packed)
-        request.completions = {
-            number: unpack_completion(arrays) for part in parts for number, arrays in part.items()
-        }
+        parts = self.collectives.gather(trainer, request.completions)
+        request.completions = {number: completion for part in parts for number, completion in part.items()}
         return chunk._replace(completions=request.completions)
 
     def _count_tokens(self, chunk: Chunk) -> int:
@@ -559,22 +544,14 @@ class Sampler:
     def stream(self, request: RolloutRequest) -> Iterator[list[int]]:
         """Yield the numbers of completions that have come, chunk by chunk, until all of a request are there.
 
-        All ranks get the same chunks. What happens between two of them counts as hidden behind sampling,
-        as far as the engine samples meanwhile.
+        All ranks get the same chunks.
         """
         min_tokens: float = math.inf
         if self.settings.score_early:
             min_tokens = CHUNK_FORWARDS * self.module.micro_batch_tokens * self.trainer.world_size
-        spans: list[tuple[float, float]] = []
-        ended_at = 0.0
         for chunk in self.dispatcher.stream(request, min_tokens):
-            start = time.perf_counter()
-            ended_at = start - chunk.waited_s
             if chunk.completions:
                 yield sorted(chunk.completions)
-                spans.append((start, time.perf_counter()))
-        with self.module.phase("score") as stats:
-            stats.hidden_s += sum_hidden_seconds(spans, ended_at)
 
     def request_others(self, places: Sequence[int]) -> RolloutRequest | None:
         """Return a request for other problems, the next of the training order, in these places of the step.
@@ -735,23 +712,3 @@ class Sampler:
                 f"Completions were sampled for rows {request.rows}, but this batch has rows {rows}. The "
                 "loader did not bring what it had announced."
             )
-
-
-def sum_hidden_seconds(spans: list[tuple[float, float]], ended_at: float) -> float:
-    """Return how long the spans, from start to end, lasted before `ended_at`."""
-    return sum(max(0.0, min(end, ended_at) - start) for start, end in spans)
-
-
-def pack_completion(completion: Completion) -> Completion:
-    """Store a completion's numbers in arrays, which travel faster than lists."""
-    log_probs = completion.log_probs
-    arrays: dict[str, Any] = {"token_ids": np.array(completion.token_ids, dtype=np.int32)}
-    arrays["log_probs"] = None if log_probs is None else np.array(log_probs, dtype=np.float64)
-    return replace(completion, **arrays)
-
-
-def unpack_completion(completion: Completion) -> Completion:
-    """Undo `pack_completion`."""
-    arrays: dict[str, Any] = vars(completion)
-    lists: Any = {name: array.tolist() for name, array in arrays.items() if isinstance(array, np.ndarray)}
-    return replace(completion, **lists)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rlt_lightning.tags import escape_half_pairs
-from rlt_lightning.types import InputError, naming_full_disk
+from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Append rows in one write, so that a kill leaves at most one torn last line."""
-    with naming_full_disk(path), open(path, "a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write("".join(map(format_line, rows)))
 
 
@@ -70,6 +70,6 @@ def keep_rows(path: Path, is_kept: Callable[[Row], bool]) -> None:
 def rewrite(path: Path, lines: Iterable[str]) -> None:
     """Replace the contents of a file in one step, so that a kill leaves the old or the new ones."""
     scratch = path.with_suffix(".tmp")
-    with naming_full_disk(path), scratch.open("w", encoding="utf-8") as file:
+    with scratch.open("w", encoding="utf-8") as file:
         file.writelines(lines)
     scratch.replace(path)

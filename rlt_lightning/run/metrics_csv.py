@@ -14,8 +14,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from rlt_lightning.types import naming_full_disk
-
 # Steps and values; None for a value that is not finite.
 Curve = tuple[list[int], list[float | None]]
 
@@ -68,13 +66,13 @@ class MetricsCSV(Logger):
             return
         names = {name for step in self.unsaved for name in self.rows[step]}
         if names <= set(self.columns) and not self.unsaved & self.saved:
-            with naming_full_disk(self.path), open(self.path, "a", newline="") as file:
+            with open(self.path, "a", newline="") as file:
                 rows = ({"step": step, **self.rows[step]} for step in sorted(self.unsaved))
                 csv.DictWriter(file, self.columns).writerows(rows)
         else:
             self.columns = ["step", *sorted(names | set(self.columns) - {"step"})]
             scratch = self.path.with_suffix(".tmp")
-            with naming_full_disk(self.path), open(scratch, "w", newline="") as file:
+            with open(scratch, "w", newline="") as file:
                 writer = csv.DictWriter(file, self.columns)
                 writer.writeheader()
                 writer.writerows({"step": step, **row} for step, row in sorted(self.rows.items()))

@@ -79,7 +79,7 @@ def test_a_long_run_has_windows_of_ten_steps() -> None:
 
 
 def test_every_metric_stands_in_a_table(tmp_path: Path) -> None:
-    names = ["reward/mean", "reward/own_term", "policy/loss", "perf/mfu", "eval/aime24/pass_at_1"]
+    names = ["reward/mean", "reward/own_term", "policy/loss", "perf/step_s", "eval/aime24/pass_at_1"]
     write_metrics(tmp_path, {name: [1.0, 2.0] for name in names})
     shown = {row[0].split()[-1] for row in read(write_report(tmp_path)).rows}
     assert shown == {*names, "figure"}

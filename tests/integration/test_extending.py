@@ -19,7 +19,6 @@ import torch
 from commands import ROOT
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
-from misfits import Terms
 from wandb_run import runs_in
 from wheel import OFFLINE, PIP, build_wheel
 
@@ -39,8 +38,9 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.strategies.fsdp2 import FSDP2
-from rlt_lightning.types import Completion, InputError, Problem, Rollout
+from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -219,31 +219,27 @@ def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
     assert "brevity_reward -0.0" in write_report(outside / "runs" / "scores").read_text()
 
 
-def rollouts(*numbers: int) -> list[Rollout]:
-    problems = [Problem(number, "?", "!", [], [], [], [], []) for number in numbers]
-    return [Rollout(problem, Completion([1], None, "stop"), "So.", closed=True) for problem in problems]
+class Terms(RLTReward):
+    extra_names = ("one", "two")
+
+
+CLOSED = torch.tensor([True, False])
+ONE, TWO = torch.arange(2), torch.full((2,), 0.5)
 
 
 def test_terms_come_in_the_order_of_their_names_as_numbers_of_the_reward() -> None:
-    terms = Terms(kind="right").check_extra_terms(rollouts(7, 8), torch.device("cpu"))
+    terms = Terms().check_extra_terms({"two": TWO, "one": ONE}, CLOSED)
     assert {name: values.tolist() for name, values in terms.items()} == {"one": [0, 1], "two": [0.5, 0.5]}
     assert list(terms) == ["one", "two"]
     assert {values.dtype for values in terms.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("missing", r"Terms.extra_names, \['one', 'two'\], but returned \['one'\]"),
-        ("none", "but returned NoneType"),
-        ("column", r"one number per rollout, \(2,\), but 'one' is \(2, 1\)"),
-        ("mean", r"but 'two' is \(\)"),
-        ("list", "but 'two' is list"),
-    ],
+    "terms", [{"one": ONE}, {"one": ONE[:, None], "two": TWO}, {"one": ONE, "two": TWO.mean()}]
 )
-def test_a_term_that_is_none_is_named(kind: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Terms(kind=kind).check_extra_terms(rollouts(7, 8), torch.device("cpu"))
+def test_a_term_that_is_none_is_refused(terms: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"Terms\.extra_terms must return a tensor \(2,\)"):
+        Terms().check_extra_terms(terms, CLOSED)
 
 
 # The engine

@@ -419,8 +419,8 @@ def test_a_term_of_ones_own_counts(model: Any) -> None:
     class Brief(RLTReward):
         extra_names = ("brevity",)
 
-        def extra_terms(self, rollouts: Any) -> dict[str, torch.Tensor]:
-            return {"brevity": torch.tensor([-float(len(r.text)) for r in rollouts])}
+        def extra_terms(self, step: Any, rows: Any, student: Any) -> dict[str, torch.Tensor]:
+            return {"brevity": torch.tensor([-float(len(r.text)) for r in step.rollouts(rows)])}
 
     plain, brief = (rewards_of(shown(model, reward=r), TEXTS) for r in (RLTReward(), Brief()))
     lengths = [len(text.removesuffix("</explanation>").strip()) for text in TEXTS]

@@ -268,7 +268,7 @@ def test_sigterm_does_not_wait_for_workers_that_ended(
     folder, log = tmp_path / "run", tmp_path / "log"
     with worker_of(tiny_model) as worker:
         options = [*RANKS[ranks], "--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-        options += [f"--rollouts.engine.urls=[{worker.url}]", "--model.mismatch_alarm=null"]
+        options += [f"--rollouts.engine.urls=[{worker.url}]"]
         options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
         pause = fault("on_train_batch_start", "pause", 2)
         process = start(*command(tiny_model, folder, *options, pause), log=log)

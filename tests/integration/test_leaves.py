@@ -91,7 +91,7 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
     step: Any = StepBatch([], 1, 1.0, 0)
     step.tokens["solution"] = {2: torch.tensor([-1.0, -9.5, -9.0]), 5: torch.tensor([-10.0, -2.0])}
     # One of 3 tokens is below -9, and one of 2: padding is none.
-    terms = reward.token_terms(step, [2, 5], student)
+    terms = reward.extra_terms(step, [2, 5], student)
     torch.testing.assert_close(terms["hurdles"], torch.tensor([-0.5 / 3, -0.5 / 2]))
 
     students = [tiny_model, shifted(tiny_model, tmp_path)]

@@ -91,7 +91,6 @@ def fit(
         max_staleness=max_staleness,
         importance_sampling=importance_sampling,
         reward=reward,
-        mismatch_alarm=None,
         optimizer=OptimizerConfig(lr=1e-3),
     )
     datamodule = TeacherRLData(

@@ -95,12 +95,12 @@ FAMILIES = {
     "bamba": Family("single", "padded", MAMBA | {"attn_layer_indices": [1]}),
     "bitnet": Family("auto", "slots"),
     "bloom": Family("single", "padded"),
-    "codegen": Family("packed", "padded", {"rotary_dim": 8}),
+    "codegen": Family("single", "padded", {"rotary_dim": 8}),
     "cohere": Family("auto", "slots", {"logit_scale": 0.25, "use_qk_norm": True}),
-    "cohere2": Family("packed", "padded", HEAD | WINDOW | {"logit_scale": 0.25, "num_hidden_layers": 4}),
-    "cwm": Family("packed", "padded", HEAD | WINDOW),
-    "deepseek_v2": Family("packed", "padded", DEEPSEEK | {"topk_method": "greedy"}),
-    "deepseek_v3": Family("packed", "padded", DEEPSEEK),
+    "cohere2": Family("single", "padded", HEAD | WINDOW | {"logit_scale": 0.25, "num_hidden_layers": 4}),
+    "cwm": Family("single", "padded", HEAD | WINDOW),
+    "deepseek_v2": Family("single", "padded", DEEPSEEK | {"topk_method": "greedy"}),
+    "deepseek_v3": Family("single", "padded", DEEPSEEK),
     "deepseek_v32": Family(
         "single", "padded", DEEPSEEK | {"index_topk": REACH, "index_n_heads": 16, "index_head_dim": 32}
     ),
@@ -129,10 +129,10 @@ FAMILIES = {
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
     ),
     "exaone4": Family(
-        "packed", "padded",
+        "single", "padded",
         WINDOW | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),
-    "exaone_moe": Family("packed", "padded", EXPERTS | HEAD | WINDOW),
+    "exaone_moe": Family("single", "padded", EXPERTS | HEAD | WINDOW),
     "falcon": Family("single", "padded", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon, alibi": Family(
         "single", "padded", {"alibi": True, "multi_query": False}, reference="sdpa",
@@ -144,9 +144,9 @@ FAMILIES = {
     ),
     "falcon_mamba": Family("single", "padded", {"state_size": 16}),
     "gemma": Family("auto", "slots", HEAD),
-    "gemma2": Family("packed", "padded", HEAD | WINDOW | CAPS),
+    "gemma2": Family("single", "padded", HEAD | WINDOW | CAPS),
     "gemma3": Family(
-        "packed", "padded",
+        "single", "padded",
         {
             "text_config": BASE | HEAD | WINDOW | {"query_pre_attn_scalar": 24}, "mm_tokens_per_image": 4,
             "vision_config": {
@@ -155,9 +155,9 @@ FAMILIES = {
             },
         },
     ),
-    "gemma3_text": Family("packed", "padded", HEAD | WINDOW | {"query_pre_attn_scalar": 24}),
+    "gemma3_text": Family("single", "padded", HEAD | WINDOW | {"query_pre_attn_scalar": 24}),
     "gemma4_text": Family(
-        "packed", "padded",
+        "single", "padded",
         HEAD | WINDOW | {
             "global_head_dim": 32, "num_hidden_layers": 2, "vocab_size_per_layer_input": 500,
             "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 16,
@@ -172,14 +172,14 @@ FAMILIES = {
     "gpt2": Family("auto", "slots"),
     "gpt_bigcode": Family("auto", "slots"),
     "gpt_neo": Family(
-        "packed", "padded",
+        "single", "padded",
         {"num_hidden_layers": 2, "window_size": REACH, "attention_types": [[["global", "local"], 1]]},
     ),
     "gpt_neox": Family("auto", "slots", {"rotary_pct": 0.25}),
     "gpt_oss": Family("single", "padded", LOCAL_EXPERTS | HEAD | WINDOW),
-    "gptj": Family("packed", "padded", {"rotary_dim": 8}),
+    "gptj": Family("single", "padded", {"rotary_dim": 8}),
     "granite": Family("auto", "slots", SCALES),
-    "granite_swa": Family("packed", "padded", WINDOW),
+    "granite_swa": Family("single", "padded", WINDOW),
     "granitemoehybrid": Family(
         "single", "padded",
         LOCAL_EXPERTS | MAMBA | SCALES
@@ -204,7 +204,7 @@ FAMILIES = {
             "linear_head_dim": 16, "linear_num_heads": 4,
         },
     ),
-    "laguna": Family("packed", "padded", EXPERTS | HEAD | WINDOW),
+    "laguna": Family("single", "padded", EXPERTS | HEAD | WINDOW),
     "lfm2": Family(
         "single", "padded", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
     ),
@@ -227,7 +227,7 @@ FAMILIES = {
         note="the temperature of its attention depends on a token's place in the row",
     ),
     "longcat_flash": Family(
-        "packed", "padded",
+        "single", "padded",
         LATENT | {
             "num_hidden_layers": 4, "num_layers": 2, "n_routed_experts": 4, "moe_topk": 2,
             "expert_ffn_hidden_size": 32, "ffn_hidden_size": 96, "zero_expert_num": 1,
@@ -238,9 +238,9 @@ FAMILIES = {
         "single", "padded",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16},
     ),
-    "mellum": Family("packed", "padded", EXPERTS | HEAD | WINDOW),
-    "mimo_v2_flash": Family("packed", "padded", EXPERTS | HEAD | WINDOW | {"n_routed_experts": 4}),
-    "minicpm3": Family("packed", "padded", LATENT),
+    "mellum": Family("single", "padded", EXPERTS | HEAD | WINDOW),
+    "mimo_v2_flash": Family("single", "padded", EXPERTS | HEAD | WINDOW | {"n_routed_experts": 4}),
+    "minicpm3": Family("single", "padded", LATENT),
     "minimax": Family(
         "single", "uncached",
         LOCAL_EXPERTS | HEAD | {
@@ -260,20 +260,20 @@ FAMILIES = {
         note="padding on the left would move the borders of its blocks",
     ),
     "ministral": Family(
-        "packed", "padded",
+        "single", "padded",
         HEAD | WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "ministral3": Family("auto", "slots", HEAD | {"rope_parameters": YARN}),
     "mistral": Family("auto", "slots", HEAD | {"sliding_window": None}),
-    "mistral, windows": Family("packed", "padded", HEAD | WINDOW),
+    "mistral, windows": Family("single", "padded", HEAD | WINDOW),
     "mixtral": Family("auto", "slots", LOCAL_EXPERTS | {"sliding_window": None}),
     "modernbert-decoder": Family(
-        "packed", "padded",
+        "single", "padded",
         {"local_attention": REACH, "global_attn_every_n_layers": 2, "num_hidden_layers": 4},
     ),
     "mpt": Family("single", "padded"),
     "nanochat": Family("auto", "slots", {"final_logit_softcapping": 3.0}),
-    "nemotron": Family("packed", "padded", HEAD | {"partial_rotary_factor": 0.5}),
+    "nemotron": Family("single", "padded", HEAD | {"partial_rotary_factor": 0.5}),
     "nemotron_h": Family(
         "single", "padded",
         HEAD | {
@@ -285,7 +285,7 @@ FAMILIES = {
     ),
     "olmo": Family("auto", "slots", {"clip_qkv": 8.0}),
     "olmo2": Family("auto", "slots"),
-    "olmo3": Family("packed", "padded", WINDOW | {"num_hidden_layers": 4}),
+    "olmo3": Family("single", "padded", WINDOW | {"num_hidden_layers": 4}),
     "olmoe": Family("auto", "slots", {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": Family("auto", "slots", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.1}),
     "phi": Family("auto", "slots", {"partial_rotary_factor": 0.5}),
@@ -304,7 +304,7 @@ FAMILIES = {
     ),
     "qwen2": Family("auto", "slots"),
     "qwen2, windows": Family(
-        "packed", "padded", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
+        "single", "padded", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
     ),
     "qwen2_moe": Family("auto", "slots", SHARED_EXPERT),
     "qwen3": Family("auto", "slots", {"head_dim": 32}),
@@ -322,11 +322,11 @@ FAMILIES = {
         {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": False},
     ),
     "solar_open": Family("auto", "slots", ROUTED | HEAD),
-    "stablelm": Family("packed", "padded", {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
+    "stablelm": Family("single", "padded", {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
     "starcoder2": Family("auto", "slots", {"sliding_window": None, "residual_dropout": 0.1}),
-    "vaultgemma": Family("packed", "padded", HEAD | WINDOW | CAPS),
+    "vaultgemma": Family("single", "padded", HEAD | WINDOW | CAPS),
     "xlstm": Family("single", "uncached", {"num_heads": 4, "num_blocks": 2}),
-    "youtu": Family("packed", "padded", LATENT),
+    "youtu": Family("single", "padded", LATENT),
     "zamba2": Family(
         "single", "padded",
         {

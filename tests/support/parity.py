@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.types import Rollout
+from rlt_lightning.rewards.students import Student
+from rlt_lightning.rollouts.step import StepBatch
 
 
 class Parity(RLTReward):
@@ -21,8 +22,8 @@ class Parity(RLTReward):
 
     extra_names = ("odd",)
 
-    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        return {"odd": torch.tensor([float(r.problem.row % 2) for r in rollouts])}
+    def extra_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+        return {"odd": torch.tensor([float(r.problem.row % 2) for r in step.rollouts(rows)])}
 
     def __call__(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
         *own, extra = arguments
@@ -37,9 +38,9 @@ class Lethal(Parity):
     calls: str = ""
     at: int = 0
 
-    def extra_terms(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    def extra_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
         with open(self.calls, "a") as file:
             file.write("x")
         if Path(self.calls).stat().st_size == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().extra_terms(rollouts)
+        return super().extra_terms(step, rows, student)

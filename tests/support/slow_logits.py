@@ -1,12 +1,23 @@
-"""Compute all logits of a language-model head at once."""
+"""Compute all logits of a language-model head at once, and what follows from them."""
 
 import torch
 from torch import Tensor, nn
 
 from rlt_lightning.numerics.head import LogitScale
+from rlt_lightning.numerics.log_probs import scaled_log_softmax
 
 
 def slow_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:
     """All logits before the temperature, as the model's own code computes them."""
     logits = nn.functional.linear(hidden, weight, bias) * scale.scale
     return logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
+
+
+def token_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probs of the targets, (M,), from logits (M, V), in fp32 at least."""
+    return scaled_log_softmax(logits, temperature).gather(1, targets.unsqueeze(1)).squeeze(1)
+
+
+def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropies, (M,), of logits (M, V)."""
+    return torch.special.entr(scaled_log_softmax(logits, temperature).exp()).sum(dim=-1)

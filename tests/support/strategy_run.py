@@ -187,7 +187,6 @@ def run_job(
     tokens: int = 4096,
     checkpoint: str | None = None,
     lora: bool = False,
-    targets: list[str] | str = "all-linear",
     adapter: Adapter = "separate",
     export: bool = False,
     uneven: bool = False,
@@ -218,7 +217,6 @@ def run_job(
         tokens: Of a micro-batch.
         checkpoint: To go on from.
         lora: Train an adapter, and export it.
-        targets: Of the adapter.
         adapter: Merged or separate.
         export: Export the model without an adapter, too.
         uneven: All of a step's prompts but the first, which is rank 0's, get completions ten times as long.
@@ -281,7 +279,7 @@ def run_job(
             states=states,
         ),
         micro_batch_tokens=tokens,
-        lora=LoRA(rank=4, alpha=8.0, targets=targets, base=base) if lora else None,
+        lora=LoRA(rank=4, alpha=8.0, base=base) if lora else None,
     )
     module: Counted
     if likelihood:

@@ -31,7 +31,6 @@ def test_a_checkpoint_becomes_an_ordinary_model_folder(
     assert largest_difference(trained, load_file(Path(tiny_model) / "model.safetensors")) > 1e-5
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template
-    assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
     card = (folder / "README.md").read_text()
     assert "| optimizer steps | 5 |" in card
     assert f"/{Path(tiny_model).name} |" in card

@@ -307,5 +307,5 @@ def test_an_adapter_does_not_go_on_with_another_base(
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     checkpoint = adapters["single"] / "checkpoints" / "step=000002.ckpt"
-    with pytest.raises(AssertionError, match="must resume with the model that it was trained for"):
+    with pytest.raises(AssertionError, match="must have the same model as this one"):
         run(str(other), tmp_path / "run", "single", steps=4, checkpoint=checkpoint, lora=True)

@@ -178,7 +178,6 @@ def test_an_engine_outside_the_process(
         estimator=estimator,
         max_staleness=int(asynchronous),
         optimizer=OptimizerConfig(lr=1e-3),
-        mismatch_alarm=None,
         mismatch_limit=None,  # the worker makes its log-probs up
     )
     with worker_of(tiny_model) as worker:

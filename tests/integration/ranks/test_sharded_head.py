@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from slow_logits import token_log_probs
 from torch import Tensor, nn
 
 from rlt_lightning.models.packed import HeadOptions, ModelHead, head_divergence, head_log_probs
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.divergence import divergence
-from rlt_lightning.numerics.log_probs import token_log_probs
 from rlt_lightning.strategies.sharding import ZeRO3
 
 NUM_WORDS, SIZE = 1100, 6

@@ -89,8 +89,6 @@ def test_scoring_while_others_are_sampled_does_not_change_the_result(
     # The last completion of a step comes when others are scored; then one rank has nothing new to score.
     folder = tmp_path / "run"
     run(tiny_model, folder, strategy, tokens=100, uneven=True, early=True)
-    steps = json.loads(folder.with_suffix(".json").read_text())
-    assert all(0 < step["perf/score_hidden_frac"] < 1 for step in steps)
     assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
 
 

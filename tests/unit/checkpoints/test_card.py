@@ -1,4 +1,4 @@
-"""The card of a trained model: what it inherits, and what it leaves out."""
+"""The card of a trained model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from rlt_lightning.checkpoints.card import inherited_header, write_model_card
+from rlt_lightning.checkpoints.card import write_model_card
 
-FACTS = {"pretrained": "Qwen/Qwen2.5-7B-Instruct", "lora": None, "training": {"method": "SFTModule"}}
+HUB = "Qwen/Qwen2.5-7B-Instruct"
 LICENCES = {"apache-2.0", "mit", "other", "llama3.1", "cc-by-4.0", "gemma"}
 REPO_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -41,22 +42,9 @@ def faults(card: str) -> list[str]:
     return found
 
 
-def test_a_model_inherits_base_and_licence_of_a_local_one(tmp_path: Path) -> None:
-    assert inherited_header("Qwen/Qwen2.5-7B-Instruct") == {"base_model": "Qwen/Qwen2.5-7B-Instruct"}
-    assert inherited_header("smollm2-135m")["license"] == "apache-2.0"
-    assert inherited_header(str(tmp_path)) == {}
-    (tmp_path / "README.md").write_text(write_model_card(FACTS))
-    assert inherited_header(str(tmp_path)) == {"base_model": "Qwen/Qwen2.5-7B-Instruct"}
-    second = write_model_card(FACTS | {"pretrained": str(tmp_path)})
-    assert header_of(second)["base_model"] == "Qwen/Qwen2.5-7B-Instruct"
-    assert faults(second) == []
-    (tmp_path / "README.md").write_text("---\n- no mapping\n---\n")
-    assert inherited_header(str(tmp_path)) == {}
-
-
-def test_a_card_names_no_place_on_this_machine() -> None:
-    training = {"teacher": "/home/alice/runs/warmup/model", "rows": "~/data/rows/a.jsonl, Qwen/Qwen2.5-7B"}
-    card = write_model_card(FACTS | {"training": training | {"paper": "https://example.com/a/b/c"}})
-    assert "| teacher | …/warmup/model |" in card
-    assert "| rows | …/rows/a.jsonl, Qwen/Qwen2.5-7B |" in card
-    assert "https://example.com/a/b/c" in card
+@pytest.mark.parametrize(("pretrained", "base"), [(HUB, HUB), ("smollm2-135m", None), ("a folder", None)])
+def test_the_hub_takes_the_header_of_a_card(pretrained: str, base: str | None, tmp_path: Path) -> None:
+    pretrained = str(tmp_path) if pretrained == "a folder" else pretrained
+    card = write_model_card({"pretrained": pretrained, "lora": None, "training": {"method": "SFTModule"}})
+    assert header_of(card).get("base_model") == base
+    assert faults(card) == []

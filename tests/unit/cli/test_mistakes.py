@@ -161,13 +161,13 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "no vLLM to launch": (launch, "launch.executable", "/no/such/vllm"),
     "no checkpoint": (lambda: choose_run_folder("fit", "x", ckpt_path="/no.ckpt"), "/no.ckpt", "--ckpt_path"),
     "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path last"),
-    "a model's typo": (lambda: require_model_name("minature"), "Did you mean miniature?"),
-    "no model folder": (lambda: require_model_name("./model"), "./model", "must exist"),
+    "a model's typo": (lambda: require_model_name("minature"), "There is no model 'minature'"),
+    "no model folder": (lambda: require_model_name("./model"), "./model"),
     # Mistakes in a script.
     "strategy": (lambda: train(strategy="ddp_spawn"), "strategy", "ddp"),
     "two samplers": (lambda: train(callbacks=[RolloutCallback(), RolloutCallback()]), "RolloutCallback"),
-    "a teacher": (lambda: train(make_module(teacher="minature")), "Did you mean miniature?"),
-    "a folder": (lambda: train(make_module(student="./none")), "model folder './none' must exist"),
+    "a teacher": (lambda: train(make_module(teacher="minature")), "There is no model 'minature'"),
+    "a folder": (lambda: train(make_module(student="./none")), "There is no model './none'"),
     "data of SFT": (lambda: train(data=StudentSFTData(ROWS)), "must be TeacherRLData"),
     "given completions": (
         lambda: train(data=ScoringData(ROWS, prompts_per_step=2)),

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from cases import GOLDEN_FOLDER
 from tokenizer_kinds import kind_of_tokenizer
-from tokenizers import Tokenizer, models, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
-from rlt_lightning.models.load import ensure_pad_token
 from rlt_lightning.tags import R1, STRATOS, TagStyle, decode_each, tag_style
 from rlt_lightning.types import Completion, InputError
 
@@ -349,28 +348,6 @@ def test_solutions_without_the_separator_are_kept_whole(smol: Any):
     assert text_of(smol, chat.build_problem(1, "q", "\n\nseven\n").solution_ids) == "\n\nseven\n"
     assert text_of(smol, chat.build_problem(1, "q", "\n\n7.5\n\n").solution_ids) == "\n\n7.5"
     assert text_of(smol, chat.build_problem(1, "q", "seven").solution_ids) == "seven"
-
-
-# Padding
-
-
-def test_pad_token_differs_from_eos(smol: Any, qwen: Any):
-    tokenizer = copy.deepcopy(smol)
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
-    assert ensure_pad_token(tokenizer) == tokenizer.pad_token_id == 0  # <|endoftext|>
-    assert ensure_pad_token(copy.deepcopy(qwen)) == 151643
-
-
-def test_a_vocabulary_without_a_spare_token_keeps_its_padding():
-    def build(*words: str) -> Any:
-        model = models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0])
-        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=words[0])
-
-    with pytest.warns(UserWarning, match="no spare token for padding"):
-        assert ensure_pad_token(build("<|eot_id|>")) == 0
-    tokenizer = build("<|eot_id|>", "<|reserved_special_token_0|>", "<|finetune_right_pad_id|>")
-    assert ensure_pad_token(tokenizer) == 2
-    assert tokenizer.pad_token == "<|finetune_right_pad_id|>"
 
 
 def test_the_texts_of_tokens_make_up_the_whole(smollm2: str, shared: Path) -> None:

@@ -19,7 +19,6 @@ from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.views import find_thought
 from rlt_lightning.models import template
-from rlt_lightning.models.load import ensure_pad_token
 from rlt_lightning.models.template import find_eos_token_ids, find_turn_opening
 from rlt_lightning.tags import decode
 from rlt_lightning.types import SFTExample
@@ -184,12 +183,6 @@ def test_generation_stops_where_turns_end(smol: Any, name: str) -> None:
     chat = build_format(smol, name)
     ends = {7, *chat.tokenizer.convert_tokens_to_ids(["<|endoftext|>", ENDS[name]])}
     assert find_eos_token_ids(Model, chat.tokenizer) == ends
-
-
-def test_padding_is_not_the_end_of_turns(smol: Any) -> None:
-    tokenizer = build_format(smol, "chatml").tokenizer
-    tokenizer.pad_token = "<|im_end|>"
-    assert tokenizer.convert_ids_to_tokens(ensure_pad_token(tokenizer)) == "<|endoftext|>"
 
 
 # What a turn begins with

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import compute_log_probs, disable_dropout, verify_layout
-from rlt_lightning.modules.phases import count_weights
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.types import InputError
 
@@ -89,7 +88,6 @@ def test_a_family_is_scored_as_its_eager_forward(name: str, tmp_path: Path) -> N
     ours = torch.cat([compute_log_probs(model, row)[0] for row in packed])
     expected = torch.cat([log_probs_by_eager(plain, prefix + rest, 40) for rest in rests])
     torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
-    assert count_weights(model) > 0
 
 
 def sample_greedily(model: Any, prompt: list[int], number: int) -> tuple[list[int], list[float]]:

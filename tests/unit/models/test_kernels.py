@@ -21,7 +21,6 @@ from slow_kernels import (
 )
 from tiny import StrictEntry
 from torch import Tensor
-from torch.nn.attention import _registry, current_flash_attention_impl, restore_flash_attention_impl
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,18 +134,13 @@ def test_launches_do_not_grow_with_the_number_of_segments():
 # Choosing and refusing
 
 GPU = torch.device("cuda")
-# What a GPU's own kernel is called in the log.
-OWN = "PyTorch's variable-length flash attention"
 
 
 @pytest.fixture(autouse=True)
-def fresh_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is a process in which nothing has been chosen yet."""
-    monkeypatch.setattr(kernels, "SERVED", {})
     for device_type in ("cpu", "cuda"):
         monkeypatch.setitem(KERNELS, device_type, KERNELS[device_type])
-    yield
-    restore_flash_attention_impl(_raise_warn=False)
 
 
 @pytest.fixture
@@ -166,7 +160,7 @@ def own_kernels() -> Iterator[None]:
 
 
 @pytest.fixture
-def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose kernels are checked on the CPU, where PyTorch's own does not run."""
     plain_check = kernels.attention_fault
 
@@ -175,12 +169,6 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain_check(heads, CPU)
 
     monkeypatch.setattr(kernels, "attention_fault", check_on_cpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-
-
-def install_fa3(monkeypatch: pytest.MonkeyPatch, error: float = 0.0) -> None:
-    install(monkeypatch, "flash_attn_interface")
-    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: SlowOwnKernels(error))
 
 
 def half_precision(**sizes: int) -> Any:
@@ -194,92 +182,23 @@ def test_flash_attn_is_used_where_it_is_asked_for_and_right(flash_attn: SlowFlas
     assert verify_layout(StrictEntry(model), "tiny", "shared_prefix") == "shared_prefix"
 
 
-def test_a_kernel_that_is_wrong_is_refused_and_not_left_in_place(flash_attn: SlowFlashAttn):
-    before = KERNELS["cpu"]
-    flash_attn.error = 0.3
-    with pytest.raises(
-        InputError, match=r"attention flash_attn must .* off by 0\.\d+ of its norm\. Set another"
-    ):
-        choose_attention(half_precision(), "flash_attn", CPU)
-    assert KERNELS["cpu"] is before
-
-
 @pytest.mark.parametrize("error", [0.3, torch.nan])
-def test_a_gpu_goes_on_with_the_next_kernel_and_says_why(
-    error: float, flash_attn: SlowFlashAttn, own_kernels: None, h100: None
-):
+def test_a_kernel_that_is_wrong_is_refused(error: float, flash_attn: SlowFlashAttn, gpu: None):
     flash_attn.error = error
-    with pytest.warns(UserWarning, match="attention kernel 'flash_attn' is not used: a value or gradient is"):
-        assert choose_attention(half_precision(), None, GPU) == OWN
+    with pytest.raises(InputError, match=r"model\.kernels\.attention flash_attn must .* Set another"):
+        choose_attention(half_precision(), None, GPU)
 
 
-def test_fa3_is_used_for_all_of_pytorchs_attention(monkeypatch: pytest.MonkeyPatch, h100: None):
-    install_fa3(monkeypatch)
-    assert choose_attention(half_precision(), None, GPU) == "FlashAttention-3"
-    assert current_flash_attention_impl() == "FA3"
+def test_a_gpu_has_pytorchs_kernel_without_flash_attn(own_kernels: None, gpu: None):
+    assert choose_attention(half_precision(), None, GPU) == TorchKernel.name
 
 
-def test_fa3_that_is_wrong_leaves_the_process(
-    flash_attn: SlowFlashAttn, monkeypatch: pytest.MonkeyPatch, h100: None
-):
-    install_fa3(monkeypatch, error=0.3)
-    with pytest.warns(UserWarning, match="attention kernel 'fa3' is not used: a value or gradient is off"):
-        assert choose_attention(half_precision(), None, GPU).startswith("flash-attn ")
-    assert current_flash_attention_impl() is None
-    # PyTorch's own is back, which has nothing for a CPU.
-    with pytest.raises(NotImplementedError):
-        MergedAttention.apply(*random_heads(), SEGMENTS, 0.3, TorchKernel())
-    with pytest.raises(
-        InputError, match="attention fa3 must be installed and equal a loop over segments, but"
-    ):
-        choose_attention(half_precision(), "fa3", GPU)
-    assert current_flash_attention_impl() is None
+def test_a_loop_computes_what_no_kernel_takes(gpu: None):
+    assert choose_attention(tiny_qwen(), None, GPU).startswith(LOOP)
+    with pytest.raises(InputError, match="it needs half precision"):
+        choose_attention(tiny_qwen(), "torch", GPU)
 
 
-def test_flash_attn_that_is_asked_for_does_not_leave_fa3_active(
-    flash_attn: SlowFlashAttn, monkeypatch: pytest.MonkeyPatch, h100: None
-):
-    install_fa3(monkeypatch)
-    choose_attention(half_precision(), "fa3", GPU)
-    choose_attention(half_precision(), "flash_attn", GPU)
-    assert current_flash_attention_impl() is None
-
-
-def test_a_loop_computes_where_no_kernel_is_right(h100: None):
-    with (
-        pytest.warns(UserWarning, match="kernel 'torch' is not used: it fails with NotImplementedError"),
-        pytest.warns(
-            UserWarning, match="Our attention is a loop over segments, which is slow, since no kernel"
-        ),
-    ):
-        assert choose_attention(half_precision(), None, GPU) == LOOP
-    assert "cuda" not in KERNELS
-    with pytest.raises(InputError, match="attention torch must be installed and equal a loop"):
-        choose_attention(half_precision(), "torch", GPU)
-
-
-@pytest.mark.parametrize("sizes", [(32, 64), (64, 32)])
-def test_a_kernel_is_right_for_all_models_or_is_not_used(
-    sizes: tuple[int, int], flash_attn: SlowFlashAttn, monkeypatch: pytest.MonkeyPatch, h100: None
-):
-    right = flash_attn.scores
-
-    def scores(q: Tensor, *arguments: Any) -> Tensor:
-        return right(q, *arguments) * (2 if q.shape[1] == 16 else 1)
-
-    monkeypatch.setattr(flash_attn, "scores", scores)
-    # Hidden states of 64 in 4 heads of 16 dimensions.
-    with pytest.warns(UserWarning, match="attention kernel 'flash_attn' is not used"):
-        names = [choose_attention(half_precision(hidden_size=size), None, GPU) for size in sizes]
-    assert names[-1] == LOOP
-    assert "cuda" not in KERNELS
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_fa3_is_left_out_on_cards_that_it_is_not_for(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, own_kernels: None, h100: None
-):
-    install_fa3(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_attention(half_precision(), None, GPU) == OWN
-    assert current_flash_attention_impl() is None
+def test_a_kernel_that_fails_is_refused(gpu: None):
+    with pytest.raises(InputError, match=r"attention torch must be .* it fails with NotImplementedError"):
+        choose_attention(half_precision(), None, GPU)

@@ -161,13 +161,14 @@ def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
         assert (gradients[layout] - gradients["single"]).norm() < 0.05 * norm
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_windows_and_caps_get_the_attention_of_transformers_and_plain_packing(family, tiny_models):
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "codegen"])
+def test_other_attentions_run_one_by_one(family, tiny_models):
     model = load_model(tiny_models[family])
     assert model.config._attn_implementation != SEGMENT_ATTENTION
-    assert verify_layout(StrictEntry(model), family, "auto") == "packed"
+    with pytest.warns(UserWarning, match=r"'single' .* would mix sequences of a row"):
+        assert verify_layout(StrictEntry(model), family, "auto") == "single"
     torch.testing.assert_close(
-        log_probs_in(model, "packed"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
+        log_probs_in(model, "single"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
     )
 
 
@@ -180,34 +181,25 @@ def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
         )
 
 
-@pytest.mark.parametrize("family", ["bloom", "codegen"])
-def test_models_that_mask_by_themselves_keep_their_attention(family, tiny_models):
-    model, plain = load_model(tiny_models[family]), FAMILIES[family][1].from_pretrained(tiny_models[family])
-    layout = verify_layout(StrictEntry(model), family, "auto")
-    ours = log_probs_in(model, layout)
-    torch.testing.assert_close(ours, log_probs_one_by_one(plain), atol=1e-5, rtol=1e-5)
-
-
 def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_models, tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
     factors = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
     config = LlamaConfig.from_pretrained(tiny_models["llama"], rope_parameters=rope | factors)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="'single', which is slower: with 'auto' the longest sequence"):
+    with pytest.warns(UserWarning, match=r"'single' .* which is slower: with 'auto' the longest sequence"):
         assert verify_layout(StrictEntry(load_model(str(tmp_path))), "long", "auto") == "single"
 
 
 def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):
     model = load_model(tiny_models["llama"], attn_implementation="sdpa")
-    with pytest.raises(InputError, match=r"\('sdpa'\) does not share prefixes. Use model.layout"):
-        verify_layout(StrictEntry(model), "llama", "shared_prefix", attention_chosen=True)
-    assert verify_layout(StrictEntry(model), "llama", "auto", attention_chosen=True) == "packed"
+    with pytest.raises(InputError, match=r"\('sdpa'\) would mix sequences of a row. Set model.layout"):
+        verify_layout(StrictEntry(model), "llama", "shared_prefix")
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba"])
 def test_architectures_that_cannot_be_packed_fall_back_loudly(family, tiny_models):
     model = load_model(tiny_models[family])
-    with pytest.warns(UserWarning, match=rf"'{family}' .* runs with layout 'single', which is slower"):
+    with pytest.warns(UserWarning, match=rf"'{family}' .* runs with layout 'single'"):
         assert verify_layout(StrictEntry(model), family, "auto") == "single"
     torch.testing.assert_close(
         log_probs_in(model, "single"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5

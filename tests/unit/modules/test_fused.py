@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow_kernels import CPU, liger, row, tiny_qwen
+from slow_kernels import CPU, liger, tiny_qwen
 from tiny import StrictEntry
 from torch import Tensor, nn
 
@@ -23,10 +23,9 @@ from rlt_lightning.models.kernels import (
     choose_head,
     compiled_head_fault,
     fuse_blocks,
-    steps_fused,
 )
-from rlt_lightning.models.packed import HeadOptions, compute_log_probs
-from rlt_lightning.modules.base import check_model, get_frozen_ready
+from rlt_lightning.models.packed import HeadOptions
+from rlt_lightning.modules.base import get_frozen_ready
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer
 from rlt_lightning.numerics import Divergence
@@ -37,11 +36,6 @@ from rlt_lightning.types import InputError
 needs_compiler = pytest.mark.skipif(
     shutil.which("gcc") is None, reason="torch.compile needs a C compiler on a CPU"
 )
-
-
-def results(model: Any) -> list[Tensor]:
-    log_probs = compute_log_probs(model, row())[0]
-    return [log_probs, *torch.autograd.grad(log_probs.sum(), list(model.parameters()))]
 
 
 def test_liger_is_used_where_it_suits_and_is_wanted(monkeypatch: pytest.MonkeyPatch):
@@ -63,45 +57,14 @@ def test_liger_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch):
         fuse_blocks(StrictEntry(tiny_qwen()), "tiny", Kernels(), torch.device("cuda"))
 
 
-def test_blocks_are_fused_in_one_way():
-    with pytest.raises(InputError, match="liger and compiled_blocks are both true"):
-        Kernels(liger=True, compiled_blocks=True)
-
-
-@pytest.mark.full
-@needs_compiler
-def test_compiled_blocks_equal_plain_ones_for_every_row_with_one_graph():
-    from torch._dynamo.utils import counters
-
-    plain, model = tiny_qwen().train(), tiny_qwen().train()
-    [what] = fuse_blocks(StrictEntry(model), "tiny", Kernels(compiled_blocks=True), CPU)
-    assert what == "blocks by torch.compile"
-    graphs = {}
-    for gradient_checkpointing in (False, True):
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        for lengths in ((3, 5), (4, 6, 2), (9, 2, 3, 4)):
-            packed = row(lengths)
-            found = []
-            for one in (model, plain):
-                log_probs = compute_log_probs(one, packed)[0]
-                found.append([log_probs, *torch.autograd.grad(log_probs.sum(), list(one.parameters()))])
-            torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
-            graphs[gradient_checkpointing, lengths] = counters["stats"]["unique_graphs"]
-    # Rows differ in tokens, segments and layers, and share the graphs of the first.
-    assert len({graphs[key] for key in list(graphs)[1:]}) == 1, graphs
-
-
 def test_the_head_is_compiled_only_on_a_gpu_by_default(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chosen_kernels, "compiled_head_fault", lambda *_: None)
     assert choose_head(HeadOptions(), torch.float32, CPU) == HeadOptions(None, False)
     assert choose_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
     assert not choose_head(HeadOptions(compiled=False), torch.float32, torch.device("cuda")).compiled
     monkeypatch.setattr(chosen_kernels, "compiled_head_fault", lambda *_: "it is off by 2")
-    with pytest.warns(UserWarning, match="The head is not compiled: it is off by 2"):
-        assert not choose_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
     with pytest.raises(InputError, match=r"it is off by 2.*Set model\.head\.compiled to false"):
-        choose_head(HeadOptions(compiled=True), torch.float32, CPU)
+        choose_head(HeadOptions(), torch.float32, torch.device("cuda"))
 
 
 @pytest.mark.full
@@ -160,32 +123,12 @@ def module_on_a_gpu(head: HeadOptions, **more: Any) -> Any:
         strategy=types.SimpleNamespace(root_device=torch.device("cuda")),
     )
     options = {"kernels": Kernels(liger=False), "attn_implementation": None, "layout": "auto"}
-    return types.SimpleNamespace(trainer=trainer, head=head, wanted_head=head, **options, **more)
+    return types.SimpleNamespace(trainer=trainer, head=head, **options, **more)
 
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_kernels, "choose_attention", lambda *_: "nothing")
-
-
-def test_a_default_that_fails_for_the_student_is_no_error(no_kernels: None, monkeypatch: pytest.MonkeyPatch):
-    def fails_in_bfloat16(dtype: torch.dtype, *_: Any) -> str | None:
-        return "it is off by 2" if dtype == torch.bfloat16 else None
-
-    monkeypatch.setattr(chosen_kernels, "compiled_head_fault", fails_in_bfloat16)
-    policy, student = StrictEntry(tiny_qwen()), StrictEntry(tiny_qwen().to(torch.bfloat16))
-    module = module_on_a_gpu(HeadOptions())
-    check_model(module, policy, "policy")
-    assert module.head.compiled is True
-    with pytest.warns(UserWarning, match="The head is not compiled: it is off by 2"):
-        check_model(module, student, "student")
-    # They share the head's options, so it stays off for both.
-    check_model(module, policy, "policy")
-    assert module.head.compiled is False
-    asked = module_on_a_gpu(HeadOptions(compiled=True))
-    check_model(asked, policy, "policy")
-    with pytest.raises(InputError, match=r"it is off by 2.*Set model\.head\.compiled to false"):
-        check_model(asked, student, "student")
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("exact", Divergence("forward")), ("k1", None)])
@@ -270,16 +213,3 @@ def test_a_sharded_restore_keeps_the_way_to_compute(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("rlt_lightning.checkpoints.io.fill_in_place", lambda *_: None)
     ours.load_checkpoint(tmp_path)
     assert {group["fused"] for group in ours.optimizers[0].param_groups} == {True}
-
-
-@pytest.mark.parametrize(
-    ("setting", "device", "steps_on_cpu", "expected"),
-    [
-        (None, "cuda", False, True), (None, "cpu", False, None), (None, "cpu", True, True),
-        (False, "cuda", False, False), (True, "cpu", False, True),
-    ],
-)  # fmt: skip
-def test_adamw_is_fused_on_gpus_and_for_offloaded_steps(
-    setting: bool | None, device: str, steps_on_cpu: bool, expected: bool | None
-):
-    assert steps_fused(Kernels(fused_adamw=setting), torch.device(device), steps_on_cpu) == expected

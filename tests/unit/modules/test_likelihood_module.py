@@ -93,7 +93,7 @@ def test_tokens_are_those_of_stages_4_and_5(tags: Any, smollm2: str, tmp_path: P
     stage.setup("fit")
     [problem] = stage.problems
     chat = stage.format
-    # Stage 5's prompt, and the tag that its answer begins with.
+    # Stage 5's prompt, and behind it the tag that its answer begins with.
     prompt = encode(chat.tokenizer, chat.render_student_chat(problem.question, problem.student_system_prompt))
     opening = chat.student_tags.thought_open + chat.student_tags.separator
     assert problem.teacher_prompt[: len(prompt)] == prompt

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from slow_logits import slow_logits
+from slow_logits import slow_logits, token_log_probs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.divergence import divergence, linear_divergence, sampled_advantages
 from rlt_lightning.numerics.head import Head, LogitScale
-from rlt_lightning.numerics.log_probs import linear_log_probs, token_log_probs
+from rlt_lightning.numerics.log_probs import linear_log_probs
 
 LN2 = math.log(2)
 WORDS = 1100  # a block of 1024 words and a narrower one, in a MiB

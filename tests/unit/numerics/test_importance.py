@@ -158,9 +158,9 @@ def test_masked_tokens_are_counted_and_a_step_without_others_warns() -> None:
     assert measured is not None
     mismatch = Mismatch.read([measured])
     assert (mismatch.num_masked, mismatch.num_tokens) == (3, 5)
-    metrics = mismatch_metrics(mismatch + mismatch, alarm=None, step=1, masks=True)
+    metrics = mismatch_metrics(mismatch + mismatch, step=1, masks=True)
     assert metrics["rollout/masked_frac"] == pytest.approx(3 / 5)
-    assert "rollout/masked_frac" not in mismatch_metrics(mismatch, alarm=None, step=1)
+    assert "rollout/masked_frac" not in mismatch_metrics(mismatch, step=1)
 
 
 def test_mismatch_by_hand() -> None:

@@ -63,11 +63,6 @@ def test_rlpr_is_the_gain_in_mean_probability() -> None:
     terms = RLPRReward()(replace(given, empty_log_probs=empty))
     equals(terms["reward"], [0.9 / 4 + 0.1, 0.1, 0.0])
     equals(terms["level/baseline"], [1 / 8] * 3)
-    assert (RLPRReward().baseline, RLPRReward(subtract_empty=False).baseline) == ("empty", "none")
-    equals(RLPRReward(subtract_empty=False)(given)["reward"], [0.9 * 3 / 8 + 0.1, 0.9 / 16 + 0.1, 0.0])
-    # bfloat16 has 8 bits of mantissa: 0.3 becomes 0.30078125.
-    rounded = RLPRReward(subtract_empty=False, format_coef=0, round_bf16=True)(scores([0.3, 0.3]))
-    equals(rounded["reward"], [0.30078125])
 
 
 def test_verifree_is_the_probability_of_the_whole_solution() -> None:
@@ -93,11 +88,9 @@ def test_nover_is_rank_and_efficiency_within_the_group() -> None:
     equals(NOVERReward(efficiency_weight=4)(given)["term/efficiency"], [4.0, 2.0, 0.0])
 
 
-def test_equal_perplexities_are_ranked_in_order_or_alike() -> None:
+def test_equal_perplexities_are_ranked_in_order() -> None:
     given = scores([1 / 4], [1 / 2], [1 / 4], [1 / 4])
     equals(NOVERReward()(given)["term/solution"], [3 / 4, 1.0, 2 / 4, 1 / 4])
-    # The ranks 1, 2 and 3 have the mean 2.
-    equals(NOVERReward(ties="mean")(given)["term/solution"], [2 / 4, 1.0, 2 / 4, 2 / 4])
 
 
 def slow_nover(given: SolutionScores, i: int) -> float:
@@ -170,7 +163,7 @@ def test_the_answer_term_needs_policy_and_reward() -> None:
         assert choose_answer_weight(None, reward, students) == 0
         with pytest.raises(InputError, match=r"model\.answer_weight must be 0 or"):
             choose_answer_weight(1.0, reward, students)
-    with pytest.raises(InputError, match="it is -1, with policy and LogProbReward"):
+    with pytest.raises(InputError, match="it is -1, with student policy and LogProbReward"):
         choose_answer_weight(-1, LogProbReward(), policy)
 
 
@@ -277,7 +270,6 @@ def test_rlpr_equals_the_released_code() -> None:
     # The code rounds B to bfloat16, by up to 0.2 %, and only B.
     rounded = after.bfloat16().float().masked_fill(~golden_scores().closed, 0.0)
     is_near(rounded, GOLDEN["rlpr"]["after"])
-    is_near(RLPRReward(round_bf16=True)(golden_scores())["reward"], GOLDEN["rlpr"]["reward"])
     exact = rlpr(golden_scores())["reward"]
     torch.testing.assert_close(exact, torch.tensor(GOLDEN["rlpr"]["reward"]), atol=0.9 * 2**-9, rtol=0)
     assert exact.std() > 0.01

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from cases import full
-from slow_logits import slow_logits
+from slow_logits import slow_logits, token_entropy, token_log_probs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,8 +16,6 @@ from rlt_lightning.numerics.head import Head, LogitScale, TileGradient, choose_t
 from rlt_lightning.numerics.log_probs import (
     linear_log_probs,
     log_prob_gradient,
-    token_entropy,
-    token_log_probs,
 )
 
 VOCABULARY = 1100  # a block of 1024 words and a narrower one, in a MiB

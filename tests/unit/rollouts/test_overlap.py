@@ -40,7 +40,7 @@ from rlt_lightning.engines import (
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.rollouts.sampler import RolloutRequest, sum_hidden_seconds
+from rlt_lightning.rollouts.sampler import RolloutRequest
 from rlt_lightning.types import Completion
 
 __all__ = ["start"]  # a fixture
@@ -83,8 +83,6 @@ def test_groups_are_scored_before_the_last_is_sampled(fit: Any, scored: Any, pre
     if precision == "32-true":
         for name, tensor in early.policy.state_dict().items():
             torch.testing.assert_close(tensor, late.policy.state_dict()[name], rtol=1e-4, atol=2e-5)
-    assert 0 < early.step_metrics["perf/score_hidden_frac"] < 1
-    assert late.step_metrics["perf/score_hidden_frac"] == 0
 
 
 def test_without_it_nothing_is_scored_meanwhile(fit: Any, scored: Any) -> None:
@@ -246,10 +244,6 @@ def test_a_checkpoint_waits_only_for_what_it_keeps() -> None:
             asked.bring((0, completion(0)), (1, completion(1)))
             asked.end()
         assert list(callback.state_dict()) == (["order"] if asynchronous else [])
-
-
-def test_only_what_was_scored_before_the_end_is_hidden() -> None:
-    assert sum_hidden_seconds([(0.0, 2.0), (3.0, 6.0), (7.0, 9.0)], ended_at=4.0) == 2.0 + 1.0
 
 
 def test_an_engine_yields_each_completion_as_it_comes(start: Any) -> None:
