@@ -247,11 +247,7 @@ class Fleet:
         deadline_s = self.recovery_timeout_s if self.launch is None else self.launch.start_deadline_s
         end = time.monotonic() + deadline_s
 
-        def missing() -> str:
-            absent = [worker.url for worker in self.workers if not worker.greeted]
-            return f"vLLM worker {', '.join(absent)} to answer" if absent else ""
-
-        with waiting_for(missing, deadline_s):
+        with waiting_for(f"vLLM worker {self.urls} to answer, at most {deadline_s:.0f} s"):
             while True:
                 absent = [worker for worker in self.workers if not worker.greeted]
                 await asyncio.gather(*map(self._greet, absent))

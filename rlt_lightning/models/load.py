@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from rlt_lightning.console import announce, is_offline, size_text, try_hub, waiting_for
+from rlt_lightning.console import announce, size_text, waiting_for
 from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (
@@ -325,11 +325,8 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
-        remedy = f"Use {MODEL_CHOICES}."
-        if is_offline() and not is_local(name):
-            remedy = f"Run `hf download {name}` where the hub can be reached, or use {MODEL_CHOICES}."
         raise InputError(
-            f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). {remedy}"
+            f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). Use {MODEL_CHOICES}."
         ) from error
 
 
@@ -342,7 +339,6 @@ def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[N
     """Say on rank 0 that the block waits for the hub; say nothing for a model that lies in a folder."""
     if is_local(name):
         return contextlib.nullcontext()
-    try_hub()
     if getattr(rank_zero_only, "rank", None):
         return contextlib.nullcontext()
     return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")
