@@ -20,8 +20,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     └── Interrupted           run/interrupt.py      a signal: all ranks stop after the same iteration
     Exception
     ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
-    ├── Refused               models/kernels.py        a kernel is missing, or computes something else
-    └── StageError            commands/demo.py         a stage of `rlt demo` failed: the end of its log
+    └── Refused               models/kernels.py        a kernel is missing, or computes something else
 """
 
 from __future__ import annotations

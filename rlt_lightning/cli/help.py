@@ -83,10 +83,8 @@ Other options: those of rlt fit for run, machine and sampling.
 
   rlt plan --config recipe_7b/rlt --config hardware/zero3_8gpu
 
-  --plan.device auto           H100, H200, A100, B200 or cpu
-  --plan.device_gib GIB        memory of a device that is not in the table
+  --plan.device_gib GIB        memory of a device; an H100's by default
   --plan.prompt_length N       longest prompt, tokens; else the limit
-  --plan.completion_length N   longest completion, tokens; else the limit
 
 Other options: those of rlt fit.
 """,
