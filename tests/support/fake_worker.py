@@ -269,6 +269,8 @@ class FakeWorker:
                 self.require(body["model"] == self.model, 404, "no such model")
                 self.wait(self.serving)  # a paused vLLM takes requests, and lets them wait
                 return self.complete(body)
+            case "/v1/chat/completions":
+                return {"choices": [{"message": {"role": "assistant", "content": "An answer."}}]}
             case _:
                 raise Refused(404, {"error": "Not Found"})
         return {}
