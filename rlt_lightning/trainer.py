@@ -75,6 +75,7 @@ STRAY = (
     # No validation set was asked for.
     ".*Total length of `list` across ranks is zero.*",
     ".*defined a `validation_step` but have no `val_dataloader`.*",
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
 )
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",

@@ -108,9 +108,7 @@ def run_demo(words: Sequence[str]) -> int:
     Raises:
         InputError: If a stage fails.
     """
-    parser = argparse.ArgumentParser("rlt demo", allow_abbrev=False)
-    parser.add_argument("--output_dir", default=f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder = Path(parser.parse_args(words).output_dir)
+    folder = Path(build_demo_parser().parse_args(words).output_dir)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     print(ABOUT, flush=True)
     begin = time.perf_counter()
@@ -121,6 +119,13 @@ def run_demo(words: Sequence[str]) -> int:
     print(f"\nDone in {time.perf_counter() - begin:.0f} s. How it learned: rlt report {folder}/rlt/teacher")
     print("Next, the RLT stage by itself, half a minute: rlt fit --config laptop/rlt")
     return 0
+
+
+def build_demo_parser() -> argparse.ArgumentParser:
+    """Return the parser of `rlt demo`."""
+    parser = argparse.ArgumentParser("rlt demo", allow_abbrev=False)
+    parser.add_argument("--output_dir", default=f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    return parser
 
 
 def write_problems(folder: Path) -> None:

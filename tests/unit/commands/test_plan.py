@@ -27,7 +27,6 @@ from rlt_lightning.models.packed import scored_hidden_states
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
-from rlt_lightning.types import InputError
 
 GIB = 2**30
 SEVEN = 7_615_616_512  # weights of Qwen2.5-7B
@@ -133,15 +132,6 @@ def test_frozen_models_can_wait_in_main_memory() -> None:
     assert table["score"]["reference weights"] == near(4 * SEVEN)
     assert {"student weights", "reference weights"} & {*table["train"], *table["step"]} == set()
     assert "student weights" not in table["score"]
-    assert f"main memory: {(6 * SEVEN + 2 * small) / GIB:.1f} GiB" in away["page"]
-
-
-def test_states_and_weights_can_wait_in_main_memory() -> None:
-    [plan] = planned([["--config=recipe_7b/sft", "--config=hardware/cpu_offload"]])
-    table = read_table(plan["page"])["train"]
-    assert {"policy weights", "optimizer states", "gradients"} & set(table) == set()
-    # A shard of 8: weights in 2 bytes, three states in 4, and gradients twice.
-    assert f"main memory: {SEVEN * (2 + 12 + 8) / 8 / GIB:.1f} GiB" in plan["page"]
 
 
 def test_an_adapter_costs_its_own_weights() -> None:
@@ -326,8 +316,6 @@ def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
     named = {"class_path": "rlt_lightning.strategies.DeepSpeed", "init_args": settings}
     assert read_sharding(named, 8) == ("zero1", settings)
     assert read_sharding("deepspeed_stage_2", 8) == ("zero2", {"stage": 2})
-    with pytest.raises(InputError, match=r"at least one process"):
-        read_sharding("auto", 0)
 
 
 def launches() -> dict[str, tuple[str, list[str]]]:
@@ -349,7 +337,7 @@ def launches() -> dict[str, tuple[str, list[str]]]:
 def check(plan: dict[str, Any], verb: str = "fit") -> None:
     """Check that a command printed the plan of its verb, whether or not the run fits, and asked nobody."""
     assert plan["status"] in (0, 1), plan
-    assert plan["page"].startswith(f"rlt {verb} on "), plan
+    assert plan["page"].startswith(f"rlt {verb}, "), plan
     # Only training has gradients, an optimizer and checkpoints.
     found = ["train" in read_table(plan["page"]), "checkpoint" in plan["page"]]
     assert found == [verb == "fit"] * 2, plan
