@@ -93,8 +93,8 @@ class FakeWorker:
     """One fake server. What it may do wrong:
 
     Args:
-        faults: Of the next sampling calls, one each: 500, 400, garbage, choices, nan, lengths, abort, drop,
-            hang (it answers nothing from then on), restart (it forgets its weights and answers), die, or "".
+        faults: Of the next sampling calls, one each: 500, 400, nan, drop, hang (it answers nothing from then
+            on), restart (it forgets its weights and answers), die, or "".
         always: The fault of all sampling calls.
         broken: Path -> what that route answers: a status, a body, or a function that writes the answer.
         api_key: Asked for on /v1 routes.
@@ -304,8 +304,6 @@ class FakeWorker:
             self.in_work -= 1
         if fault.isdigit():
             raise Refused(int(fault), {"error": "out of order"})
-        if fault == "garbage":
-            return b"<html>not what you wanted</html>"
         if fault == "restart":
             self.restart()
         if fault == "hang":
@@ -315,19 +313,12 @@ class FakeWorker:
             Thread(target=self.close).start()
         if fault in ("die", "drop"):
             raise Dropped
-        choices = [self.choice(body)]
-        first = choices[0]
-        if fault == "choices":
-            choices.clear()
-        elif fault == "nan":
-            first["logprobs"]["token_logprobs"][0] = float("nan")
-        elif fault == "lengths":
-            first["logprobs"]["token_logprobs"].append(-1.0)
-        elif fault == "abort":
-            first["finish_reason"] = "abort"
+        choice = self.choice(body)
+        if fault == "nan":
+            choice["logprobs"]["token_logprobs"][0] = float("nan")
         else:
             self.delivered.append(prompt)
-        return {"choices": choices}
+        return {"choices": [choice]}
 
     def choice(self, body: JSON) -> JSON:
         choice = made_up(body["prompt"], body["seed"], body["max_tokens"], self.endings)

@@ -109,20 +109,6 @@ def test_architectures_sample_the_same_tokens(miniature: str, name: str) -> None
         assert_same(sample_groups(started(HFEngine, model, tokenizer, max_sequences), *asked), theirs)
 
 
-def test_a_convolution_cache_samples_its_own_tokens(miniature: str) -> None:
-    model, tokenizer = tiny("lfm2", layer_types=["conv", "full_attention"]), load_tokenizer(miniature)
-    tokenizer.decode = lambda *args, **options: ""
-    engine = started(HFEngine, model, tokenizer, 3)
-    prompts = random_prompts([12, 5])
-    groups = sample_groups(engine, prompts, Sampling(0, max_completion_length=8), 2, "", [1, 2])
-    assert engine.decoder == "padded"
-    for prompt, group in zip(prompts, groups, strict=True):
-        assert group[0].token_ids == group[1].token_ids
-        ids = torch.tensor([prompt + group[0].token_ids])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == group[0].token_ids
-
-
 def test_a_cache_that_forgets_the_prompt_is_found(miniature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(query: Any, own: Any, shared: Any, scale: float) -> Any:
         return decode_attention(query, own, (0 * shared[0], 0 * shared[1], shared[2]), scale)
@@ -281,17 +267,6 @@ def test_attention_by_products_equals_the_kernel_of_a_cpu() -> None:
     both, other_lse = attend(query, key, wider, bias, 0.3)
     torch.testing.assert_close(both, torch.cat([output, output], dim=-1))
     torch.testing.assert_close(other_lse, lse)
-
-
-@pytest.mark.full
-def test_smollm2_samples_the_tokens_of_plain_sampling(smollm2: str) -> None:
-    model, tokenizer = load_model(smollm2), load_tokenizer(smollm2)
-    texts = ["The capital of France is", "Eggs cost two coins each, so that three of them cost"]
-    prompts = [tokenizer.encode(text) for text in texts]
-    sampling = Sampling(0.7, top_p=0.95, max_completion_length=64)
-    asked: tuple[Any, ...] = (prompts, sampling, 3, "", [1, 2], [12, 24])
-    theirs = sample_groups(started(PlainEngine, model, tokenizer), *asked)
-    assert_same(sample_groups(started(HFEngine, model, tokenizer, 4), *asked), theirs)
 
 
 @pytest.mark.full

@@ -65,18 +65,6 @@ def test_a_completion_depends_on_its_seed_and_not_on_its_neighbours(engine: HFEn
     assert token_ids([together[0]])[0] != token_ids([together[0]])[1]  # one group, two streams
 
 
-def test_greedy_completions_are_the_argmax(engine: HFEngine) -> None:
-    prompt = prompts_of(engine)[1]
-    [[completion]] = sample_groups(
-        engine, [prompt], Sampling(temperature=0, max_completion_length=6), 1, END, [0]
-    )
-    ids = list(prompt)
-    for token in completion.token_ids:
-        with torch.no_grad():
-            assert engine.model(torch.tensor([ids])).logits[0, -1].argmax().item() == token
-        ids.append(token)
-
-
 def test_sampling_stops_with_the_token_in_which_the_end_tag_ends(engine: HFEngine) -> None:
     # Greedy decoding repeats itself: it ends where a piece of the first answer is the stop string.
     prompt, greedy = prompts_of(engine)[1], Sampling(temperature=0, max_completion_length=8)
@@ -114,13 +102,6 @@ def test_draw_follows_the_truncated_distribution() -> None:
     tokens, _, log_probs = draw(logits, history, uniforms, Sampling(temperature=0.5))
     assert Counter(tokens.tolist())[0] == pytest.approx(4000 * 25 / 38, abs=1)
     assert log_probs[0] == pytest.approx(math.log(25 / 38))
-
-
-def test_repetition_penalty_divides_the_logits_of_tokens_already_there() -> None:
-    logits = torch.tensor([[2.0, 1.5, -1.0]])
-    uniforms = torch.tensor([0.0], dtype=torch.float64)
-    tokens, *_ = draw(logits, torch.tensor([[0]]), uniforms, Sampling(temperature=0, repetition_penalty=2.0))
-    assert tokens.item() == 1  # 2.0 / 2 = 1.0 < 1.5
 
 
 def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:

@@ -49,14 +49,6 @@ def test_a_worker_that_dropped_its_weights_is_verified_again(start: Any) -> None
     assert engine.unverified
 
 
-def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:
-    worker = FakeWorker()
-    engine = start(worker)
-    engine.health()
-    engine.put_to_sleep()
-    assert turns(worker.calls) == "p"
-
-
 def test_a_worker_that_another_run_left_asleep_is_woken(start: Any) -> None:
     worker = FakeWorker()
     worker.asleep = True
