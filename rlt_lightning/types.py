@@ -19,8 +19,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     SIGTERMException, Lightning's SystemExit
     └── Interrupted           run/interrupt.py      a signal: all ranks stop after the same iteration
     Exception
-    ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
-    └── StageError            commands/demo.py         a stage of `rlt demo` failed: the end of its log
+    └── BadRowError           types.py                 a row cannot be used: it is counted and left out
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.console import try_hub
 from rlt_lightning.datamodules.bad_rows import NumberedRow
 from rlt_lightning.datamodules.rows import has_texts
 from rlt_lightning.tasks import EMBEDDED
@@ -438,8 +437,6 @@ class DatasetRows:
         """Return a Dataset of the hub, or an IterableDataset of files."""
         import datasets
 
-        if not self.local_files:
-            try_hub()
         return datasets.load_dataset(
             self.name,
             self.configuration or None,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from rlt_lightning.console import announce, try_hub, waiting_for
+from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (
@@ -322,7 +322,6 @@ def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[N
     """Say on rank 0 that the block waits for the hub; say nothing for a model that lies in a folder."""
     if is_local(name):
         return contextlib.nullcontext()
-    try_hub()
     if getattr(rank_zero_only, "rank", None):
         return contextlib.nullcontext()
     return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,8 +249,3 @@ class WeightFiles:
 
         with safe_open(self.file_of[key], framework="pt") as file:
             return torch.empty(file.get_slice(key).get_shape(), device="meta")
-
-
-def weights_size(tensors: Iterable[Any]) -> int:
-    """Return the bytes of tensors, each counted whole even where it is sharded."""
-    return sum(torch.Size(full_shape(t)).numel() * t.dtype.itemsize for t in tensors)

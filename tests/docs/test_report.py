@@ -95,7 +95,6 @@ def test_a_curve_is_drawn_through_its_values(tmp_path: Path) -> None:
     assert [(x - left) / (right - left) for x, _ in places] == pytest.approx([0, 0.25, 0.5, 1], abs=1e-3)
     top, bottom = places[0][1], places[1][1]
     assert [1 + 3 * (bottom - y) / (bottom - top) for _, y in places] == pytest.approx([4, 1, 2, 3], abs=0.01)
-    assert "policy/loss is not finite at 1 step (first: 4)" in page.read_text()
 
 
 STAGES = {

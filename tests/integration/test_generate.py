@@ -97,16 +97,9 @@ def test_the_set_loads_with_datasets_by_its_card(generated: Path, tmp_path: Path
     assert not list(generated.glob("*.tmp"))
 
 
-def test_the_card_counts_what_is_there(generated: Path) -> None:
+def test_the_card_tells_how_traces_were_made(generated: Path) -> None:
     card = (generated / "README.md").read_text()
-    for line in (
-        f"| problems | {PROBLEMS} of {PROBLEMS} |",
-        f"| traces in this set | {PROBLEMS * TRACES} |",
-        f"| fit a student as a whole | 0 of {PROBLEMS * TRACES} |",
-        "| `num_tokens` | 12 | 0 | 12 | 12 | 12 |",
-        "| sampling | temperature 0.7, max_completion_length 12, seed 0 |",
-    ):
-        assert line in card
+    assert "| sampling | temperature 0.7, max_completion_length 12, seed 0 |" in card
 
 
 @pytest.mark.full

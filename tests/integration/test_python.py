@@ -312,7 +312,6 @@ def test_a_teacher_without_a_student_explains_without_a_score() -> None:
     teacher = Teacher("miniature", sampling=Sampling(max_completion_length=8), accelerator="cpu")
     found = teacher.explain("start 4, add 3?", "<7>")
     assert found.score is None
-    assert "start 4" in found._repr_html_()
     with pytest.raises(InputError, match="A score needs a student"):
         teacher.score([])
 
@@ -321,15 +320,6 @@ def test_a_bad_row_is_not_scored() -> None:
     rows = [*own_rows()[:1], {"question": "q", "solution": "s"}]
     with pytest.raises(InputError, match="1 of 2 rows of '2 rows in memory' cannot be used"):
         Teacher("miniature", "miniature").score(rows)
-
-
-def test_the_heat_is_html_that_quotes_its_text() -> None:
-    rows = [{"question": "1 < 2?", "solution": "<b>", "reasoning_trace": "a < b & c"}]
-    [found] = Teacher("miniature", "miniature").score(rows)
-    html = found._repr_html_()
-    assert "&lt;" in html
-    assert "<b>" not in html
-    assert html.count("<span") == len(found.tokens) + len(found.solution_tokens)
 
 
 def test_every_name_of_the_package_can_be_imported() -> None:
