@@ -10,6 +10,7 @@ import ctypes
 import os
 import pickle
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,9 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from torch import distributed
 
+from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
 from rlt_lightning.run.jsonl import Row, append_rows
 from rlt_lightning.types import InputError
 
@@ -29,10 +35,11 @@ T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # of prctl
 # By these a process knows its rank.
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
+store: distributed.TCPStore | None = None
 
 
 def require_processes(trainer: Trainer) -> None:
-    """Check that there is a process for each device.
+    """Check that there is a process for each device, and let those of one node connect on the loopback.
 
     Raises:
         InputError: If a launcher has started fewer or more: the run would be another one, or wait for them.
@@ -44,6 +51,35 @@ def require_processes(trainer: Trainer) -> None:
             f"processes, but the launcher has started {trainer.world_size}. Start as many on each node as it "
             "has devices, by torchrun or srun."
         )
+    global store
+    store = meet_on_loopback(trainer)
+
+
+def meet_on_loopback(trainer: Trainer) -> distributed.TCPStore | None:
+    """Let the ranks of one node meet on the loopback; PyTorch would listen on all interfaces.
+
+    Returns:
+        On rank 0 the store that PyTorch will take for its own, since it has the same port.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    # With these, MASTER_ADDR is the address at which the ranks meet.
+    known = (LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment)
+    alone = trainer.world_size == 1 or trainer.num_nodes > 1
+    if alone or not isinstance(environment, known) or distributed.is_initialized():
+        return None
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    # torchrun's own store listens where torchrun says.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    os.environ["MASTER_ADDR"] = LOOPBACK
+    if trainer.global_rank:
+        return None
+    port = environment.main_port
+    listener = socket.create_server((LOOPBACK, port)).detach()
+    return distributed.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
+    )
 
 
 def end_with_parent() -> None:

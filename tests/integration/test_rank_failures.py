@@ -14,10 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ranks
 from cases import full, slow
-from commands import ROOT, path_of_tests, start
+from commands import ROOT, path_of_tests, start, wait_until
 from kills import processes
 from launchers import STRATEGIES, TORCHRUN
 from torch import distributed
@@ -317,3 +318,17 @@ def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
     assert (ended.status != 0) is (status != 0), ended.lines
     if status:
         assert any("RuntimeError: " in line and "gloo" in line for line in ended.lines), ended.lines
+
+
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp2"), slow("zero3")])
+def test_ranks_of_one_node_listen_on_the_loopback(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    if strategy == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("needs the deepspeed extra")
+    words = [*STRATEGIES[strategy], fault(1, "on_after_backward", "pause"), "--trainer.max_steps=2"]
+    log = tmp_path / "log"
+    run = start(*fit(tiny_model, tmp_path / "run", *words), log=log, PYTHONPATH=path_of_tests())
+    wait_until(lambda: MADE.search(log.read_text()) is not None)
+    opened = [c for process in processes(run) for c in process.net_connections("inet")]
+    listening = {c.laddr.ip.removeprefix("::ffff:") for c in opened if c.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+    assert run.wait(120) == 0, log.read_text()
