@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rlt_lightning.models.quantised import dequantised_weights
+from rlt_lightning.models.weights import full_shape
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence
 
 
@@ -109,6 +112,23 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def count_weights(model: Any) -> float:
+    """Return the weights by which a model without its embedding and head multiplies each token.
+
+    Of a mixture's experts only the ones that a token goes through count. A forward computes about twice as
+    many floating-point operations per token, and a backward twice as many as a forward.
+    """
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    chosen = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    weights, codes = 0.0, dequantised_weights(model.base_model)
+    for name, parameter in model.base_model.named_parameters():
+        shape = codes[name].shape if name in codes else full_shape(parameter)
+        if len(shape) >= 2 and parameter is not embedding:
+            weights += math.prod(shape) * (chosen if len(shape) == 3 else 1)
+    return weights
 
 
 def list_heads(config: Any) -> list[tuple[int, int]]:

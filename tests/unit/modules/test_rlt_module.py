@@ -22,6 +22,7 @@ from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.phases import count_weights
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import DAPOLoss, GRPOLoss, PolicyLoss
 from rlt_lightning.numerics.rewards import NonFiniteError
@@ -358,6 +359,15 @@ def test_speed_and_memory_are_logged_by_phase(scored: Scored) -> None:
     assert metrics["perf/padding_frac"] == 0
     for phase in ("generate", "push", "score", "train"):
         assert 0.1 < metrics[f"perf/{phase}_peak_gib"] < 100
+
+
+def test_weights_that_a_token_goes_through_by_hand(tiny_model: str) -> None:
+    model = module(tiny_model).load(tiny_model, "float32").model
+    # Per layer: q and o 64 x 64, k and v 64 x 32 (one head of 32), three of the MLP 64 x 128.
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    norms = 2 * 2 * 64 + 64  # vectors: not multiplied
+    assert sum(p.numel() for p in model.parameters()) == weights + 64 * 8192 + norms
+    assert count_weights(model) == weights
 
 
 def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:
