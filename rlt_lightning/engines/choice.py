@@ -45,8 +45,8 @@ def choose_engine(
         return HFEngine(), None
     if not (find_executable("vllm") if installed is None else installed):
         return HFEngine(), (
-            "rollouts.engine: HFEngine, as vllm is not installed. To sample faster: pip install "
-            "'rlt-lightning[vllm]'"
+            "rollouts.engine: HFEngine, as vllm is not installed, which samples many times faster: pip "
+            "install 'rlt-lightning[vllm]'"
         )
     if not pushes and len(gpus) > 1:
         return HFEngine(), (

@@ -31,6 +31,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
@@ -239,9 +240,12 @@ def choose_decoder(model: Any, call: Call) -> str:
     expected = torch.stack([compute_logits(text) for text in prompts + wholes]).float().log_softmax(-1)
     fault: str | None = None
     for name in DECODERS:
+        slower = fault
         build = partial(build_decoder, name, model, call, max_rows=6, longest=5)
         fault = find_known_fault(name, model) or find_decoder_fault(build, prompts, rests, expected)
         if fault is None:
+            if slower is not None:
+                rank_zero_info(f"HFEngine samples {type(model).__name__} slowly ({name}): faster, {slower}.")
             return name
     raise InputError(
         f"HFEngine must sample with the log-probs of the model's forward, but {type(model).__name__} does "
