@@ -93,7 +93,6 @@ class BadRowReason(StrEnum):
     BAD_ANSWER = "bad_answer"
     PROMPT_TOO_LONG = "prompt_too_long"
     TOO_LONG = "too_long"
-    UNSOLVABLE = "unsolvable"
 
 
 class BadRowError(Exception):

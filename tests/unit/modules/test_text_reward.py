@@ -131,7 +131,7 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
         {"problem": "1 + 1?", "answer": 2, "solution": None},  # AMC
         {"question": "1 + 2?", "solution": r"So \boxed{3}."},
         {"question": "Which?", "answer": "B", "kind": "choice"},
-        {"numbers": [3, 4, 5], "target": 35},
+        {"question": "Make 35.", "solution": "(3 + 4) * 5", **MAKE_35},
         {"question": "Prove it.", "solution": "Clear."},
         {"question": "1 + 3?", "answer": "4", "kind": "puzzle"},
         {"question": "Make 35.", "solution": "35", "kind": "countdown", "numbers": "3 4 5", "target": 35},
