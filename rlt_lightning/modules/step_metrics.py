@@ -152,9 +152,4 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int) -> dict[str, f
         metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / 2**30
         if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
-    train = phases["train"]
-    return metrics | {
-        "perf/padding_frac": train.padding_tokens / train.tokens,
-        # Tokens that shared prompts saved.
-        "perf/shared_frac": 1 - train.tokens / train.unshared_tokens,
-    }
+    return metrics

@@ -353,9 +353,6 @@ def test_speed_and_memory_are_logged_by_phase(scored: Scored) -> None:
     prompts = {r.problem.row: len(r.problem.teacher_prompt) for r in rows}
     computed = sum(prompts.values()) + sum(len(r.completion.token_ids) for r in rows)
     assert metrics["perf/train_tokens_per_s"] * metrics["perf/train_s"] == pytest.approx(computed)
-    unshared = sum(len(r.problem.teacher_prompt) + len(r.completion.token_ids) for r in rows)
-    assert metrics["perf/shared_frac"] == pytest.approx(1 - computed / unshared)
-    assert metrics["perf/padding_frac"] == 0
     for phase in ("generate", "push", "score", "train"):
         assert 0.1 < metrics[f"perf/{phase}_peak_gib"] < 100
 
