@@ -106,18 +106,6 @@ def test_micro_batches_and_gradient_checkpointing_do_not_change_the_step(
         torch.testing.assert_close(gradients[1][name], gradient, atol=5e-6, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "single"])
-def test_layouts_do_not_change_the_step(layout: str, tiny_model: str, tmp_path: Path) -> None:
-    witnesses = {"auto": Witness(), layout: Witness()}
-    for name, witness in witnesses.items():
-        rlt = module(tiny_model, layout=name)
-        bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, tmp_path))
-    for name, gradient in witnesses["auto"].gradients.items():
-        torch.testing.assert_close(
-            witnesses[layout].gradients[name], gradient, atol=5e-6, rtol=1e-4, msg=name
-        )
-
-
 Scored = tuple[RLTModule, Rollouts, StepBatch]
 
 
