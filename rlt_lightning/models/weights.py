@@ -235,11 +235,6 @@ class WeightFiles:
         """Return one whole tensor, in the type in which it is stored."""
         from safetensors import safe_open
 
-        if key not in self.file_of:
-            raise InputError(
-                f"Files that are read tensor by tensor must have every weight under its name, but the files "
-                f"of '{self.name}' have no '{key}'. Load the model once and save it with save_pretrained."
-            )
         with safe_open(self.file_of[key], framework="pt") as file:
             return file.get_tensor(key)
 

@@ -160,6 +160,11 @@ class PolicyModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse data of another stage, and number types in which training does not work."""
         self.require_data(getattr(self.trainer, "datamodule", None))
+        if stage == "predict" and type(self).predict_step is LightningModule.predict_step:
+            raise InputError(
+                f"`rlt predict` scores or writes explanations, but {type(self).__name__} only trains. Use "
+                "`rlt test` for the trained model's answers, or name it as model.teacher of an RLTModule."
+            )
         precision = self.trainer.precision
         require_precision(str(precision))
         if stage == "fit" and self.dtype_name == "float16":

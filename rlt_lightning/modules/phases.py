@@ -14,7 +14,6 @@ import torch
 
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import full_shape
-from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence
 
 
 @dataclass
@@ -25,27 +24,11 @@ class PhaseStats:
         seconds: Time on the clock.
         peak_bytes: The most memory in use at any time.
         tokens: Tokens that models computed or sampled.
-        unshared_tokens: Tokens that would have been computed without shared prefixes.
-        padding_tokens: Tokens that were computed for nothing.
     """
 
     seconds: float = 0.0
     peak_bytes: int = 0
     tokens: int = 0
-    unshared_tokens: int = 0
-    padding_tokens: int = 0
-
-    def count(
-        self,
-        packed: PackedSequences,
-        sequences: list[ScoredSequence],
-        micro_batch: MicroBatch,
-        weight: float = 1.0,
-    ) -> None:
-        """Count a packed row that goes through a model; one with weight 0 is a dummy."""
-        self.tokens += packed.input_ids.shape[1]
-        self.unshared_tokens += sum(len(sequences[i].scored) for i in micro_batch.indices)
-        self.padding_tokens += 0 if weight else packed.input_ids.shape[1]
 
 
 @dataclass

@@ -153,11 +153,6 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | 
         metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / 2**30
         if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
-    train = phases["train"]
     if peak is not None:
-        metrics["perf/mfu"] = (train.tokens - train.padding_tokens) / train.seconds / peak
-    return metrics | {
-        "perf/padding_frac": train.padding_tokens / train.tokens,
-        # Tokens that shared prompts saved.
-        "perf/shared_frac": 1 - train.tokens / train.unshared_tokens,
-    }
+        metrics["perf/mfu"] = metrics["perf/train_tokens_per_s"] / peak
+    return metrics

@@ -11,7 +11,6 @@ import pytest
 from commands import rlt
 from damage import build_checkpoint
 from fits import small_fit
-from safetensors import SafetensorError
 
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints, read_whole_state
@@ -29,7 +28,7 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_one_before(limit: Any, tmp_p
     build_checkpoint(tmp_path / "step=000006.ckpt")
     for num_bytes in (100, 1000, 2000):  # in the weights, in the state
         limit(num_bytes)
-        with pytest.raises((OSError, RuntimeError, SafetensorError)):
+        with pytest.raises(Exception, match=r"File too large|unexpected pos"):
             build_checkpoint(tmp_path / "step=000006.ckpt", scale=2.0)
     limit(resource.RLIM_INFINITY)
     [checkpoint] = list_checkpoints(tmp_path)
@@ -45,7 +44,7 @@ def test_an_export_that_finds_no_room_keeps_the_model_before(
     export()
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
     limit(10_000)
-    with pytest.raises((OSError, SafetensorError)):
+    with pytest.raises(Exception, match="File too large"):
         export()
     limit(resource.RLIM_INFINITY)
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before

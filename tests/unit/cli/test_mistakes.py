@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "sleep without pushes": (lambda: VLLMEngine(URLS, push=NoPush(), sleep=True), "sleep", "NoPush"),
     "no vLLM to launch": (launch, "launch.executable", "/no/such/vllm"),
     "no checkpoint": (lambda: choose_run_folder("fit", "x", ckpt_path="/no.ckpt"), "/no.ckpt", "--ckpt_path"),
-    "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path last"),
+    "nothing to resume": (lambda: choose_run_folder("fit", "new", "", "last"), "--ckpt_path"),
     "a model's typo": (lambda: require_model_name("minature"), "There is no model 'minature'"),
     "no model folder": (lambda: require_model_name("./model"), "./model"),
     # Mistakes in a script.
