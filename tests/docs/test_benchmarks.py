@@ -1,4 +1,4 @@
-"""Every benchmark runs at its tiny size, ends with its result, and prints before it draws.
+"""Every benchmark runs at its tiny size, and ends with its result.
 
 A file in benchmarks/ that is no benchmark is named in HELPERS. Any other must take --tiny and --output, and
 print as its last line `NAME key=value …`. By then it has written its JSON, which says where it comes from.
@@ -13,7 +13,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import generate
 import pytest
 from commands import ROOT, Running, make_forked_python
 from vllm_runs import EXECUTABLE
@@ -30,26 +29,14 @@ NEEDS = {"optimise": "trl"}
 OPTIONS = {"optimise": ["--against", "trl"]}  # which must agree in loss and gradients
 STARTS_PYTHON = {"asynchronous", "data"}  # several times, by sys.executable
 MARKS = {"push": [pytest.mark.vllm]}
-# A matplotlib that fails when it is used, as one without its fonts or its disk would.
-BROKEN = "def __getattr__(name):\n    raise RuntimeError('no picture can be drawn')\n"
 
 
-# Forgets modules that were imported before the benchmark; it then finds those in a folder of the test.
-FORGET = "[sys.modules.pop(name) for name in list(sys.modules) if name.split('.')[0] == 'matplotlib']"
-
-
-def run_benchmark(name: str, output: Path, first: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a benchmark at its tiny size as a user would, but in a process that has the package imported.
-
-    Args:
-        first: A folder whose modules hide others; without it, no module is hidden.
-    """
+def run_benchmark(name: str, output: Path) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark at its tiny size as a user would, but in a process that has the package imported."""
     words = [str(FOLDER / f"{name}.py"), "--tiny", *OPTIONS.get(name, []), "--output", str(output)]
     code = f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {words!r}\n"
     if name in STARTS_PYTHON:
         code += f"sys.executable = {make_forked_python(output.parent)!r}\n"
-    if first:
-        code += f"sys.path.insert(0, {first!r}); {FORGET}\n"
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     process = Running((), None, ROOT, "", environment, code)
@@ -84,35 +71,3 @@ def test_a_benchmark_ends_with_its_line(name: str, tmp_path: Path) -> None:
         pytest.importorskip(NEEDS[name])
     output = tmp_path / f"{name}.json"
     checked_result(name, run_benchmark(name, output), output)
-
-
-@pytest.mark.parametrize("name", ["memory", "gpu"])
-def test_a_benchmark_prints_before_it_draws(name: str, tmp_path: Path) -> None:
-    (tmp_path / "matplotlib").mkdir()
-    (tmp_path / "matplotlib" / "__init__.py").write_text("")
-    (tmp_path / "matplotlib" / "pyplot.py").write_text(BROKEN)
-    output = tmp_path / f"{name}.json"
-    run = run_benchmark(name, output, first=str(tmp_path))
-    assert run.returncode != 0
-    assert "no picture can be drawn" in run.stderr
-    figure = {"memory": "time", "gpu": "mfu"}[name]
-    assert run.stdout.splitlines()[-1].startswith(f"{name} {figure}=")
-    assert json.loads(output.read_text())["figures"][figure] > 0
-    assert output.with_suffix(".profile.txt").exists() == (name == "gpu")
-
-
-def test_without_matplotlib_only_the_picture_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not installed')\n")
-    output = tmp_path / "memory.json"
-    run = run_benchmark("memory", output, first=str(tmp_path))
-    checked_result("memory", run, output)
-    assert "no picture" in run.stderr
-    assert not output.with_suffix(".png").exists()
-
-
-def test_the_goals_of_generate_are_at_16_sequences() -> None:
-    results = {str(n): {"ratios": {"plain": n, "transformers": 2 * n, "vLLM": 3 * n}} for n in (64, 16, 8)}
-    goals = {"plain_goal": 2.5, "vLLM_goal": 0.9}
-    assert generate.figures_of(results) == {"to_plain": 16, "to_vLLM": 48} | goals
-    del results["16"]
-    assert generate.figures_of(results) == {"to_plain": 8, "to_vLLM": 24}

@@ -85,26 +85,6 @@ def test_a_run_leaves_nothing_in_the_home_folder_and_tells_nothing_of_the_machin
     assert any(name.endswith(".wandb") for name in files)
 
 
-@pytest.mark.full
-def test_fine_tuning_logs_to_both(tiny_model: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    options = ["--data.source=chains", "--data.num_embedded_rows=4", "--data.prompts_per_step=2"]
-    options += ["--data.max_length=2048", "--trainer.accelerator=cpu", "--trainer.precision=32-true"]
-    options += [f"--model.pretrained={tiny_model}", "--trainer.max_steps=1", "--export.enabled=false"]
-    result = rlt(
-        "fit",
-        "--config=configs/laptop/smollm2_sft.yaml",
-        *OVERLAYS,
-        *options,
-        f"--output_dir={folder}",
-        WANDB_MODE="offline",
-    )
-    assert result.returncode == 0, result.stderr
-    [run] = runs_in(folder)
-    assert {"policy/loss", "data/epoch"} <= run.scalars()[1].keys()
-    assert any((folder / "tensorboard").rglob("events.out.tfevents.*"))
-
-
 def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model: str, tmp_path: Path) -> None:
     path = gpqa_like(tmp_path / "rows.jsonl")
     folder = tmp_path / "run"

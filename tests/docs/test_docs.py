@@ -11,7 +11,6 @@ A block that starts with a file's name as a comment, such as `# gpu_1plus1.yaml`
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -487,13 +486,3 @@ def test_curl_gets_an_answer(block: Block) -> None:
         )
     assert done.returncode == 0, done.stderr
     assert "error" not in json.loads(done.stdout)
-
-
-def said(node: ast.AST) -> list[str]:
-    """The constant parts of a string; none of another expression."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return [text]
-        case ast.JoinedStr(values=values):
-            return [part for value in values for part in said(value)]
-    return []

@@ -164,24 +164,6 @@ def test_the_demo_shows_the_finding_in_an_empty_folder(rlt: Rlt) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-def test_the_wheel_has_no_research(programs: Path) -> None:
-    [package] = programs.parent.glob("lib/*/site-packages/rlt_lightning")
-    brought = {path.read_bytes() for path in package.rglob("*.py")}
-    assert not [path for path in (ROOT / "research").rglob("*.py") if path.read_bytes() in brought]
-    models = {path.parent.name for path in (package / "models/miniatures").glob("*/config.json")}
-    assert models == {"miniature", "miniature-teacher"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["laptop/warmup", "laptop/grpo"])
-def test_other_stages_propose_what_runs(config: str, rlt: Rlt) -> None:
-    done = rlt("fit", "--config", config, *TINY["fit"])
-    assert done.returncode == 0, done.stderr
-    *_, following = proposed(done.stdout)
-    done = rlt(*following, *TINY[following[0]])
-    assert done.returncode == 0, (following, done.stderr)
-
-
 def test_configs_are_listed_and_shown(rlt: Rlt) -> None:
     table = rlt("configs", fresh=True).stdout
     assert all(f" {name}\n" in table for name in list_shipped_configs())

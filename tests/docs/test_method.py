@@ -57,11 +57,3 @@ def test_data_of_a_second_fit_begin_anew_and_resume() -> None:
     resumed.begin_at(2)
     with pytest.raises(InputError, match="After step 3 the data must go on with batch 2, at item 4"):
         resumed.begin_at(3)
-
-
-def test_position_of_an_older_checkpoint_is_taken() -> None:
-    state = loader().state_dict() | {"next_batch": 2, "position": 4}
-    resumed = loader()
-    resumed.load_state_dict(state)  # it has no first_step
-    resumed.begin_at(7)
-    assert resumed.first_step == 5

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import ROOT, path_of_tests, python, rlt
 from fake_worker import worker_of
 from sampling import sample_groups
@@ -20,10 +19,6 @@ from vllm_runs import EXECUTABLE, forked_vllm
 
 from rlt_lightning.engines import HFEngine
 from rlt_lightning.models.load import load_model, load_tokenizer
-from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.models.quantised import quantised_layers
-from rlt_lightning.models.weights import trained_tensors
-from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer
 from rlt_lightning.run.shipped import find_config
 from rlt_lightning.tasks.stepwise import chain_rows
 
@@ -98,42 +93,6 @@ def test_a_run_that_sets_no_engine_takes_turns_with_vllm(tiny_model: str, tmp_pa
     assert [(row["event"], row["step"]) for row in events if row["event"] in ("verify", "sleep")] == [
         (event, step) for step in (0, 1) for event in ("verify", "sleep")
     ]
-
-
-def test_a_base_in_4_bits_trains_on_a_gpu_as_on_a_cpu(tiny_model: str, tmp_path: Path) -> None:
-    """Codes lie on the device; bitsandbytes computes by its kernels in PyTorch, not by those of CUDA."""
-    pytest.importorskip("bitsandbytes")
-    code = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
-    code += f"from test_pretended_verbs import require_same_adapters; require_same_adapters({tiny_model!r})"
-    done = python(code, ROOT, gpus=1)
-    assert done.returncode == 0, done.stderr
-
-
-def require_same_adapters(name: str) -> None:
-    """Train an adapter for two steps, on a CPU and on the device; raise if they differ."""
-    on_cpu, on_gpu = (train_adapter(name, torch.device(device)) for device in ("cpu", "cuda"))
-    for expected, weight in zip(on_cpu, on_gpu, strict=True):
-        # A step is 1e-2. Sums are in another order: a gradient near 0 may change its sign, a moment its code.
-        assert (weight - expected).abs().mean() < 1e-5
-
-
-def train_adapter(name: str, device: torch.device) -> list[torch.Tensor]:
-    """Return the weights of an adapter on a base in 4 bits after two steps of AdamW in 8 bits."""
-    model = load_model(name)
-    add_adapter(model, LoRA(rank=64, alpha=8.0, base="4bit"), seed=0)
-    model.to(device)
-    weights = trained_tensors(model)
-    optimizer = build_optimizer(OptimizerConfig(lr=1e-2, states="8bit"), weights.items(), fused=None)
-    for start in (100, 200):
-        ids = torch.arange(start, start + 40, device=device)[None]
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    codes = [layer.weight for _, layer in quantised_layers(model)]
-    assert {(code.device.type, code.dtype) for code in codes} == {(device.type, torch.uint8)}
-    states = {state["state1"].dtype for state in optimizer.state.values()}
-    assert states >= {torch.uint8}
-    return [weight.detach().cpu() for weight in weights.values()]
 
 
 # Verbs besides fit, predict and test

@@ -125,27 +125,6 @@ def test_a_request_survives_a_checkpoint(tmp_path: Path) -> None:
     assert other.sampler.pending is None
 
 
-def test_a_request_is_read_from_a_checkpoint_by_groups() -> None:
-    tensors = {"token_ids": torch.tensor([3, 4], dtype=torch.int32), "log_probs": torch.tensor([-0.5, -0.25])}
-    entry = {**tensors, "finish_reason": "stop", "seed": 7, "worker": "http://w"}
-    state = {
-        **{"rows": [5, 6], "prompts": [[1, 2], [3]], "seeds": [9, 8], "stop": "</end>"},
-        **{
-            "policy_version": 4,
-            "step": 5,
-            "num_completions": 2,
-            "sampling": vars(SAMPLING),
-            "finished": {1: [entry] * 2},
-        },
-    }
-    request = RolloutRequest.from_plain(state)
-    completion = Completion([3, 4], [-0.5, -0.25], "stop", seed=7, worker="http://w")
-    assert request.completions == {2: completion, 3: completion}
-    assert request.missing == [0]
-    assert request.step == 5
-    assert request.to_plain().keys() == state.keys()
-
-
 def test_a_killed_run_goes_on_with_the_completions_it_would_have_had(
     tiny_model: str, tmp_path: Path, whole: Witness
 ) -> None:
@@ -209,7 +188,7 @@ def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("log_probs", ["worker", "trainer"])
+@pytest.mark.parametrize("log_probs", ["trainer"])
 def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, log_probs: str) -> None:
     options: dict[str, Any] = {"asynchronous": False, "max_staleness": 0, "log_probs": log_probs}
     with worker_of(tiny_model, faults=("",) * (2 * ASKED + 2) + ("die",)) as worker:
@@ -256,7 +235,7 @@ def test_a_resume_without_workers_leaves_the_checkpoint_alone(
             assert {path: path.read_bytes() for path in checkpoint.rglob("*.*")} == before
 
 
-@pytest.mark.parametrize("answered", [full(0), 1, full(2)])
+@pytest.mark.parametrize("answered", [1, full(2)])
 def test_a_worker_that_comes_back_in_time_changes_no_completion(
     tiny_model: str, tmp_path: Path, whole: Witness, answered: int
 ) -> None:

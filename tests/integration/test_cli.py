@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cases import full
-from commands import ROOT, rlt, start
-from fake_worker import FakeWorker, worker_of
+from commands import rlt, start
+from fake_worker import worker_of
 from fits import assert_one_clear_line, explanation, metrics, small_fit, wait_for
 
 from rlt_lightning.__main__ import main
@@ -100,31 +99,6 @@ def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_p
 
 
 @pytest.mark.full
-def test_two_processes_with_unequal_lengths_equal_one(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    # Prompts differ in length: at 150 tokens a micro-batch, the ranks have different numbers of them.
-    one, two = tmp_path / "one", tmp_path / "two"
-    options = [short_config, "--trainer.max_steps=3", "--model.micro_batch_tokens=150"]
-    result = rlt(*small_fit(tiny_model, one, *options))
-    assert result.returncode == 0, result.stderr
-    options += ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    result = rlt(*small_fit(tiny_model, two, *options), fresh=True)  # as Lightning starts them
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.startswith("waiting for rank 1 to start\n")
-    assert result.stderr.count("loading ") == 3  # only rank 0 says it
-    for step, row in metrics(one).items():
-        # Adam turns rounding of near-zero gradients into whole updates: later steps agree less closely.
-        bound = 1e-5 if step == 1 else 1e-3
-        for name in ("reward/mean", "policy/entropy", "policy/grad_norm", "student/kl_mean"):
-            expected = pytest.approx(row[name], rel=bound, abs=bound / 10)
-            assert metrics(two)[step][name] == expected, (step, name)
-    rows = [{line for line in map(explanation, (f / "rollouts.jsonl").open())} for f in (one, two)]
-    assert rows[0] == rows[1]
-    assert len(rows[0]) == 3 * 2 * 2  # steps, problems, completions
-
-
-@pytest.mark.full
 def test_two_processes_sample_at_the_same_workers_as_one(
     tiny_model: str, short_config: str, tmp_path: Path
 ) -> None:
@@ -150,25 +124,6 @@ def test_two_processes_sample_at_the_same_workers_as_one(
     assert len(rows[0]) == 3 * 2 * 2  # steps, problems, completions
     for name in ("reward/mean", "rollout/mismatch_mean", "rollout/mismatch_max", "rollout/staleness"):
         assert metrics(two)[2][name] == pytest.approx(metrics(one)[2][name], rel=1e-3), name
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_another_run_cannot_take_over_a_folder(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    mine, other = tmp_path / "mine", tmp_path / "other"
-    for run in (mine, other):
-        assert rlt(*small_fit(tiny_model, run, short_config, "--trainer.max_steps=2")).returncode == 0
-    before = (mine / "metrics.csv").read_text()
-    [checkpoint] = (other / "checkpoints").iterdir()  # a finished run keeps only its newest
-    assert checkpoint.name == "step=000002.ckpt"
-    result = rlt(*small_fit(tiny_model, mine, short_config, f"--ckpt_path={checkpoint}"))
-    assert_one_clear_line(result, "must be empty or new")
-    assert (mine / "metrics.csv").read_text() == before
-    for part in ("weights/model.safetensors", "state.pt"):
-        (checkpoint / part).write_bytes(b"")
-        result = rlt(*small_fit(tiny_model, other, short_config, "--ckpt_path=last"))
-        assert_one_clear_line(result, "cannot be read")
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
@@ -273,58 +228,6 @@ def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: 
     assert f"does not replace {folder / 'model'}" in rlt(*score).stderr
 
 
-@pytest.mark.full
-def test_a_second_run_refuses_the_folder_until_told_to_overwrite(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    arguments = small_fit(tiny_model, run, short_config, "--trainer.max_steps=1")
-    assert rlt(*arguments).returncode == 0
-    first = (run / "metrics.csv").read_text()
-    assert_one_clear_line(rlt(*arguments), "must be empty or new")
-    assert (run / "metrics.csv").read_text() == first
-    assert rlt(*arguments, "--overwrite=true", "--model.seed=5").returncode == 0
-    (run / "thesis.txt").write_text("ten years of work")
-    assert_one_clear_line(rlt(*arguments, "--overwrite=true"), "thesis.txt")
-    assert (run / "thesis.txt").exists()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("verb", ["fit", *(full(v) for v in ("predict", "test"))])
-def test_a_failed_push_is_corrected_in_the_written_config(verb: str, tiny_model: str, tmp_path: Path) -> None:
-    config = {
-        "fit": "tests/rlt.yaml",
-        "predict": "configs/recipe_7b/generate.yaml",
-        "test": "configs/recipe_7b/evaluate.yaml",
-    }
-    command = [verb, f"--config={ROOT / config[verb]}", "--trainer.accelerator=cpu", "--output_dir=run"]
-    if verb == "test":
-        command += [f"--model.pretrained={tiny_model}", "--data.sets={chains: null}", "--data.max_rows=2"]
-    else:
-        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-        command += ["--data.source=chains", "--data.num_embedded_rows=2", "--data.tags=r1"]
-        command += ["--model.dtype=float32"]
-    command += ["--trainer.max_steps=1"] if verb == "fit" else []
-    command += ["--rollouts.sampling.max_completion_length=8"]
-    command += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-    command += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-
-    def scores_of_other_weights(token_ids: list[int]) -> list[float]:
-        return [-1.0] * (len(token_ids) - 1)
-
-    with FakeWorker(score=scores_of_other_weights) as other, worker_of(tiny_model) as own:
-        result = rlt(*command, f"--rollouts.engine.urls=[{other.url}]", cwd=tmp_path)
-        assert result.returncode == 2
-        assert "must hold the trainer's weights" in result.stderr
-        assert list((run / "weights").rglob("*.safetensors"))
-        written = (run / "config.yaml").read_text()
-        (run / "config.yaml").write_text(written.replace(other.url, own.url))
-        result = rlt(verb, "--config=../run/config.yaml", "--output_dir=../run", cwd=elsewhere)
-    assert result.returncode == 0, result.stderr
-
-
 def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> int:
         raise KeyboardInterrupt
@@ -341,21 +244,3 @@ def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.Monk
     monkeypatch.setattr("rlt_lightning.strategies.zero.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'rlt-lightning\[deepspeed\]'"):
         DeepSpeed()
-
-
-@pytest.mark.full
-def test_validation_is_the_same_however_rows_are_shared(
-    tiny_model: str, short_config: str, tmp_path: Path
-) -> None:
-    found = []
-    for number in (1, 2):
-        folder = tmp_path / str(number)
-        options = ["--data.val_rows=3", "--data.val_batch_size=4", f"--trainer.devices={number}"]
-        options += ["--trainer.max_steps=1", "--trainer.val_check_interval=1", "--export.enabled=false"]
-        result = rlt(*small_fit(tiny_model, folder, short_config, *options))
-        assert result.returncode == 0, result.stderr
-        found.append(metrics(folder)[1])
-    names = [name for name in found[0] if "/val_" in name]
-    assert len(names) == 7
-    for name in names:
-        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5, abs=1e-5), name  # nats, by rounding

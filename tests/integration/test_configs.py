@@ -14,7 +14,6 @@ from fake_worker import FakeWorker, worker_of
 from parsed import parser_of
 from tiny import CONFIGS, OVERLAYS, TINY, generates, name_of, tiny_run, uses_workers
 
-from rlt_lightning.cli.parser import replace_config_names
 from rlt_lightning.engines import Launch
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
 
@@ -69,19 +68,6 @@ def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert find_config("laptop/rlt") == ROOT / "configs" / "laptop" / "rlt.yaml"
     Path("laptop/opd").touch()
     assert find_config("laptop/opd") == Path("laptop/opd")
-
-
-def test_names_stand_for_files_wherever_a_config_is_an_option() -> None:
-    words = ["fit", "--config=laptop/rlt", "-c", "add/lora", "--config", '{"seed": 1}', "--seed", "rank"]
-    files = [str(ROOT / "configs" / name) for name in ("laptop/rlt.yaml", "add/lora.yaml")]
-    assert replace_config_names(words) == ["fit", f"--config={files[0]}", "-c", files[1], *words[4:]]
-
-
-def strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from strings(item)
 
 
 @pytest.fixture
@@ -158,12 +144,6 @@ def test_traditional_rl_has_the_papers_rewards_and_stage_2s_figures() -> None:
         assert traditional["model"]["init_args"][name] == stage_2["model"]["init_args"][name]
 
 
-def test_the_papers_sets_are_evaluated_as_it_was_trained() -> None:
-    settings, recipe = read_config("recipe_7b/evaluate"), read_config("recipe_7b/rlt")
-    assert settings["data"]["init_args"]["sets"] == dict.fromkeys(["aime24", "math500", "gpqa_diamond"])
-    assert settings["rollouts"]["sampling"] == recipe["rollouts"]["sampling"]
-
-
 def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> None:
     command = ["validate", "--config=configs/laptop/rlt.yaml", *TINY]
     command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
@@ -171,28 +151,6 @@ def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     assert "reward/val_mean" in result.stdout
     assert "rollout/val_closed_frac" in (tmp_path / "run" / "metrics.csv").read_text()
-
-
-def test_scoring_keeps_columns_and_row_order(tiny_model: str, tmp_path: Path) -> None:
-    rows = [
-        {
-            "id": i,
-            "question": f"{i} + 1?",
-            "solution": str(i + 1),
-            "reasoning_trace": f"Add one to {i}.",
-            "source": "x",
-        }
-        for i in range(5)
-    ]
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["predict", "--config=configs/recipe_7b/score.yaml"]
-    command += [f"--data.source={source}", "--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"]
-    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-    result = rlt(*command)
-    assert result.returncode == 0, result.stderr
-    scores = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").open()]
-    assert [{name: score[name] for name in row} for row, score in zip(rows, scores, strict=True)] == rows
 
 
 def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_path: Path) -> None:

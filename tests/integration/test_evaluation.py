@@ -15,21 +15,18 @@ from subprocess import CompletedProcess
 
 import pytest
 from cases import full
-from commands import ROOT, rlt
+from commands import rlt
 from fake_worker import FakeWorker, worker_of
 from gpqa import SECRETS, Row, gpqa_like, write
 
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
-from rlt_lightning.datamodules.evaluation_sets import SETS, read_set
-from rlt_lightning.judging.answers import reference_answer
+from rlt_lightning.datamodules.evaluation_sets import read_set
 from rlt_lightning.judging.judge import Judge, Verdict
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import (
     compute_set_figures,
-    list_reported_k,
     majority_accuracy,
     pass_at_k,
-    single_precision_mean,
     standard_error,
 )
 from rlt_lightning.tasks.stepwise import chain_rows
@@ -103,10 +100,6 @@ def test_majority_votes_by_equivalence_and_shares_ties() -> None:
     assert majority([None], [False]) == 0
 
 
-def test_pass_at_k_is_told_for_powers_of_two_and_all() -> None:
-    assert [list_reported_k(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-
-
 def test_figures_are_means_over_problems_and_then_over_sets() -> None:
     records = records_of(1, [0, 0, 2, 2], [True, True, False, False])  # p = 1/2, pass@4 1, maj 1/2
     records += records_of(2, [None, 1, 1, 1], [False] * 4)  # p = 0, pass@4 0, maj 0
@@ -127,12 +120,6 @@ def test_figures_are_means_over_problems_and_then_over_sets() -> None:
     assert math.isnan(compute_set_figures([])["pass_at_1"])
     without_answer = records_of(3, [0, None], [True, False])
     assert compute_set_figures(without_answer)["pass_at_1"] == 1 / 2
-
-
-def test_means_of_responses_are_in_single_precision_as_they_are_logged() -> None:
-    assert single_precision_mean([True, False, False]) == 0.3333333432674408
-    assert single_precision_mean([2**25 + 1, 1]) == 2.0**24  # 2**25 + 1 has no place in 24 bits
-    assert math.isnan(single_precision_mean([]))
 
 
 # Reference solutions as responses. No set has an exception among its own solutions. Where another problem's
@@ -186,11 +173,6 @@ def test_reference_solutions_are_right_and_others_wrong(
     plus_one = [f"It is \\boxed{{{int(answers[i].replace(',', '')) + 1}}}." for i in numbers]
     verdicts = judge.judge_all(zip(plus_one, [references[i] for i in numbers], strict=True))
     assert not any(verdict.correct for verdict in verdicts)
-
-
-def test_math500_takes_the_equivalent_answers_for_each_other(judge: Judge) -> None:
-    for answer, other in EQUIVALENT["math500"]:
-        assert judge.judge(f"\\boxed{{{other}}}", {"answer": answer}).correct
 
 
 def test_countdown_problems_are_judged_by_their_own_solutions(judge: Judge) -> None:
@@ -274,9 +256,7 @@ def test_a_killed_run_goes_on_and_samples_nothing_twice(
     assert "rollouts.seed was 0 and is 1" in changed.stderr
 
 
-@pytest.mark.parametrize(
-    ("devices", "overlay"), [(2, ""), (2, "fsdp2"), full(3, ""), full(3, "fsdp2"), full(2, "zero3")]
-)
+@pytest.mark.parametrize(("devices", "overlay"), [(2, ""), full(3, "fsdp2"), full(2, "zero3")])
 def test_several_processes_leave_the_files_of_one(
     devices: int, overlay: str, finished: Path, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -406,24 +386,3 @@ def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path
     assert "user\nstart 2, add 1?<|im_end|>" in found["prompt"]  # no instruction before it
     [question] = read_set("my-task", str(rows), None, 0)
     assert question.reference == {"kind": "math", "answer": "3"}
-
-
-def test_half_a_surrogate_pair_stops_only_what_it_spoils(tiny_model: str, tmp_path: Path) -> None:
-    row = {"id": "a\ud83e", "question": "start 2, add 1?", "answer": "3\ud83e"}
-    rows = write(tmp_path / "rows.jsonl", [row, row | {"id": "b"}])
-    found = evaluated(tiny_model, tmp_path / "run", f"--data.sets={{mine: {rows}}}")["sets"]["mine"]
-    assert found["num_problems"] == 2
-    records = read(tmp_path / "run" / "responses.jsonl")
-    assert [record["id"] for record in records] == ["mine/a\ud83e", "mine/a\ud83e", "mine/b", "mine/b"]
-    options = read(gpqa_like(tmp_path / "options.jsonl", num_rows=2))
-    options[1]["Incorrect Answer 2"] = "\ud83e"
-    source = str(write(tmp_path / "options.jsonl", options))
-    with pytest.raises(InputError, match="row 2: its question holds half a surrogate pair"):
-        read_set("mine", {"source": source, "judge": "choice"}, None, 0)
-
-
-def test_every_set_has_a_source_and_the_papers_are_the_default() -> None:
-    assert {"aime24", "math500", "gpqa_diamond", "countdown"} < SETS.keys()
-    assert [name for name, spec in SETS.items() if spec.private] == ["gpqa_diamond"]
-    assert reference_answer({"answer": 27.0}) == "27"
-    assert (ROOT / "configs" / "recipe_7b" / "evaluate.yaml").read_text().count("null") >= 3

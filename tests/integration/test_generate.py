@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
-from commands import rlt, start
+from commands import rlt
 from lightning.pytorch import Callback, Trainer
-from rows_of import read, wait_until
+from rows_of import read
 from sampling import numbered
 from trainers import bare_trainer
 
@@ -90,39 +88,6 @@ def test_rows_come_in_the_form_of_bespoke_stratos_too(generated: Path) -> None:
         assert stratos.solution.strip() == parsed.solution.strip()
 
 
-def test_the_set_loads_with_datasets_by_its_card(generated: Path, tmp_path: Path) -> None:
-    rows = read(generated / "distillation.jsonl")
-    loaded = datasets.load_dataset(str(generated), split="train", cache_dir=str(tmp_path))
-    assert loaded.to_list() == rows
-    assert not list(generated.glob("*.tmp"))
-
-
-def test_the_card_tells_how_traces_were_made(generated: Path) -> None:
-    card = (generated / "README.md").read_text()
-    assert "| sampling | temperature 0.7, max_completion_length 12, seed 0 |" in card
-
-
-@pytest.mark.full
-def test_two_kills_lose_and_repeat_no_row(generated: Path, tiny_model: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    traces = folder / "traces.jsonl"
-    for lines in (TRACES * 2, TRACES * 6):
-        arguments = command(tiny_model, folder, "--resume=true")
-        run = start(*arguments)
-        wait_until(lambda n=lines: traces.exists() and len(traces.read_bytes().splitlines()) >= n, run)
-        run.kill()
-        run.wait()
-    left = len(traces.read_bytes().splitlines())
-    assert TRACES * 6 <= left < TRACES * PROBLEMS
-    with traces.open("a") as file:  # a kill within a write
-        file.write('{"question": "torn')
-    result = rlt(*command(tiny_model, folder, "--resume=true"))
-    assert result.returncode == 0, result.stderr
-    assert f"/{(PROBLEMS - left // TRACES + 1) // 2} [" in result.stdout  # the rest alone was made
-    assert read(traces) == read(generated / "traces.jsonl")
-    assert read(folder / "distillation.jsonl") == read(generated / "distillation.jsonl")
-
-
 @pytest.mark.full
 def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_model: str) -> None:
     before = (generated / "traces.jsonl").read_bytes()
@@ -135,17 +100,6 @@ def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_mode
         max(row["reward"] for row in rows[i : i + TRACES]) for i in range(0, len(rows), TRACES)
     ]
     assert rlt(*command(tiny_model, generated, "--resume=true")).returncode == 0  # as the others expect it
-
-
-@pytest.mark.full
-def test_traces_of_a_row_that_was_edited_are_not_gone_on_with(tiny_model: str, tmp_path: Path) -> None:
-    source, folder = tmp_path / "rows.jsonl", tmp_path / "run"
-    for solution in ("4", "5"):
-        source.write_text(json.dumps({"question": "Twice 2?", "solution": solution}) + "\n")
-        result = rlt(*command(tiny_model, folder, "--resume=true", f"--data.source={source}"))
-    assert result.returncode == 2
-    assert "has rows of other problems. Restore data.source" in result.stderr
-    assert [row["solution"] for row in read(folder / "traces.jsonl")] == ["4"] * TRACES
 
 
 def test_selections_take_what_they_say() -> None:
@@ -354,25 +308,6 @@ def test_every_column_of_the_source_is_kept(file: str, odd_run: Path) -> None:
         assert (row["row"], row["teacher"], row["trace"]) == (number, "miniature-teacher", 0)
         assert isinstance(row["reward"], float)
         assert "completion" not in row
-
-
-def test_a_resume_takes_corrected_columns(odd_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(odd_run, tmp_path / "odd")
-    folder = tmp_path / "odd"
-    lines = (folder / "run" / "traces.jsonl").read_text().splitlines(keepends=True)
-    (folder / "run" / "traces.jsonl").write_text("".join(lines[:4]))
-    for name in ("README.md", "distillation.jsonl"):
-        (folder / "run" / name).unlink()
-    settings = folder / "run" / "config.yaml"
-    settings.write_text(settings.read_text().replace(str(odd_run), str(folder)))
-    write_odd_rows(folder / "odd.jsonl", [{"answer": "corrected"}] * len(ODD))
-    result = rlt(*odd_command(folder, "--resume=true"))
-    assert result.returncode == 0, result.stderr
-    rows = read(folder / "run" / "distillation.jsonl")
-    assert [row.get("answer") for row in rows[3:]] == ["4", "corrected"]
-    assert [row["reasoning_trace"] for row in rows] == [
-        row["reasoning_trace"] for row in read(odd_run / "run" / "distillation.jsonl")
-    ]
 
 
 def test_scores_stand_beside_those_of_the_source(odd_run: Path, tmp_path: Path) -> None:

@@ -75,17 +75,6 @@ def test_rlt_predict_gives_the_released_codes_rewards(setting: str, smollm2: str
 
 
 @pytest.mark.full
-def test_a_trace_is_wrapped_and_closed_like_the_completion_it_stands_for(
-    smollm2: str, tmp_path: Path
-) -> None:
-    case = CASES[0]
-    row = {"question": case["question"], "solution": case["solution"], "reasoning_trace": case["think"]}
-    [score] = predict(tmp_path, [row])
-    assert score["reward"] == pytest.approx(case["paper"]["reward"], abs=1e-4)
-    assert score["reasoning_trace"] == case["think"]
-
-
-@pytest.mark.full
 def test_without_score_given_only_the_given_tokens_are_gone(smollm2: str, tmp_path: Path) -> None:
     columns = ("id", "question", "solution", "completion")
     rows = [{column: case[column] for column in columns} for case in CASES]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -125,20 +124,6 @@ def test_the_second_ctrl_c_ends_at_once(tiny_model: str, tmp_path: Path) -> None
     assert process.wait(30) == -signal.SIGINT
 
 
-@pytest.mark.full
-def test_ctrl_c_during_a_validation_stops_after_it(tiny_model: str, tmp_path: Path) -> None:
-    whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
-    run(*command(tiny_model, whole, *VALIDATED, steps=4))
-    pause = fault("on_validation_start", "pause", 2)
-    process = start(*command(tiny_model, stopped, *VALIDATED, pause, steps=4), log=log)
-    interrupt(process, lambda: "--- made at" in log.read_text())
-    assert process.wait(120) == 130, log.read_text()[-3000:]
-    assert "The run stopped after iteration 2." in log.read_text()
-    assert any("/val_" in name for name in metrics(stopped)[2])
-    run(*command(tiny_model, stopped, *VALIDATED, "--resume=true", steps=4))
-    assert_equal(whole, stopped)
-
-
 def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[tuple[str, str]]) -> None:
     """Run to the end by one command, terminated once at each (moment, receiver); compare with a whole run."""
     if strategy == "zero3" and find_spec("deepspeed") is None:
@@ -193,48 +178,6 @@ def test_no_moment_and_no_receiver_of_sigterm_hangs(strategy: str, tiny_model: s
     signals = list(zip(["sampling", "writing", "validating", "sampling", "writing"], receivers, strict=True))
     signals += [("any", to) for to in (*receivers, "both", "the group")]
     terminate_and_resume(tiny_model, tmp_path, strategy, signals)
-
-
-SCRIPT = """
-import sys
-from faults import Fault
-from lightning.pytorch import Trainer as PlainTrainer
-from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
-
-model, folder, kind = sys.argv[1:]
-data = TeacherRLData(tokenizer=model, student_tokenizer=model, num_embedded_rows=8, prompts_per_step=2)
-pause = Fault(0, "on_after_backward", "pause", step=1)
-options = dict(accelerator="cpu", devices=2, max_steps=9, use_distributed_sampler=False)
-options["callbacks"] = [RolloutCallback(sampling=Sampling(max_completion_length=6)), pause]
-if kind == "ours":
-    trainer = Trainer(folder, **options)
-else:
-    trainer = PlainTrainer(**options, logger=False, enable_checkpointing=False)
-trainer.fit(RLTModule(teacher=model, student=model, group_size=2), data)
-"""
-
-
-@pytest.mark.parametrize("kind", [full("ours"), full("Lightning's")])
-def test_sigterm_ends_all_ranks_of_a_script(kind: str, tiny_model: str, tmp_path: Path) -> None:
-    script, log = tmp_path / "script.py", tmp_path / "log"
-    script.write_text(SCRIPT)
-    words = [sys.executable, str(script), tiny_model, str(tmp_path / "run"), kind]
-    environment = os.environ | {"PYTHONPATH": path_of_tests()}
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            words, env=environment, stdout=file, stderr=file, start_new_session=True, cwd=tmp_path
-        )
-    try:
-        wait_until(lambda: process.poll() is not None or "--- made at" in log.read_text(), 200)
-        os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(60) == 143, log.read_text()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert "Traceback" not in log.read_text()
-    if kind == "ours":
-        assert log.read_text().count("rlt: terminated. The run stopped after iteration 2. ") == 1
-        assert (tmp_path / "run" / "checkpoints" / "step=000002.ckpt").is_dir()
 
 
 def test_the_signal_of_slurm_queues_the_job_again(tiny_model: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,30 +173,6 @@ class VowelReward(TextReward):
         terms = {"correct": correct, "formatted": correct, "timed_out": torch.zeros(len(rollouts))}
         table = {f"level/{name}": values for name, values in terms.items()}
         return {"reward": correct, **table, "text/answers": [None] * len(rollouts)}
-
-
-def test_contrasts_weigh_tokens_by_hand() -> None:
-    from contrast_weights import DELTA, ETA, LAMBDA, TAU, ContrastLoss
-
-    assert (LAMBDA, TAU, DELTA, ETA) == (0.5, 0.02, 0.02, 1.0)
-    # Row 0: p = 0.4 after the right hint; 0.1 and 0.3 after wrong ones, mean 0.2: e = ln 2, r = 0.5.
-    # Then p = 0.2 everywhere: r = 0. Then 0.1 to 0.2: r = -0.5. Row 1: one wrong hint, and padding.
-    tokens = {
-        "hint0": {4: torch.tensor([0.4, 0.2, 0.1]).log(), 7: torch.tensor([0.1, 0.4]).log()},
-        "hint1": {4: torch.tensor([0.1, 0.2, 0.2]).log(), 7: torch.tensor([0.2, 0.2]).log()},
-        "hint2": {4: torch.tensor([0.3, 0.2, 0.2]).log()},
-    }
-    inputs: Any = SimpleNamespace(
-        step=SimpleNamespace(tokens=tokens),
-        micro=SimpleNamespace(rows=[4, 7]),
-        advantages=torch.tensor([0.3, -0.8]),
-        token_mask=torch.tensor([[True, True, True], [True, True, False]]),
-    )
-    # Row 0: two tokens are moved, 0.3 + 0.5 and 0.3 - 0.5, which is cut to 0; one is not, 0.3. The mean over
-    # 3 tokens shall be 0.3 / 1 + (0.8 + 0) / 2. Row 1: both are moved, -0.8 - 0.5 and -0.8 + 0.5.
-    expected = torch.tensor([[3 * 0.8 / 2, 3 * 0.3 / 1, 0.0], [-1.3, -0.3, 0.0]])
-    weighed = ContrastLoss(GRPOLoss(kl_coef=0.0), None).advantages(inputs)
-    torch.testing.assert_close(weighed * inputs.token_mask, expected)
 
 
 def test_hints_weigh_the_tokens_of_a_step(tiny_model: str, tmp_path: Path) -> None:

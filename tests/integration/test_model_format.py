@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from bespoke import ROWS, bespoke, rows_of, stage_4, student, trained_prompts, write  # noqa: F401
 from cases import full
-from commands import ROOT, rlt
-from tiny import tiny_options
+from commands import rlt
 from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules import (
@@ -22,7 +20,7 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
 )
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
-from rlt_lightning.datamodules.formats import STUDENT_SYSTEM_PROMPT, ChatFormat, encode
+from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.models.format import (
     END,
     FORMAT_FILE,
@@ -99,90 +97,10 @@ def test_later_stages_ask_in_the_format_of_stage_4(
     assert encode(load_tokenizer(tiny_model), prompt) == next(iter(expected.values()))
 
 
-@pytest.mark.full
-def test_traditional_rl_keeps_the_format_of_its_student(
-    student: tuple[Path, str], bespoke: str, tiny_model: str, tmp_path: Path
-) -> None:
-    name = "configs/recipe_7b/grpo.yaml"
-    words = tiny_options("fit", yaml.safe_load((ROOT / name).read_text()), str(student[0] / "model"))
-    words += [f"--data.source={bespoke}", "--trainer.callbacks=null", f"--output_dir={tmp_path / 'run'}"]
-    result = rlt("fit", f"--config={name}", *words)
-    assert result.returncode == 0, result.stderr
-    expected = trained_prompts(bespoke, tiny_model)
-    assert evaluated_prompts(questions_of(bespoke, tmp_path), str(tmp_path / "run/model")) == expected
-    sets = json.dumps({"own": questions_of(bespoke, tmp_path)})
-    settings = [f"--data.sets={sets}", "--data.max_rows=1", f"--output_dir={tmp_path / 'test'}"]
-    words = ["test", "--config=recipe_7b/evaluate", f"--model.pretrained={tmp_path / 'run/model'}"]
-    result = rlt(*words, *settings, "--rollouts.sampling.max_completion_length=4")
-    assert result.returncode == 0, result.stderr
-    prompt = json.loads((tmp_path / "test/evaluation.json").read_text())["sets"]["own"]["prompt"]
-    assert encode(load_tokenizer(tiny_model), prompt) == next(iter(expected.values()))
-
-
 def test_a_model_folder_says_what_it_was_trained_on(student: tuple[Path, str], bespoke: str) -> None:
     found = load_format(str(student[0] / "model"))
     assert found == ModelFormat("student", STRATOS, rows_of(bespoke)[0]["system"], 1.0)
     assert len(found.system_prompt) == 1312  # the real one, not ours
-
-
-def test_true_rows_of_bespoke_stratos_are_asked_as_they_were_learnt(
-    shared: Path, tiny_model: str, tmp_path: Path
-) -> None:
-    rows = json.loads((shared / "data/bespoke_stratos_rows/true_rows.json").read_text())
-    source = write(tmp_path / "rows.jsonl", rows)
-    expected = trained_prompts(source, tiny_model, max_length=2048, long_traces="truncate")
-    data = StudentSFTData(source, tokenizer=tiny_model, long_traces="truncate")
-    data.prompts_per_step = 1
-    data.setup("fit")
-    shutil.copytree(tiny_model, tmp_path / "model")
-    write_format(data.trained_format(), tmp_path / "model")
-    assert len(expected) == len(rows) == 2
-    assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "model")) == expected
-
-
-LORA = "--model.lora={rank: 2, alpha: 4.0}"
-
-
-@pytest.mark.full
-def test_adapters_carry_the_format_too(bespoke: str, tiny_model: str, tmp_path: Path) -> None:
-    options = [f"--data.source={bespoke}", LORA, "--export.adapter=separate"]
-    stage_4("configs/recipe_7b/sft.yaml", tiny_model, tmp_path / "run", *options)
-    for adapter in ("merged", "separate"):
-        rlt(
-            "export",
-            f"--ckpt_path={tmp_path / 'run'}",
-            f"--output_dir={tmp_path / adapter}",
-            f"--adapter={adapter}",
-        )
-    expected = trained_prompts(bespoke, tiny_model)
-    assert (tmp_path / "separate/adapter_config.json").exists()
-    for folder in ("run/model", "merged", "separate"):
-        assert evaluated_prompts(questions_of(bespoke, tmp_path), str(tmp_path / folder)) == expected, folder
-
-
-# Each shipped stage 4, and options without which its rows do not fit the tiny model.
-STAGES_4 = (
-    "configs/laptop/sft.yaml",
-    "configs/laptop/smollm2_sft.yaml",
-    "research/configs/correctness_warmup.yaml",
-)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config", STAGES_4)
-@pytest.mark.parametrize("system", ["", "row"])
-def test_every_shipped_pipeline_asks_as_it_trained(
-    config: str, system: str, bespoke: str, tiny_model: str, tmp_path: Path
-) -> None:
-    settings = yaml.safe_load((ROOT / config).read_text())["data"]["init_args"]
-    rows = [{k: v for k, v in row.items() if system or k != "system"} for row in rows_of(bespoke)]
-    source = write(tmp_path / "rows.jsonl", rows)
-    stage_4(config, tiny_model, tmp_path / "run", f"--data.source={source}")
-    options = {name: settings[name] for name in ("tags", "student_system_prompt") if name in settings}
-    expected = trained_prompts(source, tiny_model, **options)
-    assert evaluated_prompts(questions_of(source, tmp_path), str(tmp_path / "run/model")) == expected
-    if system and "student_system_prompt" not in options:
-        assert load_format(str(tmp_path / "run/model")).system_prompt == rows[0]["system"]  # type: ignore[union-attr]
 
 
 # The folder's record
@@ -205,15 +123,6 @@ def bespoke_row(system: str) -> dict[str, Any]:
     turn += STRATOS.solution_open + "\n\n12\n\n" + STRATOS.solution_close
     turns = [{"from": "user", "value": QUESTION}, {"from": "assistant", "value": turn}]
     return {"system": system, "conversations": turns}
-
-
-def test_held_out_rows_do_not_decide_the_record(tiny_model: str, tmp_path: Path) -> None:
-    source = write(tmp_path / "train.jsonl", [bespoke_row("A")] * 2)
-    others = write(tmp_path / "val.jsonl", [bespoke_row("B")] * 5)
-    data = StudentSFTData(source, tokenizer=tiny_model, prompts_per_step=1, val_source=others)
-    data.setup("fit")
-    assert len(data.val_items) == 5
-    assert data.trained_format() == ModelFormat("student", STRATOS, "A", 1.0)
 
 
 @pytest.mark.parametrize("system", ["", "Use {thought_open} and <|end_of_thought|> as they are."])
@@ -303,12 +212,6 @@ def test_the_frozen_student_is_asked_in_its_own_format(tiny_model: str, tmp_path
     assert data.trained_format() == ModelFormat("teacher", R1, "Explain.")
 
 
-def test_settings_fill_in_for_models_from_outside(tiny_model: str) -> None:
-    chosen = choose_format(FormatOptions("r1", None, "Begin with {thought_open}."), None, tiny_model)
-    assert chosen.build_format(load_tokenizer(tiny_model)).student_system_prompt == "Begin with <think>."
-    assert chosen.guessed == {}
-
-
 OTHER = "--data.student_system_prompt=Other."
 TAGS = "--data.tags=stratos"
 CONTRADICTIONS = {
@@ -380,10 +283,3 @@ def test_a_student_learns_in_its_own_format_unless_forced(
     for module, expected in ((own, "Think."), (forced, rows_of(bespoke)[0]["system"])):
         module.setup("fit")
         assert module.trained_format().system_prompt == expected
-
-
-def test_our_prompt_stays_the_default(tiny_model: str) -> None:
-    chosen = choose_format(FormatOptions(), tiny_model, tiny_model)
-    assert chosen.build_format(load_tokenizer(tiny_model)).student_system_prompt == STRATOS.fill(
-        STUDENT_SYSTEM_PROMPT
-    )

@@ -16,7 +16,7 @@ import commands
 import lightning.pytorch
 import psutil
 import pytest
-from commands import ROOT, make_forked_python, path_of_tests, rlt, wait_until
+from commands import ROOT, path_of_tests, rlt, wait_until
 from compared import largest_difference
 from nodes import options, two_nodes
 from safetensors.torch import load_file
@@ -155,19 +155,6 @@ def steps(run: Path) -> list[str]:
     return [row["step"] for row in csv.DictReader(path.open())] if path.exists() else []
 
 
-def test_processes_get_the_cores_that_the_job_asked_for(tmp_path: Path) -> None:
-    # srun takes --cpus-per-task from its own option or SRUN_CPUS_PER_TASK; it ignores SLURM_CPUS_PER_TASK.
-    srun = '#!/bin/sh\necho "cores: ${SRUN_CPUS_PER_TASK:-1}"\n'
-    (tmp_path / "srun").write_text(srun)
-    (tmp_path / "srun").chmod(0o755)
-    job = {"JOB_ID": "7", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "1", "CPUS_PER_TASK": "8"}
-    environment = {f"SLURM_{name}": value for name, value in job.items()}
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    job_process = begin(["bash", "scripts/slurm.sh"], PATH=path, RUN=str(tmp_path / "run"), **environment)
-    [output] = finish([job_process])
-    assert output == "cores: 8\n"
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_every_process_of_a_launcher_is_told_to_name_the_folder(rank: str, tiny_model: str) -> None:
     job = {"SLURM_NTASKS": "2", "SLURM_PROCID": rank, "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "rlt"}
@@ -188,16 +175,6 @@ TORCHRUN_ALONE = {"RUN_ID": "7", "MAX_RESTARTS": "0"}
 TORCHRUN_ALONE = {f"TORCHELASTIC_{name}": value for name, value in TORCHRUN_ALONE.items()}
 TORCHRUN_ALONE |= dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
 TORCHRUN_ALONE |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-TWO_PER_NODE = {"NTASKS": "2", "NTASKS_PER_NODE": "2"}
-
-
-@pytest.mark.full
-def test_a_rank_of_zero_is_not_that_of_other_ranks(tiny_model: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = [*options(tiny_model), "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=1"]
-    result = rlt("fit", *words, f"--output_dir={run}", RANK="0", WORLD_SIZE="1")
-    assert result.returncode == 0, result.stderr
-    assert steps(run) == ["1"]
 
 
 @pytest.mark.parametrize("variables", [job_variables(), TORCHRUN_ALONE])
@@ -232,32 +209,3 @@ def test_each_process_of_a_launcher_may_score_rows(monkeypatch: pytest.MonkeyPat
         signal.signal(signal.SIGTERM, before)
     assert scored.reward < 0
     assert came == [signal.SIGTERM]
-
-
-STAGES = """
-set -euo pipefail
-run=$1
-source examples/stage.sh
-two="--config hardware/fsdp2 --trainer.devices=2 --trainer.max_steps 1 --data.prompts_per_step 2"
-stage teacher_sft model/config.json rlt fit --config laptop/warmup $two
-stage teacher_rlt model/config.json rlt fit --config laptop/rlt $two --model.group_size 4 \
-    --model.teacher "$run/teacher_sft/model"
-stage generate README.md rlt predict --config laptop/generate --model.teacher "$run/teacher_rlt/model" \
-    --data.num_embedded_rows 4 --distillation.select all
-stage student_sft model/config.json rlt fit --config laptop/sft $two \
-    --data.source "$run/generate/distillation.jsonl"
-stage evaluate evaluation.json rlt test --config laptop/evaluate --model.pretrained "$run/student_sft/model"
-"""
-
-
-@pytest.mark.full
-def test_all_stages_run_in_one_slurm_job(tmp_path: Path) -> None:
-    python = make_forked_python(tmp_path)
-    (tmp_path / "rlt").write_text(f'#!/bin/sh\nexec {python} -m rlt_lightning "$@"\n')
-    (tmp_path / "rlt").chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    job = begin(["bash", "-c", STAGES, "job", str(tmp_path / "run")], **path, **job_variables())
-    [output] = finish([job])
-    assert job.returncode == 0, output[-3000:]
-    assert output.count("waiting for rank 1 to start") == 3
-    assert (tmp_path / "run" / "evaluate" / "evaluation.json").exists()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import rlt, start
+from commands import rlt
 from fits import assert_one_clear_line
 from lightning.pytorch import Trainer
-from rows_of import read, wait_until
+from rows_of import read
 from sampling import numbered
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
@@ -98,43 +97,6 @@ def test_stage_4_learns_the_sampled_turn(answered: Path, miniature: str) -> None
             assert turn in data.format.tokenizer.decode(example.token_ids)
 
 
-@pytest.mark.full
-def test_two_kills_leave_the_same_bytes(answered: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    traces = folder / "traces.jsonl"
-    for problems in (4, 12):
-        run = start(*rejection(folder, "--resume=true"))
-        lines = problems * ANSWERS
-        wait_until(lambda n=lines: traces.exists() and len(traces.read_bytes().splitlines()) >= n, run)
-        run.kill()
-        run.wait()
-    left = len(traces.read_bytes().splitlines())
-    assert 12 * ANSWERS <= left < PROBLEMS * ANSWERS
-    with traces.open("a") as file:  # a kill within a write
-        file.write('{"question": "torn')
-    result = rlt(*rejection(folder, "--resume=true"))
-    assert result.returncode == 0, result.stderr
-    assert f"/{(PROBLEMS - left // ANSWERS + 1) // 2} [" in result.stdout
-    for name in ("traces.jsonl", "distillation.jsonl", "README.md"):
-        assert (folder / name).read_bytes() == (answered / name).read_bytes(), name
-
-
-@pytest.mark.full
-def test_a_finished_run_selects_other_answers_without_sampling(answered: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    subprocess.run(["cp", "-r", answered, folder], check=True)
-    options = ("--resume=true", "--distillation.select=shortest")
-    settings = (folder / "config.yaml").read_text().replace(str(answered), str(folder))
-    (folder / "config.yaml").write_text(settings)
-    result = rlt(*rejection(folder, *options))
-    assert result.returncode == 0, result.stderr
-    assert "Predicting" not in result.stdout
-    rows = [row for row in read(answered / "traces.jsonl") if row["correct"]]
-    for row in read(folder / "distillation.jsonl"):
-        lengths = [other["student_tokens"] for other in rows if other["row"] == row["row"]]
-        assert row["student_tokens"] == min(lengths)
-
-
 class Scripted(HFEngine):
     """Write given answers, a problem's one after another."""
 
@@ -164,7 +126,7 @@ def turn(thought: str, solution: str) -> str:
     return f"<think>\n{thought}\n</think>\n\n<solution>\n{solution}\n</solution>"
 
 
-@pytest.mark.parametrize("source", ["chains", "word_sums"])
+@pytest.mark.parametrize("source", ["chains"])
 def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str, tmp_path: Path) -> None:
     data = StudentRLData(
         source,

@@ -16,7 +16,6 @@ import torch
 from cases import full
 from commands import ROOT, python, rlt
 from lightning.pytorch import Callback
-from lightning.pytorch.cli import SaveConfigCallback
 from miniatures import SEED1
 
 import rlt_lightning
@@ -103,19 +102,6 @@ def test_the_scripts_of_the_page_run(tmp_path: Path, tiny_model: str) -> None:
         assert "Warning" not in done.stderr, done.stderr
 
 
-def test_verbs_take_the_run_of_a_script(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "teacher"
-    trainer(run, 1).fit(module(), data())
-    words = ["--ckpt_path", "runs/teacher", "--output_dir", str(tmp_path / "model")]
-    exported = rlt("export", *words, cwd=tmp_path)
-    assert exported.returncode == 0, exported.stderr
-    name = "model.safetensors"
-    assert (tmp_path / "model" / name).read_bytes() == (run / "model" / name).read_bytes()
-    page = rlt("report", str(run), "--output", str(tmp_path / "report.html"))
-    assert page.returncode == 0, page.stderr
-    assert "What changed" in (tmp_path / "report.html").read_text()
-
-
 def own_rows() -> list[dict[str, Any]]:
     return [row for _, row in read_rows("chains", num_embedded_rows=12) if isinstance(row, dict)]
 
@@ -140,29 +126,6 @@ def test_rows_in_memory_make_the_items_of_a_file(tmp_path: Path) -> None:
     assert all(items == made[0] for items in made)
 
 
-def test_bad_rows_in_memory_are_reported_like_those_of_a_file(tmp_path: Path) -> None:
-    rows: list[Any] = [{"question": "q", "solution": "s"}, "no row", {"question": 1, "solution": "s"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = []
-    for source in (str(path), rows):
-        made = TeacherRLData(source, tokenizer="miniature", prompts_per_step=1, max_bad_frac=0.9, **CHAINS)
-        made.setup("fit")
-        found.append([report.as_dict() | {"source": ""} for report in made.reports])
-    assert found[0] == found[1]
-    assert [row["row"] for row in found[0][0]["bad_rows"]] == [2, 3]
-    assert str(made.sources[0]) == "3 rows in memory"
-
-
-def test_rows_may_stand_in_a_config(tmp_path: Path) -> None:
-    rows = json.dumps(own_rows()[:4])
-    done = rlt(
-        *("fit", "--config", "configs/laptop/rlt.yaml", f"--data.source={rows}", "--trainer.max_steps=1"),
-        *("--data.prompts_per_step=2", f"--output_dir={tmp_path / 'run'}"),
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def trainer(folder: Path | RunFolder, steps: int = 2, **options: Any) -> Trainer:
     rollouts = RolloutCallback(sampling=Sampling(max_completion_length=8))
     callbacks = [rollouts, Checkpoint(every_n_train_steps=1), *options.pop("callbacks", [])]
@@ -175,12 +138,6 @@ def module(**options: Any) -> RLTModule:
 
 def data(**options: Any) -> StratosDataModule:
     return TeacherRLData(own_rows(), prompts_per_step=2, **CHAINS, **options)
-
-
-def test_the_tokenizer_is_the_modules() -> None:
-    rows = data()
-    with pytest.raises(InputError, match=r"data\.tokenizer must name the model"):
-        rows.setup("fit")
 
 
 class Draws(Callback):
@@ -237,25 +194,6 @@ def test_a_given_callback_replaces_the_runs_own(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=[RolloutCallback()])
 
 
-def test_settings_are_saved_after_the_checks_of_those_before(tmp_path: Path) -> None:
-    class Save(SaveConfigCallback):
-        def __init__(self) -> None:
-            pass
-
-    own = trainer(tmp_path, callbacks=[Save()])
-    kinds = [type(callback) for callback in own.callbacks]  # type: ignore[attr-defined]
-    assert kinds.index(RolloutCallback) < kinds.index(Save)
-    assert kinds[-1] is Checkpoint
-
-
-def test_a_folder_that_is_open_is_not_opened_again(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="must be empty or new"):
-        trainer(tmp_path, 1).fit(module(), data())
-    trainer(RunFolder(tmp_path, None, resume=False, overwrite=False), 1).fit(module(), data())
-    assert len(metrics(tmp_path)) == 1
-
-
 def test_data_follow_the_module_of_the_run(tmp_path: Path, tiny_model: str) -> None:
     rows = TeacherSFTData(own_rows(), prompts_per_step=4, max_length=2048)
     for number, name in enumerate(("miniature", tiny_model)):
@@ -286,12 +224,6 @@ def test_score_equals_predict(tmp_path: Path) -> None:
         assert own.reward == pytest.approx(sum(own.terms.values()), abs=1e-5)
 
 
-def test_rows_to_score_may_come_from_a_generator() -> None:
-    rows = own_rows()[:2]
-    teacher = Teacher("miniature", "miniature", accelerator="cpu")
-    assert teacher.score(row for row in rows) == teacher.score(rows)
-
-
 def test_teacher_explains_as_the_command_does() -> None:
     question, solution = "start 4, times 3, times 3, add 1, add 1, add 5?", "\\boxed{3}"
     words = ["--question", question, "--solution", solution, "--seed=3", "--student=miniature"]
@@ -314,12 +246,6 @@ def test_a_teacher_without_a_student_explains_without_a_score() -> None:
     assert found.score is None
     with pytest.raises(InputError, match="A score needs a student"):
         teacher.score([])
-
-
-def test_a_bad_row_is_not_scored() -> None:
-    rows = [*own_rows()[:1], {"question": "q", "solution": "s"}]
-    with pytest.raises(InputError, match="1 of 2 rows of '2 rows in memory' cannot be used"):
-        Teacher("miniature", "miniature").score(rows)
 
 
 def test_every_name_of_the_package_can_be_imported() -> None:
@@ -348,12 +274,6 @@ def outputs(notebook: Any) -> list[str]:
     shown = [output for cell in cells for output in cell["outputs"]]
     assert not [o for o in shown if o.get("name") == "stderr" and "Warning" in "".join(o["text"])]
     return [kind for output in shown for kind in output.get("data", {})]
-
-
-def test_the_notebook_shows_reward_and_heat() -> None:
-    notebook = json.loads(NOTEBOOK.read_text())
-    assert {"image/png", "text/html"} <= set(outputs(notebook))
-    assert NOTEBOOK.stat().st_size < 200_000
 
 
 @pytest.mark.docs

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from grpo import data, module, rollout_callback
 from lightning.pytorch import Callback
 from ranks import run
 from safetensors.torch import load_file
@@ -17,7 +16,6 @@ from torch import Tensor
 from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
 
-from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.commands.plan import Model
 from rlt_lightning.datamodules import StratosDataModule, TeacherSFTData
@@ -67,16 +65,6 @@ def test_only_the_adapter_is_trained_and_it_is_in_fp32(tiny_model: str) -> None:
     )
     assert model.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
     assert model.get_output_embeddings().weight.dtype == torch.bfloat16
-
-
-@pytest.mark.full
-@needs_bitsandbytes
-def test_a_base_in_4_bits_is_near_the_original(smollm2: str) -> None:
-    model = load_model(smollm2)
-    before = log_probs(model)
-    quantise(model)
-    after = log_probs(model)
-    assert 0 < (before.exp() * (before - after)).sum(-1).mean() < 0.6  # nats, of 40 arbitrary tokens
 
 
 @needs_bitsandbytes
@@ -130,18 +118,6 @@ def test_a_loss_falls_while_the_base_stays(miniature: str, tmp_path: Path) -> No
     assert sum(run.losses[-4:]) < 0.8 * sum(run.losses[:4])
     assert run.before
     assert all(torch.equal(run.after[name], codes) for name, codes in run.before.items())
-
-
-@pytest.mark.full
-@needs_bitsandbytes
-def test_a_teacher_is_reinforced_with_both(tiny_model: str, tmp_path: Path) -> None:
-    losses = Losses()
-    rlt = module(tiny_model, lora=LORA, optimizer=OptimizerConfig(lr=1e-3, states="8bit"))
-    bare_trainer(tmp_path, rollout_callback(), losses, steps=2).fit(
-        rlt, datamodule=data(tiny_model, tmp_path)
-    )
-    assert rlt.reference is None
-    assert any(tensor.any() for name, tensor in trained_tensors(rlt.policy).items() if ".lora_B." in name)
 
 
 @pytest.mark.full
@@ -203,15 +179,3 @@ def test_the_plan_counts_the_bytes_of_a_real_run(dtype: str, miniature: str, tmp
     states = losses.optimizer.state.values()
     kept = [t for s in states for k, t in s.items() if isinstance(t, Tensor) and not k.startswith("qmap")]
     assert planned.states_8bit == storage_bytes(kept)
-
-
-@pytest.mark.full
-@needs_bitsandbytes
-def test_a_separate_reference_starts_at_the_base_in_4_bits(tiny_model: str, tmp_path: Path) -> None:
-    rlt = module(tiny_model, lora=LORA)
-    callbacks = rollout_callback(), ReferenceSync(every_n_steps=100)
-    bare_trainer(tmp_path, *callbacks, steps=1).fit(rlt, datamodule=data(tiny_model, tmp_path))
-    assert rlt.reference is not None
-    base = without_adapter(rlt.policy.eval(), log_probs)
-    torch.testing.assert_close(log_probs(rlt.reference.model), base, atol=2e-5, rtol=0)
-    assert (log_probs(load_model(tiny_model)) - base).abs().max() > 1e-3

@@ -37,18 +37,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.open()]
 
 
-@pytest.mark.full
-def test_foreign_traces_are_warned_of_and_the_teachers_own_are_not(
-    tiny_model: str, source: Path, tmp_path: Path
-) -> None:
-    foreign = rlt(*command("score", tiny_model, source, tmp_path / "foreign"))
-    assert "9 of 9 traces were not sampled by the teacher" in foreign.stderr
-    source.write_text("".join(json.dumps({**row, "teacher": f"{tiny_model}/"}) + "\n" for row in ROWS))
-    own = rlt(*command("score", tiny_model, source, tmp_path / "own"))
-    assert own.returncode == foreign.returncode == 0
-    assert "not sampled" not in own.stderr
-
-
 def test_scoring_goes_on_after_the_last_whole_row(tiny_model: str, source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     whole = command("score", tiny_model, source, folder, "--data.prompts_per_step=1")
@@ -61,29 +49,6 @@ def test_scoring_goes_on_after_the_last_whole_row(tiny_model: str, source: Path,
     assert result.returncode == 0, result.stderr
     assert " 5/5 [" in result.stdout  # what is missing, and no more
     assert scores.read_text() == before
-
-
-def test_two_traces_of_each_row_are_scored(tiny_model: str, tmp_path: Path) -> None:
-    answer = "<|begin_of_thought|>R1's.<|end_of_thought|><|begin_of_solution|>4<|end_of_solution|>"
-    turns = [{"from": "user", "value": "Twice 2?"}, {"from": "assistant", "value": answer}]
-    rows = [
-        {"conversations": turns, "other": "Ours."},
-        {
-            "problem": "Twice 3?",
-            "solution": "6",
-            "completion": "Raw.\n\n<|end_of_explanation|>",
-            "other": "Ours.",
-            "teacher": tiny_model,
-        },
-    ]
-    source, folder = tmp_path / "rows.jsonl", tmp_path / "run"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = rlt(
-        *command("score", tiny_model, source, folder, "--data.trace_columns=[reasoning_trace, other]"),
-    )
-    assert result.returncode == 0, result.stderr
-    assert "3 of 4 traces were not sampled by the teacher" in result.stderr  # `other` names no teacher
-    assert [row["trace_column"] for row in read(folder / "scores.jsonl")] == ["reasoning_trace", "other"] * 2
 
 
 @pytest.mark.full

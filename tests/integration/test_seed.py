@@ -45,32 +45,3 @@ def test_a_seed_sets_all_but_those_that_are_options(tiny_model: str, tmp_path: P
     assert metrics(tmp_path / "again") == first
     run("fit", tmp_path / "other", *options, *seeds[:1], "--seed=8", seeds[2])
     assert metrics(tmp_path / "other") != first
-
-
-@pytest.mark.full
-def test_the_same_command_with_a_seed_resumes(tiny_model: str, tmp_path: Path) -> None:
-    options = [*small(tiny_model), "--seed=7", "--resume=true", "--checkpoint.every_n_train_steps=1"]
-    run("fit", tmp_path / "run", *options, "--trainer.max_steps=1")
-    run("fit", tmp_path / "run", *options, "--trainer.max_steps=2")
-    run("fit", tmp_path / "whole", *options, "--trainer.max_steps=2")
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-
-
-@pytest.mark.full
-def test_predict_and_test_have_one_too(tiny_model: str, tmp_path: Path) -> None:
-    scoring = [
-        "--config=configs/recipe_7b/score.yaml",
-        "--data.source=chains",
-        "--data.num_embedded_rows=2",
-    ]
-    scoring += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--seed=7", "--resume=true"]
-    config = run("predict", tmp_path / "scores", *scoring)
-    assert config["data"]["init_args"]["seed"] == config["model"]["init_args"]["seed"] == 7
-    rows = (tmp_path / "scores" / "scores.jsonl").read_text()
-    run("predict", tmp_path / "scores", *scoring)
-    assert (tmp_path / "scores" / "scores.jsonl").read_text() == rows
-
-    evaluation = ["--config=configs/laptop/evaluate.yaml", f"--model.pretrained={tiny_model}"]
-    evaluation += ["--data.max_rows=2", "--rollouts.sampling.max_completion_length=8", "--seed=7"]
-    config = run("test", tmp_path / "evaluation", *evaluation)
-    assert config["data"]["init_args"]["seed"] == config["rollouts"]["seed"] == 7

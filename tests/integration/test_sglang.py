@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from commands import ROOT, rlt
 from fake_sglang import FakeSGLang
 from fits import metrics
-from grpo import Witness, data, module, rollout_callback, slow_log_probs
+from grpo import Witness, data, module, rollout_callback
 from sglang_engine import SGLangEngine
 from trainers import bare_trainer
 
@@ -46,38 +45,6 @@ def test_a_run_trains_on_what_sglang_samples(tiny_model: str, tmp_path: Path) ->
     for row in rows.values():
         assert row["rollout/mismatch_max"] < 1e-4
     assert not list(run.glob("weights/*"))
-
-
-def test_sglang_samples_with_the_weights_of_each_step(tiny_model: str, tmp_path: Path) -> None:
-    with FakeSGLang(tiny_model) as server:
-        witness = fit(server, tiny_model, tmp_path)
-        assert server.calls.count("POST /update_weights_from_disk") == 2
-    first, second = (batch.rollouts.rollouts for batch in witness.batches)  # type: ignore[union-attr]
-    policy = module(tiny_model).load(tiny_model, "float32").model
-    with torch.no_grad():
-        for rollouts, is_same in ((first, True), (second, False)):
-            for row in rollouts:
-                ids = row.completion.token_ids
-                values = slow_log_probs(policy, row.problem.teacher_prompt, ids, 0.7)
-                difference = float((values - torch.tensor(row.completion.log_probs)).abs().max())
-                assert (difference < 1e-4) is is_same
-        policy.load_state_dict(witness.weights_before, strict=False)
-        for row in second:
-            values = slow_log_probs(policy, row.problem.teacher_prompt, row.completion.token_ids, 0.7)
-            torch.testing.assert_close(values, torch.tensor(row.completion.log_probs), atol=1e-4, rtol=0)
-
-
-def test_a_restarted_server_gets_the_weights_again(tiny_model: str, tmp_path: Path) -> None:
-    class Restarts(Witness):
-        def on_train_batch_end(self, *arguments: object) -> None:
-            super().on_train_batch_end(*arguments)  # type: ignore[arg-type]
-            server.restart()
-
-    with FakeSGLang(tiny_model) as server:
-        engine = SGLangEngine(server.url)
-        trainer = bare_trainer(tmp_path, rollout_callback(6, engine=engine), Restarts(), steps=2)
-        trainer.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
-        assert server.sampled_with == ["0"] * 8 + ["1"] * 8
 
 
 def test_weights_that_were_not_loaded_are_noticed(tiny_model: str, tmp_path: Path) -> None:

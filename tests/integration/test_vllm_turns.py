@@ -18,12 +18,12 @@ from vllm_runs import NEEDS_VLLM, completions, forked_vllm, worker_pids
 
 pytestmark = NEEDS_VLLM
 
-STEPS = 10
+STEPS = 6
 KV_CACHE_MIB = 256
 
 
 def run_in_turns(folder: Path, model: str, *options: str, kills: dict[int, str] | None = None) -> Path:
-    """Run ten iterations by the overlay for one GPU, with what a CPU lacks taken out; return the run folder.
+    """Run six iterations by the overlay for one GPU, with what a CPU lacks taken out; return the run folder.
 
     The worker gives its memory back while it sleeps, which vLLM's CPU build does not.
     """
@@ -63,11 +63,11 @@ def undisturbed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run_in_turns(tmp_path_factory.mktemp("turns"), tiny_model)
 
 
-def test_ten_iterations_in_turns_are_verified_after_each_wake_and_give_memory_back(undisturbed: Path) -> None:
+def test_turns_are_verified_after_each_wake_and_give_memory_back(undisturbed: Path) -> None:
     log = (undisturbed / "workers" / "worker-0.log").read_text()
     calls = [line.partition('"')[2] for line in log.splitlines() if '"POST /' in line]
     # A wake finds it asleep, the next awake. Two calls compare log-probs, eight bring the step's completions.
-    assert re.fullmatch(r"w(wpwc{10}s){10}", turns(calls)), turns(calls)
+    assert re.fullmatch(r"w(wpwc{10}s){6}", turns(calls)), turns(calls)
     assert Counter((row["event"], row["asleep"]) for row in events(undisturbed)) == {
         ("verify", False): STEPS,
         ("awake", False): STEPS,
@@ -89,27 +89,16 @@ def test_ten_iterations_in_turns_are_verified_after_each_wake_and_give_memory_ba
     assert worker_pids(undisturbed) == []
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        "asleep worker",
-        "awake worker",
-        slow("asleep server"),
-        slow("awake server"),
-        slow("asleep engine"),
-        slow("awake engine"),
-    ],
-)
+@pytest.mark.parametrize("target", ["worker", slow("server"), slow("engine")])
 def test_a_worker_killed_in_its_turn_or_out_of_it_changes_nothing(
-    kill: str, undisturbed: Path, tiny_model: str, tmp_path: Path
+    target: str, undisturbed: Path, tiny_model: str, tmp_path: Path
 ) -> None:
-    killed = run_in_turns(tmp_path, tiny_model, kills={STEPS // 2: kill})
-    assert [(row["step"], row["asleep"]) for row in events(killed) if row["event"] == "kill"] == [
-        (STEPS // 2, kill.startswith("asleep"))
-    ]
+    killed = run_in_turns(tmp_path, tiny_model, kills={1: f"asleep {target}", 4: f"awake {target}"})
+    kills = [(row["step"], row["asleep"]) for row in events(killed) if row["event"] == "kill"]
+    assert kills == [(1, True), (4, False)]
     log = (tmp_path / "stderr").read_text()
-    assert log.count("Lost vLLM worker") == 1, log[-4000:]
-    assert log.count("starting `vllm serve") == 2
+    assert log.count("Lost vLLM worker") == 2, log[-4000:]
+    assert log.count("starting `vllm serve") == 3
     assert completions(killed) == completions(undisturbed)  # none is lost, none is there twice
     assert len(set(completions(killed))) == STEPS * 2 * 4
     assert metrics(killed) == metrics(undisturbed)

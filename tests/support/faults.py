@@ -15,8 +15,6 @@ from lightning.pytorch import Callback, Trainer
 
 from rlt_lightning.engines import HFEngine, Placement, SampleRequest, Sampling
 from rlt_lightning.engines.launch import start_server, stop_server
-from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.losses import LossTerm, PolicyGradient
 from rlt_lightning.numerics import GRPOLoss
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Completion, InputError
@@ -101,16 +99,6 @@ class FailingReward(RLTReward):
         return super().measure(*arguments)
 
 
-class FailingReads(RLTReward):
-    """Fails on rank 1, which declares what is read of its shard."""
-
-    def scoring_passes(self, *arguments: Any) -> Any:
-        if torch.distributed.get_rank() == 1:
-            say_made()
-            raise KeyError("made in reads on rank 1")
-        return super().scoring_passes(*arguments)
-
-
 class FailingLoss(GRPOLoss):
     """Fails on rank 1, between forward and backward."""
 
@@ -119,21 +107,6 @@ class FailingLoss(GRPOLoss):
             say_made()
             raise KeyError("made in the loss on rank 1")
         return super().__call__(*arguments, **options)
-
-
-class FailingTerm(RLTModule):
-    """Its loss term fails on rank 1, which declares what the policy reads of its shard."""
-
-    @property
-    def losses(self) -> list[LossTerm]:
-        class Term(PolicyGradient):
-            def scoring_pass(self, rollout: Any) -> Any:
-                if torch.distributed.get_rank() == 1:
-                    say_made()
-                    raise KeyError("made in the term's read on rank 1")
-                return super().read(rollout)
-
-        return [Term(self.policy_loss, self.importance_weights)]
 
 
 class Launching(HFEngine):

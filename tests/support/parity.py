@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,18 +25,3 @@ class Parity(RLTReward):
         *own, extra = arguments
         table = super().__call__(*own, **options)
         return table | {"term/odd": extra["odd"], "reward": table["reward"] * extra["odd"]}
-
-
-@dataclass(frozen=True)
-class Lethal(Parity):
-    """Kills its process when it scores for the `at`th time, counted in a file over all processes of a run."""
-
-    calls: str = ""
-    at: int = 0
-
-    def extra_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
-        with open(self.calls, "a") as file:
-            file.write("x")
-        if Path(self.calls).stat().st_size == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().extra_terms(step, rows, student)

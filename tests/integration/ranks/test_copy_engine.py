@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import full
 from commands import ROOT, rlt
 from compared import largest_difference
 from copy_engine import CopyEngine
@@ -22,7 +23,6 @@ from rlt_lightning.run.jsonl import read_json_rows
 
 ENGINES = {"own": "HFEngine", "copy": "copy_engine.CopyEngine"}
 STRATEGIES = {
-    "single": ["--trainer.devices=1"],
     "ddp": ["--trainer.devices=2", "--trainer.strategy=ddp"],
     "fsdp2": ["--trainer.devices=2", "--config=configs/hardware/fsdp2.yaml"],
 }
@@ -39,7 +39,7 @@ def train(engine: str, folder: Path, model: str, *options: str) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [full("ddp"), "fsdp2"])
 def test_a_copy_per_rank_samples_and_trains_the_same(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     rows: dict[str, Any] = {}
     for name, engine in ENGINES.items():
@@ -64,6 +64,7 @@ class Forgetful(CopyEngine):
             self.policy_version, self.unverified = -1, True
 
 
+@pytest.mark.full
 def test_all_ranks_gather_for_one_that_lost_its_copy(tiny_model: str, tmp_path: Path) -> None:
     for engine in ("copy_engine.CopyEngine", "test_copy_engine.Forgetful"):
         train(engine, tmp_path / engine, tiny_model, *STRATEGIES["fsdp2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -14,18 +13,15 @@ from typing import Any
 import async_runs
 import pytest
 import torch
-from cases import full, slow
-from commands import path_of_tests, rlt, start
+from cases import full
 from compared import largest_difference
 from compared import weights as weights_of_ranks
 from fake_worker import worker_of
-from fits import explanation, metrics, weights
 from lightning.pytorch import Callback, Trainer
 from outside import Outside
 from parity import Parity
 from ranks import run
 from torch import Tensor
-from turns import turns
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
@@ -265,7 +261,7 @@ def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return fit(tiny_model, tmp_path_factory.mktemp("whole"))[0]
 
 
-@pytest.mark.parametrize("rounds", [slow(1), 2, slow(5)])
+@pytest.mark.parametrize("rounds", [2, full(5)])
 def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model: str, tmp_path: Path) -> None:
     # Two batches an epoch, so that rounds and batches cross the ends of epochs.
     seen, data = fit(tiny_model, tmp_path, rounds)
@@ -281,15 +277,6 @@ def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model:
         assert batch.step.table["term/odd"].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
         thoughts = [rollout.views[0].compared for rollout in batch.rollouts.rollouts]
         assert [len(batch.step.tokens["kl"][i]) for i in range(len(thoughts))] == [*map(len, thoughts)]
-
-
-def test_dropped_tokens_are_counted(tiny_model: str, tmp_path: Path) -> None:
-    # Random weights never end a completion: each has 8 tokens.
-    seen, _ = fit(tiny_model, tmp_path, steps=2)
-    for batch in seen.batches:
-        assert {len(r.completion.token_ids) for r in batch.rollouts.rollouts} == {8}
-        counts = batch.step.counts
-        assert counts.dropped_tokens == counts.dropped_groups * GROUP_SIZE * 8
 
 
 def test_nothing_to_drop_is_as_without(tiny_model: str, tmp_path: Path) -> None:
@@ -318,31 +305,6 @@ def test_a_round_ends_where_an_epoch_has_no_other_problem(tiny_model: str, tmp_p
     seen, _ = fit(tiny_model, tmp_path, 5, reward, **options)
     # Beside the two of the step there are two others; then there is none.
     assert seen.counts == [[4, 2, 1, 2]]
-
-
-def test_epochs_of_a_run_count_steps(tiny_model: str, tmp_path: Path) -> None:
-    seen, _ = fit(tiny_model, tmp_path, steps=-1, epochs=2)
-    assert len(seen.rows) == 2 * (ROWS // PROMPTS)
-
-
-@pytest.mark.slow
-def test_answers_of_a_real_model_are_told_apart(miniature: str, tmp_path: Path) -> None:
-    # The miniature solves some chains always, some never, others sometimes.
-    options: dict[str, Any] = {
-        "kind": StudentRLData,
-        "source": "chains",
-        "length": 72,
-        "steps": 2,
-        "rows": 64,
-    }
-    seen, _ = fit(miniature, tmp_path, 3, CorrectnessReward(), prompts=8, **options)
-    for batch, (sampled, dropped, rounds, kept) in zip(seen.batches, seen.counts, strict=True):
-        groups = batch.step.rewards.view(-1, GROUP_SIZE)
-        equal = (groups == groups[:, :1]).all(dim=1)
-        assert int(equal.sum()) == kept
-        assert sampled == 8 + dropped
-        assert 0 < dropped <= 8 * rounds
-        assert kept < 8
 
 
 # Early scoring, workers
@@ -417,30 +379,10 @@ def test_asynchronous_runs_resume_exactly(tiny_model: str, tmp_path: Path) -> No
     assert sum(odd) >= 3
 
 
-@pytest.mark.full
-def test_workers_that_take_turns_wake_for_every_round(tiny_model: str, tmp_path: Path) -> None:
-    with worker_of(tiny_model) as worker:
-        result = rlt(
-            *("fit", "--config=tests/rlt.yaml", "--config=configs/add/vllm.yaml"),
-            *(f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=1"),
-            f"--rollouts.engine.init_args.urls=[{worker.url}]",
-            "--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush",
-            *("--rollouts.engine.init_args.sleep=true", "--rollouts.dynamic_sampling={max_rounds: 2}"),
-            # All that counts is the penalty, which no random model escapes.
-            *("--model.reward.solution_weight=0", "--model.reward.kl_weight=0"),
-            *("--rollouts.sampling.max_completion_length=4", "--data.num_embedded_rows=8"),
-            f"--output_dir={tmp_path / 'run'}",
-        )
-        assert result.returncode == 0, result.stderr
-        assert "Lost vLLM worker" not in result.stderr  # what a sleeping one is asked for, it refuses
-        assert metrics(tmp_path / "run")[1]["rollout/refill_rounds"] == 2
-        assert re.fullmatch(r"w(wpwc+s){3}", turns(worker.calls)), worker.calls
-
-
 # Resuming, several processes
 
 
-@pytest.mark.parametrize("done", [slow(1), 2, slow(3)])
+@pytest.mark.parametrize("done", [2])
 def test_a_resumed_run_draws_the_same_problems(
     done: int, tiny_model: str, tmp_path: Path, whole: Seen
 ) -> None:
@@ -452,42 +394,6 @@ def test_a_resumed_run_draws_the_same_problems(
         fit(tiny_model, tmp_path, seen=stopped)
     resumed, _ = fit(tiny_model, tmp_path, resume=tmp_path / "checkpoints" / f"step={done:06d}.ckpt")
     assert_same(stopped, resumed, whole=whole)
-
-
-@pytest.mark.full
-def test_a_kill_in_the_middle_of_a_refill_changes_nothing(tiny_model: str, tmp_path: Path) -> None:
-    def command(folder: Path, at: int, calls: Path) -> list[str]:
-        return [
-            *("fit", "--config=tests/rlt.yaml", f"--output_dir={folder}"),
-            *("--resume=true", "--trainer.max_steps=5", "--trainer.devices=1"),
-            *("--data.num_embedded_rows=11", "--data.prompts_per_step=4", "--model.group_size=2"),
-            *(f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--model.optimizer.lr=1e-3"),
-            "--rollouts.sampling.max_completion_length=6",
-            "--rollouts.dynamic_sampling={max_rounds: 2}",
-            "--model.reward=parity.Lethal",
-            *(f"--model.reward.calls={calls}", f"--model.reward.at={at}"),
-        ]
-
-    path = path_of_tests()
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = rlt(*command(whole, 0, tmp_path / "whole.calls"), PYTHONPATH=path)
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = metrics(whole)
-    rounds = {step: int(row["rollout/refill_rounds"]) for step, row in found.items()}
-    step = next(step for step in (3, 4, 5) if rounds[step])
-    # The first refill of this step is sampled, and is being scored.
-    at = sum(1 + rounds[earlier] for earlier in range(1, step)) + 2
-    first = start(*command(killed, at, tmp_path / "killed.calls"), PYTHONPATH=path)
-    assert first.wait() == -9, first.stderr[-3000:]
-    assert sorted(metrics(killed)) == list(range(1, step))
-    again = rlt(*command(killed, at, tmp_path / "killed.calls"), PYTHONPATH=path)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert metrics(killed) == found
-    for name, tensor in weights(whole).items():
-        assert torch.equal(weights(killed)[name], tensor), name
-    lines = [sorted(map(explanation, (f / "rollouts.jsonl").open())) for f in (whole, killed)]
-    assert lines[0] == lines[1]
-    assert len(lines[0]) == 5 * 4 * 2  # what steps trained on; dropped completions are not recorded
 
 
 @pytest.fixture(scope="module")
@@ -506,7 +412,7 @@ COUNTS = ("sampled_problems", "dropped_groups", "dropped_tokens", "refill_rounds
 
 @pytest.mark.parametrize(
     ("strategy", "early"),
-    [full("ddp", False), full("zero3", False), full("fsdp2", False), slow("ddp", True), full("zero3", True)],
+    [full("ddp", False), full("fsdp2", False), full("zero3", True)],
 )
 def test_two_processes_train_as_one(
     strategy: str, early: bool, single: Path, tiny_model: str, tmp_path: Path
@@ -525,7 +431,7 @@ def test_two_processes_train_as_one(
     assert any(number % 2 for number in refilled)  # so that ranks had parts of unlike size
 
 
-@pytest.mark.parametrize("strategy", [slow("ddp"), full("zero3")])
+@pytest.mark.parametrize("strategy", [full("zero3")])
 def test_two_processes_resume_exactly(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dynamic": 2, "prompts": 4, "rows": 11}
     run(tiny_model, tmp_path / "whole", strategy, **options)

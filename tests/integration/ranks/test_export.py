@@ -62,12 +62,3 @@ def test_an_export_is_replaced_only_when_asked(runs: dict[str, Path], tmp_path: 
     with pytest.raises(InputError, match="--overwrite true"):
         export_checkpoint(str(runs["single"]), str(tmp_path / "model"))
     export_checkpoint(str(runs["single"]), str(tmp_path / "model"), overwrite=True)
-
-
-def test_what_lies_beside_an_export_is_left_alone(runs: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "model.old").mkdir()
-    with pytest.raises(InputError, match=r"model\.old is the model that a killed export"):
-        export_checkpoint(str(runs["single"]), str(tmp_path / "model"))
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="must be empty or new"):
-        export_checkpoint(str(runs["single"]), str(tmp_path / "file"))

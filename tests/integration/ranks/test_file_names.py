@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,31 +11,25 @@ import torch
 from cases import full
 from compared import largest_difference
 from fake_worker import FakeWorker
-from peft import PeftModel
 from ranks import call, run
 from safetensors.torch import load_file
 from sharded import VERSION, require_strategy, sharded_model
-from torch import Tensor, nn
+from torch import Tensor
 from trainers import bare_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlt_lightning.callbacks import ModelExporter, ResponseCallback
+from rlt_lightning.callbacks import ModelExporter
 from rlt_lightning.datamodules import StudentSFTData
-from rlt_lightning.engines import IPCPush, Placement, VLLMEngine
+from rlt_lightning.engines import IPCPush, VLLMEngine
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.load import empty_model, load_model
 from rlt_lightning.models.lora import (
-    ADAPTER_FILE,
     LoRA,
-    adapted_layers,
     add_adapter,
-    list_adapter_weights,
-    save_adapter_config,
 )
 from rlt_lightning.models.weights import (
     Deferred,
-    NamedTensor,
     gather_in_groups,
     stored_once,
     whole_tensors,
@@ -99,14 +92,6 @@ def logits(model: Any) -> Tensor:
         return model.eval()(torch.arange(100, 140)[None], use_cache=False).logits
 
 
-def move_adapter(model: Any) -> None:
-    """Let the adapter do something."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_read_as_from_pretrained_loads_them(family: str, folders: dict[str, str]) -> None:
     loaded = stored_once(load_model(folders[family]))
@@ -161,28 +146,6 @@ def test_workers_are_pushed_the_names_of_files(folders: dict[str, str]) -> None:
     require_pushed(folders["qwen3_moe"], worker)  # B is still 0
 
 
-def test_an_evaluation_pushes_the_names_of_files(folders: dict[str, str]) -> None:
-    pushed: dict[str, Any] = {}
-
-    class Recording:
-        placement, policy_version = Placement.SERVER, -1
-
-        def health(self) -> None: ...
-
-        def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-            pushed.update(named_tensors)
-            self.policy_version = policy_version
-
-        def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None: ...
-
-    trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(problems=[SimpleNamespace(prompt=[5, 6, 7])]))
-    policy = load_model(folders["qwen3_moe"])
-    module: Any = SimpleNamespace(policy=policy, run=lambda function, *rest: function(policy, *rest))
-    engine: Any = Recording()
-    ResponseCallback(engine)._push(trainer, module)
-    assert pushed.keys() == read_folder(folders["qwen3_moe"]).keys()
-
-
 def require_pushed(model: str, worker: FakeWorker) -> None:
     pushed = worker.tensors
     assert pushed.keys() == read_folder(model).keys()
@@ -203,7 +166,7 @@ def push_shards(rank: int, strategy: str, name: str, url: str) -> None:
     torch.distributed.barrier()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2", full("zero3")])
 def test_shards_of_experts_are_pushed_whole(strategy: str, folders: dict[str, str], tmp_path: Path) -> None:
     require_strategy(strategy)
     with FakeWorker() as worker:
@@ -212,7 +175,7 @@ def test_shards_of_experts_are_pushed_whole(strategy: str, folders: dict[str, st
     require_pushed(folders["qwen3_moe"], worker)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", full("deepseek_v3"), full("gemma3")])
 def test_a_trained_adapter_is_exported_merged(family: str, folders: dict[str, str], tmp_path: Path) -> None:
     model = folders[family]
     module = SFTModule(model, OptimizerConfig(lr=1e-2), lora=LoRA(4, 8.0), gradient_checkpointing=True)
@@ -236,30 +199,6 @@ def test_an_adapter_is_refused_before_training_if_files_lack_weights(
     module = SFTModule(str(model), OptimizerConfig(lr=1e-2), lora=LoRA(4))
     with pytest.raises(InputError, match=r"lack 'model\.norm\.weight'"):
         bare_trainer(tmp_path).fit(module, datamodule=StudentSFTData(tokenizer=str(model)))
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
-def test_peft_loads_a_separate_adapter(family: str, folders: dict[str, str], tmp_path: Path) -> None:
-    model = load_model(folders[family])
-    add_adapter(model, LoRA(4, 8.0), seed=0)
-    move_adapter(model)
-    save_adapter_config(model, folders[family], tmp_path)
-    write_weights(list_adapter_weights(stored_once(model)), tmp_path, file_name=ADAPTER_FILE)
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders[family]), tmp_path)
-    torch.testing.assert_close(logits(loaded), logits(model), atol=2e-5, rtol=0)
-    assert (logits(model) - logits(load_model(folders[family]))).abs().max() > 0.01
-
-
-def test_layers_that_mamba_reads_itself_are_left() -> None:
-    # Peft refuses an adapter there, which nobody has named.
-    config = AutoConfig.for_model(
-        "falcon_h1", **BASE | MAMBA | {"mamba_d_ssm": 128, "attention_in_multiplier": 1.0}
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    add_adapter(model, LoRA(4), seed=0)
-    adapted = {name.rpartition(".")[2] for name, _ in adapted_layers(model)}
-    assert "in_proj" in adapted
-    assert "out_proj" not in adapted
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", full("zero3")])

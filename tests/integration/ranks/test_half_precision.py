@@ -14,7 +14,7 @@ from compared import STOP, largest_difference, weights
 from ranks import STEPS, run
 from safetensors.torch import load_file
 
-HALF = [full("fsdp2_bf16"), slow("zero1_bf16"), full("zero3_bf16")]
+HALF = [full("fsdp2_bf16"), full("zero3_bf16")]
 CHECKPOINT = f"checkpoints/step={STEPS:06d}.ckpt/weights/model.safetensors"
 
 

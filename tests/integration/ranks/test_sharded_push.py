@@ -210,7 +210,6 @@ def split_sends(events: list[str]) -> list[list[str]]:
         ("fsdp2", "ipc", 2),
         ("zero3", "ipc", 2),
         ("fsdp2", "gloo", 2),
-        full("fsdp2", "ipc", 4),
         full("zero3", "gloo", 2),
     ],
 )

@@ -82,7 +82,7 @@ def test_ranks_divide_a_step_by_its_tokens_which_does_not_change_the_result(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_scoring_while_others_are_sampled_does_not_change_the_result(
     strategy: str, uneven_single: Path, tiny_model: str, tmp_path: Path
 ) -> None:
@@ -92,7 +92,7 @@ def test_scoring_while_others_are_sampled_does_not_change_the_result(
     assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", [slow("ddp"), full("fsdp2"), slow("zero3")])
+@pytest.mark.parametrize("strategy", [full("fsdp2"), slow("zero3")])
 def test_four_ranks_train_as_two_and_one(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     options = {"tokens": 280, "uneven": True, "prompts": 4, "steps": 3}
     run(tiny_model, tmp_path / "single", "single", **options)
@@ -116,7 +116,7 @@ def repeated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tiny_model, folder, updates=2, epochs=2, tokens=280, uneven=True, prompts=4, steps=3)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", full("zero3")])
+@pytest.mark.parametrize("strategy", [full("ddp"), "fsdp2", full("zero3")])
 def test_several_updates_on_two_ranks_equal_those_of_one_process(strategy: str, repeated: Runs) -> None:
     assert largest_difference(weights(repeated[strategy]), weights(repeated["single"])) < 1e-6
     ours, single = (json.loads(repeated[s].with_suffix(".json").read_text()) for s in (strategy, "single"))
@@ -126,7 +126,7 @@ def test_several_updates_on_two_ranks_equal_those_of_one_process(strategy: str, 
         assert abs(step["policy/ratio_mean"] - 1) > 1e-6  # to the policy at the start of the iteration
 
 
-@pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
+@pytest.mark.parametrize("strategy", ["fsdp2", full("zero3")])
 def test_a_run_of_several_updates_resumes_exactly(
     strategy: str, repeated: Runs, tiny_model: str, tmp_path: Path
 ) -> None:

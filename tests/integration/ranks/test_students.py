@@ -14,7 +14,6 @@ import pytest
 import torch
 from cases import full
 from commands import rlt
-from explanation_scorer import ExplanationScorer
 from lightning.pytorch import Callback, Trainer
 from miniatures import QWEN2, SEED1
 from ranks import run
@@ -28,7 +27,6 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import Sampling
 from rlt_lightning.models.format import ModelFormat, write_format
-from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule, base
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -36,7 +34,6 @@ from rlt_lightning.numerics.students import combine_tables
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import StepBatch, columns_of
-from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import STRATOS
 from rlt_lightning.types import InputError, PromptBatch
 
@@ -270,9 +267,6 @@ def trained(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
     ("strategy", "options"),
     [
         full("zero3", {}),
-        full("zero3", {"early": True, "uneven": True}),
-        full("ddp", {"uneven": True}),
-        full("fsdp2", {"uneven": True}),
         full("fsdp2", {"early": True, "uneven": True}),
         full("ddp", {"dynamic": 2, "rows": 16}),
     ],
@@ -347,43 +341,6 @@ def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
             assert both == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
     verb("report", str(whole), f"--output={tmp_path / 'page.html'}")
     assert "<code>reward/mean/miniature_seed1</code>" in (tmp_path / "page.html").read_text()
-
-
-def test_scoring_and_ranking_against_several(tmp_path: Path) -> None:
-    least = [*BOTH, f"--model.students=[miniature, {SEED1}]", "--model.student_reduction=min"]
-    rank = [
-        "--config=recipe_7b/rank",
-        *least,
-        "--data.max_rows=6",
-        "--distillation.per_token=true",
-    ]
-    verb("predict", *rank, f"--output_dir={tmp_path / 'run'}")
-    rows = rows_in(tmp_path / "run/scores.jsonl")
-    assert len(rows) == 6
-    for row in rows:
-        assert row["reward"] == min(row["reward/miniature"], row["reward/miniature_seed1"])
-
-
-def test_python_and_other_trainers_score_against_several(renumbered: str) -> None:
-    texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
-    problem = {"question": "start 3. add 4.", "solution": "7", "reasoning_trace": "3 add 4 is 7."}
-    students = {SEED1: 1.0, renumbered: 3.0}
-    reward = RLTReward()  # the exact KL, their default, has no common vocabulary
-    [score] = Teacher("miniature", students, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
-    a, b = score.by_student.values()
-    assert score.reward == pytest.approx((a.reward + 3 * b.reward) / 4, abs=1e-5)
-    assert score.r_ss == pytest.approx((a.r_ss + 3 * b.r_ss) / 4, abs=1e-5)
-    assert "".join(b.solution_tokens).strip() == "7"
-    for name, own in zip(students, (a, b), strict=True):
-        [single] = Teacher("miniature", name, reward=reward, **texts).score([problem])  # type: ignore[arg-type]
-        assert own.reward == pytest.approx(single.reward, abs=1e-6)
-    scorer = ExplanationScorer(students, "miniature", reward, **texts)  # type: ignore[arg-type]
-    [told] = scorer.build_problems([problem])
-    rollout = scorer.build_rollout(
-        told, scorer.format.completion_from_trace(told, problem["reasoning_trace"])
-    )
-    terms = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
-    assert terms.rewards.item() == pytest.approx(score.reward, abs=1e-5)
 
 
 def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:

@@ -79,27 +79,12 @@ def call_on_one_rank(rank: int) -> None:
         dist.all_reduce(torch.ones(3, device="cuda:0"))
 
 
-def reduce_other_shapes(rank: int) -> None:
-    dist.all_reduce(torch.ones(2 + rank, device=f"cuda:{rank}"))
-
-
-def reduce_other_kinds(rank: int) -> None:
-    """Let one rank gather while the other reduces."""
-    own = torch.ones(2, device=f"cuda:{rank}")
-    if rank == 0:
-        dist.all_reduce(own)
-    else:
-        dist.all_gather([torch.empty_like(own)] * 2, own)
-
-
 def reduce_on_the_cpu(rank: int) -> None:
     dist.all_reduce(torch.ones(2))
 
 
 ON_TWO_RANKS = {
     call_on_one_rank: "on rank 0 only, not on rank 1: all_reduce sum Float[3]",
-    reduce_other_shapes: "all_reduce sum Float[2]",
-    reduce_other_kinds: "all_gather Float[2] Float[2] Float[2]",
     reduce_on_the_cpu: "No backend type associated with device type cpu",
 }
 
