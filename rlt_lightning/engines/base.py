@@ -33,12 +33,12 @@ is taken for a bug and printed with its traceback. rlt_lightning/types.py draws 
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rlt_lightning.console import make_printable
 from rlt_lightning.models.weights import NamedTensor
@@ -169,8 +169,7 @@ class Placement(Enum):
     SERVER = "server"
 
 
-@runtime_checkable
-class Engine(Protocol):
+class Engine(ABC):
     """Token ids in, token ids out. Every call either returns or raises EngineError within its deadline.
 
     A class that derives from this one must write `start`, `sample`, `update_weights` and `verify`. All the
