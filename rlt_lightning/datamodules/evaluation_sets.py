@@ -76,10 +76,13 @@ class EvaluationSet:
 
 SETS = {
     "aime24": EvaluationSet("AIME 2024", "HuggingFaceH4/aime_2024", "train", template=IN_A_BOX),
+    "aime25": EvaluationSet("AIME 2025", "math-ai/aime25", template=IN_A_BOX),
     "math500": EvaluationSet("MATH-500", "HuggingFaceH4/MATH-500", template=IN_A_BOX),
     "gpqa_diamond": EvaluationSet(
         "GPQA Diamond", "Idavidrein/gpqa:gpqa_diamond", "train", "choice", CHOICE, private=True
     ),
+    "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main", template=IN_A_BOX),
+    "amc23": EvaluationSet("AMC 2023", "math-ai/amc23", template=IN_A_BOX),
     "countdown": EvaluationSet("Countdown", "countdown", judge="countdown"),
     "chains": EvaluationSet("last-digit chains", "chains"),
     "new_chains": EvaluationSet("last-digit chains with a new last step", "new_chains"),

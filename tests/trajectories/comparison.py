@@ -108,7 +108,7 @@ def find_residuals(wanted: dict[str, list[float]], found: dict[str, list[float]]
     """Return (found - wanted) / scale of each figure, step by step.
 
     Raises:
-        AssertionError: If a figure is gone or has another number of steps; a new one counts once it is committed.
+        AssertionError: If a figure is gone or has another number of steps. A new one is not compared.
     """
     missing = sorted(wanted.keys() - found.keys())
     assert not missing, f"figures are gone: {', '.join(missing)}"
