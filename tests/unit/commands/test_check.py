@@ -95,6 +95,9 @@ def test_rows_that_limits_leave_out_are_counted(tmp_path: Path) -> None:
     ("config", "status"),
     [("laptop/grpo", "pass"), ("laptop/likelihood", "cannot"), full("laptop/opd", "cannot")],
 )
-def test_answers_that_a_reward_judges_are_sampled(config: str, status: str) -> None:
-    found = read_checks(rlt("check", f"--config={config}", *FEW))
+def test_answers_that_a_reward_judges_are_sampled(config: str, status: str, tmp_path: Path) -> None:
+    rows = chain_rows(64)
+    answers = [{"question": row["question"], "answer": row["answer"]} for row in rows]  # as GRPO needs
+    source = write_rows(tmp_path / "rows.jsonl", answers if config == "laptop/grpo" else rows)
+    found = read_checks(rlt("check", f"--config={config}", source, *FEW))
     assert found["closed"][0] == status
