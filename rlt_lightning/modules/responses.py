@@ -108,9 +108,8 @@ def response_seed(seed: int, problem: EvaluationProblem) -> int:
 
 def build_response(tokenizer: Any, token_ids: list[int], finish_reason: FinishReason) -> Response:
     """Build the response that consists of these sampled tokens."""
-    text = decode(
-        tokenizer, token_ids[:-1] if finish_reason == "eos" else token_ids
-    )  # without the turn's end
+    turn = token_ids[:-1] if finish_reason == "eos" else token_ids
+    text = decode(tokenizer, turn)
     return Response(text, len(token_ids), finish_reason)
 
 
