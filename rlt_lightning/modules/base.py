@@ -131,8 +131,6 @@ class PolicyModule(LightningModule):
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
-        # Of all steps and ranks of the run so far.
-        self.num_tokens = 0.0
         self.held_out = HeldOutFigures()
         # configure_model sets both: the way into the trained model, and how its weights are stored.
         self.entry: ModelEntry | None = None
@@ -263,7 +261,6 @@ class PolicyModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the metadata from which, with the checkpoint's weights, a model folder can be made."""
         checkpoint["model"] = self.build_metadata()
-        checkpoint["num_tokens"] = self.num_tokens
 
     def build_metadata(self) -> dict[str, Any]:
         """Return plain values: how the trained model is loaded, and how it was trained."""
@@ -290,7 +287,6 @@ class PolicyModule(LightningModule):
         is_training = self._trainer is not None and self.trainer.training
         if is_training:
             require_same_rows(get_stratos_data(self.trainer), checkpoint["model"]["rows"])
-            self.num_tokens = checkpoint["num_tokens"]
         saved = checkpoint["model"]
         settings: dict[str, tuple[Any, Any]] = {
             "model.lora": (saved["lora"], self.lora and asdict(self.lora))
@@ -387,8 +383,6 @@ class PolicyModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Check that a resumed run continues with the rows of its next step, and set its learning rate."""
-        if not self.global_step:
-            self.num_tokens = 0.0
         loader = self.trainer.train_dataloader
         if isinstance(loader, StepLoader):
             loader.begin_at(self.global_step)
@@ -495,7 +489,7 @@ class PolicyModule(LightningModule):
         metrics = speed_metrics(self.phase.lap(), num_tokens)
         # They are logged as means over ranks.
         for name, value in metrics.items():
-            if name.endswith(("tokens_per_s", "num_tokens")):
+            if name.endswith("tokens_per_s"):
                 metrics[name] = value * self.trainer.world_size
         peaks = {name: value for name, value in metrics.items() if name.endswith("_peak_gib")}
         return metrics | dict(zip(peaks, self.max_over_ranks(*peaks.values()), strict=True))
@@ -505,8 +499,6 @@ class PolicyModule(LightningModule):
         self.step_means.update(metrics)
         self.step_metrics = self.step_means.compute()
         self.step_means.reset()
-        self.num_tokens += float(self.step_metrics["perf/num_tokens"])
-        self.step_metrics["perf/num_tokens"] = torch.tensor(self.num_tokens, dtype=torch.float64)
         for name, value in self.step_metrics.items():
             self.log(name, value, name in SHOWN, batch_size=batch_size, on_step=True, on_epoch=False)
         # Without it, Lightning's x axis would count from 0.

@@ -139,14 +139,10 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int) -> dict[str, f
 
     Args:
         phases: The costs of the step's phases.
-        num_tokens: The step's tokens, which `perf/tokens_per_s` and `perf/num_tokens` count.
+        num_tokens: The step's tokens, which `perf/tokens_per_s` counts.
     """
     seconds = sum(stats.seconds for stats in phases.values())
-    metrics = {
-        "perf/step_s": seconds,
-        "perf/num_tokens": float(num_tokens),
-        "perf/tokens_per_s": num_tokens / seconds,
-    }
+    metrics = {"perf/step_s": seconds, "perf/tokens_per_s": num_tokens / seconds}
     for phase, stats in phases.items():
         metrics[f"perf/{phase}_s"] = stats.seconds
         metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / 2**30
