@@ -68,7 +68,7 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_stage_0_keeps_the_best_that_is_closed_and_above_filler(explained: Path) -> None:
     traces, kept = read(explained / "traces.jsonl"), read(explained / "distillation.jsonl")
-    assert len(traces) == 28 * 4
+    assert len(traces) == 24 * 4
     best = {}
     for row in traces:
         if row["fits"] and row["reward"] >= 0.2:
