@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -81,72 +77,26 @@ def test_stage_0_keeps_the_best_that_is_closed_and_above_filler(explained: Path)
 # All stages
 
 
-@dataclass(frozen=True)
-class Place:
-    """A folder with rows, the script to run there, and the environment variables that it has."""
-
-    folder: Path
-    script: Path
-    environment: dict[str, str]
-
-    @contextmanager
-    def run(self, run: str) -> Iterator[subprocess.Popen[str]]:
-        """Run the script in a session of its own; its output goes to `RUN.log`."""
-        words = [str(self.script), "rows.jsonl", run]
-        with self.log(run).open("a") as log:
-            process = subprocess.Popen(
-                words,
-                cwd=self.folder,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-            try:
-                yield process
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-
-    def log(self, run: str) -> Path:
-        return self.folder / f"{run}.log"
-
-
-def make_checkout_place(folder: Path) -> Place:
-    """Chains; every process of the script is a fork of one that has the package imported."""
-    write_chains(folder / "rows.jsonl", ROWS)
-    programs = folder / "programs"
-    programs.mkdir()
-    python = make_forked_python(programs)
-    (programs / "rlt").write_text(f'#!/bin/sh\nexec {python} -m rlt_lightning "$@"\n')
-    (programs / "rlt").chmod(0o755)
-    variables = os.environ | TINY | {"PATH": f"{programs}:{os.environ['PATH']}"}
-    return Place(folder, ROOT / "examples/own_rows.sh", variables)
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A folder with the rows, and with a run that nothing has interrupted."""
-    place = make_checkout_place(tmp_path_factory.mktemp("own_rows"))
-    with place.run("whole") as process:
-        assert process.wait(timeout=7000) == 0, place.log("whole").read_text()[-3000:]
-    return place
-
-
-def read_results(run: Path) -> list[list[str]]:
-    """Return the cells of the closing table; of the costs those that a second run must have, too: tokens."""
-    lines = [line.split("|")[1:-1] for line in (run / "own_rows.md").read_text().splitlines() if line]
-    students, costs = lines[:9], sorted(line[:3] for line in lines[9:])
-    return [*students, *costs]
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the script, whose processes are forks of one that has the package imported."""
+    folder = tmp_path_factory.mktemp("own_rows")
+    write_chains(folder / "rows.jsonl", ROWS)
+    python = make_forked_python(folder)
+    (folder / "rlt").write_text(f'#!/bin/sh\nexec {python} -m rlt_lightning "$@"\n')
+    (folder / "rlt").chmod(0o755)
+    variables = os.environ | TINY | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    words = [str(ROOT / "examples/own_rows.sh"), "rows.jsonl", "whole"]
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder / "whole"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-def test_the_script_ends_with_a_table_of_all_students(finished: Place) -> None:
-    run = finished.folder / "whole"
-    students = read_results(run)[2:9]
+def test_the_script_ends_with_a_table_of_all_students(finished: Path) -> None:
+    lines = (finished / "own_rows.md").read_text().splitlines()
+    students = [line.split("|")[1:-1] for line in lines if line][2:9]
     assert [cells[0].strip() for cells in students] == [
         "nothing: the base",
         "raw solutions",
@@ -158,13 +108,13 @@ def test_the_script_ends_with_a_table_of_all_students(finished: Place) -> None:
     ]
     for cells in students:
         assert all(re.fullmatch(r" \d+\.\d \(\d+ to \d+\) ", cell) for cell in cells[3:])
-    parts = {part: read(run / f"rows/{part}.jsonl") for part in ("train", "held_out", "test")}
+    parts = {part: read(finished / f"rows/{part}.jsonl") for part in ("train", "held_out", "test")}
     assert sum(map(len, parts.values())) == ROWS
     assert all(0 < int(cells[2]) <= len(parts["train"]) for cells in students[1:])
     assert int(students[1][2]) == len(parts["train"])
     assert [int(cells[1]) // len(parts["train"]) for cells in students[2:]] == [1, 1, 4, 1, 1]
-    responses = read(run / "evaluate_rlt_greedy/responses.jsonl")
+    responses = read(finished / "evaluate_rlt_greedy/responses.jsonl")
     assert len(responses) == len(parts["test"])
     # A student of raw solutions learns to answer without steps.
-    answers = read(run / "evaluate_solutions_greedy/responses.jsonl")
+    answers = read(finished / "evaluate_solutions_greedy/responses.jsonl")
     assert sum(row["num_tokens"] for row in answers) < sum(row["num_tokens"] for row in responses)
