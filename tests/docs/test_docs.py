@@ -272,53 +272,23 @@ def test_the_stages_of_a_pipeline_are_right(
         check_rlt(words, tmp_path)
 
 
-IMAGE_FOLDER = "/opt/rlt/rlt_lightning"
-
-
-def check_recipe(plan: list[str], fit: list[str], data: str, folder: Path) -> None:
-    """Both commands parse, mean the same run, and leave it where a restart finds it."""
-    assert (plan[0], fit[0]) == ("plan", "fit")
+def check_recipe(plan: list[str], fit: list[str], folder: Path) -> None:
+    """Both commands parse and mean the same run."""
     assert fit[: len(plan)] == ["fit", *plan[1:]]
-    options = dict(pairwise(fit))
-    assert options["--resume"] == "true"
-    assert options["--output_dir"].startswith(f"{data}/")
-    assert options["--model.teacher"].startswith(f"{data}/")
-    overlay = yaml.safe_load((ROOT / "configs" / f"{fit[fit.index('--config', 2) + 1]}.yaml").read_text())
-    workers = overlay["rollouts"]["engine"]["init_args"]["launch"]["num_workers"]
-    assert overlay["trainer"]["devices"] + workers == 8
     for words in (plan, fit):
         check_rlt(words, folder)
 
 
-def test_the_skypilot_recipe_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipes_for_clouds_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     recipe = yaml.safe_load((ROOT / "examples/cloud/skypilot.yaml").read_text())
-    assert recipe["resources"]["accelerators"].endswith(":8")
-    start = f'cd() {{ [ "$1" = {IMAGE_FOLDER} ]; }}\n'  # that folder is in the image only
-    calls = calls_of(Block("skypilot.yaml", 1, "sh", start + recipe["run"]), tmp_path)
-    [data] = recipe["volumes"]
-    [[program, *plan], [other, *fit]] = calls
-    assert program == other == ".venv/bin/rlt"
-    check_recipe(plan, fit, data, tmp_path)
-
-
-def test_the_jobset_recipe_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    start = 'cd() { [ "$1" = /opt/rlt/rlt_lightning ]; }\n'  # that folder is in the image only
+    [[_, *plan], [_, *fit]] = calls_of(Block("skypilot.yaml", 1, "sh", start + recipe["run"]), tmp_path)
+    check_recipe(plan, fit, tmp_path)
     recipe = yaml.safe_load((ROOT / "examples/cloud/jobset.yaml").read_text())
     [replicated] = recipe["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    pod = job["template"]["spec"]
-    [plan], [fit] = pod["initContainers"], pod["containers"]
-    places = {mount["name"]: mount["mountPath"] for mount in fit["volumeMounts"]}
-    assert places.keys() == {volume["name"] for volume in pod["volumes"]}
-    check_recipe(plan["args"], fit["args"], places["data"], tmp_path)
-    assert fit["resources"]["limits"]["nvidia.com/gpu"] == 8
-    rules = job["podFailurePolicy"]["rules"]
-    assert [rule["onExitCodes"]["containerName"] for rule in rules] == [plan["name"], fit["name"]]
-    # The image's user, whose files the volume's are.
-    user = re.search(r"useradd --uid (\d+)", (ROOT / "Dockerfile").read_text())
-    assert user is not None
-    assert {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user[1])}
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    check_recipe(pod["initContainers"][0]["args"], pod["containers"][0]["args"], tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -1,4 +1,4 @@
-"""The layout of the package: imports point downwards, and public paths can be imported.
+"""The layout of the package: imports point downwards.
 
 The layers, from low to high; a module may import from its own layer and those below:
 
@@ -9,11 +9,8 @@ The layers, from low to high; a module may import from its own layer and those b
 
 from __future__ import annotations
 
-import importlib
-import re
 import subprocess
 import sys
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -45,22 +42,6 @@ WRAPPERS = {
     "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
     "wandb": set(),  # by Lightning's logger
 }
-# Paths that users import, whether or not a page names them.
-PUBLIC = (
-    "rlt_lightning.callbacks.RolloutCallback",
-    "rlt_lightning.datamodules.StratosDataModule",
-    "rlt_lightning.engines.VLLMEngine",
-    "rlt_lightning.modules.RLTModule",
-    "rlt_lightning.numerics.rewards.student_solution_reward",
-    "rlt_lightning.models.load.load_tokenizer",
-    "rlt_lightning.strategies.DeepSpeed",
-    "rlt_lightning.strategies.FSDP2",
-    "rlt_lightning.StratosDataModule",
-    "rlt_lightning.TeacherRLData",
-    "rlt_lightning.Trainer",
-    "rlt_lightning.types.Rollout",
-    "rlt_lightning.vllm_worker.WorkerExtension",
-)
 
 
 def folder_of(module: str) -> str:
@@ -74,54 +55,6 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
-
-
-@cache
-def named_paths() -> set[str]:
-    """Dotted paths of the package in pages, configs, examples and benchmarks, with what is imported there."""
-    files = [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "research").glob("*.md"),
-    ]
-    files += [*(ROOT / "configs").rglob("*.yaml")]
-    files += [
-        path for folder in ("examples", "benchmarks", "research") for path in (ROOT / folder).rglob("*.py")
-    ]
-    paths = set(PUBLIC)
-    for file in files:
-        text = file.read_text()
-        paths |= set(
-            re.findall(r"(?<!entry-points\.\")\brlt_lightning(?:\.(?!md\b)[A-Za-z_]\w*)+\b(?!/)", text)
-        )
-        for module, names in re.findall(r"from (rlt_lightning[\w.]*) import (\([^)]*\)|[^\n(;]+)", text):
-            words = re.sub(r"#[^\n]*|[()\\]", "", names).split(",")
-            paths |= {f"{module}.{word.split()[0]}" for word in words if word.strip() not in ("", "*")}
-    return paths
-
-
-def is_importable(path: str) -> bool:
-    """Whether a path is a module or leads to an attribute of one; the vLLM worker's module is only parsed."""
-    module = path
-    while module not in trees():
-        module = module.rpartition(".")[0]
-    names = path.removeprefix(module).split(".")[1:]
-    if module == "rlt_lightning.vllm_worker":
-        defined = {getattr(node, "name", None) for node in trees()[module].body}
-        return set(names) <= defined
-    value = importlib.import_module(module)
-    for name in names:
-        if not hasattr(value, name):
-            return False
-        value = getattr(value, name)
-    return True
-
-
-def test_every_public_path_imports() -> None:
-    paths = named_paths()
-    assert len(paths) > 50
-    assert [path for path in sorted(paths) if not is_importable(path)] == []
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,6 @@ def test_an_overlay_runs_on_as_many_gpus_as_it_needs(overlay: Path, tiny_model: 
             assert (worker.sleep_level > 0) is ("sleep: true" in text)
 
 
-@pytest.mark.vllm
 @pytest.mark.skipif(not EXECUTABLE.exists(), reason="needs vLLM: make setup-vllm")
 def test_a_run_that_sets_no_engine_takes_turns_with_vllm(tiny_model: str, tmp_path: Path) -> None:
     """A real worker, of vLLM's CPU build: only what that build lacks is taken out of its command line."""

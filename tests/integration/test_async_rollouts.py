@@ -188,31 +188,6 @@ def test_a_worker_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("log_probs", ["trainer"])
-def test_without_overlap_too(tiny_model: str, tmp_path: Path, whole: Witness, log_probs: str) -> None:
-    options: dict[str, Any] = {"asynchronous": False, "max_staleness": 0, "log_probs": log_probs}
-    with worker_of(tiny_model, faults=("",) * (2 * ASKED + 2) + ("die",)) as worker:
-        stopped = Witness()
-        with pytest.raises(EngineError, match="--resume true"):
-            fit(
-                tiny_model,
-                tmp_path,
-                worker,
-                witness=stopped,
-                every=100,
-                recovery_timeout_s=GONE_S,
-                **options,
-            )
-        assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["step=000002.ckpt"]
-        worker.restart()
-        worker.open()
-        resumed = fit(
-            tiny_model, tmp_path, worker, resume=tmp_path / "checkpoints" / "step=000002.ckpt", **options
-        )
-    assert [seen for _, seen in stopped.steps + resumed.steps] == [seen for _, seen in whole.steps]
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_resume_without_workers_leaves_the_checkpoint_alone(
     tiny_model: str, tmp_path: Path, asynchronous: bool
@@ -263,19 +238,6 @@ def test_a_worker_that_dies_changes_nothing_while_another_serves(
     with worker_of(tiny_model, faults=("", "", "", "die")) as first, worker_of(tiny_model) as second:
         seen = fit(tiny_model, tmp_path, first, second)
     assert_same(seen, whole=whole)
-
-
-@pytest.mark.full
-def test_validation_in_between_changes_nothing(tiny_model: str, tmp_path: Path) -> None:
-    data = {"val_rows": 2}
-    runs = []
-    for interval in (2, None):
-        with worker_of(tiny_model) as worker:
-            options: dict[str, Any] = {"val_check_interval": interval, "check_val_every_n_epoch": None}
-            options = options if interval else {"limit_val_batches": 0}
-            runs.append(fit(tiny_model, tmp_path / str(interval), worker, data=data, steps=3, **options))
-            assert (len(worker.bodies) > ASKED * 3) == (interval is not None)
-    assert_same(runs[0], whole=runs[1])
 
 
 def test_a_worker_that_ignores_its_pushes_stops_the_run(tiny_model: str, tmp_path: Path) -> None:

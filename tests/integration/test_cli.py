@@ -46,7 +46,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
         "the reference": "miniature-teacher",
     }
     for role, model in roles.items():
-        assert f"loading {model} (0.7 MB) as float32: {role}\n" in stderr
+        assert f"loading {model} as float32: {role}\n" in stderr
     assert "policy/loss=" in stdout
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["reward"]["init_args"]["kl_weight"] == 3.0  # defaults are resolved
@@ -78,8 +78,7 @@ def test_a_fit_leaves_the_whole_run_folder(finished_run: Path) -> None:
     start = AutoModelForCausalLM.from_pretrained(resolve("miniature-teacher")).state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     card = (run / "model" / "README.md").read_text()
-    assert "miniature" in card
-    assert "chains" in card
+    assert "miniature-teacher" in card
 
 
 def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def test_an_export_that_finds_no_room_keeps_the_model_before(
     export = partial(export_checkpoint, str(tmp_path / "run"), str(tmp_path / "model"), overwrite=True)
     export()
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    limit(10_000)
-    with pytest.raises(Exception, match="File too large"):
+    limit(1_000_000)  # in the weights; the tokenizer is smaller
+    with pytest.raises((OSError, SafetensorError)):
         export()
     limit(resource.RLIM_INFINITY)
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before

@@ -86,7 +86,7 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     assert_equal(whole, stopped)
 
 
-@pytest.mark.parametrize("number", [full(signal.SIGINT), full(signal.SIGTERM)])
+@pytest.mark.parametrize("number", [full(signal.SIGTERM)])
 def test_a_signal_to_torchrun_writes_a_checkpoint_that_resumes(
     number: int, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import commands
 import lightning.pytorch
@@ -21,9 +20,8 @@ from compared import largest_difference
 from nodes import options, two_nodes
 from safetensors.torch import load_file
 
-from rlt_lightning import RLTModule, Teacher, TeacherRLData
+from rlt_lightning import RLTModule, TeacherRLData
 from rlt_lightning.engines.launch import find_free_port
-from rlt_lightning.rewards import RLTReward
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -189,23 +187,3 @@ def test_a_launcher_must_start_a_process_per_device(
     words = r"need 2 processes, but the launcher has started 1|does not match the world size \(1\)"
     with pytest.raises(ValueError, match=words):
         trainer.fit(RLTModule(teacher=tiny_model, student=tiny_model), data)
-
-
-def test_each_process_of_a_launcher_may_score_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (TORCHRUN_ALONE | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
-        monkeypatch.setenv(name, value)
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    row = {"question": "start 3, add 4?", "solution": "7", "reasoning_trace": "3 and 4 is 7."}
-
-    class Reward(RLTReward):
-        def score(self, *arguments: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGTERM)  # the training around it decides
-            return super().score(*arguments)
-
-    try:
-        [scored] = Teacher("miniature", "miniature", reward=Reward(), tags="r1").score([row])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert scored.reward < 0
-    assert came == [signal.SIGTERM]

@@ -38,7 +38,6 @@ from rlt_lightning.engines import (
     build_requests,
     sample_all,
 )
-from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.launch import find_free_port, start_server, stop_server
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
@@ -189,25 +188,6 @@ def test_a_worker_killed_within_a_bucket_gets_the_next_push(tiny_model: str, tmp
         assert engine.fleet.losses == 1
         engine.verify(text, {trainer.version: trainer.log_probs(text)})
     assert not any("memfd:rlt-" in os.readlink(file) for file in list_open_files())
-
-
-def test_a_greeting_tells_the_data_type_and_asks_no_machine(
-    server: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    call = WorkerClient.call
-
-    def note(self: WorkerClient, method: str, path: str, *arguments: Any, **options: Any) -> Any:
-        asked.append(path)
-        return call(self, method, path, *arguments, **options)
-
-    monkeypatch.setattr(WorkerClient, "call", note)
-    engine = VLLMEngine(urls=[server], push=GlooPush(timeout_s=30), sleep=True)
-    engine.start(trainer.model, trainer.tokenizer, trainer.folder)
-    assert [worker.dtype for worker in engine.fleet.workers] == ["float32"]
-    assert "/collective_rpc" in asked
-    assert not [path for path in asked if "server_info" in path]
-    engine.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
@@ -534,18 +514,6 @@ def test_five_faults_at_random_moments_change_nothing(
     calm, hit = completions(calm_run), completions(tmp_path / "run")
     assert [row[:3] for row in hit] == [row[:3] for row in calm]
     assert len(metrics(tmp_path / "run")) == STEPS_WITH_FAULTS
-
-
-@pytest.mark.slow
-def test_a_trainer_that_is_killed_takes_its_worker_with_it(tiny_model: str, tmp_path: Path) -> None:
-    process = start(*run_config(tmp_path, tiny_model, IPCPush), "--trainer.max_steps=1000")
-    run = tmp_path / "run"
-    wait_until(lambda: num_iterations(run) >= 3)
-    assert len(worker_pids(run)) >= 3  # guard, server, engine, model worker
-    process.kill()
-    process.wait()
-    wait_until(lambda: worker_pids(run) == [], 30)
-    assert all(row["rollout/mismatch_max"] <= 1e-3 for row in metrics(run)[:2])
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,6 @@ class FakeSGLang:
     ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.first_weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.version = "default"
         self.faults, self.ignores_pushes = deque(faults), ignores_pushes
         self.calls: list[str] = []
@@ -67,11 +66,6 @@ class FakeSGLang:
             self.closed.set()
             self.server.shutdown()
             self.server.server_close()
-
-    def restart(self) -> None:
-        """Have the weights of the start again, as a new process would."""
-        self.model.load_state_dict(self.first_weights)
-        self.version = "default"
 
     def handle(self, call: BaseHTTPRequestHandler) -> None:
         self.calls.append(f"{call.command} {call.path}")

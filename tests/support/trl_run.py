@@ -4,7 +4,7 @@ It writes into the current folder:
 
     step-N/         the weights that sampled in step N
     step-N.jsonl    each completion of step N with its reward
-    run.json        the mean rewards that TRL has logged, and how often each model ran to score a step
+    run.json        the mean rewards that TRL has logged
 """
 
 import json
@@ -19,30 +19,12 @@ from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.tags import decode
 
-forwards: list[dict[str, int]] = []
-
 
 class Recorded(RLTRewardFunction):
     """The reward, with a record of what it was given."""
 
     def __call__(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        counts = {"student": 0, "teacher": 0}
-
-        def count(name: str) -> Any:
-            def hook(*_: Any) -> None:
-                counts[name] += 1
-
-            return hook
-
-        hooks = [self.model.base_model.register_forward_pre_hook(count("teacher"))]
-        if self.models:  # else it is loaded now, and checked with further forwards
-            hooks.append(
-                next(iter(self.models.values())).model.base_model.register_forward_pre_hook(count("student"))
-            )
         rewards = super().__call__(prompts, completions, completion_ids, **columns)
-        for hook in hooks:
-            hook.remove()
-        forwards.append(counts)
         folder = Path(f"step-{columns['trainer_state'].global_step}")
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
@@ -80,4 +62,4 @@ trainer = GRPOTrainer(
 )
 trainer.train()
 logged = [line["rewards/rlt/mean"] for line in trainer.state.log_history if "rewards/rlt/mean" in line]
-Path("run.json").write_text(json.dumps({"forwards": forwards, "logged": logged}))
+Path("run.json").write_text(json.dumps({"logged": logged}))

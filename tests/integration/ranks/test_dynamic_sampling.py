@@ -27,7 +27,7 @@ from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.loader import StepLoader
-from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling
+from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
@@ -325,35 +325,6 @@ def test_groups_that_were_scored_early_are_dropped_too(
     assert early.counts == late.counts == whole.counts
     for name, tensor in early.weights.items():
         torch.testing.assert_close(tensor, late.weights[name], rtol=1e-4, atol=2e-5)
-
-
-class OnceBroken(Outside):
-    """Fails in the first refill after two steps."""
-
-    calls = 0
-
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
-        self.calls += 1
-        if len(requests) < PROMPTS and self.calls > 4:
-            self.calls = -1000
-            raise EngineError("broken")
-        yield from super().sample(requests, sampling, stop)
-
-
-@pytest.mark.full
-def test_an_engine_that_fails_in_a_refill_leaves_a_checkpoint_to_go_on_from(
-    tiny_model: str, tmp_path: Path, late: Seen
-) -> None:
-    stopped = Seen()
-    with pytest.raises(EngineError, match="broken"):
-        fit(tiny_model, tmp_path, engine=OnceBroken(), score_early=False, seen=stopped, every=100)
-    done = len(stopped.rows)
-    assert 0 < done < STEPS
-    resume = tmp_path / "checkpoints" / f"step={done:06d}.ckpt"
-    resumed, _ = fit(tiny_model, tmp_path, engine=Outside(), score_early=False, resume=resume)
-    assert_same(stopped, resumed, whole=late)
 
 
 @pytest.mark.full

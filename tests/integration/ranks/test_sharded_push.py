@@ -23,7 +23,7 @@ from rlt_lightning.engines import EngineError, GlooPush, IPCPush
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.engines.push import BucketPush
 from rlt_lightning.models.load import load_model
-from rlt_lightning.models.weights import full_shape, gather_in_groups, whole_tensors
+from rlt_lightning.models.weights import full_shape, gather_in_groups
 
 DIES_AT = "model.layers.1.self_attn.q_proj.weight"
 
@@ -88,20 +88,9 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class InterleavedPush(IPCPush):
-    """The fault: a tensor is gathered while a bucket is sent."""
-
-    sharded: Any = None
-
-    def send(self, parts: Any, workers: Any) -> None:
-        with whole_tensors([self.sharded]):
-            super().send(parts, workers)
-
-
 PUSHES: dict[str, Callable[..., BucketPush]] = {
     "ipc": IPCPush,
     "gloo": GlooPush,
-    "interleaved": InterleavedPush,
 }
 
 
@@ -140,7 +129,7 @@ def push_main(
     """Push and write down, on each rank, what was begun in which order, and which workers failed."""
     named_tensors = shard(rank, world_size, strategy, name)
     push = PUSHES[kind](bucket_mib=1, timeout_s=timeout_s)
-    push.bucket_bytes = 2**30 if kind == "interleaved" else 2**17
+    push.bucket_bytes = 2**17
     workers = [WorkerClient(url) for url in urls]
     results = []
     for _ in range(num_pushes):
@@ -148,8 +137,6 @@ def push_main(
         failure = None
         with recorded(record, push):
             torch.distributed.barrier()
-            if isinstance(push, InterleavedPush):
-                push.sharded = named_tensors[0][1]
             if rank == 0:
                 try:
                     push.push(named_tensors, workers, VERSION)
@@ -159,9 +146,6 @@ def push_main(
             else:
                 for _ in gather_in_groups(named_tensors, push.bucket_bytes):
                     pass
-                if isinstance(push, InterleavedPush):
-                    with whole_tensors([push.sharded]):
-                        pass
             torch.distributed.barrier()  # every rank comes here, whatever failed
         results.append({"events": record.events, "failure": failure})
         workers = workers[1:] or workers  # the first is the one that tests kill
@@ -233,13 +217,6 @@ def test_nothing_is_gathered_within_a_send(
     for name in ("one", "two"):
         assert received[name].keys() == whole.keys()
         assert all(torch.equal(received[name][key], tensor) for key, tensor in whole.items())
-
-
-def test_a_gather_within_a_send_is_found(tiny_model: str, tmp_path: Path) -> None:
-    with receiver("one", {}) as worker:
-        found = run_push("fsdp2", "interleaved", 2, tiny_model, tmp_path, worker)
-    [send] = split_sends(found[0][0]["events"])
-    assert any(event.startswith("gather") for event in send)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,13 +12,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from cases import full
-from commands import rlt
 from lightning.pytorch import Callback, Trainer
 from miniatures import QWEN2, SEED1
 from ranks import run
 from safetensors.torch import load_file
-from tiny import CHAINS as CHAIN_OPTIONS
-from tiny import SHORT
 from trainers import bare_trainer
 
 from rlt_lightning import Teacher
@@ -290,57 +286,6 @@ def test_two_processes_train_as_one(
         means = [theirs[f"reward/mean/{label}"] for label in labels]
         if "dynamic" not in options:  # its reward is no plain sum
             assert theirs["reward/mean"] == pytest.approx(sum(means) / 2, abs=1e-5)
-
-
-BOTH = ["--model.teacher=miniature", "--model.student=null", "--trainer.accelerator=cpu", *CHAIN_OPTIONS]
-SEVERAL = [*BOTH, f"--model.students={{miniature: 1.0, {SEED1}: 0.5}}"]
-
-
-def verb(name: str, *options: str) -> str:
-    result = rlt(name, *options)
-    assert result.returncode == 0, result.stderr
-    return str(result.stdout)
-
-
-def rows_in(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.open()]
-
-
-@pytest.mark.full
-def test_a_run_records_each_student_and_resumes_exactly(tmp_path: Path) -> None:
-    fits = [
-        *("--config=tests/rlt.yaml", *SEVERAL, *SHORT, "--data.prompts_per_step=2", "--data.val_rows=2"),
-        *(
-            "--trainer.val_check_interval=1",
-            "--checkpoint.every_n_train_steps=1",
-            "--data.num_embedded_rows=8",
-        ),
-        "--rollouts.sampling.max_completion_length=12",
-    ]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    verb("fit", *fits, "--trainer.max_steps=2", f"--output_dir={whole}")
-    verb("fit", *fits, "--trainer.max_steps=1", f"--output_dir={parts}")
-    verb("fit", *fits, "--trainer.max_steps=2", "--resume=true", f"--output_dir={parts}")
-    rows = rows_in(whole / "rollouts.jsonl")
-    assert rows_in(parts / "rollouts.jsonl") == rows
-    for row in rows:
-        a, b = row["reward/miniature"], row["reward/miniature_seed1"]
-        assert row["reward"] == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
-        own = row["solution_reward/miniature"] + row["kl_reward/miniature"]
-        assert a == pytest.approx(own + row["format_reward"], abs=1e-5)
-    told = [row for row in rows if "thought_kl" in row]
-    assert all(len(row["thought_kl/miniature_seed1"]) == len(row["thought_kl"]) for row in told)
-    assert told
-    with open(whole / "metrics.csv", newline="") as file:
-        metrics = list(csv.DictReader(file))
-    for name in ("mean", "solution", "kl"):
-        for prefix in ("reward/", "reward/val_"):
-            a, b, both = (
-                float(metrics[-1][f"{prefix}{name}{end}"]) for end in ("/miniature", "/miniature_seed1", "")
-            )
-            assert both == pytest.approx((a + 0.5 * b) / 1.5, abs=1e-5)
-    verb("report", str(whole), f"--output={tmp_path / 'page.html'}")
-    assert "<code>reward/mean/miniature_seed1</code>" in (tmp_path / "page.html").read_text()
 
 
 def test_each_student_has_a_baseline_of_its_own(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ GOLDEN = json.loads((GOLDEN_FOLDER / "likelihood.json").read_text())
 
 
 def golden_scores(**options: Any) -> SolutionScores:
-    """Six thoughts of one problem, as tests/support/golden/make_likelihood.py had SmolLM2 score them."""
+    """Six thoughts of one problem, as the authors' code had SmolLM2 score them."""
     log_probs = torch.tensor(GOLDEN["log_probs"])
     fields = {
         "log_probs": log_probs,
