@@ -11,6 +11,7 @@ import pytest
 from commands import rlt
 from damage import build_checkpoint
 from fits import small_fit
+from safetensors import SafetensorError
 
 from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.folder import list_checkpoints, read_whole_state
