@@ -14,6 +14,11 @@ from rlt_lightning.types import InputError
 
 # Verbs that import nothing heavy; they return the exit status.
 LIGHT = {"demo": run_demo, "configs": run_configs}
+# Verb -> the config that the message about a missing one proposes.
+FIRST_CONFIGS = dict.fromkeys(("fit", "validate", "plan", "check"), "laptop/rlt") | {
+    "predict": "laptop/generate",
+    "test": "laptop/evaluate",
+}
 
 
 def main() -> None:
@@ -24,6 +29,8 @@ def main() -> None:
         parser.print_help()
         return
     verb = parser.parse_known_args(arguments)[0].verb  # exits after a help text, or without a verb
+    if verb in FIRST_CONFIGS and len(arguments) == 1:
+        parser.error(f"--config is missing; try --config {FIRST_CONFIGS[verb]}. `rlt configs` lists all.")
     # A class_path may name a module in this folder, as with `python -m`. Last, so that it hides no other one.
     sys.path.append(os.getcwd())
     # Before the imports below, since torch is among them.

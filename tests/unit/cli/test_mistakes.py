@@ -44,7 +44,7 @@ FIT = "fit --config laptop/rlt"
 # What is typed -> what the message names.
 MISTAKES = {
     "fitt --config laptop/rlt": ("fitt", "choose from"),
-    "fit": ("fit.model", "required"),
+    "fit": ("--config is missing", "try --config laptop/rlt"),
     "configs laptop/rtl": ("laptop/rtl", "rlt configs"),
     "fit --config laptop/rtl": ("laptop/rtl", "config"),
     f"{FIT} --model.group_sise 4": ("group_sise", "not accepted"),
