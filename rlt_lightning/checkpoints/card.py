@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rlt_lightning.models.load import is_local
 from rlt_lightning.version import __version__
 
 CARD = "README.md"
+# A path from the root or the home folder; its last two parts say enough, and a card may be published.
+PLACE = re.compile(r"(?<![\w:/.~])~?(?:/[^\s/|,()'\"`]+)+/([^\s/|,()'\"`]+/[^\s/|,()'\"`]+)")
 
 
 def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
@@ -39,4 +42,4 @@ def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
         "In the run folder, `metrics.csv` has the figures of every step, and `config.yaml` the resolved "
         "configuration of a run of `rlt`.",
     ]
-    return "\n".join(lines) + "\n"
+    return PLACE.sub(r"…/\1", "\n".join(lines) + "\n")

@@ -3,11 +3,11 @@
                chosen where nothing is set                   checked against
     attention  flash-attn if installed, else PyTorch's       a loop over segments in fp32 (value, gradients)
     liger      on a GPU with liger-kernel                    the model's log-probs without it
-    head       compiled on a GPU                             the head as it is (value, gradients), with the
+    head       compiled on a GPU, if it is right             the head as it is (value, gradients), with the
                                                              divergence that the run computes
     AdamW      fused on a GPU                                nothing
 
-If a kernel is wrong, the run ends with an error that names its setting.
+If a kernel is wrong, the run ends with an error that names its setting. A head compiled by default is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from rlt_lightning.console import announce
@@ -259,14 +260,15 @@ def choose_head(
         divergence: The divergence of two heads that the run computes, as its loss or in its reward, if any.
 
     Raises:
-        InputError: If the compiled head is wrong, or does not compile.
+        InputError: If the settings ask for a compiled head that is wrong or does not compile.
     """
     compiled = device.type == "cuda" if head.compiled is None else head.compiled
     if compiled and (fault := find_failure(partial(compiled_head_fault, dtype, device, divergence))):
-        raise InputError(
-            f"The compiled head must equal the head as it is, but {fault}. torch.compile needs a C compiler "
-            "and, on a GPU, Triton. Set model.head.compiled to false."
-        )
+        message = f"The compiled head must equal the head as it is, but {fault}."
+        if head.compiled:
+            raise InputError(f"{message} Set model.head.compiled to false.")
+        rank_zero_warn(f"{message} It is not compiled. torch.compile needs a C compiler.")
+        compiled = False
     return replace(head, compiled=compiled)
 
 

@@ -48,3 +48,4 @@ def test_the_hub_takes_the_header_of_a_card(pretrained: str, base: str | None, t
     card = write_model_card({"pretrained": pretrained, "lora": None, "training": {"method": "SFTModule"}})
     assert header_of(card).get("base_model") == base
     assert faults(card) == []
+    assert str(tmp_path) not in card  # it may be published
