@@ -30,7 +30,7 @@ from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_a
 from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.lora import LoRA, add_adapter, without_adapter
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs
-from rlt_lightning.modules.phases import synchronise
+from rlt_lightning.modules.phases import count_weights, synchronise
 from rlt_lightning.numerics import GRPOLoss
 from rlt_lightning.numerics.attention import KERNELS
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence, to_padded
@@ -183,9 +183,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 def forward_flops(model: Any, packed: PackedSequences) -> float:
     """Return the floating-point operations of a forward's products with weights, but for the head's."""
-    embedding = model.get_input_embeddings().weight
-    matrices = (p for p in model.base_model.parameters() if p.ndim >= 2 and p is not embedding)
-    return 2 * sum(p.numel() for p in matrices) * packed.input_ids.shape[1]
+    return 2 * count_weights(model) * packed.input_ids.shape[1]
 
 
 def profile(function: Any, path: Path) -> None:

@@ -193,7 +193,7 @@ def sum_tokens(folder: Path, phase: str) -> float:
     """Return the tokens of a phase of all optimizer steps, by metrics.csv; 0 for a run without such steps."""
     if not (folder / "metrics.csv").exists():
         return 0.0
-    curves, _ = read_metrics(folder / "metrics.csv")
+    curves = read_metrics(folder / "metrics.csv")
     rates, times = (dict(zip(*curves.get(f"perf/{phase}_{what}", ((), ())), strict=True)) for what in UNITS)
     return sum((rates[step] or 0.0) * (times.get(step) or 0.0) for step in rates)
 

@@ -42,7 +42,7 @@ from rlt_lightning import (
     Sampling,
     Trainer,
 )
-from rlt_lightning.checkpoints.folder import STATE, find_newest_checkpoint
+from rlt_lightning.checkpoints.folder import STATE, find_checkpoint
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.digests import SUFFIX, write_digests
 from rlt_lightning.engines import EngineError, HFEngine, IPCPush, SampleRequest, VLLMEngine
@@ -352,7 +352,7 @@ def wrong_template(folder: Path, planted: bool) -> Outcome:
 def resume_from(folder: Path, batches: int) -> Outcome:
     """Train two steps, move the checkpoint's position in the data, and continue for two steps."""
     Run(folder, max_steps=2).watch()
-    checkpoint = find_newest_checkpoint(folder / "checkpoints")
+    checkpoint = find_checkpoint(folder / "checkpoints")
     path = checkpoint / STATE
     state = torch.load(path, weights_only=True)
     for position in find_positions(state):

@@ -14,11 +14,17 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.commands.demo import PRELOADED, RESULTS, StageError, run_rlt
+from rlt_lightning.commands.demo import PRELOADED, run_rlt
 from rlt_lightning.run.shipped import list_shipped_configs
 
 # Classes of the miniatures.
 MODELS = ["transformers.models.qwen2.modeling_qwen2"]
+# What a verb writes last.
+RESULTS = {"fit": "model/config.json", "predict": "README.md", "test": "evaluation.json"}
+
+
+class StageError(Exception):
+    """A stage has failed; the message names it, its log, and the log's last lines."""
 
 
 class Stages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -24,9 +23,6 @@ FIRST_CONFIGS = dict.fromkeys(("fit", "validate", "plan", "check"), "laptop/rlt"
 
 def main() -> None:
     """Run the command line and exit with its status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # What a terminal's encoding cannot show must not end a run whose work is done.
-        sys.stdout.reconfigure(errors="replace")
     parser = build_parser()
     arguments = sys.argv[1:]
     if not arguments:
@@ -35,23 +31,20 @@ def main() -> None:
     verb = parser.parse_known_args(arguments)[0].verb  # exits after a help text, or without a verb
     if verb in FIRST_CONFIGS and len(arguments) == 1:
         parser.error(f"--config is missing; try --config {FIRST_CONFIGS[verb]}. `rlt configs` lists all.")
-    if verb in LIGHT:
-        try:
-            sys.exit(LIGHT[verb](arguments[1:]))
-        except InputError as error:
-            parser.error(str(error))
     # A class_path may name a module in this folder, as with `python -m`. Last, so that it hides no other one.
     sys.path.append(os.getcwd())
     # Before the imports below, since torch is among them.
     grow_segments(os.environ)
     try:
+        if verb in LIGHT:
+            sys.exit(LIGHT[verb](arguments[1:]))
         from rlt_lightning.cli.main import run
 
-        status = run()
-    except KeyboardInterrupt:
-        # During imports, or in a verb without a trainer.
-        status = 128 + signal.SIGINT
-    sys.exit(status)
+        sys.exit(run())
+    except InputError as error:  # of a light verb
+        parser.error(str(error))
+    except KeyboardInterrupt:  # during imports, or in a verb without a trainer
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

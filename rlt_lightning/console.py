@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from threading import Timer
 
 from lightning.pytorch.utilities import rank_zero_only
+
+AFTER_S = 5.0  # shorter waits print nothing
 
 
 @rank_zero_only
@@ -20,47 +21,24 @@ def announce(line: str) -> None:
 
 
 @contextmanager
-def waiting_for(
-    what: Callable[[], str] | str, deadline_s: float | None = None, after_s: float = 5.0
-) -> Iterator[None]:
-    """Print what the block waits for, if it takes longer than some seconds.
+def waiting_for(what: Callable[[], str] | str) -> Iterator[None]:
+    """Print what the block waits for, if it takes longer than `AFTER_S`.
 
     Args:
         what: Text after "waiting for", or a function that returns it; an empty text prints nothing.
-        deadline_s: Time after which the block gives up, if it does; only for the text.
-        after_s: Time without a line. Short waits print nothing.
     """
 
     def tell() -> None:
         if text := what if isinstance(what, str) else what():
-            announce(f"waiting for {text}" + ("" if deadline_s is None else f", at most {deadline_s:.0f} s"))
+            announce(f"waiting for {text}")
 
-    timer = Timer(after_s, tell)
+    timer = Timer(AFTER_S, tell)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-@cache
-def try_hub() -> None:
-    """Ask the Hugging Face hub once per process whether it can be reached; if not, only its cache is used.
-
-    Its client would try each file six times, which takes 23 s.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HTTPError
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except HTTPError as error:
-        constants.HF_HUB_OFFLINE = True
-        announce(f"{constants.ENDPOINT} cannot be reached ({error}), so only the hub's cache is used")
 
 
 def make_printable(text: str) -> str:

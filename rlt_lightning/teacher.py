@@ -9,10 +9,8 @@ score_problems              rows ─▶ their completions, or sampled ones ─�
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -130,20 +128,6 @@ class Score:
             },
         )
 
-    def _repr_html_(self) -> str:
-        """Return the score for a notebook: each token on a background by how it surprises the student."""
-        terms = f"r<sub>SS</sub> {self.r_ss:.3f}, r<sub>KL</sub> {self.r_kl:.3f}"
-        head = f"<p>reward {self.reward:+.3f} ({terms})</p>"
-        if self.by_student:
-            parts = (f"<p><b>{label}</b></p>{one._repr_html_()}" for label, one in self.by_student.items())
-            return head + "".join(parts)
-        return (
-            f"{head}"
-            f"<p>explanation, KL by token</p>{shade_html(self.tokens, self.kl)}"
-            "<p>solution, -log-prob by token</p>"
-            f"{shade_html(self.solution_tokens, [-value for value in self.solution_log_probs])}"
-        )
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -164,11 +148,6 @@ class Explanation:
     token_ids: list[int] = field(repr=False)
     finish_reason: FinishReason
     score: Score | None
-
-    def _repr_html_(self) -> str:
-        """Return the problem, and the explanation with its score, for a notebook."""
-        shown = f"<pre>{escape(self.text)}</pre>" if self.score is None else self.score._repr_html_()
-        return f"<p><b>{escape(self.question)}</b></p>{shown}"
 
 
 class Teacher:
@@ -286,16 +265,6 @@ class Teacher:
                     score = Score.of(step, row, self.reward, students, tokens)
                 scored.append((rollout, score))
         return scored
-
-
-def shade_html(tokens: list[str], surprise: list[float]) -> str:
-    """Return the text as HTML, each token on a background by its value in nats, which a tooltip names."""
-    spans = []
-    for token, value in zip(tokens, surprise, strict=True):
-        opacity = 1 - math.exp(-max(0.0, value))  # 0.5 nats have 0.39 of the colour, 2 nats 0.86
-        style = f"background:rgba(214,69,65,{0.8 * opacity:.2f})"
-        spans.append(f'<span style="{style}" title="{value:.3f} nats">{escape(token)}</span>')
-    return f'<div style="white-space:pre-wrap;font-family:monospace">{"".join(spans)}</div>'
 
 
 def explain(

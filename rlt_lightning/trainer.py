@@ -27,7 +27,6 @@ import lightning.pytorch
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
-from typing_extensions import override
 
 from rlt_lightning.callbacks import (
     Alarms,
@@ -77,10 +76,6 @@ STRAY = (
     ".*Total length of `list` across ranks is zero.*",
     ".*defined a `validation_step` but have no `val_dataloader`.*",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
-    ".*gradient_checkpointing_enable` is deprecated.*",
-    # DeepSpeed calls these two.
-    ".*all_gather_into_tensor.*deprecated.*",
-    ".*reduce_scatter_tensor.*deprecated.*",
 )
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -91,15 +86,6 @@ ENVIRONMENT = {
     "WANDB_HOST": "-",
     "WANDB_X_DISABLE_META": "true",
 }
-
-
-class Bar(TQDMProgressBar):
-    """Lightning's bar that also shows progress in a log; a message that ends the run gets its own line."""
-
-    @override
-    def on_exception(self, *_: Any) -> None:
-        if self.is_enabled:
-            print(flush=True)
 
 
 def quiet_third_parties() -> None:
@@ -172,7 +158,7 @@ class Trainer(lightning.pytorch.Trainer):
         if options.get("enable_progress_bar") is not False and not any(
             isinstance(part, ProgressBar) for part in named
         ):
-            named.append(Bar())
+            named.append(TQDMProgressBar())  # Lightning's choice, Rich's, shows nothing in a log
         self._metrics = MetricsCSV(str(self.output_dir))
         options["logger"] = [self._metrics, *as_list(options.get("logger"))]
         options["plugins"] = [FolderCheckpointIO(), *as_list(options.get("plugins"))]

@@ -19,8 +19,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
     SIGTERMException, Lightning's SystemExit
     └── Interrupted           run/interrupt.py      a signal: all ranks stop after the same iteration
     Exception
-    ├── BadRowError           types.py                 a row cannot be used: it is counted and left out
-    └── StageError            commands/demo.py         a stage of `rlt demo` failed: the end of its log
+    └── BadRowError           types.py                 a row cannot be used: it is counted and left out
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ class BadRowReason(StrEnum):
     BAD_ANSWER = "bad_answer"
     PROMPT_TOO_LONG = "prompt_too_long"
     TOO_LONG = "too_long"
-    UNSOLVABLE = "unsolvable"
 
 
 class BadRowError(Exception):

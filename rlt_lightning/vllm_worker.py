@@ -143,34 +143,6 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-@dataclass
-class AdapterInfo(WeightTransferInitInfo, WeightTransferUpdateInfo):
-    """No information is needed."""
-
-
-class AdapterEngine(WeightTransferEngine):
-    """Changes no weights: an adapter comes by vLLM's own route, and its version by ours."""
-
-    init_info_cls = AdapterInfo
-    update_info_cls = AdapterInfo
-    supports_draft_weight_update = False
-
-    def init_transfer_engine(self, init_info: AdapterInfo) -> None:
-        """Do nothing: nothing to set up."""
-
-    def start_weight_update(self) -> None:
-        """Do nothing: nothing to make ready."""
-
-    def receive_weights(self, update_info: AdapterInfo) -> None:
-        """Do nothing: nothing comes."""
-
-    def finish_weight_update(self) -> None:
-        """Do nothing: nothing was loaded."""
-
-    def shutdown(self) -> None:
-        """Do nothing: nothing is held."""
-
-
 class WorkerExtension:
     """Mixed into vLLM's worker class; naming it on the command line is what loads this module there."""
 
@@ -203,6 +175,5 @@ class WorkerExtension:
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-for backend, engine in {"rlt": BucketEngine, "adapter": AdapterEngine}.items():
-    if backend not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(backend, engine)
+if "rlt" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("rlt", BucketEngine)

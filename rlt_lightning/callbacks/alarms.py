@@ -11,7 +11,6 @@ from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from rlt_lightning.console import announce
-from rlt_lightning.types import InputError
 
 PATIENCE = 5  # iterations in a row with a negative KL: the mean of a few samples may be negative by chance
 
@@ -36,11 +35,6 @@ class Alarms(Callback):
         kl_below: float = -0.5,
         truncated_above: float = 0.1,
     ) -> None:
-        if quiet_steps < 1:
-            raise InputError(
-                f"alarms.quiet_steps must be at least 1, but is {quiet_steps}. Switch alarms off by "
-                "alarms.enabled false."
-            )
         self.enabled = enabled
         self.quiet_steps = quiet_steps
         self.kl_below = kl_below

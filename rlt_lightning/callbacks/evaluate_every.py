@@ -22,6 +22,7 @@ import sys
 import time
 from typing import Any
 
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm import tqdm
@@ -73,7 +74,7 @@ class EvaluateEvery(Callback):
 
     def __init__(
         self,
-        every_n_steps: int,
+        every_n_steps: PositiveInt,
         sets: dict[str, SetSettings],
         sampling: Sampling = Sampling(),
         num_samples: int = 1,
@@ -83,10 +84,6 @@ class EvaluateEvery(Callback):
         judge_deadline_s: float = 10.0,
         deadline_s: float = 14400.0,
     ) -> None:
-        if every_n_steps < 1:
-            raise InputError(
-                f"EvaluateEvery's every_n_steps must be at least 1, but is {every_n_steps}. Raise it."
-            )
         self.every_n_steps = every_n_steps
         self.sets = sets
         self.sampling = sampling

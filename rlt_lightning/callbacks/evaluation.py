@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -64,12 +65,10 @@ class ResponseCallback(Callback):
         self,
         engine: Engine | None = None,
         sampling: Sampling = Sampling(),
-        num_samples: int = 1,
+        num_samples: PositiveInt = 1,
         seed: int = 0,
         fit_context: bool = False,
     ) -> None:
-        if num_samples < 1:
-            raise InputError(f"rollouts.num_samples must be at least 1, but is {num_samples}. Raise it.")
         self.is_engine_chosen = engine is not None
         self.engine: Engine = HFEngine() if engine is None else engine
         self.sampling = sampling

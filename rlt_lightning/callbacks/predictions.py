@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -30,7 +30,7 @@ from rlt_lightning.modules.rollout_rows import (
     read_reference,
     resume_rows,
 )
-from rlt_lightning.run.data_card import ANSWERS, EXPLANATIONS, write_data_card
+from rlt_lightning.run.data_card import write_data_card
 from rlt_lightning.run.jsonl import Row, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError, Problem
@@ -61,12 +61,10 @@ class DistillationWriter(Callback):
     def __init__(
         self,
         select: Selection = "fits_context",
-        per_problem: int = 1,
+        per_problem: PositiveInt = 1,
         min_reward: float | None = None,
         per_token: bool = False,
     ) -> None:
-        if per_problem < 1:
-            raise InputError(f"distillation.per_problem must be at least 1, but is {per_problem}. Raise it.")
         self.select: Selection = select
         self.per_problem = per_problem
         self.min_reward = min_reward
@@ -165,14 +163,8 @@ class DistillationWriter(Callback):
         metadata["selection"] = f"{self.select}, per problem {self.per_problem}"
         if self.min_reward is not None:
             metadata["selection"] += f", reward at least {self.min_reward:g}"
-        counts = count_traces(rows, selected, len(data.items))
-        if is_answers:
-            counts |= count_answers(rows)
-            card = write_data_card(ANSWERS, metadata, counts, selected, ("pass_rate",), SELECTED)
-        else:
-            terms = pl_module.reward.columns()  # type: ignore[union-attr, operator]
-            card = write_data_card(EXPLANATIONS, metadata, counts, selected, terms, SELECTED)
-        rewrite(folder / CARD, [card])
+        title = "A model's own right answers" if is_answers else "Explanations of a teacher"
+        rewrite(folder / CARD, [write_data_card(title, metadata, SELECTED)])
 
     def select_traces(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the selected traces of each problem, best first. The traces of a problem stand together."""
@@ -251,23 +243,3 @@ def is_answer_to(row: Row, problem: Problem) -> bool:
 def is_usable(row: Row) -> bool:
     """Return whether an answer is right and has two parts, and a student can learn from it."""
     return bool(row["solution"]) and row["correct"] > 0 and bool(row["fits"])
-
-
-def count_traces(rows: list[Row], selected: list[Row], num_problems: int) -> dict[str, Any]:
-    """Return the counts of traces, for a data card."""
-    return {
-        "problems": f"{len({row['row'] for row in rows})} of {num_problems}",
-        "traces sampled": len(rows),
-        "traces in this set": len(selected),
-        "fit a student as a whole": f"{sum(bool(row['fits']) for row in selected)} of {len(selected)}",
-    }
-
-
-def count_answers(rows: list[Row]) -> dict[str, Any]:
-    """Return the figures of sampled answers, for a data card."""
-    rates = {row["row"]: row["pass_rate"] for row in rows}
-    return {
-        "without a thought or a solution": sum(not row["solution"] for row in rows),
-        "wrong": sum(bool(row["solution"]) and not row["correct"] for row in rows),
-        "mean pass rate": f"{fmean(rates.values()):.4f}",
-    }

@@ -16,7 +16,6 @@ from rlt_lightning.modules.rollout_rows import build_token_columns, rollout_rows
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
 from rlt_lightning.run.ranks import gather_rows
-from rlt_lightning.types import PromptBatch
 
 
 class RolloutRecorder(Callback):
@@ -51,7 +50,7 @@ class RolloutRecorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step  # one batch is one RL iteration is one optimizer step
-        if not isinstance(batch, PromptBatch) or not self.every_n_steps or step % self.every_n_steps:
+        if getattr(batch, "step", None) is None or not self.every_n_steps or step % self.every_n_steps:
             return
         # Each rank records what it has measured: only there are the tokens.
         measured = gather_rows(trainer, self._build_rows(step, batch.step, pl_module))

@@ -29,7 +29,7 @@ def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
     )
     lines = [
         f"---\n{header.to_yaml()}\n---",
-        f"# {training['method']} from {pretrained}",
+        f"# Trained from {pretrained}",
         "",
         "| | |",
         "|---|---|",

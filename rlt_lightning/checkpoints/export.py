@@ -146,15 +146,9 @@ def export_checkpoint(
         overwrite: Replace a model in output_dir.
     """
     path, folder = find_checkpoint(Path(ckpt_path)), Path(output_dir).resolve()
-    for beside in (folder.with_name(f"{folder.name}{suffix}") for suffix in (".tmp", ".old")):
-        if beside.exists():
-            raise InputError(
-                f"{beside} is in the way: an export that was killed has left it. Delete it if it ends in "
-                ".tmp; move it if it ends in .old: it is the model that was being replaced."
-            )
-    if folder.is_file():
-        raise InputError(f"--output_dir must be a folder, but {folder} is a file. Choose another.")
-    made = folder.exists() and any(folder.iterdir())
+    if (aside := folder.with_name(f"{folder.name}.old")).exists():
+        raise InputError(f"{aside} is the model that a killed export was about to replace. Move it.")
+    made = folder.is_file() or (folder.exists() and any(folder.iterdir()))
     if made and not (overwrite and is_model_folder(folder)):
         raise InputError(
             f"--output_dir must be empty or new, but {folder} is not. Choose another, or replace a model "

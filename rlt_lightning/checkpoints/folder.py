@@ -238,21 +238,7 @@ def find_checkpoint(path: Path) -> Path:
     if not (found := list_checkpoints(path / "checkpoints") or list_checkpoints(path)):
         raise InputError(
             f"--ckpt_path must be a checkpoint, or a run's folder with one, but {path} has none. The "
-            "model of a run that has ended is in its folder model/."
-        )
-    return found[-1]
-
-
-def find_newest_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint with the largest step.
-
-    Raises:
-        InputError: If there is none.
-    """
-    if not (found := list_checkpoints(folder)):
-        raise InputError(
-            f"--ckpt_path last needs a checkpoint in {folder}, but there is none: the run stopped before its "
-            "first one. Start it again with --overwrite true."
+            "model of a run that has ended is in its folder model/; --overwrite true starts a run again."
         )
     return found[-1]
 

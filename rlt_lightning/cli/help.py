@@ -28,26 +28,15 @@ Every option with its meaning: --help-all.
   --output_dir DIR             run folder; runs/<config>-<time> by default
   --resume true                resume the run there; start it if there is none
   --overwrite true             replace the run there
-  --seed N                     seed of everything random
-  --trainer.accelerator auto   cpu or gpu; auto takes a GPU if there is one
   --trainer.devices auto       number of processes, a GPU each
-  --trainer.strategy auto      how GPUs share the work; docs/hardware.md
   --trainer.max_steps N        optimizer steps; --trainer.max_epochs: passes
   --model.teacher MODEL        local folder, hub id, miniature or smollm2-135m
   --model.student MODEL        frozen student that scores; any tokenizer
   --model.pretrained MODEL     the model of the other stages
-  --model.group_size 8         completions per problem
-  --model.reward.kl_weight 3   weight of r_KL, lambda in the paper
-  --model.optimizer.lr 1e-6
-  --model.lora.rank 32         train a LoRA
   --model.micro_batch_tokens N tokens per forward: bounds memory, not the step
   --data.source SOURCE         file, folder, hub id or embedded task
   --data.prompts_per_step 16   problems per optimizer step, of all processes
-  --data.val_rows N            rows held out for validation
-  --rollouts.engine CLASS      HFEngine: in process; VLLMEngine: vLLM
-  --rollouts.sampling.temperature 0.7
   --rollouts.sampling.max_completion_length 16384
-  --checkpoint.every_n_train_steps 5
 """,
     "validate": """Measure reward or loss on held-out rows, without training.
 
@@ -62,9 +51,7 @@ Options: those of rlt fit.
   --data.trace_columns [NAME]         columns to score, with ScoringData
   --data.student_context N            most tokens that a student will take
   --rollouts.num_traces 1             explanations per problem
-  --rollouts.max_resamples 0          how often an unusable one is made again
   --distillation.select fits_context  which explanations are taken
-  --distillation.per_token true       write the figures of every token
 
 Other options: those of rlt fit.
 """,
@@ -82,10 +69,8 @@ Other options: those of rlt fit for run, machine and sampling.
 
   rlt plan --config recipe_7b/rlt --config hardware/zero3_8gpu
 
-  --plan.device auto           H100, H200, A100, B200 or cpu
-  --plan.device_gib GIB        memory of a device that is not in the table
+  --plan.device_gib GIB        memory of a device; an H100's by default
   --plan.prompt_length N       longest prompt, tokens; else the limit
-  --plan.completion_length N   longest completion, tokens; else the limit
 
 Other options: those of rlt fit.
 """,

@@ -207,8 +207,6 @@ class RLTCommandLine(LightningCLI):
         for logger in as_list(config.trainer.logger):
             if hasattr(logger, "init_args") and logger.init_args.get("save_dir") in (None, ".", before):
                 logger.init_args.save_dir = str(folder)
-        # wandb stages tables there until they are uploaded; its own place is the home folder.
-        os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb" / "data"))
 
     def name_run_folder(self, configs: list[Any] | None) -> str:
         """Name a run after its config and the time; processes that this one starts inherit the name."""

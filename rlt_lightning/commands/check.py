@@ -22,7 +22,6 @@ from rlt_lightning.datamodules.stages import TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.modules.rollout_rows import REFERENCE
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.teacher import score_problems
 from rlt_lightning.types import BadRowReason, InputError, Rollout
@@ -180,13 +179,8 @@ def check_steps(data: StratosDataModule, length: dict[str, Any]) -> Check:
 def draw_rows(data: StratosDataModule, number: int) -> tuple[list[dict[str, Any]], bool]:
     """Return usable rows, drawn by the seed of the data, and whether one has a trace."""
     places = Random(data.seed).sample(range(len(data.items)), min(number, len(data.items)))
-    drawn = [data.problems[place] for place in places]
-    rows = [
-        {"question": problem.question, "solution": problem.solution.strip()}
-        | {name: problem.columns[name] for name in REFERENCE if problem.columns.get(name) is not None}
-        for problem in drawn
-    ]
-    return rows, any(p.columns.get(TRACE_COLUMN) or p.columns.get("conversations") for p in drawn)
+    rows = [data.problems[place].columns for place in places]
+    return rows, any(row.get(TRACE_COLUMN) or row.get("conversations") for row in rows)
 
 
 # Completions

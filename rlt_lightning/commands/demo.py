@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import runpy
 import shlex
-import signal
 import sys
 import textwrap
 import threading
@@ -34,10 +33,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlt_lightning.run.jsonl import read_json_rows
-from rlt_lightning.run.shipped import list_shipped_configs
+from rlt_lightning.types import InputError
 
-# What a verb writes last.
-RESULTS = {"fit": "model/config.json", "predict": "README.md", "test": "evaluation.json"}
 PRELOADED = [
     "rlt_lightning.cli.main",
     "transformers.models.llama.modeling_llama",
@@ -54,26 +51,25 @@ class Arm(NamedTuple):
 
     Attributes:
         name: What the terminal calls it.
-        teacher: Place of the teacher that writes them; empty: the student learns nothing.
+        teacher: Place of the teacher that writes them.
         options: Settings of `rlt predict`.
     """
 
     name: str
-    teacher: str
-    options: dict[str, object]
+    teacher: str = "warmup"
+    options: str = ""
 
 
-ARMS = {  # rows of the table
-    "untrained": Arm("nothing (untrained student)", "", {}),
-    "warmup": Arm("warm-up teacher, T 0.7", "warmup", {}),
-    "greedy": Arm("warm-up teacher, T 0", "warmup", {"rollouts__sampling__temperature": 0.0}),
-    "best": Arm(
-        f"warm-up teacher, best of {NUM_CANDIDATES}",
-        "warmup",
-        {"rollouts__num_traces": NUM_CANDIDATES, "distillation__select": "best_reward"},
-    ),
-    "rlt": Arm("RLT teacher, T 0.7", "rlt", {}),
+BEST = f"--rollouts.num_traces {NUM_CANDIDATES} --distillation.select best_reward"
+ARMS = {  # in the order in which they begin: what comes after RLT takes longest
+    "rlt": Arm("RLT teacher, T 0.7", "rlt"),
+    "warmup": Arm("warm-up teacher, T 0.7"),
+    "greedy": Arm("warm-up teacher, T 0", options="--rollouts.sampling.temperature 0"),
+    "best": Arm(f"warm-up teacher, best of {NUM_CANDIDATES}", options=BEST),
 }
+# Rows of the table.
+ROWS = ("untrained", "warmup", "greedy", "best", "rlt")
+UNTRAINED = "nothing (untrained student)"
 SHOWN_PROBLEM = 3  # of those that are explained, the first being 0
 ABOUT = """A teacher of 184,000 parameters learns to explain last-digit chains such as
 "start 2, add 1, times 7, add 3?". Few of its explanations are right, most are
@@ -85,46 +81,39 @@ CHEAPER = """RLT is not the cheapest way here: GRPO for right answers, and the u
 greedy answers as explanations, do at least as well. Neither is run here: docs/results.md."""
 
 
-class StageError(Exception):
-    """A stage has failed; the message names it, its log, and the log's last lines."""
-
-
 @dataclass(frozen=True)
 class Stage:
     """An `rlt` command.
 
     Attributes:
         name: Place of its folder and of its log, such as rlt/teacher.
-        line: What the terminal says when it has ended.
-        words: The command, without `rlt`.
-        result: File that it writes last.
         needs: Name of the stage that must have ended before; empty: none.
+        line: What the terminal says when it has ended.
+        command: Its verb and options, without the folder.
     """
 
     name: str
-    line: str
-    words: tuple[str, ...]
-    result: Path
     needs: str
+    line: str
+    command: str
+
+    def list_words(self, folder: Path) -> list[str]:
+        """Return the command line, without `rlt`."""
+        return [*shlex.split(self.command), "--output_dir", str(folder / self.name), "--resume", "true"]
 
 
 def run_demo(words: Sequence[str]) -> int:
-    """Run `rlt demo` with these words and return the exit status, 1 if a stage fails."""
-    options = build_demo_parser().parse_args(words)
-    folder = Path(options.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    """Run `rlt demo` with these words, and return 0.
+
+    Raises:
+        InputError: If a stage fails.
+    """
+    folder = Path(build_demo_parser().parse_args(words).output_dir)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     print(ABOUT, flush=True)
     begin = time.perf_counter()
-    try:
-        write_problems(folder / "data")
-        run_stages(list_stages(folder.resolve()), folder)
-    except StageError as error:
-        print(f"rlt: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        resume = f"rlt demo --output_dir {shlex.quote(str(folder))}"
-        print(f"\nrlt: interrupted. To resume: {resume}", file=sys.stderr)
-        return 128 + signal.SIGINT
+    write_problems(folder / "data")
+    run_stages(list_stages(folder.resolve()), folder)
     show_explanations(folder)
     show_accuracies(folder)
     print(f"\nDone in {time.perf_counter() - begin:.0f} s. How it learned: rlt report {folder}/rlt/teacher")
@@ -134,11 +123,8 @@ def run_demo(words: Sequence[str]) -> int:
 
 def build_demo_parser() -> argparse.ArgumentParser:
     """Return the parser of `rlt demo`."""
-    parser = argparse.ArgumentParser(
-        prog="rlt demo", allow_abbrev=False, description=ABOUT.partition("\n\n")[0]
-    )
-    meaning = "the folder, in which a demo continues; runs/demo-<time> by default"
-    parser.add_argument("--output_dir", metavar="DIR", help=meaning)
+    parser = argparse.ArgumentParser("rlt demo", allow_abbrev=False)
+    parser.add_argument("--output_dir", default=f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     return parser
 
 
@@ -164,59 +150,51 @@ def write_problems(folder: Path) -> None:
 
 def list_stages(folder: Path) -> list[Stage]:
     """Return the stages; those of the trained teacher come first, since they take longest."""
-    data = folder / "data"
-    sets = json.dumps({"chains": str(data / "held_out.jsonl")})
-
-    def build(line: str, name: str, needs: str, verb: str, config: str, **options: object) -> Stage:
-        words = [verb, "--config", str(list_shipped_configs()[config])]
-        words += ["--output_dir", str(folder / name), "--resume", "true"]
-        for option, value in options.items():
-            words += [f"--{option.replace('__', '.')}", str(value)]
-        return Stage(name, line, tuple(words), folder / name / RESULTS[verb], needs)
-
-    line = "warm-up teacher: learn from uneven explanations"
-    stages = [build(line, "warmup/teacher", "", "fit", "laptop/warmup", data__source=data / "warmup.jsonl")]
-    rows: dict[str, object] = {"data__source": data / "rlt.jsonl"}
-    rows |= {"model__teacher": folder / "warmup/teacher/model"}
-    line = f"RLT teacher: RLT, {NUM_ITERATIONS} iterations"
-    stages += [build(line, "rlt/teacher", "warmup/teacher", "fit", "laptop/rlt", **rows)]
-    for name in sorted(ARMS, key=lambda name: name != "rlt"):
-        arm, model, needs = ARMS[name], "miniature", ""
-        if arm.teacher:
-            needs = f"{arm.teacher}/teacher"
-            rows = {"data__source": data / "explained.jsonl", "model__teacher": folder / needs / "model"}
-            line, options = f"{arm.name}: explain {NUM_EXPLAINED} problems", arm.options | {"data__seed": 0}
-            stages += [build(line, f"{name}/traces", needs, "predict", "laptop/generate", **rows, **options)]
-            rows = {"data__source": folder / name / "traces/distillation.jsonl", "data__seed": 0}
-            line, needs = f"{arm.name}: its student learns from them", f"{name}/traces"
-            stages += [
-                build(line, f"{name}/student", needs, "fit", "laptop/sft", trainer__max_epochs=1, **rows)
-            ]
-            model, needs = str(folder / name / "student/model"), f"{name}/student"
-        line, options = f"{arm.name}: answer {NUM_ASKED} problems", {"rollouts__sampling__temperature": 0.7}
-        options |= {"model__pretrained": model, "data__sets": sets}
-        stages += [build(line, f"{name}/answers", needs, "test", "laptop/evaluate", **options)]
-    return stages
+    place = shlex.quote(str(folder))
+    sets = shlex.quote(json.dumps({"chains": str(folder / "data/held_out.jsonl")}))
+    answer = f"test --config laptop/evaluate --rollouts.sampling.temperature 0.7 --data.sets {sets}"
+    warm_up = f"fit --config laptop/warmup --data.source {place}/data/warmup.jsonl"
+    rlt = f"fit --config laptop/rlt --data.source {place}/data/rlt.jsonl"
+    rlt += f" --model.teacher {place}/warmup/teacher/model"
+    stages = [
+        Stage("warmup/teacher", "", "warm-up teacher: learn from uneven explanations", warm_up),
+        Stage("rlt/teacher", "warmup/teacher", f"RLT teacher: RLT, {NUM_ITERATIONS} iterations", rlt),
+    ]
+    for arm, (name, teacher, options) in ARMS.items():
+        explain = f"predict --config laptop/generate --data.source {place}/data/explained.jsonl --data.seed 0"
+        explain += f" --model.teacher {place}/{teacher}/teacher/model {options}"
+        learn = f"fit --config laptop/sft --data.source {place}/{arm}/traces/distillation.jsonl"
+        learn += " --data.seed 0 --trainer.max_epochs 1"
+        asks = f"{answer} --model.pretrained {place}/{arm}/student/model"
+        stages += [
+            Stage(
+                f"{arm}/traces", f"{teacher}/teacher", f"{name}: explain {NUM_EXPLAINED} problems", explain
+            ),
+            Stage(f"{arm}/student", f"{arm}/traces", f"{name}: its student learns from them", learn),
+            Stage(f"{arm}/answers", f"{arm}/student", f"{name}: answer {NUM_ASKED} problems", asks),
+        ]
+    asks = f"{answer} --model.pretrained miniature"
+    return [*stages, Stage("untrained/answers", "", f"{UNTRAINED}: answer {NUM_ASKED} problems", asks)]
 
 
 def run_stages(stages: Sequence[Stage], folder: Path) -> None:
-    """Run stages, as many side by side as there are cores; pass over finished ones.
+    """Run stages, as many side by side as there are cores; what an earlier demo has finished is kept.
 
     Args:
         stages: The stages; an earlier one starts first where several can.
-        folder: Folder of their logs.
+        folder: Folder of theirs, and of their logs.
 
     Raises:
-        StageError: If a stage fails. The others are ended.
+        InputError: If a stage fails. The others are ended.
     """
     # One thread each, so that two run side by side and the same figures come out on every machine.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["SLURM_JOB_NAME"] = "interactive"  # each is one process, whatever a job has tasks for
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    waiting = {stage.name: stage for stage in stages if not stage.result.exists()}
+    waiting = {stage.name: stage for stage in stages}
     running: dict[Stage, ForkServerProcess] = {}
-    begun: dict[Stage, float] = {}
+    begin = time.perf_counter()
     try:
         while waiting or running:
             busy = {*waiting, *(stage.name for stage in running)}
@@ -224,17 +202,15 @@ def run_stages(stages: Sequence[Stage], folder: Path) -> None:
             for stage in ready[: (os.cpu_count() or 1) - len(running)]:
                 log = folder / f"{stage.name}.log"
                 log.parent.mkdir(exist_ok=True)
-                running[stage] = context.Process(target=run_rlt, args=(waiting.pop(stage.name).words, log))
+                words = waiting.pop(stage.name).list_words(folder)
+                running[stage] = context.Process(target=run_rlt, args=(words, log))
                 running[stage].start()
-                begun[stage] = time.perf_counter()
             connection.wait([process.sentinel for process in running.values()])
             for stage in [stage for stage, process in running.items() if process.exitcode is not None]:
-                status = running.pop(stage).exitcode
-                if status:
+                if status := running.pop(stage).exitcode:
                     log = folder / f"{stage.name}.log"
-                    end = "\n".join(log.read_text().splitlines()[-5:])
-                    raise StageError(f"rlt {stage.words[0]} ended with {status}. Its log is {log}:\n{end}")
-                print(f"  {time.perf_counter() - begun[stage]:5.1f} s  {stage.line}", flush=True)
+                    raise InputError(f"{stage.line} ended with {status}. Look at the end of its log, {log}.")
+                print(f"  {time.perf_counter() - begin:5.1f} s  {stage.line}", flush=True)
     finally:
         for process in running.values():
             process.terminate()
@@ -275,9 +251,10 @@ def show_explanations(folder: Path) -> None:
 def show_accuracies(folder: Path) -> None:
     """Print what the students solve."""
     print(f"\nHeld-out problems solved by a student that learned from …, in % of {NUM_ASKED}:\n")
-    for name, arm in ARMS.items():
-        accuracy = read_accuracy(folder / name / "answers")
-        print(f"  {arm.name:<31} {100 * accuracy:5.0f}  {'#' * round(30 * accuracy)}".rstrip())
+    for row in ROWS:
+        accuracy = read_accuracy(folder / row / "answers")
+        name = ARMS[row].name if row in ARMS else UNTRAINED
+        print(f"  {name:<31} {100 * accuracy:5.0f}  {'#' * round(30 * accuracy)}".rstrip())
     print(f"\n{textwrap.fill(f'One seed, at most ± 4 points (95 %). {CHEAPER}', 80)}")
 
 

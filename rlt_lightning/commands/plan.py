@@ -20,7 +20,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -35,7 +35,6 @@ from rlt_lightning.datamodules import (
     StudentOPDData,
 )
 from rlt_lightning.engines import HFEngine, VLLMEngine
-from rlt_lightning.engines.slots import find_architecture_fault
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
 from rlt_lightning.models.kernels import find_blocks
 from rlt_lightning.models.load import meta_model
@@ -53,7 +52,7 @@ from rlt_lightning.types import InputError
 GIB = 2**30
 RUNTIME = 2 * GIB  # stated: CUDA context, libraries' workspaces, NCCL, and what fragmentation wastes
 ASLEEP = 1.5 * GIB  # stated: a sleeping vLLM worker
-GPUS = {"A100": 79.3, "H100": 79.6, "H200": 140.4, "B200": 178.4}  # memory that the driver shows, GiB
+H100_GIB = 79.6  # memory that the driver shows
 SHAPES = files("rlt_lightning.models") / "shapes.yaml"  # of published models
 # Tiles of logits, and of what is computed from them, that a head holds at a time: in a forward pass, in a
 # backward pass, and in that of a divergence from a teacher.
@@ -73,17 +72,13 @@ class PlanOptions:
     """What a plan needs to know beyond the settings of the run.
 
     Args:
-        device: H100, H200, A100, B200 or cpu; auto: cpu where trainer.accelerator says so, else H100.
-        device_gib: Memory of one device, GiB; None: the device's, or this machine's shared by processes.
+        device_gib: Memory of one device, GiB; None: an H100's or, where trainer.accelerator is cpu, this
+            machine's, shared by its processes.
         prompt_length: Longest prompt, tokens; None: that of the rows, else data.max_prompt_length.
-        completion_length: Longest completion, tokens; None: the sampling limit, in fine-tuning that of the
-            rows, else data.max_length less the prompt.
     """
 
-    device: Literal["auto", "cpu", "A100", "H100", "H200", "B200"] = "auto"
     device_gib: PositiveFloat | None = None
     prompt_length: PositiveInt | None = None
-    completion_length: PositiveInt | None = None
 
 
 class Model:
@@ -150,9 +145,8 @@ class Model:
         self.num_words = head.out_features
         self.head_grad = head.weight.numel() * self.gathered_bytes if head.weight.requires_grad else 0
         kv_heads = getattr(config, "num_key_value_heads", None)
-        self.uses_slots = find_architecture_fault(model) is None  # not transformers' cache
         numbers = sum(2 * (kv_heads or heads) * size for heads, size in list_heads(config))
-        self.kv_bytes = numbers * (2 if mixed and self.uses_slots else self.gathered_bytes)  # per token
+        self.kv_bytes = numbers * (2 if mixed else self.gathered_bytes)  # per token
         self.hidden = config.hidden_size
         self.residual_bytes = self.hidden * self.gathered_bytes
         self.count_activations(config, blocks[0], 2 if autocast else self.gathered_bytes)
@@ -215,7 +209,7 @@ class Plan:
         precision = str(trainer.precision or "32-true")
         precision = {"bf16": "bf16-mixed", "32": "32-true"}.get(precision, precision)
         require_precision(precision)
-        self.on_cpu = options.device == "cpu" or (options.device == "auto" and trainer.accelerator == "cpu")
+        self.on_cpu = trainer.accelerator == "cpu"
         self.gpus = list_devices(trainer.devices, self.on_cpu)
         self.num_processes = len(self.gpus) * int(trainer.num_nodes)
         self.sharding, self.strategy = read_sharding(trainer.strategy, self.num_processes)
@@ -224,11 +218,9 @@ class Plan:
         whole = self.sharding in ("whole", "ddp")
         self.state_shards = 1 if whole else self.num_processes
         require_settings(module.lora, module.optimizer_config, whole, installed=False)
-        self.device = "cpu" if self.on_cpu else options.device.replace("auto", "H100")
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(self.gpus)
-        self.memory = machine if self.on_cpu else GIB * GPUS[self.device]  # that one process may use
-        if options.device_gib:
-            self.memory = GIB * options.device_gib
+        device = machine if self.on_cpu else GIB * H100_GIB
+        self.memory = GIB * options.device_gib if options.device_gib else device  # that one process may use
         # Measured on a CPU, so before what follows takes more memory.
         self.runtime = resident_bytes() or GIB / 2 if self.on_cpu else RUNTIME
         self.offload_frozen = False
@@ -283,7 +275,7 @@ class Plan:
 
         Args:
             data: The datamodule.
-            options: They override both.
+            options: Their prompt length overrides both.
             limit: Of completions that are sampled; None where rows bring them.
             scratch: See `find_folder`.
 
@@ -315,7 +307,7 @@ class Plan:
             completion = limit or max(1, data.max_length - prompt)
             if isinstance(data, StudentOPDData | StudentLikelihoodData):
                 self.scored_prompt = prompt
-        self.prompt_length, self.completion_length = prompt, options.completion_length or completion
+        self.prompt_length, self.completion_length = prompt, completion
         self.note = f"prompts of up to {prompt} tokens ({source}), completions of {self.completion_length}"
         if self.scored_prompt:
             self.note += f"; models that score read prompts, with solutions, of up to {self.scored_prompt}"
@@ -435,10 +427,10 @@ class Plan:
         """Return keys and values while HFEngine samples, and what it needs to draw a token.
 
         With the engine's own cache a prompt's keys and values exist once, and those of a layer are copied as
-        their room doubles. With transformers' cache every row repeats its prompt.
+        their room doubles.
         """
         policy, rows = self.policy, min(self.hf_sequences, self.num_sequences)
-        prompts = min(rows, -(-self.num_sequences // self.group_size)) if policy.uses_slots else rows
+        prompts = min(rows, -(-self.num_sequences // self.group_size))
         tokens = rows * self.completion_length * (1 + 0.5 / policy.num_blocks) + prompts * self.prompt_length
         return tokens * policy.kv_bytes + rows * DRAW_BYTES * policy.num_words
 
@@ -545,18 +537,6 @@ class Plan:
             phases["step"] = lasting | {"step workspace": self.count_workspace_bytes()}
         return phases
 
-    def count_host_bytes(self) -> float:
-        """Return what each process keeps in main memory rather than on its GPU."""
-        policy, frozen = self.policy, sum(self.count_frozen_bytes(part) for part in self.frozen)
-        host = frozen if self.offload_frozen else 0.0
-        if self.offloads("parameters"):
-            host += (policy.stored_bytes + frozen) / self.shards
-        if self.offloads("optimizer") and self.trains:
-            # Gradients as they are accumulated, and as they are stepped.
-            gradients = 2 * policy.trained * self.master_bytes / self.state_shards
-            host += self.count_optimizer_bytes() + gradients
-        return host
-
     def format_disk(self, checkpoint: Checkpoint) -> str:
         """Return the line on what a training run writes: checkpoints, the model, a reference that moves."""
         policy = self.policy
@@ -609,15 +589,11 @@ def print_plan(
     phases = plan.list_phases()
     totals = {name: sum(parts.values()) for name, parts in phases.items()}
     name = max(totals, key=totals.__getitem__)
-    largest = sorted(phases[name].items(), key=lambda item: -item[1])[:3]
-    listed = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest)
     verb, fits = "fit" if plan.trains else "predict", totals[name] <= plan.memory
-    print(f"rlt {verb} on {plan.num_processes} x {plan.device}: {plan.sharding}", "", sep="\n")
+    print(f"rlt {verb}, processes: {plan.num_processes}, strategy: {plan.sharding}", "", sep="\n")
     print(*format_memory(phases), "", "Assumed:", *(f"  {note}" for note in plan.list_notes()), "", sep="\n")
-    verdict = f"{totals[name] / GIB:.1f} GiB of {plan.memory / GIB:.1f}, in {name}. Largest: {listed}."
+    verdict = f"{totals[name] / GIB:.1f} GiB of {plan.memory / GIB:.1f}, in {name}."
     print("fits:" if fits else "does not fit:", verdict)
-    if host := plan.count_host_bytes():
-        print(f"main memory: {host / GIB:,.1f} GiB for each process.")
     if plan.trains:
         print(plan.format_disk(checkpoint))
     return int(not fits)
@@ -642,10 +618,8 @@ def read_sharding(strategy: Any, num_processes: int) -> tuple[str, dict[str, Any
     """Return how a strategy divides the weights, and its settings.
 
     Raises:
-        InputError: If the planner does not know the strategy, or there is no process.
+        InputError: If the planner does not know the strategy.
     """
-    if num_processes < 1:
-        raise InputError("A run must have at least one process. Raise trainer.devices or trainer.num_nodes.")
     settings: dict[str, Any] = {}
     if isinstance(strategy, str) and strategy in NAMED:
         kind, settings = NAMED[strategy]

@@ -76,9 +76,8 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     Raises:
         InputError: If the folder holds no run with figures, a file is damaged, or `output` is no report.
     """
-    curves, notes = read_metrics(run / "metrics.csv")
+    curves = read_metrics(run / "metrics.csv")
     body = [f'<p class="soft">{escape(str(run))}</p>']
-    body += [f"<p>{escape(note)}</p>" for note in notes]
     if curves:
         body += render_curves(curves)
     for name in DOCUMENTS:

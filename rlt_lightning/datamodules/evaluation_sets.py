@@ -28,7 +28,6 @@ PRIVATE_SOURCES = ("Idavidrein/gpqa",)
 # Names of columns; the first one that a row has counts.
 QUESTIONS = ("question", "problem", "prompt", "Question")
 IDS = ("id", "unique_id", "Record ID")
-NUMBERS = ("numbers", "nums")
 LETTERS = "ABCD"  # of the options of a choice
 # Their columns, the right one first: GPQA's.
 CHOICE_COLUMNS = ("Correct Answer", *(f"Incorrect Answer {i}" for i in range(1, len(LETTERS))))
@@ -77,10 +76,13 @@ class EvaluationSet:
 
 SETS = {
     "aime24": EvaluationSet("AIME 2024", "HuggingFaceH4/aime_2024", "train", template=IN_A_BOX),
+    "aime25": EvaluationSet("AIME 2025", "math-ai/aime25", template=IN_A_BOX),
     "math500": EvaluationSet("MATH-500", "HuggingFaceH4/MATH-500", template=IN_A_BOX),
     "gpqa_diamond": EvaluationSet(
         "GPQA Diamond", "Idavidrein/gpqa:gpqa_diamond", "train", "choice", CHOICE, private=True
     ),
+    "gsm8k": EvaluationSet("GSM8K", "openai/gsm8k:main", template=IN_A_BOX),
+    "amc23": EvaluationSet("AMC 2023", "math-ai/amc23", template=IN_A_BOX),
     "countdown": EvaluationSet("Countdown", "countdown", judge="countdown"),
     "chains": EvaluationSet("last-digit chains", "chains"),
     "new_chains": EvaluationSet("last-digit chains with a new last step", "new_chains"),
@@ -260,11 +262,10 @@ def read_choice(row: dict[str, Any], spec: EvaluationSet, order: OptionOrder) ->
 def read_countdown(
     row: dict[str, Any], spec: EvaluationSet, order: OptionOrder
 ) -> tuple[dict[str, str], Reference]:
-    """Read numbers and their target; `read_rows` has added the question if the row had none."""
-    numbers = next((row[column] for column in NUMBERS if row.get(column) is not None), None)
-    target = row.get("target")
+    """Read a question with numbers and their target."""
+    numbers, target = row.get("numbers"), row.get("target")
     if not isinstance(numbers, list) or not all(isinstance(n, int) for n in [*numbers, target]):
-        detail = "it must have a list of integers, numbers or nums, and an integer target"
+        detail = "it must have numbers, a list of integers, and an integer target"
         raise BadRowError(BadRowReason.MISSING_COLUMN, detail)
     parts = {"question": read_question(row, spec.strip)}
     return parts, {"kind": "countdown", "numbers": numbers, "target": target}

@@ -18,11 +18,6 @@ QUESTION_COLUMNS = ("question", "prompt", "problem")  # the first that holds a t
 TRACE_COLUMN = "reasoning_trace"  # Bespoke-Stratos rows have it between the thought tags
 
 
-def has_texts(columns: dict[str, Any]) -> bool:
-    """Return whether a row has a question, a solution or a conversation."""
-    return any(columns.get(name) is not None for name in (*QUESTION_COLUMNS, "solution", "conversations"))
-
-
 def find_question(columns: Mapping[str, Any], names: Sequence[str] = QUESTION_COLUMNS) -> Any:
     """Return a row's question: the first column that holds text, else the text of a user's only turn.
 

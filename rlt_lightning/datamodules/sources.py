@@ -24,11 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.console import try_hub
 from rlt_lightning.datamodules.bad_rows import NumberedRow
-from rlt_lightning.datamodules.rows import has_texts
 from rlt_lightning.tasks import EMBEDDED
-from rlt_lightning.tasks.countdown import complete_columns
 from rlt_lightning.types import BadRowError, BadRowReason, InputError, as_list
 
 SOURCE_CHOICES = (
@@ -116,7 +113,7 @@ class SourceReader:
             )
 
     def read(self, source: Source) -> Iterator[NumberedRow]:
-        """Yield the rows of a source; a problem of ours without texts gets question and solution.
+        """Yield the rows of a source.
 
         Returns:
             Row numbers from 1 (line numbers in a JSONL file), each with the row's columns, or with the
@@ -127,7 +124,7 @@ class SourceReader:
         """
         number = 0
         for number, columns in islice(self.open(source).read_rows(), self.max_rows):
-            yield number, complete_row(columns)
+            yield number, columns
         if not number:
             raise InputError(
                 f"The source must have at least one row, but '{source}' has none. Use {SOURCE_CHOICES}."
@@ -169,16 +166,6 @@ class SourceReader:
         if path.suffix in SUFFIXES or starts_here or not is_hub_id:
             raise InputError(f"The file or folder '{source}' must exist, but does not. Use {SOURCE_CHOICES}.")
         return DatasetRows(source, name, configuration, self.split)
-
-
-def complete_row(columns: dict[str, Any] | BadRowError) -> dict[str, Any] | BadRowError:
-    """Write out the problem of a row that has no texts, or return why it has none; keep other rows."""
-    if isinstance(columns, BadRowError) or has_texts(columns):
-        return columns
-    try:
-        return complete_columns(columns)
-    except BadRowError as error:
-        return error
 
 
 def read_rows(
@@ -438,8 +425,6 @@ class DatasetRows:
         """Return a Dataset of the hub, or an IterableDataset of files."""
         import datasets
 
-        if not self.local_files:
-            try_hub()
         return datasets.load_dataset(
             self.name,
             self.configuration or None,

@@ -418,10 +418,6 @@ class StratosDataModule(LightningDataModule, ABC):
             rows: Rows as they were read.
             report: Gets the rows that are bad.
         """
-        rows = (
-            (number, columns if isinstance(columns, BadRowError) else self.complete(columns))
-            for number, columns in rows
-        )
         for number, columns, row in self._parse_rows(rows, report):
             try:
                 items = self.build_items(number, row, columns)
@@ -446,6 +442,7 @@ class StratosDataModule(LightningDataModule, ABC):
             try:
                 if isinstance(columns, BadRowError):
                     raise columns
+                columns = self.complete(columns)
                 texts = self.parse(columns)
             except BadRowError as error:
                 report.bad.append((number, error))

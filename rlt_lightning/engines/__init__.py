@@ -12,11 +12,10 @@ from rlt_lightning.engines.base import (
 )
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
-from rlt_lightning.engines.push import AdapterPush, GlooPush, IPCPush, NoPush, WeightPush
+from rlt_lightning.engines.push import GlooPush, IPCPush, NoPush, WeightPush
 from rlt_lightning.engines.vllm import VLLMEngine
 
 __all__ = [
-    "AdapterPush",
     "Engine",
     "EngineError",
     "GlooPush",

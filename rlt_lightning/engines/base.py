@@ -33,12 +33,12 @@ is taken for a bug and printed with its traceback. rlt_lightning/types.py draws 
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rlt_lightning.console import make_printable
 from rlt_lightning.models.weights import NamedTensor
@@ -169,8 +169,7 @@ class Placement(Enum):
     SERVER = "server"
 
 
-@runtime_checkable
-class Engine(Protocol):
+class Engine(ABC):
     """Token ids in, token ids out. Every call either returns or raises EngineError within its deadline.
 
     A class that derives from this one must write `start`, `sample`, `update_weights` and `verify`. All the
@@ -179,7 +178,6 @@ class Engine(Protocol):
 
     placement: Placement = Placement.SERVER
     reports_log_probs: bool = False  # whether completions bring log-probs at the temperature of sampling
-    takes_adapters: bool = False  # whether it is pushed a LoRA's matrices rather than merged weights
     max_model_len: int = sys.maxsize  # tokens of prompt and completion; known once it is started
     unverified: bool = False  # the engine sets it while a worker that has joined or rejoined awaits `verify`
     policy_version: int = -1  # of the weights that all its workers hold; -1 if some need a push
@@ -230,12 +228,11 @@ class Engine(Protocol):
 
         Args:
             named_tensors: Pairs of name and tensor: the teacher's weights under the names of its files, with
-                a LoRA merged in; if the engine `takes_adapters`, only the LoRA's matrices under peft's
-                names. With SHARED_WEIGHTS, the model's own parameters. Any other engine must take the
-                tensors from `models.weights.gather_in_groups(named_tensors, group_bytes)`, which yields lists
-                of whole tensors in this order, without the names. It must iterate to the end even if sending
-                fails: the other ranks wait at every group. It must send a group to its
-                end before it takes the next, so that no rank waits in a collective for one that is sending.
+                a LoRA merged in. With SHARED_WEIGHTS, the model's own parameters. Any other engine must take
+                the tensors from `models.weights.gather_in_groups(named_tensors, group_bytes)`, which yields
+                lists of whole tensors in this order, without the names. It must iterate to the end even if
+                sending fails: the other ranks wait at every group. It must send a group to its end before it
+                takes the next, so that no rank waits in a collective for one that is sending.
             policy_version: Optimizer steps that these weights have taken.
         """
 

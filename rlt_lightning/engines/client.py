@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import reprlib
 import ssl
-import sys
-from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,20 +15,14 @@ from typing import Any
 
 import httpx2
 
-from rlt_lightning.console import size_text
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, FinishReason, InputError
-from rlt_lightning.version import VLLM_MINORS, get_minor
+from rlt_lightning.version import VLLM_MINORS
 
 ADDRESS = r"https?://[^@/]+/?"  # of a server, without user and path: messages show it
 JSON = dict[str, Any]
-# The largest answer: of each token id, log-prob and text, mostly 100 bytes; and the rest.
-TOKEN_BYTES, ANSWER_BYTES = 2**10, 2**20
-# A token of less probability than exp of this is never sampled; float32 rounds 0 up to 1e-6.
-SMALLEST_LOG_PROB, LARGEST_LOG_PROB = -1e3, 1e-4
-# Log-probability, nats, of equal completions below which they are no chance: 4e-18.
-SMALLEST_CHANCE = -40.0
+LARGEST_LOG_PROB = 1e-4  # float32 rounds 0 up to 1e-6
 
 
 class WorkerError(EngineError):
@@ -51,10 +42,7 @@ class WorkerError(EngineError):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One completion of a prompt.
-
-    `drawn` has the tokens of the prompt's completions with the seeds that drew them; its requests share it.
-    """
+    """One completion of a prompt."""
 
     prompt: list[int]
     sampling: Sampling
@@ -62,29 +50,6 @@ class CompletionRequest:
     end_token_ids: Container[int]  # all tokens with which the server may end it
     vocab_size: int
     seed: int
-    group_size: int
-    drawn: defaultdict[tuple[int, ...], set[int]]
-
-    def require_own_draw(self, completion: Completion) -> None:
-        """Raise WorkerError if more seeds draw the same tokens than chance explains.
-
-        That k certain ones of G completions are alike has probability exp((k - 1) sum_t l_t), with the
-        log-probs l_t of their tokens; that any k are, C(G, k) times that at most. A certain text has 1.
-
-        Args:
-            completion: With the log-probs of sampling.
-        """
-        seeds = self.drawn[tuple(completion.token_ids)]
-        seeds.add(self.seed)
-        chance = math.log(math.comb(self.group_size, len(seeds)))
-        chance += (len(seeds) - 1) * sum(completion.log_probs or [])
-        if len(seeds) > 1 and chance < SMALLEST_CHANCE:
-            raise WorkerError(
-                f"vLLM worker {completion.worker} must sample by the seed, but drew the same "
-                f"{len(completion.token_ids)} tokens for {len(seeds)} seeds, which chance does once in "
-                f"1e{-chance / math.log(10):.0f} times. Is a cache between trainer and worker?",
-                retryable=False,
-            )
 
 
 class WorkerClient:
@@ -104,101 +69,55 @@ class WorkerClient:
         self.model = model
         self.api_key = api_key
         self.own_weights = own_weights
-        self.adapter: str | None = None  # name of the LoRA that it samples with, if any
         self.num_ranks = 1  # model workers behind the server
-        self.version = ""  # of vLLM; known once it was described
         self.dtype = "float32"  # of its weights
-        self.exact = (
-            False  # whether a worker with weights of its own reports log-probs at the sampling temperature
-        )
+        # Whether a worker with weights of its own reports log-probs at the sampling temperature.
+        self.exact = False
 
-    @property
-    def sampled_model(self) -> str | None:
-        """Return the name that requests use: the adapter's, if there is one, or the model's."""
-        return self.adapter or self.model
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        body: JSON | None,
-        deadline_s: float,
-        in_words: bool = False,
-        num_tokens: int = 0,
-    ) -> JSON:
-        """Make one call and return the decoded answer; for an empty answer, or text, an empty dictionary.
+    async def call(self, method: str, path: str, body: JSON | None, deadline_s: float) -> JSON:
+        """Make one call and return the decoded answer; for an empty answer, an empty dictionary.
 
         Args:
             method: GET or POST.
             path: The route.
             body: Sent as JSON; None: nothing.
             deadline_s: Time until the whole answer must be here.
-            in_words: Whether the answer is text, which is not read.
-            num_tokens: How many tokens the answer may tell about: they bound its size.
 
         Raises:
             WorkerError: On a refused or broken connection, a missed deadline, an error status, or an answer
-                that is no JSON, is compressed or is too large.
+                that is no JSON object.
         """
         place = f"vLLM worker {self.url}: {method} {path}"
-        max_bytes = ANSWER_BYTES + num_tokens * TOKEN_BYTES
-        content = bytearray()
         try:
-            async with (
-                asyncio.timeout(deadline_s),
-                self._http() as http,
-                http.stream(method, self.url + path, json=body) as response,
-            ):
-                async for chunk in response.aiter_raw():
-                    content += chunk
-                    if len(content) > max_bytes:
-                        raise WorkerError(
-                            f"{place} must send {size_text(max_bytes)} at most, but sends more. Is this a "
-                            "vLLM server?",
-                            retryable=True,
-                        )
+            async with asyncio.timeout(deadline_s), self._http() as http:
+                response = await http.request(method, self.url + path, json=body)
         except TimeoutError as error:
             raise WorkerError(
                 f"{place} must be answered within {deadline_s:g} s, but was not. Look at the worker's log; "
                 "raise the deadline if it is only slow.",
                 retryable=True,
             ) from error
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise WorkerError(
                 f"{place} failed ({type(error).__name__}: {error}). Check that the worker runs and that its "
                 "address is right.",
                 retryable=True,
             ) from error
-        except httpx2.InvalidURL as error:
-            raise WorkerError(
-                f"{place} has no valid address ({error}). Correct it.", retryable=False
-            ) from error
         if response.status_code >= 400:
-            raise build_refusal(place, response.status_code, content)
+            raise build_refusal(place, response.status_code, response.text)
         try:
-            answer = json.loads(content) if content and not in_words else {}
-        except (ValueError, RecursionError) as error:  # compressed, no JSON, or nested thousands of times
-            raise WorkerError(
-                f"{place} must answer in JSON, but sent {bytes(content[:80])!r}. Is this a vLLM server?",
-                retryable=True,
-            ) from error
+            answer = response.json() if response.content else {}
+        except ValueError:
+            answer = response.text
         if not isinstance(answer, dict):
             raise WorkerError(
                 f"{place} must answer with a JSON object, but sent {reprlib.repr(answer)}.", retryable=True
             )
         return answer
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """Return the headers of every call."""
-        # Compressed, a small answer could fill the memory.
-        plain = {"Accept-Encoding": "identity"}
-        return plain | {"Authorization": f"Bearer {self.api_key}"} if self.api_key else plain
-
     def _http(self) -> httpx2.AsyncClient:
-        return httpx2.AsyncClient(
-            headers=self.headers, timeout=None, verify=load_certificates(), trust_env=False
-        )
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return httpx2.AsyncClient(headers=headers, timeout=None, verify=load_certificates(), trust_env=False)
 
     async def probe(self, deadline_s: float) -> str | None:
         """Ask server, engine and model workers for a sign of life; return the version of their weights.
@@ -220,15 +139,11 @@ class WorkerClient:
         """Return the tokens of prompt and completion that the model takes; remember the model's name."""
         answer = await self.call("GET", "/v1/models", None, deadline_s)
         with self.require_form(answer, "a list of models"):
-            models = {
-                str(entry["id"]): int(entry.get("max_model_len") or sys.maxsize) for entry in answer["data"]
-            }
-            require(all(length > 0 for length in models.values()), "a context of no tokens")
+            models = {str(entry["id"]): int(entry["max_model_len"]) for entry in answer["data"]}
         if not models or (self.model is not None and self.model not in models):
             raise WorkerError(
                 f"vLLM worker {self.url} must serve the model '{self.model}', but serves "
-                f"{', '.join(models) or 'none'}. Correct the engine's served_model, or the worker's "
-                "--served-model-name.",
+                f"{', '.join(models) or 'none'}: it is another run's. Start again.",
                 retryable=False,
             )
         self.model = self.model or next(iter(models))
@@ -246,19 +161,9 @@ class WorkerClient:
             self.dtype = "unknown"
             self.exact = await self.reports_sampled_log_probs(0, deadline_s)
             return
-        answer = await self.call("GET", "/version", None, deadline_s)
-        with self.require_form(answer, "its version", retryable=False):
-            self.version = str(answer["version"])
-        if get_minor(self.version) not in VLLM_MINORS:
-            raise WorkerError(
-                f"vLLM worker {self.url} must be vLLM {' or '.join(VLLM_MINORS)}, but is {self.version}: our "
-                "extension uses parts of vLLM that change. Install one of these.",
-                retryable=False,
-            )
         answer = await self.call("GET", "/get_world_size", None, deadline_s)
         with self.require_form(answer, "its world_size"):
             self.num_ranks = int(answer["world_size"])
-            require(self.num_ranks > 0, "no model worker")
         # Not /server_info: it runs nvidia-smi and `pip list`, and fails without pip.
         answer = await self.call("POST", "/collective_rpc", {"method": "describe_worker"}, deadline_s)
         with self.require_form(answer, "its data type and whether it can sleep"):
@@ -279,7 +184,7 @@ class WorkerClient:
         one is not.
         """
         body: JSON = {
-            "model": self.sampled_model,
+            "model": self.model,
             "prompt": [token_id],
             "max_tokens": 1,
             "logprobs": 0,
@@ -294,7 +199,7 @@ class WorkerClient:
         """Sample a request's completion. Its log-probs are as the worker reports them."""
         sampling = request.sampling
         body = {
-            "model": self.sampled_model,
+            "model": self.model,
             "prompt": request.prompt,
             "seed": request.seed,
             "max_tokens": sampling.max_completion_length,
@@ -309,8 +214,7 @@ class WorkerClient:
             "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,
         }
-        num_tokens = len(request.prompt) + sampling.max_completion_length  # the prompt's ids come back too
-        answer = await self.call("POST", "/v1/completions", body, deadline_s, num_tokens=num_tokens)
+        answer = await self.call("POST", "/v1/completions", body, deadline_s)
         with self.require_form(answer, "a completion with token ids and log-probs, whole to its end"):
             completion = parse_completion(answer, request, self.url)
         return completion
@@ -318,13 +222,13 @@ class WorkerClient:
     async def score(self, token_ids: list[int], deadline_s: float) -> list[float]:
         """Return log-probs of all tokens but the first, by the worker's weights at temperature 1, nats."""
         body = {
-            "model": self.sampled_model,
+            "model": self.model,
             "prompt": token_ids,
             "max_tokens": 1,
             "temperature": 0,
             "prompt_logprobs": 0,
         }
-        answer = await self.call("POST", "/v1/completions", body, deadline_s, num_tokens=len(token_ids) + 1)
+        answer = await self.call("POST", "/v1/completions", body, deadline_s)
         with self.require_form(answer, "a log-prob of every token"):
             entries = answer["choices"][0]["prompt_logprobs"][1:]
             pairs = zip(entries, token_ids[1:], strict=True)
@@ -332,7 +236,7 @@ class WorkerClient:
         return scores
 
     @contextmanager
-    def require_form(self, answer: JSON, expected: str, retryable: bool = True) -> Iterator[None]:
+    def require_form(self, answer: JSON, expected: str) -> Iterator[None]:
         """Turn an error in reading an answer into a WorkerError that shows it."""
         try:
             yield
@@ -341,7 +245,7 @@ class WorkerClient:
             raise WorkerError(
                 f"vLLM worker {self.url} must send {expected}, but sent {reprlib.repr(answer)} "
                 f"({type(error).__name__}: {error!s:.200}). Check that it is vLLM {minors}.",
-                retryable=retryable,
+                retryable=True,
             ) from error
 
 
@@ -359,37 +263,23 @@ def parse_completion(answer: JSON, request: CompletionRequest, url: str) -> Comp
     require(1 <= len(token_ids) <= limit and len(log_probs) == len(token_ids), counts)
     in_vocabulary = all(type(token) is int and 0 <= token < request.vocab_size for token in token_ids)
     require(in_vocabulary, "token ids that are not in the vocabulary")
-    are_log_probs = all(type(value) in (int, float) and math.isfinite(value) for value in log_probs)
-    require(
-        are_log_probs and SMALLEST_LOG_PROB <= min(log_probs) <= max(log_probs) <= LARGEST_LOG_PROB,
-        "no log-probs",
-    )
+    are_log_probs = all(math.isfinite(value) and value <= LARGEST_LOG_PROB for value in log_probs)
+    require(are_log_probs, "no log-probs")
     reason = parse_finish_reason(choice, request)
     return Completion(token_ids, log_probs, reason, seed=request.seed, worker=url)
 
 
 def parse_finish_reason(choice: JSON, request: CompletionRequest) -> FinishReason:
     """Tell end tag, end-of-sequence token and token limit apart; the tokens must show which it is."""
-    reason, detail, token_ids = choice["finish_reason"], choice.get("stop_reason"), choice["token_ids"]
-    watcher = request.watcher
-    claim = f"finish_reason {reason!r:.40} and stop_reason {detail!r:.40}"
-    ends = (
-        watcher.finish_reason(token_ids[max(0, i - watcher.window) : i]) for i in range(1, len(token_ids))
-    )
-    require(all(end == "length" for end in ends), f"{claim}, but tokens behind an end")
-    last = watcher.finish_reason(token_ids)
-    if reason == "length":
-        is_full = len(token_ids) == request.sampling.max_completion_length and last == "length"
-        require(is_full, f"{claim}, but {len(token_ids)} tokens")
-        return "length"
-    if reason == "stop" and watcher.stop and detail == watcher.stop:
-        require(last == "stop", f"{claim}, but another text at the end")
-        return "stop"
+    reason, token_ids = choice["finish_reason"], choice["token_ids"]
+    end = request.watcher.finish_reason(token_ids)
+    if end == "length" and reason == "stop" and token_ids[-1] in request.end_token_ids:
+        end = "eos"
+    is_full = len(token_ids) == request.sampling.max_completion_length
     # An aborted request has another reason.
-    require(reason == "stop" and (detail is None or type(detail) is int), claim)
-    is_ended = token_ids[-1] in request.end_token_ids and detail in (None, token_ids[-1])
-    require(is_ended, f"{claim}, but the last token {token_ids[-1]}")
-    return "eos"
+    holds = reason == "length" and is_full if end == "length" else reason == "stop"
+    require(holds, f"finish_reason {reason!r:.40}, but {len(token_ids)} tokens, the last {token_ids[-1]}")
+    return end
 
 
 def require(condition: bool, what_came: str) -> None:
@@ -398,19 +288,12 @@ def require(condition: bool, what_came: str) -> None:
         raise ValueError(what_came)
 
 
-def build_refusal(place: str, status: int, content: bytes | bytearray) -> WorkerError:
+def build_refusal(place: str, status: int, reason: str) -> WorkerError:
     """Return the error of a status: 5xx and overload may pass, anything else is the request's fault."""
-    reason = content[:2000].decode(errors="replace").strip()[:300]
-    advice = "Correct the request's settings."
-    if status in (401, 403):
-        advice = "Put the server's key into the environment variable that the engine's api_key_env names."
-    elif status == 404:
-        minors = " or ".join(VLLM_MINORS)
-        advice = f"The worker must be vLLM {minors}, started with VLLM_SERVER_DEV_MODE=1 in its environment."
-    elif status >= 500:
-        advice = "Look at the worker's log."
+    minors = " or ".join(VLLM_MINORS)
+    advice = f" Start vLLM {minors} with VLLM_SERVER_DEV_MODE=1 in its environment." if status == 404 else ""
     return WorkerError(
-        f"{place} was refused with status {status} ({reason}). {advice}",
+        f"{place} was refused with status {status} ({reason.strip()[:300]}).{advice}",
         retryable=status >= 500 or status in (408, 429),
         refused=True,
     )

@@ -9,7 +9,7 @@ All workers hold the same weights, and serve together or not at all:
 A worker that dies, hangs or sends garbage takes all to down, and ends what is sampled; what has come stays
 valid. `health` starts a launched worker again, waits for the others, and a push follows. A second loss before
 a request is sampled to its end ends the run. Without a trainer (NoPush) workers that are up are current.
-Workers that fall asleep drop their weights, so a push follows; with an adapter they keep the base's.
+Workers that fall asleep drop their weights, so a push follows.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.console import size_text, waiting_for
+from rlt_lightning.console import waiting_for
 from rlt_lightning.engines.base import AGREEMENT, EngineError, NamedTensor, find_disagreement
 from rlt_lightning.engines.client import WorkerClient, WorkerError
 from rlt_lightning.engines.launch import EXTENSION, Launch, read_last_error, start_server, stop_server
 from rlt_lightning.engines.push import WeightPush
 from rlt_lightning.engines.threads import run_coroutine
-from rlt_lightning.models.weights import weights_size
 from rlt_lightning.run.interrupt import is_terminated
 
 log = logging.getLogger(__name__)
 # Deadline of the first call to a worker that may not be there.
 GREETING_S = 5.0
+SLEEP = "/sleep?level=2"  # level 1 would copy the weights to pinned main memory, 2 drops them
 
 
 class Worker(WorkerClient):
@@ -56,8 +56,7 @@ class Fleet:
         run_id: Marks the versions of this trainer: those of another run's trainer are not ours.
         launch: How workers are started; None: they run already.
         sleeps: Whether workers sleep while the GPUs train.
-        call_timeout_s: Deadline of every call but these two:
-        sleep_timeout_s: Deadline of falling asleep, and of waking.
+        call_timeout_s: Deadline of every call, except in a push, in falling asleep and in waking.
         recovery_timeout_s: How long to wait for workers that run already.
     """
 
@@ -69,7 +68,6 @@ class Fleet:
         launch: Launch | None,
         sleeps: bool,
         call_timeout_s: float,
-        sleep_timeout_s: float,
         recovery_timeout_s: float,
     ) -> None:
         self.workers = workers
@@ -78,7 +76,6 @@ class Fleet:
         self.launch = launch
         self.sleeps = sleeps
         self.call_timeout_s = call_timeout_s
-        self.sleep_timeout_s = sleep_timeout_s
         self.recovery_timeout_s = recovery_timeout_s
         self.model = ""  # what launched workers load, and where their logs are
         self.logs = Path()
@@ -135,23 +132,21 @@ class Fleet:
 
     def put_to_sleep(self) -> None:
         """Put all workers to sleep: none may keep its memory of the GPU that trains."""
-        # Level 1 copies the weights to pinned main memory, level 2 drops them.
-        path = f"/sleep?level={1 if self.weights.takes_adapters else 2}"
         asleep = not self.sleeps
         while not asleep:
             if not self.up:
                 self._bring_back()
             with waiting_for(f"vLLM worker {self.urls} to fall asleep"), self._losing():
-                self._call_all(lambda worker: worker.call("POST", path, None, self.sleep_timeout_s))
+                self._call_all(lambda worker: worker.call("POST", SLEEP, None, self.weights.timeout_s))
                 asleep = True
-        if self.sleeps and not self.weights.takes_adapters:
+        if self.sleeps:
             self.policy_version, self.verified = -1, False
 
     def lose(self, error: WorkerError) -> None:
         """Take all workers out of service, since one failed.
 
         Raises:
-            EngineError: If it would fail again, did so before, or because the whole run was told to end.
+            EngineError: If it would fail again, or did so before.
         """
         if not error.retryable:
             raise error
@@ -159,8 +154,6 @@ class Fleet:
         self.losses += 1
         # Logged and not warned: Python shows a warning only once.
         log.warning("Lost vLLM worker: %s", error)
-        if is_terminated():
-            raise EngineError(f"A vLLM worker was lost when this run was terminated: {error}")
         if self.losses > 1:
             raise EngineError(
                 f"A vLLM worker was lost twice in one iteration: {error} Repair it, then resume with "
@@ -172,7 +165,7 @@ class Fleet:
         self.up, self.policy_version, self.verified = False, -1, False
         self.weights.disconnect()
         for worker in self.workers:
-            worker.greeted, worker.adapter = False, None
+            worker.greeted = False
 
     def _bring_back(self) -> None:
         """Start launched workers that do not answer, and wait until all do."""
@@ -200,14 +193,13 @@ class Fleet:
     def _start_server(self, worker: Worker, index: int, launch: Launch) -> subprocess.Popen[bytes]:
         """Start the process of worker number `index`."""
         port = int(worker.url.rpartition(":")[2])
-        arguments, environment = self.weights.launch_options()
         command = launch.build_command(index, port, self.model, self.weights.backend, str(worker.model))
-        environment = environment | launch.environment | launch.build_gpu_environment(index)
+        environment = launch.environment | launch.build_gpu_environment(index)
         if key := worker.api_key:
             # Not on the command line, where every user of the machine could read it.
             environment["VLLM_API_KEY"] = key
         environment["VLLM_SERVER_DEV_MODE"] = "0" if worker.own_weights else "1"
-        return start_server(command + arguments, environment, self._log_of(index))
+        return start_server(command, environment, self._log_of(index))
 
     def _log_of(self, index: int) -> Path:
         return self.logs / f"worker-{index}.log"
@@ -244,7 +236,7 @@ class Fleet:
     async def _wake(self, worker: Worker) -> None:
         """Wake a worker, or find it awake."""
         if self.sleeps:
-            await worker.call("POST", "/wake_up", None, self.sleep_timeout_s)
+            await worker.call("POST", "/wake_up", None, self.weights.timeout_s)
 
     async def _wait(self) -> None:
         """Wait until all workers are greeted.
@@ -255,11 +247,7 @@ class Fleet:
         deadline_s = self.recovery_timeout_s if self.launch is None else self.launch.start_deadline_s
         end = time.monotonic() + deadline_s
 
-        def missing() -> str:
-            absent = [worker.url for worker in self.workers if not worker.greeted]
-            return f"vLLM worker {', '.join(absent)} to answer" if absent else ""
-
-        with waiting_for(missing, deadline_s):
+        with waiting_for(f"vLLM worker {self.urls} to answer, at most {deadline_s:.0f} s"):
             while True:
                 absent = [worker for worker in self.workers if not worker.greeted]
                 await asyncio.gather(*map(self._greet, absent))
@@ -286,9 +274,7 @@ class Fleet:
     def push(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
         """Push to all workers. If one fails, all need another push when it is back."""
         self.policy_version, self.pushed = -1, policy_version
-        size = size_text(weights_size(tensor for _, tensor in named_tensors))
-        weights = f"the weights of step {policy_version} ({size}) by {type(self.weights).__name__}"
-        with waiting_for(f"vLLM worker {self.urls} to take {weights}"), self._losing():
+        with waiting_for(f"vLLM worker {self.urls} to take the weights"), self._losing():
             self.weights.push(named_tensors, list(self.workers), self.version_name)
             self.policy_version = policy_version
 

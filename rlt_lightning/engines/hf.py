@@ -22,7 +22,6 @@ from torch import Tensor
 
 from rlt_lightning.engines.base import (
     Engine,
-    EngineError,
     NamedTensor,
     Placement,
     SampleRequest,
@@ -83,14 +82,6 @@ class HFEngine(Engine):
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
         """Do nothing: there is one copy of the weights."""
 
-    def health(self) -> None:
-        """Raise if `start` has not been called."""
-        if self.model is None:
-            raise EngineError(
-                "HFEngine must be started with a model before it can serve: call start(model, tokenizer, "
-                "folder)."
-            )
-
     def close(self) -> None:
         """Drop all references to the trainer's model."""
         self.model = self.tokenizer = self.run = self.on_any_rank = None
@@ -99,7 +90,6 @@ class HFEngine(Engine):
         self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
     ) -> Iterator[tuple[int, Completion]]:
         """See `Engine.sample`: all completions come at the end, as nobody can use the model before."""
-        self.health()
         limits = [request.limit(sampling) for request in requests]
         groups = [
             Group(request.prompt, request.seed, request.num_completions, limit)

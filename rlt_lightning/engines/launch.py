@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
 
-import torch
-
 from rlt_lightning.allocator import ALLOCATOR_NAMES
 from rlt_lightning.console import make_printable, waiting_for
 from rlt_lightning.engines import guard
@@ -50,7 +48,6 @@ class Launch:
         data_parallel_size: Copies behind one server.
         gpus: GPUs of each worker, one list per worker, counted from 0 among the GPUs that this process
             sees (CUDA_VISIBLE_DEVICES); None: each worker sees all of them.
-        port: Port of the first worker, the others follow; 0: free ports.
         start_deadline_s: Time to load the model and answer.
         arguments: Further arguments of `vllm serve`, such as --enforce-eager.
         environment: Further environment variables, such as VLLM_CPU_KVCACHE_SPACE.
@@ -64,7 +61,6 @@ class Launch:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     gpus: list[list[int]] | None = None
-    port: int = 0
     start_deadline_s: float = 900.0
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -107,11 +103,7 @@ class Launch:
 
     def build_gpu_environment(self, index: int) -> dict[str, str]:
         """Return the environment variable by which worker number `index` sees only its GPUs."""
-        if self.gpus is None:
-            return {}
-        # None: where the trainer sees no GPU, workers may.
-        number = torch.cuda.device_count() or None
-        return {VARIABLE: choose_worker_gpus(self.gpus[index], os.environ, number)}
+        return {} if self.gpus is None else {VARIABLE: choose_worker_gpus(self.gpus[index], os.environ)}
 
 
 def find_executable(name: str) -> str | None:
@@ -173,23 +165,19 @@ def read_last_error(log: Path) -> str:
     return f"{make_printable((errors or lines or ['its log is empty'])[-1][-300:])} (log: {log})."
 
 
-def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str], number: int | None = None) -> str:
+def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str]) -> str:
     """Return a worker's CUDA_VISIBLE_DEVICES.
 
     Args:
         gpus: Positions among the GPUs that this process sees.
         environment: The environment variables of this process.
-        number: The machine's number of GPUs, read if the environment shows all; None: unknown.
 
     Raises:
         InputError: If a position is beyond the GPUs that this process sees.
     """
-    if VARIABLE in environment:
-        visible = [word.strip() for word in environment[VARIABLE].split(",") if word.strip()]
-        if "-1" in visible:  # CUDA reads the list up to it
-            visible = visible[: visible.index("-1")]
-    else:
-        visible = [str(i) for i in range(max(gpus) + 1 if number is None else number)]
+    if VARIABLE not in environment:
+        return ",".join(map(str, gpus))
+    visible = [word.strip() for word in environment[VARIABLE].split(",") if word.strip()]
     if beyond := [i for i in gpus if not 0 <= i < len(visible)]:
         raise InputError(
             f"launch.gpus must count, from 0, among the {len(visible)} GPUs that this process sees, but "

@@ -1,10 +1,9 @@
-"""Push new weights to vLLM workers: through a buffer, over TCP, or only an adapter's.
+"""Push new weights to vLLM workers: through a shared buffer, or over TCP.
 
     WeightPush           pause ─▶ start ─▶ weights ─▶ finish ─▶ reset the prefix cache ─▶ resume
     ├── BucketPush       fills one buffer again and again; all workers load what is in it
     │   ├── IPCPush      shares the buffer with the workers of this machine
     │   └── GlooPush     broadcasts it over TCP
-    ├── AdapterPush      writes a LoRA's matrices to a folder
     └── NoPush           nothing: workers have weights of their own
 
 Sharded weights are gathered a bucket at a time. Each ═ is a collective of the trainer's ranks. None stands
@@ -18,30 +17,25 @@ the workers. Trainers that gathered while they sent have hung (https://github.co
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from rlt_lightning.engines.base import EngineError, NamedTensor
+from rlt_lightning.engines.base import NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
 from rlt_lightning.ipc import GPUBuffer, HostBuffer
-from rlt_lightning.models.lora import ADAPTER, ADAPTER_FILE, save_adapter_config
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import InputError
 
@@ -49,8 +43,6 @@ T = TypeVar("T")
 
 # Bytes; where a tensor begins in a buffer.
 ALIGNMENT = 16
-# The ranks that --max-lora-rank takes.
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class WeightPush(ABC):
@@ -63,7 +55,6 @@ class WeightPush(ABC):
     """
 
     backend: ClassVar[str | None]  # what the worker's --weight-transfer-config names; None: it needs none
-    takes_adapters: ClassVar[bool] = False  # whether it pushes a LoRA's matrices rather than merged weights
 
     def __init__(self, bucket_mib: int = 256, timeout_s: float = 300.0) -> None:
         if bucket_mib < 1 or timeout_s <= 0:
@@ -73,23 +64,6 @@ class WeightPush(ABC):
             )
         self.bucket_bytes = bucket_mib * 2**20
         self.timeout_s = timeout_s
-
-    def open(self, model: Any, folder: Path) -> None:  # noqa: B027  (most backends need neither)
-        """Get ready, before workers are started.
-
-        Args:
-            model: The trainer's teacher.
-            folder: A place in the run folder, for backends that write.
-        """
-
-    def launch_options(self) -> tuple[list[str], dict[str, str]]:
-        """Return further arguments and environment variables that workers must be started with."""
-        return [], {}
-
-    @property
-    def gather_bytes(self) -> int:
-        """Return the bytes of weights that every rank gathers at once."""
-        return self.bucket_bytes
 
     @abstractmethod
     def push(self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str) -> None:
@@ -121,9 +95,9 @@ class WeightPush(ABC):
         self.post(worker, "/reset_prefix_cache?reset_running_requests=true")
         self.post(worker, "/resume")
 
-    def post(self, worker: WorkerClient, path: str, body: JSON | None = None, in_words: bool = False) -> JSON:
+    def post(self, worker: WorkerClient, path: str, body: JSON | None = None) -> JSON:
         """Call a worker and wait for its answer, in whatever thread this is."""
-        return asyncio.run(worker.call("POST", path, body, self.timeout_s, in_words))
+        return asyncio.run(worker.call("POST", path, body, self.timeout_s))
 
     def disconnect(self) -> None:  # noqa: B027  (most backends hold no connection)
         """Forget connections, which the loss of a worker has broken."""
@@ -179,7 +153,7 @@ class BucketPush(WeightPush):
 
     def push(self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str) -> None:
         """See `WeightPush.push`."""
-        with gathering(named_tensors, self.gather_bytes) as groups:
+        with gathering(named_tensors, self.bucket_bytes) as groups:
             call_each(workers, self.begin)
             self.workers_dtype = find_common_dtype(workers)
             names = iter([name for name, _ in named_tensors])
@@ -246,13 +220,7 @@ class IPCPush(BucketPush):
         """Return a buffer that all workers can open."""
         if device.type == "cuda" and self.all_are_on(device, workers):
             return GPUBuffer(self.bucket_bytes, device)
-        try:
-            return HostBuffer(self.bucket_bytes)
-        except (OSError, RuntimeError) as error:
-            raise EngineError(
-                f"IPCPush must share a buffer of {self.bucket_bytes >> 20} MiB, but that failed ({error}). "
-                "Lower its bucket_mib."
-            ) from error
+        return HostBuffer(self.bucket_bytes)
 
     def all_are_on(self, device: torch.device, workers: list[WorkerClient]) -> bool:
         """Tell whether each worker has one GPU, and all of them this one."""
@@ -313,13 +281,7 @@ class GlooPush(BucketPush):
 
     def open_store(self) -> TCPStore:
         """Listen only on our address; by default a TCPStore listens on all."""
-        try:
-            listener = socket.create_server((self.host, 0))
-        except OSError as error:
-            raise InputError(
-                f"GlooPush's host must be an address of this machine, but '{self.host}' is none ({error}). "
-                "Correct it."
-            ) from error
+        listener = socket.create_server((self.host, 0))
         port, timeout = listener.getsockname()[1], timedelta(seconds=self.timeout_s)
         return TCPStore(self.host, port, None, True, timeout, False, master_listen_fd=listener.detach())
 
@@ -356,80 +318,6 @@ class SentBuffer:
 
     def close(self) -> None:
         """Do nothing: it is freed with the last reference."""
-
-
-class AdapterPush(WeightPush):
-    """Write only a LoRA's matrices, as peft does, and let the workers load them beside the base's weights.
-
-    There is far less to write and to load than merged weights, but sampling is slower, since each adapted
-    layer multiplies twice more. Requests name the push that they want, so an older adapter never serves them.
-
-    Args:
-        timeout_s: As in `WeightPush`.
-    """
-
-    backend = "adapter"
-    takes_adapters = True
-
-    def __init__(self, timeout_s: float = 300.0) -> None:
-        super().__init__(timeout_s=timeout_s)
-        self.folder = Path("weights")
-        self.model: Any = None
-
-    @property
-    def gather_bytes(self) -> int:
-        """Return no limit: the matrices are few, and peft wants one file."""
-        return sys.maxsize
-
-    def open(self, model: Any, folder: Path) -> None:
-        """Require a model with an adapter."""
-        self.folder = folder
-        if not hasattr(model, "peft_config"):
-            raise InputError(
-                "AdapterPush needs a teacher with an adapter, but model.lora is not set. Set it, or leave "
-                "the engine's push out to push whole weights."
-            )
-        self.model = model
-
-    def launch_options(self) -> tuple[list[str], dict[str, str]]:
-        """Let workers take one adapter at a time, of our rank or the next that vLLM has."""
-        rank = min((r for r in VLLM_RANKS if r >= self.model.peft_config[ADAPTER].r), default=VLLM_RANKS[-1])
-        arguments = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
-        return arguments, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-
-    def push(self, named_tensors: list[NamedTensor], workers: list[WorkerClient], version: str) -> None:
-        """Write, rename, load; then delete the folder of the push before."""
-        parent = self.folder.resolve()
-        target, scratch = parent / version, parent / f"{version}.tmp"
-        with gathering(named_tensors, self.gather_bytes) as groups:
-            call_each(workers, self.begin)
-            [tensors] = ([t.detach().cpu().contiguous() for t in group] for group in groups)
-        adapter = {name: tensor for (name, _), tensor in zip(named_tensors, tensors, strict=True)}
-        try:
-            for stale in (target, scratch):
-                shutil.rmtree(stale, ignore_errors=True)
-            scratch.mkdir(parents=True)
-            save_adapter_config(self.model, str(self.model.name_or_path), scratch)
-            save_file(adapter, scratch / ADAPTER_FILE)
-        except OSError as error:
-            raise EngineError(
-                f"The adapter must be written to {scratch}, but that failed ({error}). Make room."
-            ) from error
-        scratch.rename(target)
-        call_each(workers, lambda worker: self.load(worker, target, version))
-        call_each(workers, self.resume)
-        for other in parent.iterdir():
-            if other != target:
-                shutil.rmtree(other, ignore_errors=True)
-
-    def load(self, worker: WorkerClient, folder: Path, version: str) -> None:
-        """Announce the version, load the new adapter, and drop the one before."""
-        self.finish(worker, version)  # before the adapter: vLLM forgets adapters when weights change
-        adapter = {"lora_name": version, "lora_path": str(folder)}
-        self.post(worker, "/v1/load_lora_adapter", adapter, in_words=True)
-        former, worker.adapter = worker.adapter, version
-        if former is not None:
-            self.post(worker, "/v1/unload_lora_adapter", {"lora_name": former}, in_words=True)
 
 
 @contextmanager

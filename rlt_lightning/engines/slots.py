@@ -196,13 +196,8 @@ class TransformersDecoder:
         return output.logits[:, -1]
 
 
-# Ways of sampling, from fastest to slowest, as a message calls them.
-DECODERS = {
-    "slots": "HFEngine's own cache",
-    "padded": "transformers' cache",
-    "unpadded": "transformers' cache and only prompts of one length at a time",
-    "uncached": "no cache",
-}
+# Ways of sampling, from fastest to slowest.
+DECODERS = ("slots", "padded", "unpadded", "uncached")
 
 
 def build_decoder(name: str, model: Any, call: Call, max_rows: int, longest: int) -> Decoder:
@@ -243,20 +238,18 @@ def choose_decoder(model: Any, call: Call) -> str:
             set_attention(model, list_own_attentions(model)[0])
     wholes = [prompt + rest for prompt, rest in zip(prompts, rests, strict=True)]
     expected = torch.stack([compute_logits(text) for text in prompts + wholes]).float().log_softmax(-1)
-    faults: list[str] = []
-    for name, text in DECODERS.items():
+    fault: str | None = None
+    for name in DECODERS:
+        slower = fault
         build = partial(build_decoder, name, model, call, max_rows=6, longest=5)
         fault = find_known_fault(name, model) or find_decoder_fault(build, prompts, rests, expected)
         if fault is None:
-            if faults:
-                rank_zero_info(
-                    f"HFEngine samples {type(model).__name__} with {text}, which is slower: {faults[-1]}."
-                )
+            if slower is not None:
+                rank_zero_info(f"HFEngine samples {type(model).__name__} slowly ({name}): faster, {slower}.")
             return name
-        faults.append(f"with {text} {fault}")
     raise InputError(
         f"HFEngine must sample with the log-probs of the model's forward, but {type(model).__name__} does "
-        f"not: {faults[-1]}. Use another model, or a vLLM worker."
+        f"not: even without a cache {fault}. Use another model, or a vLLM worker."
     )
 
 
@@ -469,12 +462,11 @@ class SlotCache:
             counts[prompt] += 1
         most = max(counts)
         places = [p * most + m for p, m in zip(self.prompt_of, members, strict=True)]
-        in_order = places == list(range(len(counts) * most))
         bias = None
         if len(set(self.prompt_lengths)) > 1:
             lengths = upload(self.prompt_lengths, self.device)
             bias = build_ending_bias(lengths, max(self.prompt_lengths))
-        return Prompts(None if in_order else upload(places, self.device), most, bias)
+        return Prompts(upload(places, self.device), most, bias)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0, as transformers' empty caches do: positions are always given."""
@@ -545,12 +537,12 @@ class Prompts:
     """The prompts that the rows continue.
 
     Args:
-        places: (n,): prompt * members + member of each row; None: rows are in this order without gaps.
+        places: (n,): prompt * members + member of each row.
         members: Rows of the prompt that has most.
         bias: (P, 1, 1, L): 0 on a prompt's tokens, -inf behind its end; None: all have L tokens.
     """
 
-    places: Tensor | None
+    places: Tensor
     members: int
     bias: Tensor | None
 
@@ -583,25 +575,22 @@ def decode_attention(
     merge_(
         output,
         lse,
-        split_by_row(found, prompts, rows),
-        split_by_row(found_lse.unsqueeze(-1), prompts, rows)[..., 0],
+        split_by_row(found, prompts),
+        split_by_row(found_lse.unsqueeze(-1), prompts)[..., 0],
     )
     return output.reshape(rows, -1, output.shape[-1])
 
 
 def group_by_prompt(query: Tensor, prompts: Prompts, num_prompts: int) -> Tensor:
     """Gather the queries of each prompt's rows: (n, B, r, D) -> (P, B, members * r, D)."""
-    if prompts.places is not None:
-        room = query.new_zeros(num_prompts * prompts.members, *query.shape[1:])
-        query = room.index_copy_(0, prompts.places, query)
-    grouped = query.unflatten(0, (num_prompts, prompts.members))
+    room = query.new_zeros(num_prompts * prompts.members, *query.shape[1:])
+    grouped = room.index_copy_(0, prompts.places, query).unflatten(0, (num_prompts, prompts.members))
     return grouped.transpose(1, 2).flatten(2, 3)
 
 
-def split_by_row(found: Tensor, prompts: Prompts, num_rows: int) -> Tensor:
+def split_by_row(found: Tensor, prompts: Prompts) -> Tensor:
     """Undo `group_by_prompt`: (P, B, members * r, D) -> (n, B, r, D)."""
-    rows = found.unflatten(2, (prompts.members, -1)).transpose(1, 2).flatten(0, 1)
-    return rows if prompts.places is None else rows[prompts.places]
+    return found.unflatten(2, (prompts.members, -1)).transpose(1, 2).flatten(0, 1)[prompts.places]
 
 
 def attend(

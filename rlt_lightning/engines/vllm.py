@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Container, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,18 +63,15 @@ class VLLMEngine(Engine):
         log_probs: worker: use the workers' log-probs, which must be those of sampling (--logprobs-mode
             processed_logprobs, checked at the start; a worker of NoPush without a trainer may report others,
             which are not used). trainer: use only log-probs that the trainer computes.
-        served_model: Name that running workers serve the teacher under; None: the first that they list.
         api_key_env: Environment variable that holds the workers' API key, if they ask for one.
         max_sequences: Completions in flight at one worker, at most.
         request_timeout_s: Deadline of a request, from sending to its last token.
         call_timeout_s: Deadline of every other call; a worker that takes longer to show a sign of life is
             lost.
-        sleep_timeout_s: Deadline of falling asleep, and of waking.
         recovery_timeout_s: How long to wait for workers that run already.
         sleep: Let workers share the GPUs that train: they sleep, without weights, from a step's last
             completion to the next push. They need --enable-sleep-mode, and must fit into the GPU memory that
-            training leaves free between two steps (--gpu-memory-utilization). With AdapterPush the base's
-            weights wait in main memory.
+            training leaves free between two steps (--gpu-memory-utilization).
     """
 
     def __init__(
@@ -83,12 +80,10 @@ class VLLMEngine(Engine):
         launch: Launch | None = None,
         push: WeightPush | None = None,
         log_probs: Literal["worker", "trainer"] = "worker",
-        served_model: str | None = None,
         api_key_env: str = "VLLM_API_KEY",
         max_sequences: int = 256,
         request_timeout_s: float = 3600.0,
         call_timeout_s: float = 60.0,
-        sleep_timeout_s: float = 300.0,
         recovery_timeout_s: float = 600.0,
         sleep: bool = False,
     ) -> None:
@@ -111,17 +106,14 @@ class VLLMEngine(Engine):
                 "VLLMEngine.urls must be different addresses such as http://127.0.0.1:8000, without user and "
                 f"path, but one of the {len(urls or [])} is not. Correct them."
             )
-        run_id = uuid4().hex[:8]
+        run_id, served_model = uuid4().hex[:8], None  # None: the first that a running worker lists
         if launch is not None:
-            ports = [launch.port + i if launch.port else find_free_port() for i in range(launch.num_workers)]
-            urls = [f"http://{LOOPBACK}:{port}" for port in ports]
+            urls = [f"http://{LOOPBACK}:{find_free_port()}" for _ in range(launch.num_workers)]
             # A name of this run, so that no other server on the port is taken for ours.
             served_model = f"teacher-{run_id}"
         api_key = read_api_key(api_key_env)
         workers = [Worker(url, served_model, api_key, self.own_weights) for url in urls or []]
-        self.takes_adapters = self.push.takes_adapters
-        deadlines = (call_timeout_s, sleep_timeout_s, recovery_timeout_s)
-        self.fleet = Fleet(workers, self.push, run_id, launch, sleep, *deadlines)
+        self.fleet = Fleet(workers, self.push, run_id, launch, sleep, call_timeout_s, recovery_timeout_s)
         self.takes_turns = sleep
         self.reports_log_probs = log_probs == "worker"
         self.max_sequences = max_sequences
@@ -171,7 +163,6 @@ class VLLMEngine(Engine):
             self.vocab_size = int(model.config.get_text_config().vocab_size)
             dtypes = {parameter.dtype for parameter in model.parameters()}
             self.fleet.trainer_dtypes = {str(dtype).removeprefix("torch.") for dtype in dtypes}
-        self.push.open(model, folder / "weights")
         name = "" if model is None else model.name_or_path
         try:
             self.fleet.start(name, folder / "workers")
@@ -181,15 +172,7 @@ class VLLMEngine(Engine):
 
     def _serve_without_trainer(self) -> None:
         """Get ready to take the workers' own weights as they are."""
-        if not self.own_weights:
-            raise InputError(
-                f"Without a model, workers must serve weights of their own, but push is "
-                f"{type(self.push).__name__}. Set it to rlt_lightning.engines.NoPush."
-            )
-        if self.fleet.launch is not None and self.fleet.launch.model is None:
-            raise InputError(
-                "Without a model, launch.model must name what the workers load, but is not set. Set it."
-            )
+        assert self.own_weights
         self.fleet.without_trainer = True
         # The worker's model may end with another special token than the tokenizer's, and its vocabulary be
         # rounded up.
@@ -219,7 +202,7 @@ class VLLMEngine(Engine):
         """Gather in step with rank 0, if it gathers anything."""
         if self.own_weights:
             return
-        for _ in gather_in_groups(named_tensors, self.push.gather_bytes):
+        for _ in gather_in_groups(named_tensors, self.push.bucket_bytes):
             pass
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
@@ -244,7 +227,6 @@ class VLLMEngine(Engine):
             first = group.stop
             # Greedy completions are all alike, and vLLM refuses several.
             parts = [range(i, i + 1) for i in group] if sampling.temperature > 0 else [group]
-            drawn: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
             for part, seed in zip(parts, request.seeds, strict=False):
                 calls.append(
                     CompletionRequest(
@@ -254,8 +236,6 @@ class VLLMEngine(Engine):
                         end_token_ids=self.end_token_ids,
                         vocab_size=self.vocab_size,
                         seed=seed,
-                        group_size=request.num_completions,
-                        drawn=drawn,
                     )
                 )
                 brings.append(part)
@@ -307,13 +287,11 @@ class VLLMEngine(Engine):
         """Sample one request.
 
         Raises:
-            WorkerError: If the worker is lost, late or ignores the seed, or refuses the request.
+            WorkerError: If the worker is lost or late, or refuses the request.
         """
         completion = await worker.complete(request, self.request_timeout_s)
         await self.fleet.require_current(worker)
         known = self.reports_log_probs and (worker.exact or not self.fleet.without_trainer)
-        if known:
-            request.require_own_draw(completion)
         if request.sampling.truncates or not known:
             return replace(completion, log_probs=None)
         return completion

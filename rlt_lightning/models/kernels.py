@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -38,7 +37,7 @@ from rlt_lightning.numerics.head import Head, full_precision
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.varlen import FlashAttnKernel, TorchKernel
-from rlt_lightning.types import InputError, missing_package
+from rlt_lightning.types import InputError, first_line, missing_package
 
 AttentionKernel = Literal["flash_attn", "torch"]
 LOOP = "a loop over segments"
@@ -72,8 +71,7 @@ def find_failure(function: Callable[[], str | None]) -> str | None:
     try:
         return function()
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return f"it fails with {type(error).__name__}: {lines[0][:150]}"
+        return f"it fails with {type(error).__name__}: {first_line(error)}"
 
 
 def relative_distance(
@@ -149,7 +147,7 @@ def install_attention(name: AttentionKernel, heads: Heads, device: torch.device)
         KERNELS[device.type] = TorchKernel()
     else:
         interface = import_module("flash_attn.flash_attn_interface")
-        KERNELS[device.type] = FlashAttnKernel(interface, f"flash-attn {package_version('flash-attn')}")
+        KERNELS[device.type] = FlashAttnKernel(interface, "flash-attn")
     if not KERNELS[device.type].supports(heads.dtype, heads.size):
         return f"it needs half precision and heads of at most 256 dimensions, not {heads.dtype}, {heads.size}"
     return attention_fault(heads, device)
@@ -168,14 +166,6 @@ def attention_fault(heads: Heads, device: torch.device) -> str | None:
     ours, plain = partial(segment_attention, **options), partial(looped_attention, **options)
     distance = relative_distance(ours, plain, inputs)
     return None if distance is None else f"a value or gradient is off by {distance:.2g} of its norm"
-
-
-def package_version(package: str) -> str:
-    """Return a package's version, or "of unknown version"."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "of unknown version"
 
 
 # Blocks
@@ -208,7 +198,7 @@ def fuse_blocks(run: Callable[..., Any], name: str, kernels: Kernels, device: to
             f"'{name}' must compute the same with model.kernels.liger as without, but its log-probs change "
             f"by {difference:.2g} nats. Set it to false."
         )
-    return [f"RMSNorm, RoPE and SwiGLU by Liger {package_version('liger-kernel')}"]
+    return ["RMSNorm, RoPE and SwiGLU by Liger"]
 
 
 @torch.no_grad()

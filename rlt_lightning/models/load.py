@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 
-from rlt_lightning.console import announce, try_hub, waiting_for
+from rlt_lightning.console import announce
 from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (
@@ -57,7 +56,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: An
     with naming_choices("tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
         # Every other class makes its own normalizer and pre-tokenizer, whatever tokenizer.json says.
-        if type(tokenizer) is not PreTrainedTokenizerFast and find_file("tokenizer", name, "tokenizer.json"):
+        if type(tokenizer) is not PreTrainedTokenizerFast and find_file(name, "tokenizer.json"):
             as_in_file = PreTrainedTokenizerFast.from_pretrained(resolve(name))
             if not (tokenizer.is_fast and reads_alike(tokenizer, as_in_file)):
                 tokenizer = as_in_file
@@ -92,13 +91,13 @@ def load_format(name: str) -> ModelFormat | None:
         InputError: If the record is not as it was written.
     """
     require_model_name(name)
-    path = find_file("format of", name, FORMAT_FILE)
+    path = find_file(name, FORMAT_FILE)
     if path is None:
         return None
     return ModelFormat.from_plain(json.loads(path.read_text(encoding="utf-8")), str(path))
 
 
-def find_file(kind: str, name: str, file_name: str) -> Path | None:
+def find_file(name: str, file_name: str) -> Path | None:
     """Return the path of a model's file, in its folder or in the hub's cache; None if there is none.
 
     A hub out of reach is no error here: loading the model reports it.
@@ -108,7 +107,7 @@ def find_file(kind: str, name: str, file_name: str) -> Path | None:
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     options: dict[str, Any] = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
     path = None
-    with waiting_for_hub(kind, name), contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
         path = cached_file(Path(resolve(name)).expanduser(), file_name, **options)
     return None if path is None else Path(path)
 
@@ -168,8 +167,7 @@ def empty_model(
     if model.can_generate():
         with quiet_transformers(), contextlib.suppress(OSError):  # there is none
             model.generation_config = GenerationConfig.from_pretrained(resolve(name))
-    with waiting_for_hub("weights of", name):
-        return model, PretrainedFiles(model, WeightFiles(name))
+    return model, PretrainedFiles(model, WeightFiles(name))
 
 
 def meta_model(
@@ -292,7 +290,7 @@ def require_intact(folder: Path, weights: bool = False) -> None:
 
 @contextlib.contextmanager
 def naming_choices(kind: str, name: str) -> Iterator[None]:
-    """Turn a failure to find a model into one line that names the choices; name a wait for the hub."""
+    """Turn a failure to find a model into one line that names the choices."""
     from safetensors import SafetensorError
 
     require_model_name(name)
@@ -303,8 +301,7 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
             "export or peft's merge_and_unload."
         )
     try:
-        with waiting_for_hub(kind, name):
-            yield
+        yield
     except (ImportError, OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
@@ -316,16 +313,6 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
 def is_local(name: str) -> bool:
     """Return whether a model is in the package or in a folder, so that the hub is not asked for it."""
     return name in (DEFAULT_MODEL, *MINIATURES) or Path(name).expanduser().is_dir()
-
-
-def waiting_for_hub(kind: str, name: str) -> contextlib.AbstractContextManager[None]:
-    """Say on rank 0 that the block waits for the hub; say nothing for a model that lies in a folder."""
-    if is_local(name):
-        return contextlib.nullcontext()
-    try_hub()
-    if getattr(rank_zero_only, "rank", None):
-        return contextlib.nullcontext()
-    return waiting_for(f"the {kind} {name} from the Hugging Face hub or its cache")
 
 
 def announce_model(name: str, dtype: str, role: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,11 +235,6 @@ class WeightFiles:
         """Return one whole tensor, in the type in which it is stored."""
         from safetensors import safe_open
 
-        if key not in self.file_of:
-            raise InputError(
-                f"Files that are read tensor by tensor must have every weight under its name, but the files "
-                f"of '{self.name}' have no '{key}'. Load the model once and save it with save_pretrained."
-            )
         with safe_open(self.file_of[key], framework="pt") as file:
             return file.get_tensor(key)
 
@@ -249,8 +244,3 @@ class WeightFiles:
 
         with safe_open(self.file_of[key], framework="pt") as file:
             return torch.empty(file.get_slice(key).get_shape(), device="meta")
-
-
-def weights_size(tensors: Iterable[Any]) -> int:
-    """Return the bytes of tensors, each counted whole even where it is sharded."""
-    return sum(torch.Size(full_shape(t)).numel() * t.dtype.itemsize for t in tensors)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -40,7 +41,7 @@ from rlt_lightning.modules.optimizer import (
     resume_schedule,
 )
 from rlt_lightning.modules.passes import PassKey, PassRunner
-from rlt_lightning.modules.phases import PhaseTimer
+from rlt_lightning.modules.phases import PhaseTimer, count_weights
 from rlt_lightning.modules.step_metrics import (
     mismatch_metrics,
     require_agreement,
@@ -128,6 +129,7 @@ class PolicyModule(LightningModule):
         self.lora = lora
         self.kernels = kernels
         self.phase = PhaseTimer()
+        self.peak_tokens_per_s: float | None = None  # that the GPU could train, if Lightning knows its peak
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
         self.step_means = StepMeans()
@@ -158,6 +160,11 @@ class PolicyModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse data of another stage, and number types in which training does not work."""
         self.require_data(getattr(self.trainer, "datamodule", None))
+        if stage == "predict" and type(self).predict_step is LightningModule.predict_step:
+            raise InputError(
+                f"`rlt predict` scores or writes explanations, but {type(self).__name__} only trains. Use "
+                "`rlt test` for the trained model's answers, or name it as model.teacher of an RLTModule."
+            )
         precision = self.trainer.precision
         require_precision(str(precision))
         if stage == "fit" and self.dtype_name == "float16":
@@ -379,6 +386,12 @@ class PolicyModule(LightningModule):
         self.get_ready()
         self.sharding.prepare_fit()
         self.phase.device = self.device
+        if self.device.type == "cuda":
+            dtype = next(self.policy.parameters()).dtype
+            dtype = torch.bfloat16 if self.trainer.precision == "bf16-mixed" else dtype
+            forwards = 3 if self.lora is None else 2  # a backward costs two; of a LoRA one
+            if peak := get_available_flops(self.device, dtype):
+                self.peak_tokens_per_s = peak / (2 * forwards * count_weights(self.policy))
 
     def on_train_start(self) -> None:
         """Check that a resumed run continues with the rows of its next step, and set its learning rate."""
@@ -487,7 +500,7 @@ class PolicyModule(LightningModule):
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
         """Return the costs of the step on all ranks; `num_tokens` are this rank's."""
-        metrics = speed_metrics(self.phase.lap(), num_tokens)
+        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_tokens_per_s)
         # They are logged as means over ranks.
         for name, value in metrics.items():
             if name.endswith(("tokens_per_s", "num_tokens")):

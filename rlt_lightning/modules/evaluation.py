@@ -18,7 +18,7 @@ from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import Figures, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
-from rlt_lightning.modules.responses import Sample, evaluate
+from rlt_lightning.modules.responses import Sample, judge_responses
 from rlt_lightning.run.interrupt import Interrupt
 from rlt_lightning.run.ranks import require_processes
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
@@ -125,7 +125,7 @@ class EvaluationModule(LightningModule):
             raise InputError("An evaluation needs responses: add ResponseCallback to the trainer.")
         assert self.judge is not None
         assert self.answers is not None
-        batch.records = evaluate(self.sample, batch.problems, self.judge)
+        batch.records = judge_responses(self.judge, batch.problems, self.sample(batch.problems))
         self.answers.update(batch.records)
 
     def on_test_epoch_end(self) -> None:

@@ -121,11 +121,6 @@ class OPDModule(OnPolicyModule):
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that data and settings fit."""
         super().setup(stage)
-        if stage == "predict":
-            raise InputError(
-                "`rlt predict` scores or writes explanations, but OPDModule trains a student, which does "
-                "neither. To let the trained student answer, use `rlt test --config recipe_7b/evaluate`."
-            )
         if self.reference_moves != (self.teacher_weights == "averaged"):
             raise InputError(
                 "model.teacher_weights averaged and the callback ReferenceSync need each other, but "

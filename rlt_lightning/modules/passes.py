@@ -373,11 +373,11 @@ class PassRunner:
                 if key.compared_with
                 else None
             )
-            for micro_batch, weight in self.plan(lengths, self.together):
-                packed = self.pack(sequences, micro_batch, weight, stats)
+            for micro_batch, _ in self.plan(lengths, self.together):
+                packed = self.pack(sequences, micro_batch, stats)
                 chosen = [items[i] for i in micro_batch.indices]
                 counts = [sum(sequences[i].scored) for i in micro_batch.indices]
-                other = None if run_other is None else self.pack(others, micro_batch, 1.0, stats)
+                other = None if run_other is None else self.pack(others, micro_batch, stats)
                 values, compared = self.compute(run, run_other, packed, other, chosen, counts, key)
                 targets: list[tuple[Target, Tensor]] = []
                 for place, (item, of_item) in enumerate(zip(chosen, values.split(counts), strict=True)):
@@ -504,7 +504,7 @@ class PassRunner:
             with nullcontext() if other is None else other.loaded_on(self.device) as run_other:
                 for place, (micro_batch, weight) in enumerate(planned):
                     is_last = number == len(terms) - 1 and place == len(planned) - 1
-                    packed = self.pack(sequences, micro_batch, weight, stats)
+                    packed = self.pack(sequences, micro_batch, stats)
                     with module.sharding.micro_batch(last=is_last):
                         yield Micro(
                             term,
@@ -537,16 +537,12 @@ class PassRunner:
             )
 
     def pack(
-        self,
-        sequences: list[ScoredSequence],
-        micro_batch: MicroBatch,
-        weight: float = 1.0,
-        stats: PhaseStats | None = None,
+        self, sequences: list[ScoredSequence], micro_batch: MicroBatch, stats: PhaseStats | None = None
     ) -> PackedSequences:
-        """Return one row with the sequences of a micro-batch, and count its cost."""
+        """Return one row with the sequences of a micro-batch, and count its tokens."""
         packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
         if stats is not None:
-            stats.count(packed, sequences, micro_batch, weight)
+            stats.tokens += packed.input_ids.shape[1]
         return packed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence
+from rlt_lightning.models.quantised import dequantised_weights
+from rlt_lightning.models.weights import full_shape
 
 
 @dataclass
@@ -22,27 +24,11 @@ class PhaseStats:
         seconds: Time on the clock.
         peak_bytes: The most memory in use at any time.
         tokens: Tokens that models computed or sampled.
-        unshared_tokens: Tokens that would have been computed without shared prefixes.
-        padding_tokens: Tokens that were computed for nothing.
     """
 
     seconds: float = 0.0
     peak_bytes: int = 0
     tokens: int = 0
-    unshared_tokens: int = 0
-    padding_tokens: int = 0
-
-    def count(
-        self,
-        packed: PackedSequences,
-        sequences: list[ScoredSequence],
-        micro_batch: MicroBatch,
-        weight: float = 1.0,
-    ) -> None:
-        """Count a packed row that goes through a model; one with weight 0 is a dummy."""
-        self.tokens += packed.input_ids.shape[1]
-        self.unshared_tokens += sum(len(sequences[i].scored) for i in micro_batch.indices)
-        self.padding_tokens += 0 if weight else packed.input_ids.shape[1]
 
 
 @dataclass
@@ -109,6 +95,23 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def count_weights(model: Any) -> float:
+    """Return the weights by which a model without its embedding and head multiplies each token.
+
+    Of a mixture's experts only the ones that a token goes through count. A forward computes about twice as
+    many floating-point operations per token, and a backward twice as many as a forward.
+    """
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    chosen = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    weights, codes = 0.0, dequantised_weights(model.base_model)
+    for name, parameter in model.base_model.named_parameters():
+        shape = codes[name].shape if name in codes else full_shape(parameter)
+        if len(shape) >= 2 and parameter is not embedding:
+            weights += math.prod(shape) * (chosen if len(shape) == 3 else 1)
+    return weights
 
 
 def list_heads(config: Any) -> list[tuple[int, int]]:

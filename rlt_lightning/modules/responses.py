@@ -29,20 +29,6 @@ from rlt_lightning.types import Completion, FinishReason, InputError
 Sample = Callable[[list[EvaluationProblem]], list[list[Response]]]
 
 
-def evaluate(sample: Sample, problems: list[EvaluationProblem], judge: Judge) -> list[Row]:
-    """Ask a model problems and judge its responses.
-
-    Args:
-        sample: How the model is asked.
-        problems: The problems.
-        judge: Decides which responses are right.
-
-    Returns:
-        One record of each response, as in `responses.jsonl`; those of a problem stand together.
-    """
-    return judge_responses(judge, problems, sample(problems))
-
-
 # Asking
 
 
@@ -122,12 +108,9 @@ def response_seed(seed: int, problem: EvaluationProblem) -> int:
 
 def build_response(tokenizer: Any, token_ids: list[int], finish_reason: FinishReason) -> Response:
     """Build the response that consists of these sampled tokens."""
-    return Response(decode_turn(tokenizer, token_ids, finish_reason), len(token_ids), finish_reason)
-
-
-def decode_turn(tokenizer: Any, token_ids: list[int], finish_reason: str) -> str:
-    """Return the text of a turn, without the token that ended it."""
-    return decode(tokenizer, token_ids[:-1] if finish_reason == "eos" else token_ids)
+    turn = token_ids[:-1] if finish_reason == "eos" else token_ids
+    text = decode(tokenizer, turn)
+    return Response(text, len(token_ids), finish_reason)
 
 
 def require_responses_fit(

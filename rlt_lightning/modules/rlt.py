@@ -171,18 +171,12 @@ class RLTModule(OnPolicyModule):
                 "`rlt predict` writes explanations or answers, but those of StudentLikelihoodData are "
                 "thoughts. Choose StudentRLData for data; or evaluate the student: `rlt test`."
             )
-        if self.updates_per_rollout > data.prompts_per_step:
-            raise InputError(
-                "model.updates_per_rollout must be at most data.prompts_per_step, since a mini-batch has "
-                f"whole groups, but they are {self.updates_per_rollout} and {data.prompts_per_step}. Lower "
-                "the first."
-            )
         rows = data.prompts_per_step // self.updates_per_rollout * self.group_size
         if stage == "fit" and rows < self.trainer.world_size:
             raise InputError(
-                "Every process must have a completion of each mini-batch, but model.updates_per_rollout "
-                f"{self.updates_per_rollout} leaves {rows} for {self.trainer.world_size}. Lower it, or raise "
-                "data.prompts_per_step."
+                "Every process must have a completion of each mini-batch, which has whole groups, but "
+                f"model.updates_per_rollout {self.updates_per_rollout} leaves {rows} for "
+                f"{self.trainer.world_size}. Lower it, or raise data.prompts_per_step."
             )
         self.reward.check(data.problems)
         self.students = self.students.with_formats(data.student_views.formats)

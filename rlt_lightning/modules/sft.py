@@ -47,12 +47,6 @@ class SFTModule(PolicyModule):
     def setup(self, stage: str) -> None:
         """Check that every example fits into the model's context, before anything is loaded."""
         super().setup(stage)
-        if stage == "predict":
-            raise InputError(
-                "`rlt predict` scores or writes explanations, but SFTModule only trains. To let the trained "
-                "model answer, use `rlt test --config recipe_7b/evaluate`; to let it explain, name it as "
-                "model.teacher of an RLTModule."
-            )
         data = get_stratos_data(self.trainer)
         context = context_length(self.pretrained, self.trust_remote_code)
         items = data.all_items

@@ -134,12 +134,13 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> Non
         )
 
 
-def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int) -> dict[str, float]:
+def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:
     """Return the cost of a step, by phase.
 
     Args:
         phases: The costs of the step's phases.
         num_tokens: The step's tokens, which `perf/tokens_per_s` and `perf/num_tokens` count.
+        peak: Tokens per second that the device could train, of which `perf/mfu` is a fraction; None: unknown.
     """
     seconds = sum(stats.seconds for stats in phases.values())
     metrics = {
@@ -152,9 +153,6 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int) -> dict[str, f
         metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / 2**30
         if phase != "push":
             metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
-    train = phases["train"]
-    return metrics | {
-        "perf/padding_frac": train.padding_tokens / train.tokens,
-        # Tokens that shared prompts saved.
-        "perf/shared_frac": 1 - train.tokens / train.unshared_tokens,
-    }
+    if peak is not None:
+        metrics["perf/mfu"] = metrics["perf/train_tokens_per_s"] / peak
+    return metrics

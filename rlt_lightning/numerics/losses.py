@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from rlt_lightning.numerics.divergence import schulman_kl
 
 
+@dataclass(eq=False)
 class PolicyLoss(ABC):
     """The clipped policy loss with a KL penalty; its subclasses choose ratio, surrogate and weights.
 
@@ -30,17 +32,12 @@ class PolicyLoss(ABC):
         ValueError: If a number is negative.
     """
 
-    def __init__(
-        self,
-        clip_eps_low: float = 0.2,
-        clip_eps_high: float = 0.2,
-        kl_coef: float = 0.04,
-        unbiased_kl: bool = True,
-    ) -> None:
-        self.clip_eps_low = clip_eps_low
-        self.clip_eps_high = clip_eps_high
-        self.kl_coef = kl_coef
-        self.unbiased_kl = unbiased_kl
+    clip_eps_low: float = 0.2
+    clip_eps_high: float = 0.2
+    kl_coef: float = 0.04
+    unbiased_kl: bool = True
+
+    def __post_init__(self) -> None:
         for name in ("clip_eps_low", "clip_eps_high", "kl_coef"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, but it is {getattr(self, name)}.")
@@ -155,6 +152,7 @@ class GRPOLoss(PolicyLoss):
         return mask / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_sequences)
 
 
+@dataclass(eq=False)
 class DrGRPOLoss(GRPOLoss):
     """Dr. GRPO: the sum over tokens, divided by a constant length and the sequences (arXiv:2503.20783).
 
@@ -162,29 +160,19 @@ class DrGRPOLoss(GRPOLoss):
     still means over a sequence's tokens, then over sequences.
 
     Args:
-        clip_eps_low: As in `PolicyLoss`.
-        clip_eps_high: As in `PolicyLoss`.
-        kl_coef: As in `PolicyLoss`.
-        unbiased_kl: As in `PolicyLoss`.
         max_completion_length: The constant length, in tokens: the limit that sampling sets.
 
     Raises:
         ValueError: If `max_completion_length` is below 1 or another number is negative.
     """
 
-    def __init__(
-        self,
-        clip_eps_low: float = 0.2,
-        clip_eps_high: float = 0.2,
-        kl_coef: float = 0.04,
-        unbiased_kl: bool = True,
-        *,
-        max_completion_length: int,
-    ) -> None:
-        super().__init__(clip_eps_low, clip_eps_high, kl_coef, unbiased_kl)
-        if max_completion_length < 1:
-            raise ValueError(f"max_completion_length must be at least 1 token, not {max_completion_length}.")
-        self.max_completion_length = max_completion_length
+    _: KW_ONLY
+    max_completion_length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (length := self.max_completion_length) < 1:
+            raise ValueError(f"max_completion_length must be at least 1 token, not {length}.")
 
     def loss_weights(self, mask: Tensor, mean_weights: Tensor) -> Tensor:
         """Return 1 / (sequences * max_completion_length)."""

@@ -2,9 +2,6 @@
 
 To add a term without changing this file, write a subclass of `RLTReward`: name the term in `extra_names` and
 return its values from `extra_terms` (docs/extend.md has an example).
-
-To add a term inside this file, give RLTReward an option with its weight and its check, the term a name in
-`TERMS`, and its values a place in `__call__`; then describe its metric, `reward/NAME`, in docs/metrics.md.
 """
 
 from __future__ import annotations

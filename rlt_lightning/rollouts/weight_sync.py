@@ -20,7 +20,7 @@ from lightning.pytorch import Trainer
 
 from rlt_lightning.engines.base import PROBE_TOKENS, Engine, NamedTensor, Placement, push_until_current
 from rlt_lightning.models.file_names import to_file_names
-from rlt_lightning.models.lora import list_adapter_weights, merge_weights
+from rlt_lightning.models.lora import merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
 
 
@@ -119,11 +119,8 @@ class WeightSync:
         return flag
 
     def _list_weights(self, policy: Any) -> list[NamedTensor]:
-        """Return the weights for the engine: a LoRA's matrices, or whole weights with the LoRA merged in."""
-        tensors = dict(policy.named_parameters())
-        if self.engine.takes_adapters:
-            return list_adapter_weights(tensors)
-        return to_file_names(policy, merge_weights(policy, tensors))
+        """Return the weights for the engine, with a LoRA merged in."""
+        return to_file_names(policy, merge_weights(policy, dict(policy.named_parameters())))
 
     def _verify(self, module: Policy) -> None:
         """Let the engine compare the workers' log-probs of a text with the trainer's."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from rlt_lightning.checkpoints.folder import find_checkpoint, find_newest_checkpoint, list_checkpoints
+from rlt_lightning.checkpoints.folder import find_checkpoint, list_checkpoints
 from rlt_lightning.types import InputError
 
 # Settings that may change when a prediction or evaluation resumes: they change the remaining rows by rounding
@@ -104,7 +104,7 @@ def choose_run_folder(
         elif ckpt_path == "last":
             ckpt_path = None
     if ckpt_path == "last":
-        ckpt_path = str(find_newest_checkpoint(folder / "checkpoints"))
+        ckpt_path = str(find_checkpoint(folder / "checkpoints"))
         folder = folder if is_fit else folder / verb
     elif ckpt_path and not Path(ckpt_path).is_file():
         ckpt_path = str(find_checkpoint(Path(ckpt_path)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,24 +89,16 @@ class MetricsCSV(Logger):
         self.save()
 
 
-def read_metrics(path: Path) -> tuple[dict[str, Curve], list[str]]:
-    """Read metrics.csv: a curve for each metric that has any value, and remarks for the page."""
+def read_metrics(path: Path) -> dict[str, Curve]:
+    """Read metrics.csv: a curve for each metric that has any value."""
     curves: dict[str, Curve] = {}
-    odd: dict[str, list[int]] = defaultdict(list)
     for step, row in read_rows(path):
         for name, cell in row.items():
             value = float(cell)
-            if not math.isfinite(value):
-                odd[name].append(step)
             steps, values = curves.setdefault(name, ([], []))
             steps.append(step)
             values.append(value if math.isfinite(value) else None)
-    curves = {name: curve for name, curve in curves.items() if any(v is not None for v in curve[1])}
-    notes = [
-        f"{name} is not finite at {len(steps)} step{'s' * (len(steps) > 1)} (first: {steps[0]}); gaps there."
-        for name, steps in odd.items()
-    ]
-    return curves, notes
+    return {name: curve for name, curve in curves.items() if any(v is not None for v in curve[1])}
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:

@@ -96,25 +96,6 @@ def countdown_row(numbers: Sequence[int], target: int) -> dict[str, Any] | None:
     }
 
 
-def complete_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    """Add question and solution to a row that has only `numbers` (or `nums`) and `target`; keep others.
-
-    Raises:
-        BadRowError: If the problem is none, or has no solution.
-    """
-    has = {name for name, value in columns.items() if value is not None}
-    if "target" not in has or not has & {"numbers", "nums"}:
-        return columns
-    numbers, target = columns["numbers" if "numbers" in has else "nums"], columns["target"]
-    require_counts(numbers, target)
-    if not 1 <= len(numbers) <= MAX_NUMBERS:
-        detail = f"there must be 1 to {MAX_NUMBERS} numbers, but there are {len(numbers)}"
-        raise BadRowError(BadRowReason.WRONG_TYPE, detail)
-    if (made := countdown_row(numbers, target)) is None:
-        raise BadRowError(BadRowReason.UNSOLVABLE, f"no expression makes {target} of {numbers}")
-    return columns | made
-
-
 def require_counts(numbers: Any, target: Any) -> None:
     """Check that numbers and target are integers, none below 0.
 

@@ -126,22 +126,22 @@ def test_two_processes_sample_at_the_same_workers_as_one(
 
 
 def test_a_half_written_checkpoint_is_not_chosen(tmp_path: Path) -> None:
-    from rlt_lightning.checkpoints.folder import find_newest_checkpoint
+    from rlt_lightning.checkpoints.folder import find_checkpoint
 
     for name in ("step=000002.ckpt", "step=000010.ckpt", "step=000011.ckpt.tmp"):
         (tmp_path / name).touch()
-    assert find_newest_checkpoint(tmp_path).name == "step=000010.ckpt"
+    assert find_checkpoint(tmp_path).name == "step=000010.ckpt"
     for name, parts in (("step=000012.ckpt.old", ["state.pt"]), ("step=000013.ckpt.old", ["weights"])):
         (tmp_path / name).mkdir()
         for part in parts:
             (tmp_path / name / part).touch()
-    assert find_newest_checkpoint(tmp_path).name == "step=000012.ckpt"  # was whole, and about to be replaced
+    assert find_checkpoint(tmp_path).name == "step=000012.ckpt"  # was whole, and about to be replaced
 
 
 def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlt_lightning.checkpoints.folder import find_newest_checkpoint, read_state, write_checkpoint
+    from rlt_lightning.checkpoints.folder import find_checkpoint, read_state, write_checkpoint
 
     folder, replace = tmp_path / "step=000001.ckpt", os.replace
     write_checkpoint(folder, {"model": "old"}, {})
@@ -155,9 +155,9 @@ def test_a_crash_while_a_checkpoint_is_replaced_leaves_the_old_one(
         patch.setattr(os, "replace", crash)
         with pytest.raises(KeyboardInterrupt):
             write_checkpoint(folder, {"model": "new"}, {})
-    assert read_state(find_newest_checkpoint(tmp_path)) == {"model": "old"}
+    assert read_state(find_checkpoint(tmp_path)) == {"model": "old"}
     write_checkpoint(folder, {"model": "new"}, {})
-    assert read_state(find_newest_checkpoint(tmp_path)) == {"model": "new"}
+    assert read_state(find_checkpoint(tmp_path)) == {"model": "new"}
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -29,7 +29,7 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_one_before(limit: Any, tmp_p
     build_checkpoint(tmp_path / "step=000006.ckpt")
     for num_bytes in (100, 1000, 2000):  # in the weights, in the state
         limit(num_bytes)
-        with pytest.raises((OSError, RuntimeError, SafetensorError)):
+        with pytest.raises(Exception, match=r"File too large|unexpected pos"):
             build_checkpoint(tmp_path / "step=000006.ckpt", scale=2.0)
     limit(resource.RLIM_INFINITY)
     [checkpoint] = list_checkpoints(tmp_path)

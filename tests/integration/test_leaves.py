@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,18 @@ from grpo import Witness, data, module, rollout_callback, slow_log_probs
 from trainers import bare_trainer
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules import StudentRLData, TeacherRLData
+from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import GRPOLoss
-from rlt_lightning.rewards import TextReward
 from rlt_lightning.rewards.students import Student
 from rlt_lightning.rollouts.step import StepBatch, columns_of
-from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import Rollout
 
 
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    names = ("contrast_weights", "hurdle_reward", "joint_stage", "masked_ratio_loss", "pedagogical_reward")
+    names = ("hurdle_reward", "joint_stage", "masked_ratio_loss", "preference_pairs")
     for name in names:
         sys.modules.pop(name, None)
 
@@ -63,23 +59,6 @@ def test_a_loss_reads_the_engines_log_probs(tiny_model: str, tmp_path: Path) -> 
         assert parameter.grad is not None
         bound = 1e-4 * float(parameter.grad.abs().max()) + 1e-7
         torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
-
-
-def test_a_reward_reads_what_surprises_the_student(tiny_model: str, tmp_path: Path) -> None:
-    from pedagogical_reward import PedagogicalReward
-
-    rlt = module(tiny_model, reward=PedagogicalReward(weight=0.5, threshold=2.0))
-    batch, metrics, _ = fit(rlt, tiny_model, tmp_path)
-    student = module(tiny_model).load(tiny_model, "float32").model
-    for row, reward in zip(batch.rollouts.rollouts, batch.step.rewards.tolist(), strict=True):
-        problem, view = row.problem, row.views[0]
-        with torch.no_grad():
-            prefix = problem.student_prefix + problem.think_prefix
-            log_probs = slow_log_probs(student, prefix, view.compared, 1.0)
-        spikes = float((-log_probs - 2.0).clamp(min=0).mean())
-        assert reward == pytest.approx(-0.5 * spikes, abs=1e-4)  # random text has no right answer
-    assert float(metrics["reward/correct"]) == 0
-    assert float(metrics["reward/mean"]) == pytest.approx(float(metrics["reward/spikes"]), abs=1e-6)
 
 
 def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path) -> None:
@@ -163,71 +142,30 @@ def test_a_model_teaches_and_learns_in_one_step(tiny_model: str, tmp_path: Path)
         torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
 
 
-class VowelReward(TextReward):
-    """An answer with an even number of vowels is right: random text has no right answer else."""
+def test_pairs_are_trained_by_dpo(tiny_model: str, tmp_path: Path) -> None:
+    from preference_pairs import DPOModule, PairData
 
-    judges = ("answers",)
-
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
-        correct = torch.tensor([1.0 - len(re.findall("[aeiou]", row.text)) % 2 for row in rollouts])
-        terms = {"correct": correct, "formatted": correct, "timed_out": torch.zeros(len(rollouts))}
-        table = {f"level/{name}": values for name, values in terms.items()}
-        return {"reward": correct, **table, "text/answers": [None] * len(rollouts)}
-
-
-def test_hints_weigh_the_tokens_of_a_step(tiny_model: str, tmp_path: Path) -> None:
-    from contrast_weights import TEMPLATE, ContrastModule
-
-    rlt = ContrastModule(
-        tiny_model,
-        None,
-        reward=VowelReward(),
-        group_size=4,
-        policy_loss=GRPOLoss(kl_coef=0.0),
-        optimizer=OptimizerConfig(1e-3, max_grad_norm=0),
-        micro_batch_tokens=300,
-    )
-    witness, answers = (
-        Witness(),
-        StudentRLData(
-            "chains",
-            num_embedded_rows=8,
-            tokenizer=tiny_model,
-            prompts_per_step=3,
-            output_dir=str(tmp_path),
-        ),
-    )
-    bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, datamodule=answers)
-    [batch] = witness.batches
-    policy = module(tiny_model).load(tiny_model, "float32").model
-    policy.load_state_dict(witness.weights_before, strict=False)
-    rows, advantages, loss, num_contrasts = batch.rollouts.rollouts, batch.step.advantages, torch.zeros(()), 0
-    for row, advantage in zip(rows, advantages.tolist(), strict=True):
-        ids, group = row.completion.token_ids, [other for other in rows if other.problem is row.problem]
-        hinted: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        for other in group:
-            if other.completion.token_ids != ids:
-                text = TEMPLATE.format(row.problem.question, other.text)
-                prompt = answers.format.build_student_problem(1, text, "").teacher_prompt
-                with torch.no_grad():
-                    values = slow_log_probs(policy, prompt, ids, 0.7)
-                hinted[len(re.findall("[aeiou]", other.text)) % 2 == 0].append(values)
-        log_probs = slow_log_probs(policy, row.problem.teacher_prompt, ids, 0.7)
-        plain, moved = [], []
-        for t in range(len(ids)):
-            shift = 0.0
-            if hinted[True] and hinted[False]:
-                wrong = sum(math.exp(values[t]) for values in hinted[False][:4]) / len(hinted[False][:4])
-                shift = 0.5 * math.tanh((float(hinted[True][0][t]) - math.log(wrong)) / 0.02)
-            if abs(shift) <= 0.02:
-                plain.append(advantage * log_probs[t])
-            elif advantage:
-                weight = advantage + shift
-                moved.append((weight if weight * advantage > 0 else 0.0) * log_probs[t])
-        num_contrasts += bool(moved)
-        for part in (plain, moved):
-            loss = loss - sum(part) / max(1, len(part)) / len(rows)
-    assert num_contrasts > 3
+    rows = [{"prompt": f"{n} + 4?", "chosen": f"It is {n + 4}.", "rejected": "No " * n} for n in range(1, 7)]
+    data = PairData(rows, tokenizer=tiny_model, prompts_per_step=3, output_dir=str(tmp_path))
+    options = {"optimizer": OptimizerConfig(1e-3, max_grad_norm=0), "micro_batch_tokens": 64}
+    witness = Witness()
+    trainer = bare_trainer(tmp_path, witness, steps=2)
+    trainer.fit(DPOModule(tiny_model, beta=0.5, **options), datamodule=data)
+    policy, reference = (module(tiny_model).load(tiny_model, "float32").model for _ in range(2))
+    policy.load_state_dict(witness.weights_before, strict=False)  # after one step
+    losses = []
+    answers = witness.batches[1].rollouts
+    for chosen, rejected in zip(answers[::2], answers[1::2], strict=True):
+        assert chosen.problem is rejected.problem
+        margin = torch.zeros(())
+        for sign, row in ((0.5, chosen), (-0.5, rejected)):
+            tokens = row.problem.teacher_prompt, row.completion.token_ids, 1.0
+            before, after = (slow_log_probs(model, *tokens).sum() for model in (reference, policy))
+            margin = margin + sign * (after - before)
+        losses.append(-torch.nn.functional.logsigmoid(margin))
+    loss = torch.stack(losses).mean()
+    assert float(trainer.callback_metrics["policy/loss"]) == pytest.approx(float(loss), abs=1e-5)
+    assert abs(float(loss) - math.log(2)) > 1e-3
     loss.backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is not None

@@ -64,16 +64,10 @@ def last_digit(question: str) -> str:
     return str(value)
 
 
-def counts_of(folder: Path) -> dict[str, int]:
-    """The counts on a data card."""
-    found = re.findall(r"^\| ([^|]+) \| (\d+) \|$", (folder / "README.md").read_text(), re.MULTILINE)
-    return {name: int(number) for name, number in found}
-
-
 # A model's own right answers
 
 
-def test_kept_answers_are_right_and_counts_add_up(answered: Path) -> None:
+def test_kept_answers_are_right(answered: Path) -> None:
     rows, kept = read(answered / "traces.jsonl"), read(answered / "distillation.jsonl")
     places = [(row["row"], row["trace"]) for row in rows]
     assert places == [(row, i) for row in range(1, PROBLEMS + 1) for i in range(ANSWERS)]
@@ -87,9 +81,6 @@ def test_kept_answers_are_right_and_counts_add_up(answered: Path) -> None:
         assert row["pass_rate"] == sum(of_problem) / ANSWERS
     assert 0 < len(kept) < len(rows)
     assert kept == [row for row in rows if row["correct"]]
-    counts = counts_of(answered)
-    assert (counts["traces sampled"], counts["traces in this set"]) == (len(rows), len(kept))
-    assert counts["wrong"] == sum(bool(row["solution"]) and not row["correct"] for row in rows)
 
 
 def test_stage_4_learns_the_sampled_turn(answered: Path, miniature: str) -> None:
@@ -162,16 +153,11 @@ def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str
     for row in kept:
         assert f"\\boxed{{{dict(questions)[row['question']]}}}" in row["solution"]
         assert row["model"] == tiny_model
-    counts = counts_of(tmp_path)
+    rows = read(tmp_path / "traces.jsonl")
     # Without: an answer without tags, one that opens a second thought, one without a thought.
-    expected = {
-        "traces in this set": 3,
-        "without a thought or a solution": 3,
-        "wrong": 1,
-        "traces sampled": 9,
-    }
-    assert {name: counts[name] for name in expected} == expected
-    assert [row["pass_rate"] for row in read(tmp_path / "traces.jsonl")][::3] == [1, 2 / 3, 1]
+    assert sum(not row["solution"] for row in rows) == 3
+    assert sum(bool(row["solution"]) and not row["correct"] for row in rows) == 1
+    assert [row["pass_rate"] for row in rows][::3] == [1, 2 / 3, 1]
 
 
 def test_an_answer_is_used_if_it_is_right_split_and_fits() -> None:
@@ -195,8 +181,6 @@ def test_selections_of_answers_take_what_they_say() -> None:
     assert chosen("shortest") == [(1, 1), (2, 0)]
     assert chosen("shortest", 3) == [(1, 1), (1, 3), (1, 2), (2, 0)]
     assert chosen("all") == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
-    with pytest.raises(InputError, match="per_problem must be at least 1, but is 0"):
-        DistillationWriter("first", 0)
 
 
 @pytest.mark.parametrize(

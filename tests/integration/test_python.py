@@ -244,7 +244,6 @@ def test_a_teacher_without_a_student_explains_without_a_score() -> None:
     teacher = Teacher("miniature", sampling=Sampling(max_completion_length=8), accelerator="cpu")
     found = teacher.explain("start 4, add 3?", "<7>")
     assert found.score is None
-    assert "start 4" in found._repr_html_()
     with pytest.raises(InputError, match="A score needs a student"):
         teacher.score([])
 

@@ -26,7 +26,6 @@ from tiny import CHAINS
 from vllm_runs import EXECUTABLE, NEEDS_VLLM, completions, forked_vllm, processes, worker_pids
 
 from rlt_lightning.engines import (
-    AdapterPush,
     EngineError,
     GlooPush,
     HFEngine,
@@ -411,8 +410,6 @@ LORA = ["--model.lora.rank=8", "--model.optimizer.lr=1e-3"]  # moves log-probs b
         ("smollm2", IPCPush, 8, []),
         ("tiny_model", GlooPush, 4, []),
         ("tiny_model", IPCPush, 4, LORA),
-        ("tiny_model", AdapterPush, 4, LORA),
-        ("smollm2", AdapterPush, 4, LORA),
     ],
 )
 def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
@@ -423,12 +420,6 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
     assert result.returncode == 0, result.stderr
     require_agreement(tmp_path / "run", steps)
     assert worker_pids(tmp_path / "run") == []  # nothing is left behind
-    if push is AdapterPush:
-        [folder] = (tmp_path / "run" / "weights").iterdir()
-        assert sorted(file.name for file in folder.iterdir()) == [
-            "adapter_config.json",
-            "adapter_model.safetensors",
-        ]
 
 
 @pytest.mark.slow

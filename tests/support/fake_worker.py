@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -94,20 +93,17 @@ class FakeWorker:
     """One fake server. What it may do wrong:
 
     Args:
-        faults: Of the next sampling calls, one each: 500, 400, garbage, choices, nan, lengths, abort, drop,
-            hang (it answers nothing from then on), restart (it forgets its weights and answers), die, or "".
+        faults: Of the next sampling calls, one each: 500, 400, nan, drop, hang (it answers nothing from then
+            on), restart (it forgets its weights and answers), die, or "".
         always: The fault of all sampling calls.
         broken: Path -> what that route answers: a status, a body, or a function that writes the answer.
         api_key: Asked for on /v1 routes.
         dev_mode: Without it the routes of VLLM_SERVER_DEV_MODE are not there.
         raw_log_probs: As with --logprobs-mode raw_logprobs.
         dtype: Of its weights.
-        vllm_version: What it says that it is.
         frees: Whether it was started with --enable-sleep-mode.
         delay_s: Time that a completion takes.
         gate: Set when completions may come; until then sampling calls are in work. None: at once.
-        slow: Path -> time that an answer of that route takes.
-        held: Path -> what the next call of that route waits for.
         endings: That its completions may have.
         score: Log-probs of all tokens of a text but the first.
         sampled: The same at the temperature of sampling, for its completions; None: made up.
@@ -126,12 +122,9 @@ class FakeWorker:
         dev_mode: bool = True,
         raw_log_probs: bool = False,
         dtype: str = "float32",
-        vllm_version: str = "0.32.0",
         frees: bool = True,
         delay_s: float = 0.0,
         gate: Event | None = None,
-        slow: dict[str, float] | None = None,
-        held: dict[str, Event] | None = None,
         endings: tuple[str, ...] = ("stop", "eos", "length"),
         score: Callable[[list[int]], list[float]] | None = None,
         sampled: Callable[[list[int], float], list[float]] | None = None,
@@ -145,8 +138,7 @@ class FakeWorker:
         self.model = model
         self.faults, self.always, self.broken = deque(faults), always, broken or {}
         self.api_key, self.dev_mode, self.raw_log_probs, self.dtype = api_key, dev_mode, raw_log_probs, dtype
-        self.frees, self.asleep, self.vllm_version = frees, False, vllm_version
-        self.slow, self.held = slow or {}, held or {}
+        self.frees, self.asleep = frees, False
         self.sleep_level = 0  # of the last time
         self.delay_s, self.gate = delay_s, gate
         self.endings, self.score, self.sampled, self.draw = endings, score, sampled, draw
@@ -154,7 +146,6 @@ class FakeWorker:
         self.version = "default"
         self.reads = reads
         self.tensors: JSON = {}  # of the last update, by name
-        self.adapters: list[str] = []  # loaded, by name
         self.updating = False
         self.calls: list[str] = []  # method and path of every call
         self.bodies: list[JSON] = []  # of the sampling calls
@@ -211,9 +202,6 @@ class FakeWorker:
         body = json.loads(call.rfile.read(length)) if length else {}
         try:
             self.wait(self.awake)
-            time.sleep(self.slow.get(path, 0.0))
-            if (event := self.held.pop(path, None)) is not None:
-                self.wait(event)
             if path.startswith("/v1") and self.api_key is not None:
                 key = call.headers.get("Authorization")
                 self.require(key == f"Bearer {self.api_key}", 401, "Unauthorized")
@@ -254,8 +242,6 @@ class FakeWorker:
                 return {"weight_version": self.version}
             case "/v1/models":
                 return {"data": [{"id": self.model, "max_model_len": 2048}]}
-            case "/version":
-                return {"version": self.vllm_version}
             case "/get_world_size":
                 return {"world_size": 1}
             case "/collective_rpc" if body["method"] == "describe_worker":
@@ -279,22 +265,12 @@ class FakeWorker:
             case "/finish_weight_update":
                 self.require(self.updating, 500, "no update is under way")
                 self.updating, self.version = False, body["weight_version"]
-            case "/v1/load_lora_adapter":
-                names = {path.name for path in Path(body["lora_path"]).iterdir()}
-                self.require(names == {"adapter_model.safetensors", "adapter_config.json"}, 400, "no adapter")
-                self.adapters.append(body["lora_name"])
-            case "/v1/unload_lora_adapter":
-                self.adapters.remove(body["lora_name"])
             case "/v1/completions":
-                self.require(body["model"] in (self.model, *self.adapters), 404, "no such model")
+                self.require(body["model"] == self.model, 404, "no such model")
                 self.wait(self.serving)  # a paused vLLM takes requests, and lets them wait
                 return self.complete(body)
             case "/v1/chat/completions":
-                message = {"role": "assistant", "content": f"An answer to {body['messages'][-1]['content']}"}
-                choice = {"index": 0, "finish_reason": "stop", "message": message}
-                return {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]} | {
-                    "choices": [choice]
-                }
+                return {"choices": [{"message": {"role": "assistant", "content": "An answer."}}]}
             case _:
                 raise Refused(404, {"error": "Not Found"})
         return {}
@@ -328,8 +304,6 @@ class FakeWorker:
             self.in_work -= 1
         if fault.isdigit():
             raise Refused(int(fault), {"error": "out of order"})
-        if fault == "garbage":
-            return b"<html>not what you wanted</html>"
         if fault == "restart":
             self.restart()
         if fault == "hang":
@@ -339,19 +313,12 @@ class FakeWorker:
             Thread(target=self.close).start()
         if fault in ("die", "drop"):
             raise Dropped
-        choices = [self.choice(body)]
-        first = choices[0]
-        if fault == "choices":
-            choices.clear()
-        elif fault == "nan":
-            first["logprobs"]["token_logprobs"][0] = float("nan")
-        elif fault == "lengths":
-            first["logprobs"]["token_logprobs"].append(-1.0)
-        elif fault == "abort":
-            first["finish_reason"] = "abort"
+        choice = self.choice(body)
+        if fault == "nan":
+            choice["logprobs"]["token_logprobs"][0] = float("nan")
         else:
             self.delivered.append(prompt)
-        return {"choices": choices}
+        return {"choices": [choice]}
 
     def choice(self, body: JSON) -> JSON:
         choice = made_up(body["prompt"], body["seed"], body["max_tokens"], self.endings)
@@ -472,14 +439,11 @@ def fake_vllm(folder: Path) -> str:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    if "--fail" in words:
-        sys.exit("ValueError: no such model")
     FakeWorker(
         port=int(words[words.index("--port") + 1]),
         model=words[words.index("--served-model-name") + 1],
         api_key=os.environ.get("VLLM_API_KEY"),
         dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
-        faults=tuple(os.environ.get("FAKE_FAULTS", "").split()),
         reads=False,
     )
     Event().wait()

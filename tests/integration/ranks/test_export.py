@@ -31,8 +31,7 @@ def test_a_checkpoint_becomes_an_ordinary_model_folder(
     assert largest_difference(trained, load_file(Path(tiny_model) / "model.safetensors")) > 1e-5
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template
-    card = (folder / "README.md").read_text()
-    assert "| optimizer steps | 5 |" in card
+    assert "| optimizer steps | 5 |" in (folder / "README.md").read_text()
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(runs: dict[str, Path], tmp_path: Path) -> None:

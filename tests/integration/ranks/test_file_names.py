@@ -161,7 +161,7 @@ def push_shards(rank: int, strategy: str, name: str, url: str) -> None:
     if rank == 0:
         push.push(named_tensors, [WorkerClient(url)], VERSION)
     else:
-        for _ in gather_in_groups(named_tensors, push.gather_bytes):
+        for _ in gather_in_groups(named_tensors, push.bucket_bytes):
             pass
     torch.distributed.barrier()
 

@@ -47,7 +47,7 @@ def rank_main(rank: int, strategy: str, name: str, url: str) -> None:
     if rank == 0:
         push.push(named_tensors, [WorkerClient(url)], VERSION)
     else:
-        for _ in gather_in_groups(named_tensors, push.gather_bytes):
+        for _ in gather_in_groups(named_tensors, push.bucket_bytes):
             pass
     assert sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors) <= held * 2  # let go again
     torch.distributed.barrier()
@@ -144,7 +144,7 @@ def push_main(
                     failure = str(error)
                     push.disconnect()  # as the engine does
             else:
-                for _ in gather_in_groups(named_tensors, push.gather_bytes):
+                for _ in gather_in_groups(named_tensors, push.bucket_bytes):
                     pass
             torch.distributed.barrier()  # every rank comes here, whatever failed
         results.append({"events": record.events, "failure": failure})

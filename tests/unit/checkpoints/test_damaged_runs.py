@@ -49,7 +49,7 @@ def test_no_cut_through_metrics_changes_a_figure(tmp_path: Path) -> None:
         for step, row in resume(tmp_path, 5).items():
             assert row == right[step], length
         (tmp_path / "metrics.csv").write_bytes(whole[:length])
-        curves, _ = read_metrics(tmp_path / "metrics.csv")
+        curves = read_metrics(tmp_path / "metrics.csv")
         for name, (steps, values) in curves.items():
             assert values == [right[step][name] for step in steps], length
 

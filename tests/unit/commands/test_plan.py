@@ -21,13 +21,12 @@ from tiny import CONFIGS, OVERLAYS, name_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from rlt_lightning.commands.plan import SHAPES, Model, find_folder, list_devices, read_sharding
+from rlt_lightning.commands.plan import SHAPES, Model, list_devices, read_sharding
 from rlt_lightning.models.load import load_model, meta_model
 from rlt_lightning.models.packed import scored_hidden_states
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
-from rlt_lightning.types import InputError
 
 GIB = 2**30
 SEVEN = 7_615_616_512  # weights of Qwen2.5-7B
@@ -133,15 +132,6 @@ def test_frozen_models_can_wait_in_main_memory() -> None:
     assert table["score"]["reference weights"] == near(4 * SEVEN)
     assert {"student weights", "reference weights"} & {*table["train"], *table["step"]} == set()
     assert "student weights" not in table["score"]
-    assert f"main memory: {(6 * SEVEN + 2 * small) / GIB:.1f} GiB" in away["page"]
-
-
-def test_states_and_weights_can_wait_in_main_memory() -> None:
-    [plan] = planned([["--config=recipe_7b/sft", "--config=hardware/cpu_offload"]])
-    table = read_table(plan["page"])["train"]
-    assert {"policy weights", "optimizer states", "gradients"} & set(table) == set()
-    # A shard of 8: weights in 2 bytes, three states in 4, and gradients twice.
-    assert f"main memory: {SEVEN * (2 + 12 + 8) / 8 / GIB:.1f} GiB" in plan["page"]
 
 
 def test_an_adapter_costs_its_own_weights() -> None:
@@ -302,21 +292,6 @@ def test_what_does_not_fit_ends_with_status_1() -> None:
     assert "does not fit: " in plan["page"]
 
 
-def test_mistakes_are_told_in_one_line() -> None:
-    overlay = ["--config=recipe_7b/rlt", "--config=hardware/zero3_8gpu", "--model.offload_frozen=true"]
-    commands = [
-        ["--config=laptop/rlt", option]
-        for option in (
-            "--trainer.strategy=fsdp",
-            "--model.teacher=somebody/something",
-        )
-    ]
-    for plan in planned([*commands, overlay]):
-        assert plan["status"] == 2, plan
-        assert len(plan["mistakes"].strip().splitlines()) == 1, plan
-        assert plan["mistakes"].startswith("rlt: error: ")
-
-
 def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
     for devices, ids in ((3, [0, 1, 2]), ("3", [0, 1, 2]), ("0,2", [0, 2]), ([1, 5], [1, 5]), ("auto", [0])):
         assert list_devices(devices, True) == ids
@@ -326,8 +301,6 @@ def test_devices_and_strategies_are_read_as_the_trainer_would() -> None:
     named = {"class_path": "rlt_lightning.strategies.DeepSpeed", "init_args": settings}
     assert read_sharding(named, 8) == ("zero1", settings)
     assert read_sharding("deepspeed_stage_2", 8) == ("zero2", {"stage": 2})
-    with pytest.raises(InputError, match=r"at least one process"):
-        read_sharding("auto", 0)
 
 
 def launches() -> dict[str, tuple[str, list[str]]]:
@@ -349,7 +322,7 @@ def launches() -> dict[str, tuple[str, list[str]]]:
 def check(plan: dict[str, Any], verb: str = "fit") -> None:
     """Check that a command printed the plan of its verb, whether or not the run fits, and asked nobody."""
     assert plan["status"] in (0, 1), plan
-    assert plan["page"].startswith(f"rlt {verb} on "), plan
+    assert plan["page"].startswith(f"rlt {verb}, "), plan
     # Only training has gradients, an optimizer and checkpoints.
     found = ["train" in read_table(plan["page"]), "checkpoint" in plan["page"]]
     assert found == [verb == "fit"] * 2, plan
@@ -365,34 +338,12 @@ def test_every_config_and_overlay_is_planned_without_a_network(part: int, tmp_pa
         check(plan, verb)
 
 
-def test_own_rows_are_planned_by_the_limits_of_their_configs(tmp_path: Path) -> None:
-    names = ("explain", "generate", "sft")
-    words = [["--config", f"own_rows/{name}", "--plan.device_gib=23.6"] for name in names]
-    explain, generate, sft = planned(words, tmp_path)
-    for plan in (explain, generate):
-        check(plan, "predict")
-        assert "prompts of up to 4096 tokens (limits" in plan["page"], plan
-        assert plan["status"] == 0, plan
-    assert "prompts of up to 0 tokens (limits" in sft["page"]
-    assert "completions of 4096" in sft["page"]
-
-
 def test_published_shapes_have_the_published_number_of_weights(tmp_path: Path) -> None:
     for family in yaml.safe_load(SHAPES.read_text()):
         for size in family["sizes"]:
             (tmp_path / "config.json").write_text(json.dumps(family["config"] | size["config"]))
             model = meta_model(str(tmp_path))
             assert sum(p.numel() for p in model.parameters()) == size["parameters"], size["names"]
-
-
-def test_every_model_of_the_configs_has_a_known_shape(tmp_path: Path) -> None:
-    named = set()
-    for path in sorted((ROOT / "configs").rglob("*.yaml")):
-        settings = (yaml.safe_load(path.read_text()) or {}).get("model", {}).get("init_args", {})
-        named |= {settings.get(key) for key in ("teacher", "student", "pretrained")}
-    for name in named - {None, "policy", "reference"}:
-        if not name.startswith("runs/"):  # an earlier stage trains it
-            assert (find_folder(name, tmp_path) / "config.json").is_file()
 
 
 SFT = ["--config=research/configs/correctness_warmup.yaml", "--data.prompts_per_step=32"]

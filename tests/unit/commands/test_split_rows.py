@@ -13,7 +13,6 @@ from own_rows import (
     choose_part,
     main,
     split_rows,
-    wilson_interval,
 )
 
 from rlt_lightning.types import InputError
@@ -55,16 +54,6 @@ def test_parts_share_no_question_and_later_rows_move_none(tmp_path: Path) -> Non
         split_rows(str(tmp_path / "more.jsonl"), tmp_path / "first")
 
 
-def test_half_a_surrogate_pair_is_split_and_kept(tmp_path: Path) -> None:
-    rows = [{"question": f"{n}\ud83e?", "answer": str(n), "note\udd14": "\ud83e"} for n in range(60)]
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    counts = split_rows(str(source), tmp_path / "split")
-    assert split_rows(str(source), tmp_path / "split") == counts
-    written = [row for part in counts for row in read(tmp_path / "split" / f"{part}.jsonl")]
-    assert sorted(map(str, written)) == sorted(map(str, rows))
-
-
 def test_test_rows_need_an_answer_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,16 +69,6 @@ def test_test_rows_need_an_answer_before_anything_runs(
     assert main(["split", str(source), str(tmp_path / "parts")]) == 0
     assert {row["answer"] for row in read(tmp_path / "parts/test.jsonl")} == {"7"}
     assert "test rows are left out: they have no answer" in capsys.readouterr().err
-
-
-def test_intervals_are_right_at_the_ends() -> None:
-    # Wilson at p 0: z^2 / (n + z^2) = 3.8416 / 23.8416; at p 1/2 it is symmetric.
-    low, high = wilson_interval(0.0, 20)
-    assert (low, high) == pytest.approx((0.0, 0.16113), abs=1e-5)
-    assert wilson_interval(1.0, 20) == pytest.approx((1 - high, 1.0))
-    low, high = wilson_interval(0.5, 100)
-    assert low + high == pytest.approx(1)
-    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
 
 
 def test_the_page_adds_up_what_stages_cost(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.run.data_card import EXPLANATIONS, write_data_card
+from rlt_lightning.run.data_card import write_data_card
 from rlt_lightning.types import InputError
 
 
@@ -89,9 +89,7 @@ def test_a_folder_that_predict_has_written_loads_by_its_card(tmp_path: Path) -> 
     write_parquet(folder / "distillation.parquet", rows_of("made"))
     for name in ("traces.jsonl", "distillation.jsonl"):
         (folder / name).write_text("{}\n")
-    row = {**rows_of("made")[0], "reasoning_trace": "t", "reward": 0.5, "num_tokens": 1, "student_tokens": 1}
-    card = write_data_card(EXPLANATIONS, {}, {}, [row], (), "distillation.parquet")
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(write_data_card("Rows", {}, "distillation.parquet"))
     assert read_rows(str(folder)) == numbered("made")
 
 

@@ -20,6 +20,8 @@ from rlt_lightning.datamodules import (
     TeacherSFTData,
 )
 from rlt_lightning.modules import SFTModule
+from rlt_lightning.tasks.stepwise import chain_rows
+from rlt_lightning.types import BadRowError, BadRowReason
 
 READS = {"student_tokenizer", "max_length"}
 # The settings of each stage beside those of all stages.
@@ -54,8 +56,13 @@ def test_a_stage_has_the_settings_of_all_and_its_own(kind: type[StratosDataModul
 def test_a_subclass_of_a_stage_is_taken(tmp_path: Path) -> None:
     class Shouted(StudentSFTData):
         def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
+            if columns["answer"] == "0":
+                raise BadRowError(BadRowReason.BAD_ANSWER, "a zero")
             return {**columns, "question": columns["question"].upper()}
 
-    data = Shouted("chains", num_embedded_rows=8, prompts_per_step=4, tags="r1", student_system_prompt="")
+    options = {"prompts_per_step": 4, "tags": "r1", "student_system_prompt": "", "max_bad_frac": 0.5}
+    data = Shouted("chains", num_embedded_rows=20, **options)
     bare_trainer(tmp_path, steps=1).fit(SFTModule("miniature"), data)
     assert "START" in data.format.tokenizer.decode(data.items[0].token_ids)
+    zeros = sum(row["answer"] == "0" for row in chain_rows(20))
+    assert len(data.items) == 20 - zeros < 20

@@ -310,7 +310,6 @@ BAD_ROWS = [
     (custom_row(trace="a <|end_of_thought|> b"), BadRowReason.EXTRA_TAG),
     (custom_row(question="long " * 400), BadRowReason.PROMPT_TOO_LONG),
     (custom_row(trace="long " * 600), BadRowReason.TOO_LONG),
-    ({"nums": [2, 3], "target": 99}, BadRowReason.UNSOLVABLE),
 ]
 
 

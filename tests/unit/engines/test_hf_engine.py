@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from sampling import sample_groups
 
-from rlt_lightning.engines import EngineError, HFEngine, Sampling
+from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.tags import StopWatcher
@@ -66,18 +65,6 @@ def test_a_completion_depends_on_its_seed_and_not_on_its_neighbours(engine: HFEn
     assert token_ids([together[0]])[0] != token_ids([together[0]])[1]  # one group, two streams
 
 
-def test_greedy_completions_are_the_argmax(engine: HFEngine) -> None:
-    prompt = prompts_of(engine)[1]
-    [[completion]] = sample_groups(
-        engine, [prompt], Sampling(temperature=0, max_completion_length=6), 1, END, [0]
-    )
-    ids = list(prompt)
-    for token in completion.token_ids:
-        with torch.no_grad():
-            assert engine.model(torch.tensor([ids])).logits[0, -1].argmax().item() == token
-        ids.append(token)
-
-
 def test_sampling_stops_with_the_token_in_which_the_end_tag_ends(engine: HFEngine) -> None:
     # Greedy decoding repeats itself: it ends where a piece of the first answer is the stop string.
     prompt, greedy = prompts_of(engine)[1], Sampling(temperature=0, max_completion_length=8)
@@ -96,16 +83,6 @@ def test_an_end_tag_whose_last_character_spans_tokens_is_seen(engine: HFEngine) 
         ids = engine.tokenizer("So it is done." + tag, add_special_tokens=False).input_ids
         reasons = [watcher.finish_reason(ids[: n + 1]) for n in range(len(ids))]
         assert reasons == ["length"] * (len(ids) - 1) + ["stop"]
-
-
-def test_rows_that_end_early_leave_the_others_unchanged(engine: HFEngine) -> None:
-    prompts = prompts_of(engine)
-    sampling = Sampling(max_completion_length=6)
-    together = sample_groups(engine, prompts, sampling, 4, END, [1, 2])
-    endings = {completion.finish_reason for group in together for completion in group}
-    assert endings == {"eos", "length"}
-    for prompt, seed, group in zip(prompts, [1, 2], together, strict=True):
-        assert token_ids(sample_groups(engine, [prompt], sampling, 4, END, [seed])) == token_ids([group])
 
 
 def test_draw_follows_the_truncated_distribution() -> None:
@@ -127,32 +104,8 @@ def test_draw_follows_the_truncated_distribution() -> None:
     assert log_probs[0] == pytest.approx(math.log(25 / 38))
 
 
-def test_repetition_penalty_divides_the_logits_of_tokens_already_there() -> None:
-    logits = torch.tensor([[2.0, 1.5, -1.0]])
-    uniforms = torch.tensor([0.0], dtype=torch.float64)
-    tokens, *_ = draw(logits, torch.tensor([[0]]), uniforms, Sampling(temperature=0, repetition_penalty=2.0))
-    assert tokens.item() == 1  # 2.0 / 2 = 1.0 < 1.5
-
-
 def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:
     engine = HFEngine()
     engine.start(load_model(tiny_model).train(), load_tokenizer(tiny_model), Path())
     sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=2), 1, END, [0])
     assert engine.model.training
-    engine.close()
-    with pytest.raises(EngineError, match="must be started"):
-        engine.health()
-
-
-def test_golden_prompts_can_be_closed_and_split(smollm2: str, shared: Path) -> None:
-    engine = HFEngine()
-    engine.start(load_model(smollm2), load_tokenizer(smollm2), Path())
-    case = json.loads((shared / "golden" / "rlt_reward.jsonl").read_text().splitlines()[0])
-    prompt = engine.tokenizer(
-        case["teacher_prompt"] + case["think"] + "\n\n<|end_of_", add_special_tokens=False
-    ).input_ids
-    [[completion]] = sample_groups(
-        engine, [prompt], Sampling(temperature=0, max_completion_length=8), 1, "|>", [0]
-    )
-    assert completion.finish_reason == "stop"
-    assert engine.tokenizer.decode(completion.token_ids).endswith("|>")

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from fleets import token_ids as ids
 from turns import turns
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import AdapterPush, EngineError, VLLMEngine
-from rlt_lightning.engines.client import WorkerClient
+from rlt_lightning.engines import EngineError, VLLMEngine
 from rlt_lightning.types import InputError
 
 __all__ = ["start"]  # a fixture
@@ -34,7 +32,6 @@ def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> 
         engine.put_to_sleep()
         assert all(worker.asleep for worker in workers)
         assert engine.policy_version == -1  # the weights are gone: a push follows
-        assert {worker.sleep_level for worker in workers} == {2}
     engine.health()
     assert not any(worker.asleep for worker in workers)
     for worker in workers:
@@ -50,51 +47,6 @@ def test_a_worker_that_dropped_its_weights_is_verified_again(start: Any) -> None
     engine.update_weights(WEIGHTS, 1)
     assert engine.policy_version == 1
     assert engine.unverified
-
-
-def test_base_weights_under_an_adapter_wait_in_main_memory(start: Any) -> None:
-    worker = FakeWorker()
-    engine = start(worker, sleep=True)
-    engine.fleet.weights = AdapterPush()
-    before = engine.policy_version
-    engine.put_to_sleep()
-    assert worker.sleep_level == 1
-    assert engine.policy_version == before  # only the adapter changes, and it is kept
-
-
-def test_sleep_and_waking_have_a_deadline_of_their_own(
-    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    deadlines: dict[str, float] = {}
-    call = WorkerClient.call
-
-    async def note(self: WorkerClient, method: str, path: str, body: Any, deadline_s: float) -> Any:
-        deadlines[path] = deadline_s
-        return await call(self, method, path, body, deadline_s)
-
-    engine = start(FakeWorker(), sleep=True, call_timeout_s=61.0, sleep_timeout_s=62.0)
-    monkeypatch.setattr(WorkerClient, "call", note)
-    engine.put_to_sleep()
-    engine.health()
-    assert deadlines == {
-        "/sleep?level=2": 62.0,
-        "/wake_up": 62.0,
-        **dict.fromkeys(("/health", "/collective_rpc", "/weight_info"), 61.0),
-    }
-    monkeypatch.undo()
-    stuck = FakeWorker(held={"/sleep": Event()})
-    engine = start(stuck, sleep=True, sleep_timeout_s=0.3)
-    engine.put_to_sleep()
-    assert "POST /sleep?level=2 must be answered within 0.3 s" in caplog.text
-    assert stuck.asleep  # at the second call
-
-
-def test_engines_that_do_not_share_gpus_never_sleep(start: Any) -> None:
-    worker = FakeWorker()
-    engine = start(worker)
-    engine.health()
-    engine.put_to_sleep()
-    assert turns(worker.calls) == "p"
 
 
 def test_a_worker_that_another_run_left_asleep_is_woken(start: Any) -> None:

@@ -135,16 +135,6 @@ def test_every_layout_equals_one_by_one(family, layout, gradient_checkpointing, 
         assert (ours.grad - theirs.grad).norm() <= rounding * theirs.grad.norm(), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layouts_agree_in_lower_precision(dtype, tiny_models):
-    model = load_model(tiny_models["qwen2"], dtype)
-    tolerance = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
-    with torch.no_grad():
-        single = log_probs_in(model, "single")
-        for layout in ("packed", "shared_prefix"):
-            torch.testing.assert_close(log_probs_in(model, layout), single, atol=tolerance, rtol=0)
-
-
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
     gradients = {}
@@ -194,18 +184,6 @@ def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):
     model = load_model(tiny_models["llama"], attn_implementation="sdpa")
     with pytest.raises(InputError, match=r"\('sdpa'\) would mix sequences of a row. Set model.layout"):
         verify_layout(StrictEntry(model), "llama", "shared_prefix")
-
-
-@pytest.mark.parametrize("family", ["bloom", "mamba"])
-def test_architectures_that_cannot_be_packed_fall_back_loudly(family, tiny_models):
-    model = load_model(tiny_models[family])
-    with pytest.warns(UserWarning, match=rf"'{family}' .* runs with layout 'single'"):
-        assert verify_layout(StrictEntry(model), family, "auto") == "single"
-    torch.testing.assert_close(
-        log_probs_in(model, "single"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
-    )
-    with pytest.raises(InputError, match="with layout 'shared_prefix' must equal its own"):
-        verify_layout(StrictEntry(model), family, "shared_prefix")
 
 
 def test_logits_that_are_scaled_in_an_unknown_way_are_refused(tiny_models, monkeypatch):

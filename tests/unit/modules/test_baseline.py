@@ -12,16 +12,14 @@ import pytest
 import torch
 from cases import full
 from compared import largest_difference, weights
-from explanation_scorer import ExplanationScorer
 from grpo import Witness, module, rollout_callback, slow_log_probs
 from ranks import run
 from trainers import bare_trainer
 
-from rlt_lightning.callbacks import DynamicSampling, RolloutCallback
+from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.engines import Sampling
-from rlt_lightning.models.load import load_model
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.advantages import (
     AdvantageEstimator,
@@ -33,7 +31,6 @@ from rlt_lightning.rewards import RLTReward, explanations
 from rlt_lightning.rewards.explanations import build_empty_view
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import StepBatch
-from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.teacher import EXACT, Teacher
 from rlt_lightning.types import ModelView, Problem
 
@@ -175,29 +172,6 @@ def test_ranks_train_with_it_as_one_process_without_it(
         assert step["reward/group_std"] == pytest.approx(plain["reward/group_std"], rel=1e-5)
 
 
-def test_problems_that_dynamic_sampling_brings_have_theirs(tmp_path: Path) -> None:
-    class Equal(RLTReward):
-        """All completions earn the same."""
-
-        def __call__(self, *columns: Any, **options: Any) -> Any:
-            terms = super().__call__(*columns, **options)
-            return terms | {"reward": torch.zeros_like(terms["reward"])}
-
-    witness, folder = Witness(), tmp_path / "run"
-    rlt = module("miniature", reward=Equal(baseline="empty"))
-    sampling = Sampling(max_completion_length=12)
-    callback = RolloutCallback(sampling=sampling, dynamic_sampling=DynamicSampling(max_rounds=2))
-    data = chains(folder, "miniature")
-    bare_trainer(folder, callback, witness).fit(rlt, data)
-    [batch] = witness.batches
-    assert batch.rollouts is not None
-    assert batch.step.counts.dropped_groups == 4
-    student = rlt.list_scoring_models()[0][1].model
-    slow = [slow_baseline(student, build_empty_view(r.problem, data.format)) for r in batch.rollouts.rollouts]
-    levels = batch.step.table["level/baseline"]
-    assert levels.tolist() == pytest.approx(slow, abs=1e-5)
-
-
 # Everywhere else
 
 
@@ -220,16 +194,3 @@ def test_an_empty_explanation_gains_nothing_in_scores(teachers: tuple[Teacher, T
         assert gain.r_kl == pytest.approx(level.r_kl, abs=1e-5)
         assert gain.reward == pytest.approx(sum(gain.terms.values()), abs=1e-6)
     assert gains[1].r_ss > 0.5 > gains[2].r_ss  # of a sound explanation, and of another text
-
-
-def test_another_trainer_gets_the_same(teachers: tuple[Teacher, Teacher]) -> None:
-    row = ROWS[0] | {"completion": f"{ROWS[0]['reasoning_trace']}\n</explanation>"}
-    scorer = ExplanationScorer("miniature", "miniature", replace(EXACT, baseline="empty"), **FORMAT)
-    problem = scorer.build_problem(1, row)
-    rollout = scorer.format.build_rollout(
-        problem, scorer.format.completion_from_text(problem, row["completion"])
-    )
-    terms: Any = scorer.score([rollout], ModelEntry(load_model("miniature")), torch.device("cpu"))
-    [score] = teachers[1].score([row])
-    assert float(terms.rewards) == pytest.approx(score.reward, abs=1e-5)
-    assert float(terms.table["term/solution"]) == pytest.approx(score.r_ss, abs=1e-5)

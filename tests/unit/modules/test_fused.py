@@ -7,7 +7,6 @@ import shutil
 import types
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from slow_kernels import CPU, liger, tiny_qwen
 from tiny import StrictEntry
 from torch import Tensor, nn
 
-from rlt_lightning.checkpoints.io import NamedCheckpoints, number_groups, place_step
+from rlt_lightning.checkpoints.io import place_step
 from rlt_lightning.models import kernels as chosen_kernels
 from rlt_lightning.models.kernels import (
     Kernels,
@@ -196,20 +195,3 @@ def test_steps_are_counted_where_the_optimizer_needs_them():
         assert place_step(optimizer, parameter, step).device.type == device
     assert place_step(optimizer, parameter, 7) == 7  # bitsandbytes
     assert place_step(optimizer, parameter, step) is not step  # one count per parameter: steps add 1 in place
-
-
-def test_a_sharded_restore_keeps_the_way_to_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model = a_layer()
-    first = adamw(None, model)
-    stepped(first, model, range(2))
-    saved = number_groups(first.param_groups)
-    ours = NamedCheckpoints()
-    ours.lightning_module = types.SimpleNamespace(policy=model, on_load_checkpoint=lambda state: None)
-    ours.optimizers = [adamw(True, model)]
-    monkeypatch.setattr("rlt_lightning.checkpoints.io.read_whole_state", lambda _: {
-        "optimizer_groups": saved, "optimizer_numbers": {},
-    })  # fmt: skip
-    monkeypatch.setattr("rlt_lightning.checkpoints.io.WeightFiles", lambda _: None)
-    monkeypatch.setattr("rlt_lightning.checkpoints.io.fill_in_place", lambda *_: None)
-    ours.load_checkpoint(tmp_path)
-    assert {group["fused"] for group in ours.optimizers[0].param_groups} == {True}

@@ -12,12 +12,12 @@ from cases import full, slow
 from commands import rlt
 from compared import largest_difference, weights
 from grpo import Witness, slow_log_probs
-from outside import Outside, Waiting, scored
+from outside import scored
 from ranks import run
 from torch import Tensor
 from trainers import bare_trainer
 
-from rlt_lightning.callbacks import DynamicSampling, EvaluateEvery, ReferenceSync, RolloutCallback
+from rlt_lightning.callbacks import DynamicSampling, ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
@@ -205,17 +205,6 @@ def policy_tokenizer(folder: Path) -> Any:
     return stage.format.tokenizer
 
 
-def test_without_the_answer_term_the_gradient_is_another(tmp_path: Path) -> None:
-    witnesses = [Witness(), Witness()]
-    for weight, witness in enumerate(witnesses):
-        fit(tmp_path / str(weight), module(answer_weight=float(weight)), witness)
-    differences = [
-        float((witnesses[0].gradients[name] - gradient).abs().max())
-        for name, gradient in witnesses[1].gradients.items()
-    ]
-    assert max(differences) > 0.1
-
-
 def test_two_groups_of_one_row_are_compared_apart(tmp_path: Path) -> None:
     stage = data(tmp_path)
     stage.setup("fit")
@@ -315,32 +304,6 @@ def test_the_policy_reads_thoughts_once_for_all_scorers(tmp_path: Path) -> None:
     torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term/").values()))
 
 
-@pytest.mark.parametrize("reward", [full(RLPRReward()), full(NOVERReward())], ids=["rlpr", "nover"])
-def test_several_scorers_give_the_mean_of_their_rewards(reward: Any, smollm2: str, tmp_path: Path) -> None:
-    weights = {"miniature-teacher": 1.0, smollm2: 3.0}
-    found = {}
-    for scorer in (weights, *weights):
-        witness = Witness()
-        named = {"student": scorer} if isinstance(scorer, str) else {"students": scorer}
-        names = scorer if isinstance(scorer, str) else [*scorer]
-        options = {"force_format": True, "student_tokenizer": names}
-        fit(tmp_path / str(len(found)), module(reward=reward, **named), witness, **options)
-        step = witness.batches[0].step
-        found[str(scorer)] = {"reward": step.rewards} | columns_of(step.table, "record/")
-        if isinstance(scorer, dict):
-            assert step.labels == Students.of(None, scorer).labels
-    several, first, second = found.values()
-    assert not torch.allclose(first["reward"], second["reward"], atol=1e-3)
-    for name in several:
-        torch.testing.assert_close(several[name], (first[name] + 3 * second[name]) / 4, atol=1e-4, rtol=0)
-
-
-def test_the_policy_scores_without_another_model(tmp_path: Path) -> None:
-    likelihood = module()
-    fit(tmp_path, likelihood, steps=2)
-    assert (likelihood.models, likelihood.reference) == ({}, None)
-
-
 # Bad input
 
 
@@ -355,9 +318,7 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
         bare_trainer(tmp_path, rollouts()).predict(module(), data(tmp_path))
     with pytest.raises(InputError, match=r"reward\.kl_weight must be 0 where model\.student is policy"):
         fit(tmp_path, module(reward=LogProbReward(kl_weight=1.0)))
-    with pytest.raises(
-        InputError, match=r"must be frozen models, but model\.students lists miniature, policy"
-    ):
+    with pytest.raises(InputError, match=r"model\.students must name frozen models"):
         module(students=["miniature", "policy"])
     asynchronous = rollouts()
     asynchronous.asynchronous = True  # the constructor asks for an engine outside the process first
@@ -423,19 +384,6 @@ def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> 
     assert adapted.trained
 
 
-def test_early_scores_are_those_of_scoring_at_the_end(scored: Any, tmp_path: Path) -> None:
-    found, waits = [], Waiting(patience_s=60)
-    scored(waits)  # its last group comes when another was scored
-    for early, engine in ((False, Outside()), (True, waits)):
-        witness = Witness()
-        callback = rollouts(engine=engine, score_early=early)
-        likelihood = module(reward=RLPRReward(), micro_batch_tokens=16)
-        bare_trainer(tmp_path / str(early), callback, witness).fit(likelihood, data(tmp_path / str(early)))
-        found.append(columns_of(witness.batches[0].step.table, "record/"))
-    for name, values in found[0].items():
-        torch.testing.assert_close(found[1][name], values, atol=1e-5, rtol=0)
-
-
 def test_dynamic_sampling_replaces_groups_that_earn_the_same(tmp_path: Path) -> None:
     # No thought of two tokens is closed, so VeriFree gives all of them 0, and LogProbReward differs.
     counts = {}
@@ -452,14 +400,3 @@ def test_dynamic_sampling_replaces_groups_that_earn_the_same(tmp_path: Path) -> 
             slow = reward(solution_scores(policy.double(), batch.rollouts.rollouts))["reward"].float()
         torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=1e-5)
     assert counts == {VeriFreeReward: (2, 1), LogProbReward: (0, 0)}
-
-
-def test_its_accuracy_is_measured_while_it_trains(tmp_path: Path) -> None:
-    rows = [{"question": f"{i} + 1?", "solution": f"\\boxed{{{i + 1}}}"} for i in range(2)]
-    asked = [{"question": question, "answer": "1"} for question in ("0 + 1?", "What is 7 + 7?")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    sampling = Sampling(max_completion_length=8)
-    evaluate = EvaluateEvery(1, {"own": str(tmp_path / "rows.jsonl")}, sampling, at_start=False)
-    likelihood = module()
-    fit(tmp_path, likelihood, evaluate, source=rows)
-    assert "eval/own/pass_at_1" in likelihood.step_metrics

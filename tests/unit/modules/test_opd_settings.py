@@ -20,7 +20,7 @@ from rlt_lightning.types import InputError
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_a_temperature_is_positive(temperature: float) -> None:
-    with pytest.raises(InputError, match=r"model\.temperature must be positive"):
+    with pytest.raises(InputError, match=r"model\.temperature above 0"):
         OPDModule(temperature=temperature)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
-from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import TeacherSFTData
@@ -62,31 +61,3 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a
     assert fit(None) == pytest.approx(expected, rel=1e-6)
     assert fit(tmp_path / "five.ckpt") == pytest.approx(expected[5:], rel=1e-6)
     assert fit(tmp_path / "five.ckpt", max_epochs=4) == fit(None, max_epochs=4)[5:]
-
-
-@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
-def test_architectures_that_run_one_by_one_are_trained(
-    architecture: str, tiny_model: str, tmp_path: Path
-) -> None:
-    ends = {"vocab_size": 49152, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model = (
-        BloomForCausalLM(BloomConfig(**ends, n_layer=2, n_head=4))
-        if architecture == "bloom"
-        else MambaForCausalLM(MambaConfig(**ends, num_hidden_layers=2, state_size=8, initializer_range=0.2))
-    )
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
-    name = str(tmp_path / "model")
-    data = TeacherSFTData(tokenizer=name, num_embedded_rows=4, prompts_per_step=2)
-    sft = SFTModule(pretrained=name)
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    with pytest.warns(UserWarning, match="runs with layout 'single'"):
-        trainer.fit(sft, datamodule=data)
-    assert 5 < sft.step_metrics["policy/loss"] < 20

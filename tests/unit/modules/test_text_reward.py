@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ROOT, rlt, start
-from fits import assert_one_clear_line, metrics, wait_for
+from commands import rlt
+from fits import metrics
 from grpo import TEMPERATURE, Witness, rollout_callback, slow_log_probs
 from lightning.pytorch import Callback
 from trainers import bare_trainer
@@ -131,7 +131,7 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
         {"problem": "1 + 1?", "answer": 2, "solution": None},  # AMC
         {"question": "1 + 2?", "solution": r"So \boxed{3}."},
         {"question": "Which?", "answer": "B", "kind": "choice"},
-        {"numbers": [3, 4, 5], "target": 35},
+        {"question": "Make 35.", "solution": "(3 + 4) * 5", **MAKE_35},
         {"question": "Prove it.", "solution": "Clear."},
         {"question": "1 + 3?", "answer": "4", "kind": "puzzle"},
         {"question": "Make 35.", "solution": "35", "kind": "countdown", "numbers": "3 4 5", "target": 35},
@@ -273,56 +273,3 @@ def test_a_column_may_not_take_the_name_of_another() -> None:
     for name in ("term_std", "level_mean", "term_group_std"):
         with pytest.raises(TypeError, match="multiple values for keyword argument"):
             reward_metrics(scored(**{name: torch.zeros(2)}))
-
-
-@pytest.mark.full
-def test_a_reward_of_ones_own_needs_only_its_class_path_and_resumes_exactly(
-    tiny_model: str, tmp_path: Path
-) -> None:
-    (tmp_path / "my_rewards.py").write_text(
-        "import torch\n"
-        "from rlt_lightning.rewards import TextReward\n"
-        "\n\n"
-        "class Brevity(TextReward):\n"
-        "    def __init__(self, per_letter: float = -0.1) -> None:\n"
-        "        self.per_letter = per_letter\n\n"
-        "    def __call__(self, rollouts, tags):\n"
-        "        return {'reward': torch.tensor([self.per_letter * len(r.text) for r in rollouts])}\n"
-    )
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = ["--model.reward=my_rewards.Brevity", "--model.reward.per_letter=-0.5"]
-    options += ["--trainer.max_steps=5", "--checkpoint.every_n_train_steps=1"]
-    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    result = rlt(*student_fit(tiny_model, whole, *options), **path)
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in (whole / "rollouts.jsonl").open()]
-    assert all(row["reward"] == pytest.approx(-0.5 * len(row["explanation"])) for row in rows)
-    assert len({row["reward"] for row in rows}) > 1
-
-    process = start(*student_fit(tiny_model, killed, *options), **path)
-    wait_for((killed / "checkpoints" / "step=000002.ckpt").exists, process)
-    process.kill()
-    process.wait()
-    result = rlt(*student_fit(tiny_model, killed, *options, "--ckpt_path=last"), **path)
-    assert result.returncode == 0, result.stderr
-    expected, found = metrics(whole), metrics(killed)
-    assert found.keys() == expected.keys() == set(range(1, 6))
-    for step, row in expected.items():
-        assert found[step] == pytest.approx(row, abs=1e-6), step
-
-
-def test_explanations_are_not_for_a_module_that_answers(tiny_model: str, tmp_path: Path) -> None:
-    teacher = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={tiny_model}"]
-    teacher += [f"--model.student={tiny_model}", "--data=StudentRLData", f"--output_dir={tmp_path / 'rlt'}"]
-    assert_one_clear_line(
-        rlt(*teacher), "judges explanations, but the completions of StudentRLData are answers"
-    )
-
-
-def test_traditional_rl_is_planned_without_a_student(tiny_model: str) -> None:
-    command = ["plan", "--config=configs/recipe_7b/grpo.yaml", f"--model.teacher={tiny_model}"]
-    found = rlt(*command, "--data.source=chains", "--trainer.devices=8")
-    assert found.returncode == 0, found.stderr
-    assert f"policy {tiny_model}" in found.stdout
-    assert "student" not in found.stdout
-    assert "score" not in found.stdout

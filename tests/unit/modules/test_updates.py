@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import full
 from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from trainers import bare_trainer
 
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
-from rlt_lightning.numerics.losses import CISPOLoss, DAPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
-from rlt_lightning.rewards import TextReward
-from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import InputError, Rollout
+from rlt_lightning.numerics.losses import CISPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
+from rlt_lightning.types import InputError
 
 LR = 0.05
 MAX_NORM = 0.1
@@ -117,144 +113,3 @@ def test_a_mini_batch_has_a_completion_for_every_process(tiny_model: str, tmp_pa
     rlt.require_data = lambda data: None
     with pytest.raises(InputError, match="updates_per_rollout 2 leaves 4 for 5"):
         rlt.setup("fit")
-
-
-def train_with_trl(
-    model: str, folder: Path, rollouts: Any, rewards: Tensor, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """The losses of TRL's updates on given completions and rewards, and the weights after each."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-    from trl.trainer import grpo_trainer
-
-    # TRL deals an iteration's completions out to its mini-batches by chance; ours are whole groups, in order.
-    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
-    losses: list[float] = []
-    weights: list[dict[str, Tensor]] = []
-
-    class Recorded(GRPOTrainer):
-        def compute_loss(self, *arguments: Any, **further: Any) -> Any:
-            loss = super().compute_loss(*arguments, **further)
-            losses.append(loss.item())
-            return loss
-
-    class Weights(TrainerCallback):
-        def on_step_end(self, *arguments: Any, model: Any, **further: Any) -> None:
-            weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
-
-    def give(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        assert prompts == [str(row.problem.row) for row in rollouts]
-        ids = [row.completion.token_ids for row in rollouts]
-        return {
-            "prompt_ids": [row.problem.teacher_prompt for row in rollouts],
-            "completion_ids": ids,
-            "logprobs": [[0.0] * len(tokens) for tokens in ids],
-        }
-
-    settings = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        per_device_train_batch_size=4,
-        steps_per_generation=2,
-        num_iterations=2,
-        num_generations=4,
-        max_steps=4,
-        temperature=TEMPERATURE,
-        lr_scheduler_type="constant",
-        max_grad_norm=MAX_NORM,
-        shuffle_dataset=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        **options,
-    )
-    rows = Dataset.from_list([{"prompt": str(row.problem.row)} for row in rollouts[::4]])
-    trainer = Recorded(
-        model,
-        lambda **columns: rewards.tolist(),
-        settings,
-        rows,
-        callbacks=[Weights()],
-        rollout_func=give,
-    )
-    trainer.train()
-    return losses, weights
-
-
-class LetterReward(TextReward):
-    """The number of an explanation's letters e, which has no rounding."""
-
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, torch.Tensor]:
-        return {"reward": torch.tensor([float(row.text.count("e")) for row in rollouts])}
-
-
-class WithRecord(RLTModule):
-    """RLT that keeps the loss of each update, and the weights after it."""
-
-    def finish_update(self, step: Any, counts: bool = True) -> dict[str, Any]:
-        self.losses_seen.append(float(step.metrics["policy/loss"]))
-        metrics = super().finish_update(step, counts)
-        self.weights_seen.append({name: p.detach().clone() for name, p in self.policy.named_parameters()})
-        return metrics
-
-
-@pytest.mark.parametrize(
-    ("loss", "theirs"),
-    [
-        (GRPOLoss(clip_eps_low=0.01, clip_eps_high=0.02), {"loss_type": "grpo", "beta": 0.04}),
-        full(DAPOLoss(clip_eps_low=0.01, clip_eps_high=0.02, kl_coef=0.0), {"loss_type": "bnpo"}),
-        full(
-            GSPOLoss(clip_eps_low=0.01, clip_eps_high=0.02, kl_coef=0.0),
-            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-        ),
-    ],
-    ids=["grpo", "bnpo", "gspo"],
-)
-def test_updates_equal_those_of_trl(
-    loss: PolicyLoss,
-    theirs: dict[str, Any],
-    tiny_model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("trl", reason="needs TRL: make setup")
-    witness = Witness()
-    rlt = WithRecord(
-        tiny_model,
-        None,
-        reward=LetterReward(),
-        group_size=4,
-        policy_loss=loss,
-        updates_per_rollout=2,
-        num_epochs=2,
-        micro_batch_tokens=300,
-        optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=MAX_NORM),
-    )
-    rlt.losses_seen, rlt.weights_seen = [], []
-    fitted = bare_trainer(tmp_path, rollout_callback(), witness)
-    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
-    [batch] = witness.batches
-    losses, weights = train_with_trl(
-        tiny_model,
-        tmp_path,
-        batch.rollouts.rollouts,  # type: ignore[union-attr]
-        batch.step.rewards,
-        monkeypatch,
-        learning_rate=1e-3,
-        epsilon=loss.clip_eps_low,
-        epsilon_high=loss.clip_eps_high,
-        **theirs,
-    )
-    assert len(losses) == len(weights) == len(rlt.weights_seen) == 4
-    assert float(fitted.callback_metrics["policy/clip_frac"]) > 0.1
-    before, largest = witness.weights_before, 0.0
-    for ours, of_trl in zip(rlt.weights_seen, weights, strict=True):
-        for name, expected in of_trl.items():
-            largest = max(largest, float((ours[name] - expected).abs().max()))
-    assert largest < 1e-5
-    assert max(float((weights[-1][name] - before[name]).abs().max()) for name in before) > 1e-3
-    difference = max(abs(a - b) for a, b in zip(losses, rlt.losses_seen, strict=True))
-    print(f"figure: largest difference from TRL {difference:.1e} in losses, {largest:.1e} in weights")
-    assert difference < 1e-6

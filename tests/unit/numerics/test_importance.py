@@ -20,7 +20,7 @@ from rlt_lightning.engines import Engine, HFEngine, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.losses import compare_with_engine, pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics
-from rlt_lightning.numerics import DAPOLoss, GRPOLoss, PolicyLoss, TruncatedImportanceSampling
+from rlt_lightning.numerics import GRPOLoss, TruncatedImportanceSampling
 from rlt_lightning.numerics.importance import Mismatch
 
 ENGINE = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
@@ -227,83 +227,6 @@ def test_on_policy_every_sample_is_effective_and_nothing_differs() -> None:
 def test_a_part_without_tokens_adds_nothing() -> None:
     empty = Mismatch.between(LOG_PROBS, ENGINE, torch.zeros_like(MASK))
     assert empty == Mismatch()
-
-
-# Weighted losses
-
-WEIGHTED = [
-    loss_class(kl_coef=0.3, unbiased_kl=unbiased_kl)
-    for loss_class in (GRPOLoss, DAPOLoss)
-    for unbiased_kl in (True, False)
-]
-by_loss = pytest.mark.parametrize("loss", WEIGHTED, ids=lambda x: f"{type(x).__name__}-{x.unbiased_kl}")
-
-
-def random_batch() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-
-    def noise() -> Tensor:
-        return torch.randn(5, 6, generator=generator, dtype=torch.float64)
-
-    log_probs = -noise().abs()
-    token_mask = torch.rand(5, 6, generator=generator) < 0.6
-    token_mask[:, 0] = True
-    return {
-        "log_probs": log_probs.clone().requires_grad_(),
-        "old_log_probs": log_probs + 0.3 * noise(),
-        "ref_log_probs": log_probs + 0.5 * noise(),
-        "importance_weights": noise().exp(),
-        "advantages": noise()[:, 0],
-        "token_mask": token_mask,
-    }
-
-
-def slow_loss(loss: PolicyLoss, batch: dict[str, Tensor]) -> Tensor:
-    """Token by token, as the docstrings say it."""
-    names = ("log_probs", "old_log_probs", "ref_log_probs", "importance_weights", "advantages", "token_mask")
-    log_probs, old, ref, weights, advantages, token_mask = (batch[name] for name in names)
-    rows = []
-    for i in range(len(log_probs)):
-        row = []
-        for t in range(log_probs.shape[1]):
-            if not token_mask[i, t]:
-                continue
-            ratio = (log_probs[i, t] - old[i, t]).exp()
-            clipped = ratio.clamp(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
-            surrogate = min(ratio * advantages[i], clipped * advantages[i])
-            kl = (ref[i, t] - log_probs[i, t]).exp() - (ref[i, t] - log_probs[i, t]) - 1
-            if loss.unbiased_kl:
-                kl = weights[i, t] * ratio * kl
-            row.append(loss.kl_coef * kl - weights[i, t] * surrogate)
-        rows.append(row)
-    if isinstance(loss, DAPOLoss):
-        return sum(map(sum, rows)) / sum(map(len, rows))
-    return sum(sum(row) / len(row) for row in rows) / len(rows)
-
-
-def loss_and_grad(value: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return value.detach(), torch.autograd.grad(value, batch["log_probs"])[0]
-
-
-@by_loss
-def test_weighted_loss_equals_an_obvious_loop(loss: PolicyLoss) -> None:
-    batch = random_batch()
-    expected, expected_grad = loss_and_grad(slow_loss(loss, batch), batch)
-    value, grad = loss_and_grad(loss(**batch)[0], batch)
-    torch.testing.assert_close(value, expected, rtol=0, atol=1e-9)
-    torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-9)
-
-
-@by_loss
-def test_weights_of_one_change_nothing(loss: PolicyLoss) -> None:
-    batch = random_batch()
-    ones = batch | {"importance_weights": torch.ones(5, 6, dtype=torch.float64)}
-    plain = {name: values for name, values in batch.items() if name != "importance_weights"}
-    for one, other in zip(
-        loss_and_grad(loss(**ones)[0], ones), loss_and_grad(loss(**plain)[0], plain), strict=True
-    ):
-        assert torch.equal(one, other)
-    assert not torch.equal(loss(**batch)[0], loss(**plain)[0])
 
 
 def test_weighing_by_the_ratio_to_the_sampler_is_reinforce_of_the_trainer_in_the_mean() -> None:

@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.divergence import divergence
-from rlt_lightning.numerics.head import Head, LogitScale, TileGradient, choose_tiles
+from rlt_lightning.numerics.head import Head, LogitScale, choose_tiles
 from rlt_lightning.numerics.log_probs import (
     linear_log_probs,
-    log_prob_gradient,
 )
 
 VOCABULARY = 1100  # a block of 1024 words and a narrower one, in a MiB
@@ -98,38 +97,6 @@ def test_no_tensor_of_tokens_times_words_is_kept_or_made():
     with Largest() as largest:
         linear_log_probs(hidden, Head(weight), torch.arange(1024), logits_mib=1)[0].sum().backward()
     assert largest.numel == 2**18  # a MiB of fp32, of the 5 million logits
-
-
-def test_a_temperature_costs_no_pass_over_logits():
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    counts = []
-    for temperature in (1.0, 0.7):
-        hidden, weight, bias, targets = example()
-        names: list[str] = []
-        with Calls():
-            head = Head(weight, bias, LogitScale(temperature))
-            linear_log_probs(hidden, head, targets, 1, False, True)[0].sum().backward()
-        counts.append(names)
-    assert counts[0] == counts[1]
-    assert counts[0].count("aten.addmm.default") == 2 * 4  # forward and backward, four tiles
-
-
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a C compiler on a CPU")
-def test_a_compiled_gradient_is_one_kernel_that_writes_half_precision():
-    from torch._inductor import metrics
-
-    logits, places, grad = torch.randn(64, 512), torch.randint(512, (64,)), torch.randn(64)
-    finish = TileGradient(torch.bfloat16, LogitScale(0.7), needs_bias=False)
-    inputs = finish, logits, places, logits.logsumexp(1), grad
-    metrics.reset()
-    found, _ = torch.compile(log_prob_gradient)(*inputs)
-    assert metrics.generated_kernel_count == 1
-    torch.testing.assert_close(found, log_prob_gradient(*inputs)[0])
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from cases import GOLDEN_FOLDER
-from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from rlt_lightning.numerics import (
-    AdvantageEstimator,
     CISPOLoss,
     DAPOLoss,
     DrGRPOLoss,
@@ -62,6 +60,7 @@ def random_batch(num_rows: int = 6, num_tokens: int = 7, seed: int = 0) -> dict[
         "ref_log_probs": log_probs.detach() + 0.5 * noise(),
         "advantages": noise()[:, 0],
         "token_mask": token_mask,
+        "importance_weights": noise().exp(),
     }
 
 
@@ -139,8 +138,12 @@ def test_each_token_may_have_its_own_advantage(policy_loss: PolicyLoss) -> None:
 
 def slow_loss(policy_loss: PolicyLoss, batch: dict[str, Tensor]) -> Tensor:
     """The losses as their papers write them, token by token."""
-    log_probs, old, ref, advantages, token_mask = (
-        batch[name] for name in ("log_probs", "old_log_probs", "ref_log_probs", "advantages", "token_mask")
+    log_probs, old, ref, weights, advantages, token_mask = (
+        batch[name]
+        for name in (
+            *("log_probs", "old_log_probs", "ref_log_probs", "importance_weights"),
+            *("advantages", "token_mask"),
+        )
     )
     low, high = 1 - policy_loss.clip_eps_low, 1 + policy_loss.clip_eps_high
     rows, all_tokens = [], []
@@ -156,7 +159,8 @@ def slow_loss(policy_loss: PolicyLoss, batch: dict[str, Tensor]) -> Tensor:
             if isinstance(policy_loss, CISPOLoss):
                 surrogate = min(ratio.item(), high) * advantages[i] * log_probs[i, t]
             kl = (ref[i, t] - log_probs[i, t]).exp() - (ref[i, t] - log_probs[i, t]) - 1
-            losses.append(policy_loss.kl_coef * (ratio if policy_loss.unbiased_kl else 1) * kl - surrogate)
+            kl_weight = policy_loss.kl_coef * (weights[i, t] * ratio if policy_loss.unbiased_kl else 1)
+            losses.append(kl_weight * kl - weights[i, t] * surrogate)
         length = policy_loss.max_completion_length if isinstance(policy_loss, DrGRPOLoss) else len(tokens)
         rows.append(sum(losses) / length)
         all_tokens += losses
@@ -221,6 +225,7 @@ def test_a_row_without_tokens_adds_nothing_but_keeps_the_graph(policy_loss):
 @pytest.mark.parametrize("policy_loss", [GRPOLoss(kl_coef=0), GSPOLoss(kl_coef=0)])
 def test_on_policy_gradient_is_reinforce_with_group_baseline(policy_loss):
     batch = random_batch(num_rows=4)
+    del batch["importance_weights"]
     rewards = torch.tensor([1.0, 3.0, -2.0, 0.5], dtype=torch.float64)
     batch["advantages"] = GroupCenteredAdvantages()(rewards, group_size=2)
     loss, grad = loss_and_grad(policy_loss, {**batch, "old_log_probs": None})
@@ -262,24 +267,6 @@ def test_loss_options_are_checked():
         GRPOLoss(clip_eps_low=-0.1)
     with pytest.raises(ValueError, match="max_completion_length must be at least 1"):
         DrGRPOLoss(max_completion_length=0)
-
-
-def test_loss_and_advantages_are_built_from_yaml():
-    parser = ArgumentParser()
-    parser.add_argument("--loss", type=PolicyLoss)
-    parser.add_argument("--advantages", type=AdvantageEstimator)
-    config = """
-        loss:
-          class_path: rlt_lightning.numerics.DrGRPOLoss
-          init_args: {kl_coef: 0, max_completion_length: 64}
-        advantages:
-          class_path: rlt_lightning.numerics.ShuffledAdvantages
-          init_args: {seed: 1, estimator: {class_path: rlt_lightning.numerics.LeaveOneOutAdvantages}}
-    """
-    built = parser.instantiate(parser.parse_string(config))
-    assert isinstance(built.loss, DrGRPOLoss)
-    assert built.loss.max_completion_length == 64
-    assert isinstance(built.advantages.estimator, LeaveOneOutAdvantages)
 
 
 def test_advantages_by_hand():

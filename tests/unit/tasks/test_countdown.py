@@ -9,17 +9,14 @@ import re
 from fractions import Fraction
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from cases import GOLDEN_FOLDER
 
-from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.judging.answers import solves_countdown
 from rlt_lightning.tasks.countdown import countdown_rows, solve
-from rlt_lightning.types import BadRowError, BadRowReason
 
 OPERATORS: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
@@ -116,59 +113,3 @@ def test_expressions_are_judged_as_reasoning_gym_judges_them():
 @pytest.mark.parametrize("text", ["(" * 120, "-" * 199 + "1", "(" * 99 + "1" + ")" * 99, "1/" * 99 + "1"])
 def test_long_expressions_end_without_an_error(text: str):
     assert not solves_countdown(text, [2], 2)
-
-
-# Rows of one's own
-
-
-def test_rows_with_numbers_and_target_get_question_and_solution(tmp_path: Path):
-    own = {"question": "q", "solution": "s", "numbers": [1, 2], "target": 3}
-    rows = [{"nums": [95, 21, 38], "target": 36, "id": 9}, {"numbers": [5], "target": 5, "nums": None}, own]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, single, third = (columns for _, columns in read_rows(str(tmp_path / "rows.jsonl")))
-    assert first == {
-        "nums": [95, 21, 38],
-        "target": 36,
-        "id": 9,
-        "question": (
-            "Make 36 from the numbers 95, 21 and 38. Use each of the numbers exactly once, with +, -, *, / "
-            "and parentheses. Write the expression, without an equals sign, in \\boxed{}."
-        ),
-        "solution": "95 - 38 = 57; 57 - 21 = 36. The expression is \\boxed{95 - 38 - 21}.",
-        "answer": "95 - 38 - 21",
-        "numbers": [95, 21, 38],
-        "kind": "countdown",
-    }
-    assert isinstance(single, dict)
-    assert single["solution"] == "The expression is \\boxed{5}."
-    assert third == own
-
-
-@pytest.mark.parametrize(
-    ("row", "reason", "detail"),
-    [
-        ({"nums": [2, 3], "target": 99}, BadRowReason.UNSOLVABLE, "no expression makes 99 of [2, 3]"),
-        ({"nums": [2, 3], "target": 2.5}, BadRowReason.WRONG_TYPE, "but are [2, 3] and 2.5"),
-        ({"nums": [2, -3], "target": 5}, BadRowReason.WRONG_TYPE, "none below 0"),
-        ({"nums": "2 3", "target": 5}, BadRowReason.WRONG_TYPE, "must be integers"),
-        ({"nums": [True, 3], "target": 4}, BadRowReason.WRONG_TYPE, "must be integers"),
-        ({"nums": [], "target": 5}, BadRowReason.WRONG_TYPE, "but there are 0"),
-        ({"numbers": [1] * 5, "target": 5}, BadRowReason.WRONG_TYPE, "1 to 4 numbers, but there are 5"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
-)
-def test_problems_that_cannot_be_solved_are_bad_rows(
-    tmp_path: Path, row: dict[str, Any], reason: BadRowReason, detail: str
-):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    [(number, error)] = read_rows(str(tmp_path / "rows.jsonl"))
-    assert isinstance(error, BadRowError)
-    assert (number, error.reason) == (1, reason)
-    assert detail in error.detail
-
-
-def test_only_the_rows_that_are_read_are_solved(tmp_path: Path):
-    hard = {"nums": [97, 89, 83, 79], "target": 100003}  # no way; a search of tens of milliseconds each
-    rows = [{"nums": [1, 2], "target": 3}, *[hard] * 2000]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert len(read_rows(str(tmp_path / "rows.jsonl"), max_rows=1)) == 1
