@@ -36,7 +36,6 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
             *OPTIONS, *models, f"--output_dir={tmp_path}", f"--trainer.max_steps={steps}", *more, gpus=1
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "attention by PyTorch's variable-length flash attention, fused AdamW" in done.stderr
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert len(lines) > 2
     before, after = (
@@ -50,13 +49,13 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
 # Waits of the host for the device in a step, by function, beside those of sampling. None is per row, per
 # micro-batch or per metric.
 WAITS = {
-    "modules/phases.py:synchronise": 18,  # at either end of nine phases
+    "modules/phases.py:synchronise": 16,  # at either end of eight phases
     "modules/rollout_rows.py:score_rows": 8,  # one for each column of rollouts.jsonl
     "modules/base.py:raise_together": 2,  # that log-probs are finite: of all passes, and of the update
     "numerics/transfers.py:download": 1,  # recorded tokens
     "callbacks/recorder.py:_build_rows": 1,  # rewards, of which the extremes are recorded with tokens
     "numerics/rewards.py:require_tokens": 1,
-    "numerics/rewards.py:require_finite": 1,  # rewards
+    "numerics/rewards.py:require_finite": 4,  # three terms and the reward
     "strategies/sharding.py:step": 1,  # the gradient's norm
     "modules/base.py:optimizer_step_now": 1,
     "numerics/importance.py:read": 1,

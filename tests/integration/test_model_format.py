@@ -216,9 +216,7 @@ OTHER = "--data.student_system_prompt=Other."
 TAGS = "--data.tags=stratos"
 CONTRADICTIONS = {
     "fit": ["fit", "--config=configs/laptop/rlt.yaml", "--data.teacher_system_prompt=Other."],
-    "fit student_rl": ["fit", "--config=research/configs/correctness.yaml", "--data.source=chains", OTHER],
     "fit student_sft": ["fit", "--config=configs/laptop/sft.yaml", OTHER],
-    "validate": ["validate", "--config=configs/laptop/rlt.yaml", TAGS, "--data.val_rows=2"],
     "predict": ["predict", "--config=configs/laptop/generate.yaml", TAGS],
     "test": ["test", "--config=configs/laptop/evaluate.yaml", TAGS],
 }
@@ -234,7 +232,6 @@ def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, 
     words = CONTRADICTIONS[verb]
     both = [f"--model.teacher={teacher}", f"--model.student={student}"]
     models = {
-        "fit student_rl": [f"--model.teacher={student}"],
         "fit student_sft": [f"--model.pretrained={student}"],
         "test": [f"--model.pretrained={student}"],
     }
