@@ -7,7 +7,7 @@
                                                              divergence that the run computes
     AdamW      fused on a GPU                                nothing
 
-If a kernel is wrong, the run ends with an error that names its setting. A head compiled by default is left out.
+If a kernel is wrong, the run ends with an error that names its setting; a default head is left out instead.
 """
 
 from __future__ import annotations
