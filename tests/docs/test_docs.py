@@ -202,7 +202,7 @@ CHECKED: dict[str, tuple[Check, str]] = {  # program -> its check, and why that 
     "wandb": (nothing, "needs an account"),
     "hf": (nothing, "needs an account"),
     "transformers": (nothing, "a server that does not end, and its client"),
-    "mkdocs": (nothing, "a server that does not end; tests/docs/test_site.py builds"),
+    "mkdocs": (nothing, "a server that does not end; make docs builds the pages"),
     "playwright": (nothing, "downloads a browser"),
     "ruff": (nothing, "run by make check"),
 }

@@ -36,6 +36,7 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
             *OPTIONS, *models, f"--output_dir={tmp_path}", f"--trainer.max_steps={steps}", *more, gpus=1
         )
         assert done.returncode == 0, done.stdout + done.stderr
+    assert "attention by PyTorch's variable-length flash attention" in done.stderr
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert len(lines) > 2
     before, after = (
