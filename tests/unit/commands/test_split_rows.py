@@ -88,8 +88,8 @@ def test_the_page_adds_up_what_stages_cost(tmp_path: Path) -> None:
     (tmp_path / "seconds.tsv").write_text("rlt\t50\nrlt\t70\nevaluate_base_greedy\t60\n")
     page = build_page(tmp_path, num_cards=2)
     assert "| nothing: the base |  |  | 50.0 (40 to 60) | 50.0 (40 to 60) |" in page
-    assert "| best of 4 by the reward | 8 | 2 | 50.0 (40 to 60) |  |" in page
-    assert "| traces of the RLT teacher | 3 |  |  |  |" in page
+    assert "| the best of 4 of these | 8 | 2 | 50.0 (40 to 60) |  |" in page
+    assert "| the RLT teacher's at T 0.7 | 3 |  |  |  |" in page
     # Sampled 100 * 2 + 10 * 1, trained 50 * 4 + 5 * 1; 50 + 70 s on 2 cards are 4 card-minutes.
     assert "| rlt | 210 | 205 | 120 | 4.0 |" in page
     assert "| evaluate_base_greedy | 12 | 0 | 60 | 2.0 |" in page
