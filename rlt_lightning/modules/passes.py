@@ -36,7 +36,7 @@ from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
-from rlt_lightning.numerics.rewards import choose_remedy, require_finite
+from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
@@ -593,9 +593,12 @@ def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
     """
     step.set_scores(reward.score(step.table, step.group_size, students))
     rows, maker = [step.row_number(row) for row in range(len(step))], type(reward).__name__
-    for name, values in columns_of(step.table, "term/").items():
-        require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
-    require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))
+    try:
+        require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))
+    except NonFiniteError:
+        for name, values in columns_of(step.table, "term/").items():
+            require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
+        raise
 
 
 def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool = False) -> Values:
