@@ -7,6 +7,7 @@ import math
 import os
 import reprlib
 import ssl
+import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,7 +140,9 @@ class WorkerClient:
         """Return the tokens of prompt and completion that the model takes; remember the model's name."""
         answer = await self.call("GET", "/v1/models", None, deadline_s)
         with self.require_form(answer, "a list of models"):
-            models = {str(entry["id"]): int(entry["max_model_len"]) for entry in answer["data"]}
+            models = {
+                str(entry["id"]): int(entry.get("max_model_len") or sys.maxsize) for entry in answer["data"]
+            }
         if not models or (self.model is not None and self.model not in models):
             raise WorkerError(
                 f"vLLM worker {self.url} must serve the model '{self.model}', but serves "

@@ -286,4 +286,4 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
             cell.source = cell.source.replace(name, value)
     client = nbclient.NotebookClient(notebook, timeout=570, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    assert {"image/png", "text/html"} <= set(outputs(notebook))
+    assert {"image/png", "text/plain"} <= set(outputs(notebook))
