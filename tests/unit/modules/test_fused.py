@@ -63,7 +63,9 @@ def test_the_head_is_compiled_only_on_a_gpu_by_default(monkeypatch: pytest.Monke
     assert not choose_head(HeadOptions(compiled=False), torch.float32, torch.device("cuda")).compiled
     monkeypatch.setattr(chosen_kernels, "compiled_head_fault", lambda *_: "it is off by 2")
     with pytest.raises(InputError, match=r"it is off by 2.*Set model\.head\.compiled to false"):
-        choose_head(HeadOptions(), torch.float32, torch.device("cuda"))
+        choose_head(HeadOptions(compiled=True), torch.float32, torch.device("cuda"))
+    with pytest.warns(UserWarning, match="it is off by 2"):
+        assert not choose_head(HeadOptions(), torch.float32, torch.device("cuda")).compiled
 
 
 @pytest.mark.full
