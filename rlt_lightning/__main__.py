@@ -30,7 +30,7 @@ def main() -> None:
         return
     verb = parser.parse_known_args(arguments)[0].verb  # exits after a help text, or without a verb
     if verb in FIRST_CONFIGS and len(arguments) == 1:
-        parser.error(f"--config is missing; try --config {FIRST_CONFIGS[verb]}. `rlt configs` lists all.")
+        parser.error(f"--config is missing; try --config {FIRST_CONFIGS[verb]}. See rlt configs.")
     # A class_path may name a module in this folder, as with `python -m`. Last, so that it hides no other one.
     sys.path.append(os.getcwd())
     # Before the imports below, since torch is among them.

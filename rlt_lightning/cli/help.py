@@ -90,6 +90,7 @@ Other options: those of rlt fit.
 The run, model folder or hub id that is named first writes the explanation.
 
   --student MODEL              frozen student; without it nothing is scored
+  --student_system_prompt TEXT what it was trained with, if no file says it
   --explanation TEXT           an explanation of your own
   --seed 0                     another seed samples another explanation
   --reward.KEY, --sampling.KEY options of RLTReward and of Sampling

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jsonargparse._typehints as typehints
 from jsonargparse import Namespace
@@ -12,6 +13,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.run.shipped import list_shipped_configs
 
+# Lines of jsonargparse's messages that say nothing of a setting.
+NOISE = re.compile(r"\n\s*(Does not validate|Subtypes:|Errors:|Given value|- Expected a .*NoneType).*")
 # Of jsonargparse 4: it keeps what fits of the arguments of a class that another one replaces.
 keep_arguments = typehints.discard_init_args_on_class_path_change
 
@@ -58,3 +61,11 @@ class ConfigParser(LightningArgumentParser):
         words = replace_config_names(sys.argv[1:] if args is None else args)
         words = ["--help" if word == "--help-all" else word for word in words]
         return super().parse_args(words, *others, **options)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with one line; the usage of some hundred options would hide it."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        line = " ".join(NOISE.sub("", message).split())
+        print(f"rlt: error: {line} (options: --help-all; configs: rlt configs)", file=sys.stderr)
+        sys.exit(2)
