@@ -69,6 +69,8 @@ class ResponseCallback(Callback):
         seed: int = 0,
         fit_context: bool = False,
     ) -> None:
+        if num_samples < 1:  # in a script
+            raise InputError(f"num_samples must be at least 1, not {num_samples}.")
         self.is_engine_chosen = engine is not None
         self.engine: Engine = HFEngine() if engine is None else engine
         self.sampling = sampling

@@ -146,8 +146,9 @@ def export_checkpoint(
         overwrite: Replace a model in output_dir.
     """
     path, folder = find_checkpoint(Path(ckpt_path)), Path(output_dir).resolve()
-    if (aside := folder.with_name(f"{folder.name}.old")).exists():
-        raise InputError(f"{aside} is the model that a killed export was about to replace. Move it.")
+    for suffix in (".old", ".tmp"):  # which a killed export leaves, or a user has made
+        if (aside := folder.with_name(folder.name + suffix)).exists():
+            raise InputError(f"{aside} would be replaced by this export. Move it, or choose another folder.")
     made = folder.is_file() or (folder.exists() and any(folder.iterdir()))
     if made and not (overwrite and is_model_folder(folder)):
         raise InputError(

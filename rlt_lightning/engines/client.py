@@ -8,6 +8,7 @@ import os
 import reprlib
 import ssl
 import sys
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from rlt_lightning.version import VLLM_MINORS
 
 ADDRESS = r"https?://[^@/]+/?"  # of a server, without user and path: messages show it
 JSON = dict[str, Any]
+# Log-probability, nats, of equal completions below which they are no chance: 4e-18.
+SMALLEST_CHANCE = -40.0
 LARGEST_LOG_PROB = 1e-4  # float32 rounds 0 up to 1e-6
 
 
@@ -43,7 +46,10 @@ class WorkerError(EngineError):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One completion of a prompt."""
+    """One completion of a prompt.
+
+    `drawn` has the tokens of the prompt's completions with the seeds that drew them; its requests share it.
+    """
 
     prompt: list[int]
     sampling: Sampling
@@ -51,6 +57,29 @@ class CompletionRequest:
     end_token_ids: Container[int]  # all tokens with which the server may end it
     vocab_size: int
     seed: int
+    group_size: int
+    drawn: defaultdict[tuple[int, ...], set[int]]
+
+    def require_own_draw(self, completion: Completion) -> None:
+        """Raise WorkerError if more seeds draw the same tokens than chance explains.
+
+        That k certain ones of G completions are alike has probability exp((k - 1) sum_t l_t), with the
+        log-probs l_t of their tokens; that any k are, C(G, k) times that at most. A certain text has 1.
+
+        Args:
+            completion: With the log-probs of sampling.
+        """
+        seeds = self.drawn[tuple(completion.token_ids)]
+        seeds.add(self.seed)
+        chance = math.log(math.comb(self.group_size, len(seeds)))
+        chance += (len(seeds) - 1) * sum(completion.log_probs or [])
+        if len(seeds) > 1 and chance < SMALLEST_CHANCE:
+            raise WorkerError(
+                f"vLLM worker {completion.worker} must sample by the seed, but drew the same "
+                f"{len(completion.token_ids)} tokens for {len(seeds)} seeds, which chance does once in "
+                f"1e{-chance / math.log(10):.0f} times. Is a cache between trainer and worker?",
+                retryable=False,
+            )
 
 
 class WorkerClient:

@@ -281,7 +281,12 @@ class GlooPush(BucketPush):
 
     def open_store(self) -> TCPStore:
         """Listen only on our address; by default a TCPStore listens on all."""
-        listener = socket.create_server((self.host, 0))
+        try:
+            listener = socket.create_server((self.host, 0))
+        except OSError as error:
+            raise InputError(
+                f"GlooPush's host must be an address of this machine, not {self.host} ({error})."
+            ) from error
         port, timeout = listener.getsockname()[1], timedelta(seconds=self.timeout_s)
         return TCPStore(self.host, port, None, True, timeout, False, master_listen_fd=listener.detach())
 

@@ -257,6 +257,8 @@ def find_known_fault(name: str, model: Any) -> str | None:
     """Return a known fault of a decoder that no short text shows, or None."""
     if name == "slots":
         return find_architecture_fault(model)
+    if name != "uncached" and getattr(model.config.get_text_config(), "index_topk", None):
+        return "its indexer would choose among other tokens than without a cache"
     if name != "uncached" and has_longrope(model.config.get_text_config()):
         return "a long text would turn positions otherwise than those in the cache"
     return find_position_fault(model) if name == "padded" else None

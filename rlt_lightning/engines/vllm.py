@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Container, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -226,6 +226,7 @@ class VLLMEngine(Engine):
             group = range(first, first + request.num_completions)
             first = group.stop
             # Greedy completions are all alike, and vLLM refuses several.
+            drawn: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
             parts = [range(i, i + 1) for i in group] if sampling.temperature > 0 else [group]
             for part, seed in zip(parts, request.seeds, strict=False):
                 calls.append(
@@ -236,6 +237,8 @@ class VLLMEngine(Engine):
                         end_token_ids=self.end_token_ids,
                         vocab_size=self.vocab_size,
                         seed=seed,
+                        group_size=request.num_completions,
+                        drawn=drawn,
                     )
                 )
                 brings.append(part)
@@ -287,11 +290,13 @@ class VLLMEngine(Engine):
         """Sample one request.
 
         Raises:
-            WorkerError: If the worker is lost or late, or refuses the request.
+            WorkerError: If the worker is lost or late, ignores the seed, or refuses the request.
         """
         completion = await worker.complete(request, self.request_timeout_s)
         await self.fleet.require_current(worker)
         known = self.reports_log_probs and (worker.exact or not self.fleet.without_trainer)
+        if known:
+            request.require_own_draw(completion)
         if request.sampling.truncates or not known:
             return replace(completion, log_probs=None)
         return completion

@@ -121,6 +121,11 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
         # takes the names for those of older files. It does so only for a model with a configuration.
         layers, root = list_linear_layers(model), nn.ModuleList([model])
         root.is_loaded_in_4bit = getattr(model, "is_loaded_in_4bit", False)  # type: ignore[assignment]
+    elif not isinstance(lora.targets, str):
+        linear = [name for name, layer in model.named_modules() if is_linear(layer)]
+        unknown = [name for name in layers if not any(f".{layer}".endswith(f".{name}") for layer in linear)]
+        if unknown:
+            raise InputError(f"model.lora.targets must be names of linear layers, but {unknown} are none.")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ FAMILIES = {
     "deepseek_v2": Family("single", "padded", DEEPSEEK | {"topk_method": "greedy"}),
     "deepseek_v3": Family("single", "padded", DEEPSEEK),
     "deepseek_v32": Family(
-        "single", "padded", DEEPSEEK | {"index_topk": REACH, "index_n_heads": 16, "index_head_dim": 32}
+        "single", "uncached", DEEPSEEK | {"index_topk": REACH, "index_n_heads": 16, "index_head_dim": 32}
     ),
     "deepseek_v4": Family(
         "single", "uncached",
@@ -167,7 +167,7 @@ FAMILIES = {
     "glm4": Family("auto", "slots", HEAD | {"partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4_moe": Family("auto", "slots", ROUTED | HEAD | {"partial_rotary_factor": 0.5, "use_qk_norm": True}),
     "glm_moe_dsa": Family(
-        "single", "padded", DEEPSEEK | {"index_topk": REACH, "index_n_heads": 16, "index_head_dim": 32}
+        "single", "uncached", DEEPSEEK | {"index_topk": REACH, "index_n_heads": 16, "index_head_dim": 32}
     ),
     "gpt2": Family("auto", "slots"),
     "gpt_bigcode": Family("auto", "slots"),

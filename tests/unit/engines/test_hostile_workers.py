@@ -327,3 +327,13 @@ def test_only_a_large_mismatch_stops_the_run() -> None:
     for squared in (50.1, NAN, INFINITY):
         with pytest.raises(EngineError, match=r"Step 7: .* model\.mismatch_limit 0\.5 "):
             require_agreement(Mismatch(squared=squared, **varied), 0.5, 7)
+
+
+def test_equal_completions_of_different_seeds_stop_the_run(miniature: str, tmp_path: Path) -> None:
+    def draw_once(worker: FakeWorker, body: JSON, choice: JSON) -> JSON:
+        return choice if body["seed"] == 0 else worker.choice(body | {"seed": 0})
+
+    result = fit_with_a_liar(draw_once, miniature, tmp_path, "--model.group_size=16")
+    assert result.returncode == 2, result.stderr
+    assert "must sample by the seed, but drew the same" in result.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("checkpoints/*"))
