@@ -102,7 +102,8 @@ def test_a_shipped_config_builds_and_runs_at_tiny_size(
     if uses_workers(config):
         plain = config.stem in PLAIN_WORKERS
         worker = request.getfixturevalue("plain_worker" if plain else "fake_worker")
-        options += ["--rollouts.engine.init_args.launch=null"] if "gpu" in config.stem else []
+        launches = "launch:" in config.read_text()
+        options += ["--rollouts.engine.init_args.launch=null"] if launches else []
         options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
         if not plain:
             options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
