@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -65,12 +64,12 @@ class ResponseCallback(Callback):
         self,
         engine: Engine | None = None,
         sampling: Sampling = Sampling(),
-        num_samples: PositiveInt = 1,
+        num_samples: int = 1,
         seed: int = 0,
         fit_context: bool = False,
     ) -> None:
-        if num_samples < 1:  # in a script
-            raise InputError(f"num_samples must be at least 1, not {num_samples}.")
+        if num_samples < 1:
+            raise InputError(f"rollouts.num_samples must be at least 1, not {num_samples}.")
         self.is_engine_chosen = engine is not None
         self.engine: Engine = HFEngine() if engine is None else engine
         self.sampling = sampling

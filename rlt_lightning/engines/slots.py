@@ -245,7 +245,7 @@ def choose_decoder(model: Any, call: Call) -> str:
         fault = find_known_fault(name, model) or find_decoder_fault(build, prompts, rests, expected)
         if fault is None:
             if slower is not None:
-                rank_zero_info(f"HFEngine samples {type(model).__name__} slowly ({name}): faster, {slower}.")
+                rank_zero_info(f"HFEngine samples {type(model).__name__} slowly ({name}), since {slower}.")
             return name
     raise InputError(
         f"HFEngine must sample with the log-probs of the model's forward, but {type(model).__name__} does "
