@@ -22,7 +22,6 @@ import sys
 import time
 from typing import Any
 
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from tqdm import tqdm
@@ -74,7 +73,7 @@ class EvaluateEvery(Callback):
 
     def __init__(
         self,
-        every_n_steps: PositiveInt,
+        every_n_steps: int,
         sets: dict[str, SetSettings],
         sampling: Sampling = Sampling(),
         num_samples: int = 1,
@@ -84,6 +83,8 @@ class EvaluateEvery(Callback):
         judge_deadline_s: float = 10.0,
         deadline_s: float = 14400.0,
     ) -> None:
+        if every_n_steps < 1:
+            raise InputError(f"EvaluateEvery's every_n_steps must be at least 1, not {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self.sets = sets
         self.sampling = sampling

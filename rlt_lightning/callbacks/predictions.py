@@ -14,7 +14,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -61,10 +60,12 @@ class DistillationWriter(Callback):
     def __init__(
         self,
         select: Selection = "fits_context",
-        per_problem: PositiveInt = 1,
+        per_problem: int = 1,
         min_reward: float | None = None,
         per_token: bool = False,
     ) -> None:
+        if per_problem < 1:
+            raise InputError(f"distillation.per_problem must be at least 1, not {per_problem}.")
         self.select: Selection = select
         self.per_problem = per_problem
         self.min_reward = min_reward

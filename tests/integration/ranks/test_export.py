@@ -60,3 +60,6 @@ def test_an_export_is_replaced_only_when_asked(runs: dict[str, Path], tmp_path: 
     with pytest.raises(InputError, match="--overwrite true"):
         export_checkpoint(str(runs["single"]), str(tmp_path / "model"))
     export_checkpoint(str(runs["single"]), str(tmp_path / "model"), overwrite=True)
+    (tmp_path / "model.tmp").mkdir()  # not ours to delete
+    with pytest.raises(InputError, match=r"model\.tmp"):
+        export_checkpoint(str(runs["single"]), str(tmp_path / "model"), overwrite=True)

@@ -28,6 +28,7 @@ from rlt_lightning.models.lora import LoRA, add_adapter, defer_merge, merge_weig
 from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
+from rlt_lightning.types import InputError
 
 LORA = LoRA(rank=4, alpha=8.0)
 IDS = torch.arange(100, 140)[None]
@@ -58,6 +59,8 @@ def merged(model: Any) -> dict[str, Tensor]:
 
 
 def test_a_layer_by_hand_and_nothing_else_is_trained(tiny_model: str) -> None:
+    with pytest.raises(InputError, match="no_such"):
+        adapted(tiny_model, LoRA(targets=["q_proj", "no_such"]))
     model = adapted(tiny_model, LoRA(rank=2, alpha=3.0, targets=["q_proj"]))
     assert {name.rpartition("self_attn.")[2] for name in trained_tensors(model)} == {
         "q_proj.lora_A.default.weight",

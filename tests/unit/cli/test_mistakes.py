@@ -25,8 +25,10 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning import __main__ as program
+from rlt_lightning.callbacks.evaluation import ResponseCallback
+from rlt_lightning.callbacks.predictions import DistillationWriter
 from rlt_lightning.callbacks.rollout_checks import require_trainable
-from rlt_lightning.engines import HFEngine, Launch, NoPush, Sampling, VLLMEngine
+from rlt_lightning.engines import GlooPush, HFEngine, Launch, NoPush, Sampling, VLLMEngine
 from rlt_lightning.models.load import require_model_name
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions
@@ -133,6 +135,12 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
         "truncated",
     ),
     "overlap in process": (lambda: RolloutCallback(asynchronous=True), "rollouts.asynchronous", "engine"),
+    "no response": (lambda: ResponseCallback(num_samples=0), "rollouts.num_samples", "at least 1"),
+    "no selected trace": (
+        lambda: DistillationWriter(per_problem=0),
+        "distillation.per_problem",
+        "at least 1",
+    ),
     "no trace": (lambda: RolloutCallback(num_traces=0), "rollouts.num_traces", "at least 1"),
     "greedy traces": (
         lambda: RolloutCallback(sampling=Sampling(0), num_traces=2),
@@ -142,6 +150,7 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "a negative temperature": (lambda: Sampling(temperature=-0.5), "temperature >= 0", "sampling"),
     "two settings": (lambda: OptimizerConfig(lr=-1, max_grad_norm=-2), "lr > 0", "max_grad_norm >= 0"),
     "an adapter of no rank": (lambda: LoRA(rank=0), "model.lora", "rank >= 1"),
+    "another machine's address": (GlooPush(host="192.0.2.1").open_store, "GlooPush's host", "192.0.2.1"),
     "an engine without workers": (lambda: VLLMEngine(), "urls", "launch"),
     "an engine with both": (lambda: VLLMEngine(URLS, Launch()), "urls", "launch"),
     "sleep without pushes": (lambda: VLLMEngine(URLS, push=NoPush(), sleep=True), "sleep", "NoPush"),
