@@ -1,12 +1,12 @@
-"""`rlt demo`: compare, in minutes on two cores, what a student learns from a teacher before and after RLT.
+"""`rlt demo`: what a student learns where only the rows hold what it lacks, in minutes on two cores.
 
-    warm up a teacher ─┬─ RLT ─ explain, T 0.7 ─ train a student ─ test it
-                       ├─────── explain, T 0.7 ─ the same
-                       ├─────── explain, T 0 ─── the same
-                       └─────── explain twice, T 0.7, keep the one with the higher reward ─ the same
-                                                 the untrained student ─ test it
+    warm up a teacher ─┬─ RLT ─ explain, T 0 ───────────────────────── train a student ─ test it
+                       └─ explain each row 3 times, T 0.7 ─┬─ the first ─ the same
+                                                           └─ the best quarter by the reward ─ the same
+                                         GRPO of the student for right answers, no teacher ─ test it
+                                                                     the untrained student ─ test it
 
-The last arm samples as many explanations as RLT does in its iterations and for its student together.
+All ways but the first trace sample as much: 3 explanations, or answers, a row.
 
 Every stage is an `rlt` command with a shipped config and a folder of its own. Two run side by side, each in a
 process forked from one that has imported the package. This file imports PyTorch only when it needs it, so the
@@ -40,10 +40,14 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.optimization",  # imports peft and with it bitsandbytes: seconds of every fit
 ]
-LENGTH, HAZARD = 4, 0.75  # steps of a problem; the chance that a trace of the warm-up breaks off at a step
-NUM_EXPLAINED, NUM_ASKED = 2560, 512  # problems that a teacher explains; that a student answers
-NUM_ITERATIONS = 40  # of laptop/rlt, with 64 explanations each
-NUM_CANDIDATES = 2  # of each problem: as many in all as RLT samples, in its iterations and for its student
+SEED = 0  # of the facts, problems and traces
+NUM_NAMES, NUM_WARM = 128, 16  # names that the rows use; of them, those in the traces of the warm-up
+NUM_RAW, NUM_ROWS, NUM_ASKED = 32, 1024, 256  # traces of the warm-up; rows to explain; held-out problems
+NUM_CANDIDATES = 3  # explanations of each row: as many in all as RLT samples, those for its student included
+NUM_ITERATIONS = 32  # of RLT, with 64 explanations each
+NUM_REWARDED = 48  # iterations of GRPO without a teacher, with 64 answers each
+LENGTH, ANSWER_LENGTH = 76, 108  # tokens of an explanation; of a thought and an answer
+BEST_PART = 4  # the best quarter of the rows' number
 
 
 class Arm(NamedTuple):
@@ -51,34 +55,38 @@ class Arm(NamedTuple):
 
     Attributes:
         name: What the terminal calls it.
-        teacher: Place of the teacher that writes them.
-        options: Settings of `rlt predict`.
+        traces: Place of the explanations, below the folder of the demo.
+        epochs: Epochs of the student: as many steps from few explanations as from many.
     """
 
     name: str
-    teacher: str = "warmup"
-    options: str = ""
+    traces: str
+    epochs: int
 
 
-BEST = f"--rollouts.num_traces {NUM_CANDIDATES} --distillation.select best_reward"
 ARMS = {  # in the order in which they begin: what comes after RLT takes longest
-    "rlt": Arm("RLT teacher, T 0.7", "rlt"),
-    "warmup": Arm("warm-up teacher, T 0.7"),
-    "greedy": Arm("warm-up teacher, T 0", options="--rollouts.sampling.temperature 0"),
-    "best": Arm(f"warm-up teacher, best of {NUM_CANDIDATES}", options=BEST),
+    "rlt": Arm("the teacher after RLT, greedy", "rlt/traces/distillation.jsonl", 2),
+    "before": Arm("the teacher before RLT", "warmup/traces/before.jsonl", 2),
+    "best": Arm("its best quarter by the reward", "warmup/traces/best.jsonl", 2 * BEST_PART),
 }
+UNTRAINED, REWARDED = "nothing (untrained student)", "GRPO for right answers, no teacher"
 # Rows of the table.
-ROWS = ("untrained", "warmup", "greedy", "best", "rlt")
-UNTRAINED = "nothing (untrained student)"
+ROWS = {
+    "untrained": UNTRAINED,
+    "grpo": REWARDED,
+    **{arm: ARMS[arm].name for arm in ("before", "best", "rlt")},
+}
 SHOWN_PROBLEM = 3  # of those that are explained, the first being 0
-ABOUT = """A teacher of 184,000 parameters learns to explain last-digit chains such as
-"start 2, add 1, times 7, add 3?". Few of its explanations are right, most are
-filler. Students, which begin as the same model, learn from what it writes:
-before RLT, in three ways, and after RLT. Nothing is downloaded.
+ABOUT = """Chains such as "start 4, add 2, blik, times 3, dorf, add 1, quern?". What blik adds
+stands nowhere but in the rows' solutions, which give the digit after each name. A
+teacher of 200,000 parameters sees them; of its explanations one in ten is right,
+most say nothing. Students learn from what it writes, before RLT and after it, and
+answer new problems of the same names. Nothing is downloaded.
 
 Stages, one line as each ends; with imports, the first takes half a minute:"""
-CHEAPER = """RLT is not the cheapest way here: GRPO for right answers, and the untrained student's own
-greedy answers as explanations, do at least as well. Neither is run here: docs/results.md."""
+CHEAPER = """The reward does it: its best quarter needs no RL and comes close here. Where right
+explanations are rarer, RL holds longer; where a student finds right answers by itself, no
+teacher is needed: docs/results.md."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +138,20 @@ def build_demo_parser() -> argparse.ArgumentParser:
 
 def write_problems(folder: Path) -> None:
     """Write the rows of all stages: traces of uneven quality, problems, and held-out problems."""
-    from rlt_lightning.tasks.stepwise import Mixture, chain_rows
+    from rlt_lightning.tasks.named_chains import build_mixture, draw_facts, named_chain_rows
 
-    mixture = Mixture(hazard=HAZARD)
+    facts = draw_facts(SEED, NUM_NAMES)
+    shown = {name: facts[name] for name in [*facts][:NUM_WARM]}
     rows = {
-        "warmup": chain_rows(2048, 1, "train", mixture, LENGTH),
-        "rlt": chain_rows(512, 2, "train", mixture, LENGTH),
-        "explained": chain_rows(NUM_EXPLAINED, 3, "train", mixture, LENGTH),
-        "held_out": chain_rows(NUM_ASKED, 0, "test", mixture, LENGTH),
+        "warmup": named_chain_rows(NUM_RAW, shown, 1, "train", build_mixture(0.10, 0.60, 0.15)),
+        "rows": named_chain_rows(NUM_ROWS, facts, 3, "train"),
+        "held_out": named_chain_rows(NUM_ASKED, facts, 0, "test"),
     }
+    columns = {"warmup": ("reasoning_trace", "solution"), "rows": ("solution",), "held_out": ("answer",)}
     for name, some in rows.items():
-        keys = ("question", "answer") if name == "held_out" else ("question", "solution", "reasoning_trace")
-        text = "".join(json.dumps({key: row[key] for key in keys}) + "\n" for row in some)
+        text = "".join(
+            json.dumps({key: row[key] for key in ("question", *columns[name])}) + "\n" for row in some
+        )
         (folder / f"{name}.jsonl").write_text(text)
 
 
@@ -150,31 +160,68 @@ def write_problems(folder: Path) -> None:
 
 def list_stages(folder: Path) -> list[Stage]:
     """Return the stages; those of the trained teacher come first, since they take longest."""
-    place = shlex.quote(str(folder))
+
+    def find(name: str) -> str:
+        return shlex.quote(str(folder / name))
+
     sets = shlex.quote(json.dumps({"chains": str(folder / "data/held_out.jsonl")}))
-    answer = f"test --config laptop/evaluate --rollouts.sampling.temperature 0.7 --data.sets {sets}"
-    warm_up = f"fit --config laptop/warmup --data.source {place}/data/warmup.jsonl"
-    rlt = f"fit --config laptop/rlt --data.source {place}/data/rlt.jsonl"
-    rlt += f" --model.teacher {place}/warmup/teacher/model"
+    answer = "test --config laptop/evaluate --rollouts.sampling.temperature 0"
+    answer += (
+        f" --rollouts.sampling.max_completion_length {ANSWER_LENGTH} --data.sets {sets} --model.pretrained"
+    )
+    length = f"--rollouts.sampling.max_completion_length {LENGTH} --model.student named-chains-student"
+    source = f"--data.source {find('data/rows.jsonl')}"
+    warm_up = "fit --config laptop/warmup --model.pretrained named-chains-teacher --trainer.max_epochs 4"
+    warm_up += f" --data.source {find('data/warmup.jsonl')}"
+    rlt = f"fit --config laptop/rlt {length} {source} --trainer.max_steps {NUM_ITERATIONS}"
+    rlt += f" --model.optimizer.lr 4e-4 --model.teacher {find('warmup/teacher/model')}"
+    explain = f"predict --config laptop/generate {length} {source} --model.teacher"
+    candidates = f"--rollouts.num_traces {NUM_CANDIDATES} --distillation.select all"
+    grpo = f"fit --config laptop/grpo --model.teacher named-chains-student {source}"
+    grpo += f" --trainer.max_steps {NUM_REWARDED} --rollouts.sampling.max_completion_length {ANSWER_LENGTH}"
     stages = [
-        Stage("warmup/teacher", "", "warm-up teacher: learn from uneven explanations", warm_up),
-        Stage("rlt/teacher", "warmup/teacher", f"RLT teacher: RLT, {NUM_ITERATIONS} iterations", rlt),
+        Stage("warmup/teacher", "", "teacher: learns from a few uneven explanations", warm_up),
+        Stage("rlt/teacher", "warmup/teacher", f"teacher: RLT, {NUM_ITERATIONS} iterations", rlt),
+        Stage(
+            "warmup/traces",
+            "warmup/teacher",
+            f"teacher before RLT: explains {NUM_ROWS} rows {NUM_CANDIDATES} times",
+            f"{explain} {find('warmup/teacher/model')} {candidates}",
+        ),
+        Stage(
+            "rlt/traces",
+            "rlt/teacher",
+            f"teacher after RLT: explains {NUM_ROWS} rows",
+            f"{explain} {find('rlt/teacher/model')} --rollouts.sampling.temperature 0",
+        ),
     ]
-    for arm, (name, teacher, options) in ARMS.items():
-        explain = f"predict --config laptop/generate --data.source {place}/data/explained.jsonl --data.seed 0"
-        explain += f" --model.teacher {place}/{teacher}/teacher/model {options}"
-        learn = f"fit --config laptop/sft --data.source {place}/{arm}/traces/distillation.jsonl"
-        learn += " --data.seed 0 --trainer.max_epochs 1"
-        asks = f"{answer} --model.pretrained {place}/{arm}/student/model"
-        stages += [
-            Stage(
-                f"{arm}/traces", f"{teacher}/teacher", f"{name}: explain {NUM_EXPLAINED} problems", explain
-            ),
-            Stage(f"{arm}/student", f"{arm}/traces", f"{name}: its student learns from them", learn),
-            Stage(f"{arm}/answers", f"{arm}/student", f"{name}: answer {NUM_ASKED} problems", asks),
-        ]
-    asks = f"{answer} --model.pretrained miniature"
-    return [*stages, Stage("untrained/answers", "", f"{UNTRAINED}: answer {NUM_ASKED} problems", asks)]
+    students = {"untrained": ("named-chains-student", "")}
+    for arm, (name, traces, epochs) in ARMS.items():
+        learn = (
+            f"fit --config laptop/sft --model.pretrained named-chains-student --trainer.max_epochs {epochs}"
+        )
+        learn += f" --data.source {find(traces)} --data.prompts_per_step 16 --model.optimizer.lr 1e-3"
+        needs = traces.rpartition("/")[0]
+        stages.append(Stage(f"{arm}/student", needs, f"{name}: its student learns", learn))
+        students[arm] = (find(f"{arm}/student/model"), f"{arm}/student")
+    stages.append(Stage("grpo/student", "", REWARDED, grpo))
+    students["grpo"] = (find("grpo/student/model"), "grpo/student")
+    for arm, (model, needs) in students.items():
+        line = f"{ROWS[arm]}: {NUM_ASKED} answers"
+        stages.append(Stage(f"{arm}/answers", needs, line, f"{answer} {model}"))
+    return stages
+
+
+def choose_traces(folder: Path) -> None:
+    """Write what two students learn from: the first explanation of each row, and the best ones of all.
+
+    Args:
+        folder: Folder of the teacher's explanations before RLT.
+    """
+    rows = [*read_json_rows(folder / "traces.jsonl")]
+    best = sorted(rows, key=lambda row: -row["reward"])[: NUM_ROWS // BEST_PART]
+    for name, chosen in (("before", rows[::NUM_CANDIDATES]), ("best", best)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
 
 
 def run_stages(stages: Sequence[Stage], folder: Path) -> None:
@@ -211,6 +258,8 @@ def run_stages(stages: Sequence[Stage], folder: Path) -> None:
                     log = folder / f"{stage.name}.log"
                     raise InputError(f"{stage.line} ended with {status}. Look at the end of its log, {log}.")
                 print(f"  {time.perf_counter() - begin:5.1f} s  {stage.line}", flush=True)
+                if stage.name == "warmup/traces":
+                    choose_traces(folder / stage.name)
     finally:
         for process in running.values():
             process.terminate()
@@ -238,24 +287,23 @@ def enter_stage(log: Path) -> None:
 
 def show_explanations(folder: Path) -> None:
     """Print one problem as the teacher explains it before and after RLT, with the terms of its reward."""
-    explained = {arm: [*read_json_rows(folder / arm / "traces/traces.jsonl")] for arm in ("warmup", "rlt")}
-    first = explained["rlt"][SHOWN_PROBLEM]
-    print(f"\n{first['question']}   {first['solution']}")
-    for arm, rows in explained.items():
-        row = next(row for row in rows if row["question"] == first["question"])
+    after = [*read_json_rows(folder / "rlt/traces/traces.jsonl")][SHOWN_PROBLEM]
+    rows = read_json_rows(folder / "warmup/traces/before.jsonl")
+    before = next(row for row in rows if row["question"] == after["question"])
+    print(f"\n{after['question']}   {after['solution']}")
+    for when, row in (("before", before), ("after", after)):
         solution, kl = row["solution_reward"], row["kl_reward"]
-        print(f"\n  {ARMS[arm].name}: reward {row['reward']:.2f} (solution {solution:.2f}, KL {kl:.2f})")
+        print(f"\n  {when} RLT: reward {row['reward']:.2f} (solution {solution:.2f}, KL {kl:.2f})")
         print(textwrap.fill(row["reasoning_trace"], 78, initial_indent="    ", subsequent_indent="    "))
 
 
 def show_accuracies(folder: Path) -> None:
     """Print what the students solve."""
     print(f"\nHeld-out problems solved by a student that learned from …, in % of {NUM_ASKED}:\n")
-    for row in ROWS:
+    for row, name in ROWS.items():
         accuracy = read_accuracy(folder / row / "answers")
-        name = ARMS[row].name if row in ARMS else UNTRAINED
-        print(f"  {name:<31} {100 * accuracy:5.0f}  {'#' * round(30 * accuracy)}".rstrip())
-    print(f"\n{textwrap.fill(f'One seed, at most ± 4 points (95 %). {CHEAPER}', 80)}")
+        print(f"  {name:<35} {100 * accuracy:5.0f}  {'#' * round(30 * accuracy)}".rstrip())
+    print(f"\n{textwrap.fill(f'One seed, at most ± 6 points (95 %), greedy answers. {CHEAPER}', 80)}")
 
 
 def read_accuracy(folder: Path) -> float:
