@@ -28,7 +28,7 @@ quickstart: setup
 
 # Research, outside the wheel: research/README.md. Options of all: SEEDS="10 11 12" ARMS="warmup rlt" OUT=DIR
 # SETTINGS="filler". Half an hour (rounds) to hours (finding-smollm2).
-finding ways rounds likelihood finding-smollm2: setup
+finding knowledge ways rounds likelihood finding-smollm2: setup
 	$(RUN)/python research/$(subst -,_,$@).py --seeds "$(SEEDS)" --arms "$(ARMS)" --settings "$(SETTINGS)" \
 		--output_dir $(or $(OUT),runs/$(subst -,_,$@))
 
@@ -95,4 +95,4 @@ docs: setup
 	$(RUN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet --strict
 
-.PHONY: benchmarks gpu-minutes setup setup-vllm docs quickstart finding ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-research test-oldest trajectories prove check
+.PHONY: benchmarks gpu-minutes setup setup-vllm docs quickstart finding knowledge ways rounds likelihood finding-smollm2 miniature pipeline test test-failed test-all test-docs test-research test-oldest trajectories prove check

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +30,7 @@ from trace_kinds import TRACE_KINDS, chain_kind
 from rlt_lightning.run.jsonl import format_line, read_json_rows, rewrite
 from rlt_lightning.tags import R1
 from rlt_lightning.tasks.draw import find_split
-from rlt_lightning.tasks.stepwise import CHAIN_SPLITS, OPERATIONS, Mixture, Operation, chain_rows
+from rlt_lightning.tasks.stepwise import CHAIN_SPLITS, OPERATIONS, Mixture, Operation, TraceKind, chain_rows
 from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
@@ -112,7 +112,8 @@ class Arms:
     ARMS: ClassVar[Sequence[str]]  # that run if none is named
     WITHOUT_TRACES: ClassVar[Sequence[str]] = ("base",)
     VOTED: ClassVar[Sequence[str]] = ()  # whose students answer each problem several times
-    classify = staticmethod(chain_kind)
+    TRAINING: ClassVar[Sequence[str]] = ("warmup", "rlt", "raw", "pool")  # files of rows for training
+    classify: Callable[[str, str], tuple[TraceKind, int]] = staticmethod(chain_kind)
 
     def __init__(self, stages: Stages, setting: Setting, seed: int) -> None:
         self.stages, self.setting, self.seed = stages, setting, seed
@@ -159,8 +160,7 @@ class Arms:
 
     def count_overlaps(self) -> int:
         """Return the number of held-out questions that are in a training stream, pretraining included."""
-        names = ("warmup", "rlt", "raw", "pool")
-        seen = {row["question"] for name in names for row in read(self.data_file(name))}
+        seen = {row["question"] for name in self.TRAINING for row in read(self.data_file(name))}
         asked = [row["question"] for row in read(self.data_file("test"))]
         return sum(question in seen or find_split(question, CHAIN_SPLITS) != "test" for question in asked)
 
@@ -298,7 +298,7 @@ class Arms:
         if arm not in self.WITHOUT_TRACES:
             rows = read(self.make_traces(arm))
             found |= {"rows": len(rows), "traces": self.measure_kinds(rows)}
-            if "reward" in rows[0]:
+            if rows and "reward" in rows[0]:
                 found["reward"] = fmean(row["reward"] for row in rows)
         return found
 
@@ -324,11 +324,10 @@ class Arms:
         """Return the thought of an answer; none without its opening tag."""
         return text.partition(R1.thought_open)[2].partition(R1.thought_close)[0]
 
-    @classmethod
-    def measure_kinds(cls, rows: list[Row]) -> dict[str, float]:
+    def measure_kinds(self, rows: list[Row]) -> dict[str, float]:
         """Return the share of each kind of trace, in percent."""
-        counts = Counter(cls.classify(row["question"], row["reasoning_trace"])[0] for row in rows)
-        return {kind: 100 * counts[kind] / len(rows) for kind in TRACE_KINDS}
+        counts = Counter(self.classify(row["question"], row["reasoning_trace"])[0] for row in rows)
+        return {kind: 100 * counts[kind] / max(1, len(rows)) for kind in TRACE_KINDS}
 
     @classmethod
     def measure_rewards(cls, rows: Iterable[Row]) -> Table:

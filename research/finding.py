@@ -182,6 +182,10 @@ class Finding(Arms):
             "closed traces": (fmean(row["finish_reason"] == "stop" for row in rows), CLOSED, 1),
             "held-out questions in training data": (self.count_overlaps(), 0, 0),
         }
+        self.check_gates(gates)
+
+    def check_gates(self, gates: dict[str, tuple[float, float, float]]) -> None:
+        """Print values of gates; raise StageError if one is not between its least and greatest value."""
         for gate, (value, least, most) in gates.items():
             print(f"{self.name}, {gate}: {value:.3g}, must be {least} to {most}", flush=True)
         if failed := [gate for gate, (value, least, most) in gates.items() if not least <= value <= most]:
@@ -221,21 +225,26 @@ class Finding(Arms):
         """Return the file of one of the groups of the warm-up teacher's traces, the best first."""
         several = {"rollouts__num_traces": 1, "distillation__select": "all"}
         pool = self.explain("warmup/pool", self.warm_up(), source="pool", **several)
-        scored = self.stage(
-            "warmup/scores",
+        scored = self.score("warmup/scores", pool / "distillation.jsonl")
+        return self.write_rows(arm, take_group(scored, by, number))
+
+    def score(self, name: str, source: Path) -> list[Row]:
+        """Return the traces of a file with their rewards under the warm-up teacher."""
+        folder = self.stage(
+            name,
             "predict",
             "recipe_7b/rank",
             "scores.jsonl",
             trainer__accelerator="cpu",
             model__teacher=self.warm_up(),
             model__student=self.student_base,
-            data__source=pool / "distillation.jsonl",
+            data__source=source,
             data__prompts_per_step=64,
             data__tags="r1",
             data__teacher_system_prompt="",
             data__student_system_prompt="",
         )
-        return self.write_rows(arm, take_group(read(scored / "scores.jsonl"), by, number))
+        return read(folder / "scores.jsonl")
 
     def train_student(self, arm: str) -> Path | str:
         """Return the student of an arm; two have learned by their own right answers (GRPO)."""

@@ -11,10 +11,12 @@ import torch
 from rlt_lightning.datamodules.formats import ChatFormat, build_masked_example, encode
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.tags import R1
+from rlt_lightning.tasks.named_chains import draw_facts, draw_named_chain
 from rlt_lightning.tasks.stepwise import CHAIN_WORDING, StepwiseProblem, TraceKind, draw_chains, draw_ending
 from rlt_lightning.types import SFTExample
 
 MAX_STEPS = 5  # of a chain
+KNOWN = -1  # seed of the facts that the student of named chains learned in pretraining; no run's
 IGNORED = -100  # label of a token that the loss does not count
 
 
@@ -82,6 +84,58 @@ def measure_gates(model: Any, tokenizer: Any, num_problems: int = 256) -> dict[s
         asked = before & (labels[:, 1:] != IGNORED) & (right >= 0)
         found[name] = float((numbers[guess] == right)[asked].float().mean())
     return found
+
+
+@torch.no_grad()
+def measure_named_gates(model: Any, tokenizer: Any, num_problems: int = 200) -> dict[str, float]:
+    """Return what a base of named chains can do, given what stands before each number, greedily.
+
+    Args:
+        model: The base.
+        tokenizer: Its tokenizer.
+        num_problems: Problems of each kind.
+
+    Returns:
+        Shares of right results of steps, of solutions copied by a student, of what names add by a teacher and
+        by a student that may know them, and the student's mean log-probability of what an unknown name adds,
+        in nats; by chance ln 0.1 = -2.30.
+    """
+    known = draw_facts(KNOWN)
+    names = list(known)
+    half = len(names) // 2
+    corpus, rng = Corpus(tokenizer, 0), Random("gates")
+    is_, add, box = (tokenizer.encode(text)[0] for text in (" is", " add", "\\boxed{"))
+    texts = [f"{space}{digit}" for space in (" ", "") for digit in range(10)]
+    digits = torch.tensor([tokenizer.encode(text)[0] for text in texts])
+    found = {}
+    for name, some, facts, as_teacher in (
+        ("teacher", names[:half], {}, True),
+        ("student", names[:half], {}, False),
+        ("known", names[half:], known, False),
+    ):
+        problems = [draw_named_chain(rng, some, facts) for _ in range(num_problems)]
+        ids, labels = corpus.batch(
+            [corpus.example(problem, CHAIN_WORDING.trace(problem.steps), as_teacher) for problem in problems]
+        )
+        log_probs = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        right = log_probs.argmax(-1) == ids[:, 1:]
+        asked, before = labels[:, 1:] != IGNORED, ids[:, :-1]
+        operands = asked & (before == add) & (before.roll(1, dims=1) == is_)
+        found[f"{name}_operands"] = float(right[operands].float().mean())
+        if name == "student":
+            results = asked & (before == is_) & torch.isin(ids[:, 1:], digits)
+            found["steps"] = float(right[results].float().mean())
+            chosen = log_probs.gather(2, ids[:, 1:, None])[..., 0]
+            found["student_operand_nats"] = float(chosen[operands].mean())
+            # The solution, behind the last box.
+            copied = asked & ((before == box).cumsum(1) > 0) & torch.isin(ids[:, 1:], digits)
+            found["copies"] = float(right[copied].float().mean())
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def measure_named_base(name: str) -> dict[str, float]:
+    """Return the figures of the gates of the base of named chains of this name."""
+    return measure_named_gates(load_model(name), load_tokenizer(name))
 
 
 def digit_in(text: str) -> int:

@@ -7,6 +7,7 @@ the format of students and in that of teachers.
     python research/make_miniature.py --output_dir FOLDER [--seed 1] [--architecture qwen2]
     python research/make_miniature.py --output_dir FOLDER --tokenizer pieces
     python research/make_miniature.py --output_dir FOLDER --corpus sheets
+    python research/make_miniature.py --output_dir FOLDER --corpus knowledge    # both bases of named chains
 """
 
 from __future__ import annotations
@@ -15,16 +16,30 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from gates import IGNORED, MAX_STEPS, Corpus, measure_gates
+from gates import IGNORED, KNOWN, MAX_STEPS, Corpus, measure_gates, measure_named_gates
 from torch.nn.functional import cross_entropy
 
+from rlt_lightning.models.load import load_model
 from rlt_lightning.tags import R1
+from rlt_lightning.tasks.draw import find_split
+from rlt_lightning.tasks.named_chains import (
+    NUM_PAIRS,
+    Facts,
+    build_mixture,
+    build_named_chain,
+    draw_facts,
+    draw_named_chain,
+    make_names,
+)
 from rlt_lightning.tasks.stepwise import (
+    CHAIN_SPLITS,
     CHAIN_WORDING,
     OPERATIONS,
     Mixture,
@@ -57,11 +72,14 @@ def words_of_the_task() -> list[str]:
     return sorted({word for text in sentences for word in text.format(answer="").split()})
 
 
-def words_tokenizer() -> Any:
+def words_tokenizer(names: Sequence[str] = ()) -> Any:
     """Make a tokenizer with one token for each word of the task, and bytes for all other text.
 
     A tag and the line break after it are one token, as with Qwen's: the separator behind an opening tag is
     then part of the prompt's last token.
+
+    Args:
+        names: Further words, behind a space; their tokens are the last ones.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -72,7 +90,7 @@ def words_tokenizer() -> Any:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelled = [
         "".join(piece for piece, _ in byte_level.pre_tokenize_str(text))
-        for text in [*pieces, "\\boxed{", *tags]
+        for text in [*pieces, "\\boxed{", *tags, *(f" {name}" for name in names)]
     ]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = list(dict.fromkeys([*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *spelled]))
@@ -219,18 +237,63 @@ def pretrain(
     model: Any, corpus: PretrainingCorpus, tokenizer: Any, num_steps: int, num_drills: int, stop_after: int
 ) -> list[dict[str, float]]:
     """Train the model; return the loss of every step and, every 100 steps, the figures of the gates."""
+    return train(
+        model,
+        corpus,
+        lambda step: [(corpus.drill if step < num_drills else corpus.mixed)() for _ in range(BATCH)],
+        num_steps,
+        stop_after,
+        100,
+        lambda: measure_gates(model, tokenizer),
+        compute_loss,
+    )
+
+
+def compute_loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of the tokens that count."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+def compute_loss_fast(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the same, to the last digits, without logits where none count."""
+    counted = labels[:, 1:] != IGNORED
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    return cross_entropy(model.lm_head(hidden[counted]), labels[:, 1:][counted])
+
+
+def train(
+    model: Any,
+    corpus: Corpus,
+    draw_batch: Callable[[int], list[SFTExample]],
+    num_steps: int,
+    stop_after: int,
+    num_warmup: int,
+    measure: Callable[[], dict[str, float]],
+    compute_loss: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> list[dict[str, float]]:
+    """Train the model; return the loss of every step and, every 100 steps, its figures.
+
+    Args:
+        model: The model.
+        corpus: Pads the examples.
+        draw_batch: Returns the examples of a step.
+        num_steps: Steps of the schedule: a warm-up, then half a cosine.
+        stop_after: Steps after which to stop; for a look at the first ones.
+        num_warmup: Steps of the warm-up.
+        measure: Returns the model's figures.
+        compute_loss: Returns the loss of a batch.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
 
     def share_of_peak(step: int) -> float:
-        return min(1, (step + 1) / 100) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+        return min(1, (step + 1) / num_warmup) * max(0.05, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
     log, begin, num_tokens = [], time.perf_counter(), 0
     for step in range(min(num_steps, stop_after)):
-        draw = corpus.drill if step < num_drills else corpus.mixed
-        ids, labels = corpus.batch([draw() for _ in range(BATCH)])
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        ids, labels = corpus.batch(draw_batch(step))
+        loss = compute_loss(model, ids, labels)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -239,11 +302,162 @@ def pretrain(
         num_tokens += int((ids != corpus.pad_token_id).sum())
         log.append({"step": step + 1, "loss": round(float(loss.detach()), 5)})
         if (step + 1) % 100 == 0:
-            log[-1] |= measure_gates(model, tokenizer)
+            log[-1] |= measure()
             print(
                 f"{log[-1]}, {num_tokens / 1e6:.1f} M tokens, {time.perf_counter() - begin:.0f} s", flush=True
             )
     return log
+
+
+# Named chains
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the pretraining on named chains.
+
+    Args:
+        num_steps: Optimizer steps, of 32 sequences.
+        known: Part of the names, the last ones, whose facts never change; the others are drawn each time.
+        teachers: Part of the examples that are in the format of teachers.
+        dense: Part of the examples in which only what names add counts: chains for a teacher to infer it from
+            or, where names are known, lists for a student to learn.
+        grows: States before names are at first all 0 in dense chains, then 0 or 1, and so on, see `draw_dense`.
+        drill: Nearly all traces have right steps; else they are of uneven quality.
+    """
+
+    num_steps: int
+    known: float = 0
+    teachers: float = 0.5
+    dense: float = 0
+    grows: bool = False
+    drill: bool = False
+
+
+NAMED_BATCH = 32  # sequences
+NAMED_WARMUP = 50  # steps
+# A teacher that infers what a name adds from the states around it.
+TEACHER_PHASES = (
+    Phase(600, dense=0.85, grows=True, drill=True),
+    Phase(200, dense=0.5, drill=True),
+    Phase(250, dense=0.2),
+)
+# A student that has learned what all names add and then forgotten half of it. So it has a way to recall.
+STUDENT_PHASES = (
+    Phase(250, known=1, teachers=0.1, dense=0.7, drill=True),
+    Phase(150, known=1, teachers=0.1, drill=True),
+    Phase(150, known=0.5, drill=True),
+    Phase(250, known=0.5),
+)
+ALL_STATES = 0.6  # of a phase, after which a dense chain has any digit before a name
+NUM_LISTED = 16  # names in a list
+DRILLED = build_mixture(steps=0.9, filler=0.03, leap=0.069)
+UNEVEN = {True: build_mixture(0.1, 0.6, 0.15), False: build_mixture(0.5, 0.3, 0.05)}  # of teachers, students
+
+
+class NamedCorpus(Corpus):
+    """Draws the examples of pretraining on named chains.
+
+    Args:
+        tokenizer: With a token for each name.
+        seed: Seed of what is drawn.
+    """
+
+    def __init__(self, tokenizer: Any, seed: int) -> None:
+        super().__init__(tokenizer, seed)
+        self.rng = Random(f"named chains {seed}")
+        self.facts: Facts = draw_facts(KNOWN)
+        self.names = make_names()
+        [self.is_], [self.add] = tokenizer.encode(" is"), tokenizer.encode(" add")
+
+    def draw(self, phase: Phase, at: float) -> SFTExample:
+        """Draw an example.
+
+        Args:
+            phase: Its phase.
+            at: Part of the phase that is over.
+        """
+        num_known = round(phase.known * len(self.names))
+        facts = {name: self.facts[name] for name in self.names[len(self.names) - num_known :]}
+        if self.rng.random() < phase.dense:
+            greatest = min(9, int(10 * at / ALL_STATES)) if phase.grows else 9
+            return self.draw_list(facts) if facts else self.draw_dense(greatest)
+        as_teacher = self.rng.random() < phase.teachers
+        problem = self.draw_problem(facts)
+        mixture = DRILLED if phase.drill else UNEVEN[as_teacher]
+        return self.example(problem, draw_trace(problem, CHAIN_WORDING, mixture, self.rng), as_teacher)
+
+    def draw_problem(self, facts: Facts) -> StepwiseProblem:
+        """Draw a problem of the split of pretraining."""
+        while True:
+            problem = draw_named_chain(self.rng, self.names, facts)
+            if find_split(problem.question, CHAIN_SPLITS) == "pretrain":
+                return problem
+
+    def draw_dense(self, greatest: int) -> SFTExample:
+        """Draw a teacher's chain of one to three names, with no greater state than this one before a name.
+
+        After 0 a name adds the state after it, which the solution has: a model that has found out how to copy
+        it then learns to subtract 1, and so on. From all states at once it would learn nothing for long.
+        """
+        rng = self.rng
+        value = start = rng.randrange(10)
+        known, named = [], []
+        for name in rng.sample(self.names, rng.choice((1, 2, NUM_PAIRS, NUM_PAIRS))):
+            before, operand = rng.randint(0, greatest), rng.randrange(10)
+            known.append(("add", (before - value) % 10))
+            named.append((name, operand))
+            value = (before + operand) % 10
+        problem = build_named_chain(start, known, named)
+        return self.count_operands(self.example(problem, CHAIN_WORDING.trace(problem.steps), as_teacher=True))
+
+    def draw_list(self, facts: Facts) -> SFTExample:
+        """Draw a student's list of what names add: "blik is add 7, dorf is add 1"."""
+        items = [f"{name} is add {facts[name]}" for name in self.rng.sample(list(facts), NUM_LISTED)]
+        example = self.example(self.draw_problem(facts), CHAIN_WORDING.trace(items), as_teacher=False)
+        return self.count_operands(example)
+
+    def count_operands(self, example: SFTExample) -> SFTExample:
+        """Let the loss count only what names add."""
+        ids = example.token_ids
+        mask = [
+            place > 1 and counts and ids[place - 2 : place] == [self.is_, self.add]
+            for place, counts in enumerate(example.loss_mask)
+        ]
+        return replace(example, loss_mask=mask)
+
+
+def pretrain_named(
+    model: Any, corpus: NamedCorpus, phases: Sequence[Phase], stop_after: int
+) -> list[dict[str, float]]:
+    """Train the model through phases with one schedule."""
+    places = [(phase, step / phase.num_steps) for phase in phases for step in range(phase.num_steps)]
+
+    def draw_batch(step: int) -> list[SFTExample]:
+        return [corpus.draw(*places[step]) for _ in range(NAMED_BATCH)]
+
+    def measure() -> dict[str, float]:
+        return measure_named_gates(model, corpus.format.tokenizer)
+
+    return train(model, corpus, draw_batch, len(places), stop_after, NAMED_WARMUP, measure, compute_loss_fast)
+
+
+def make_named(folder: Path, seed: int, stop_after: int) -> None:
+    """Write the bases of the teacher and of the student, each from the miniature, into two folders."""
+    tokenizer = words_tokenizer(make_names())
+    for name, phases in (("teacher", TEACHER_PHASES), ("student", STUDENT_PHASES)):
+        torch.manual_seed(seed)  # of the embeddings of names
+        model = load_model("miniature").float()
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        log = pretrain_named(model, NamedCorpus(tokenizer, seed), phases, stop_after)
+        save(folder / f"named-chains-{name}", model, tokenizer, log)
+
+
+def save(folder: Path, model: Any, tokenizer: Any, log: list[dict[str, float]]) -> None:
+    """Write a model's folder, with the losses in `pretraining.jsonl`."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "pretraining.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
 
 def main(words: list[str] | None = None) -> None:
@@ -262,17 +476,17 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--num_steps", type=int, default=2000, help="optimizer steps, of 64 sequences")
     parser.add_argument("--num_drills", type=int, default=1100, help="of them, steps on short right chains")
     parser.add_argument("--stop_after", type=int, default=10**9, help="steps; for a look at the first ones")
-    parser.add_argument("--corpus", choices=CORPORA, default="chains")
+    parser.add_argument("--corpus", choices=(*CORPORA, "knowledge"), default="chains")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)  # the sums of two threads differ in their last digits
+    if arguments.corpus == "knowledge":
+        make_named(arguments.output_dir, arguments.seed, arguments.stop_after)
+        return
     tokenizer = TOKENIZERS[arguments.tokenizer]()
     model = make_model(arguments.architecture, tokenizer, arguments.seed)
     corpus = CORPORA[arguments.corpus](tokenizer, arguments.seed)
     log = pretrain(model, corpus, tokenizer, arguments.num_steps, arguments.num_drills, arguments.stop_after)
-    model.save_pretrained(arguments.output_dir)
-    tokenizer.save_pretrained(arguments.output_dir)
-    text = "".join(json.dumps(line) + "\n" for line in log)
-    (arguments.output_dir / "pretraining.jsonl").write_text(text)
+    save(arguments.output_dir, model, tokenizer, log)
 
 
 if __name__ == "__main__":

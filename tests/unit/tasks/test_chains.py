@@ -76,6 +76,8 @@ def test_chains_are_an_embedded_source() -> None:
 SHA256 = {
     "miniature": "30a07cc29a29b8962f30db812f59ea23fbf1baea8c4a84050a30efb8ada5ab2e",
     "miniature-teacher": "68619331d413974cc735b6069a9e0b1c561fe01d731a282bf32a50c201567192",
+    "named-chains-teacher": "ca5abf835474d8361c3342db4e5417c7ed48689523085c90e9466f6713596862",
+    "named-chains-student": "17e70f32b581c6dd7dee6a9a7d0b2b12b59efa2810797ae49559e5f9664340a9",
 }
 
 
