@@ -128,7 +128,7 @@ TEACHERS = (
 )
 TEACHER = re.compile(rf"(?P<teacher>{'|'.join(TEACHERS)})(?P<greedy>_t0)?")
 BEST = re.compile(r"best_of_(equal|8)")
-STEPS_RIGHT, COPIED, INFERRED, RECALLED, CLOSED = 0.99, 0.99, 0.97, 0.95, 0.95  # gates
+STEPS_RIGHT, NAMED, COPIED, INFERRED, RECALLED, CLOSED = 0.99, 0.95, 0.99, 0.97, 0.95, 0.95  # gates
 UNKNOWN = (-2.6, -2.2)  # nats of what an unknown name adds; ln 0.1 is -2.30
 MOST_DIGITS = 0.2  # right after bare solutions; 0.1 by chance
 
@@ -197,6 +197,11 @@ class Knowledge(Finding):
         self.check_gates(
             {  # the least and the greatest value
                 "single steps right": (min(teacher["steps"], student["steps"]), STEPS_RIGHT, 1),
+                "names of steps right": (
+                    min(teacher["teacher_words"], student["student_words"]),
+                    NAMED,
+                    1,
+                ),
                 "solutions copied": (student["copies"], COPIED, 1),
                 "what names add, inferred by the teacher": (teacher["teacher_operands"], INFERRED, 1),
                 "what other names add, known by the student": (student["known_operands"], RECALLED, 1),
