@@ -96,15 +96,16 @@ def measure_named_gates(model: Any, tokenizer: Any, num_problems: int = 200) -> 
         num_problems: Problems of each kind.
 
     Returns:
-        Shares of right results of steps, of solutions copied by a student, of what names add by a teacher and
-        by a student that may know them, and the student's mean log-probability of what an unknown name adds,
-        in nats; by chance ln 0.1 = -2.30.
+        Shares of right results of steps, of solutions copied by a student, of names of steps (`_words`) and
+        of what they add (`_operands`), by a teacher and by a student that may know them; the student's mean
+        log-probability of what an unknown name adds, in nats, by chance ln 0.1 = -2.30.
     """
     known = draw_facts(KNOWN)
     names = list(known)
     half = len(names) // 2
     corpus, rng = Corpus(tokenizer, 0), Random("gates")
     is_, add, box = (tokenizer.encode(text)[0] for text in (" is", " add", "\\boxed{"))
+    words_of_names = torch.tensor([tokenizer.encode(f" {name}")[0] for name in names])
     texts = [f"{space}{digit}" for space in (" ", "") for digit in range(10)]
     digits = torch.tensor([tokenizer.encode(text)[0] for text in texts])
     found = {}
@@ -122,6 +123,8 @@ def measure_named_gates(model: Any, tokenizer: Any, num_problems: int = 200) -> 
         asked, before = labels[:, 1:] != IGNORED, ids[:, :-1]
         operands = asked & (before == add) & (before.roll(1, dims=1) == is_)
         found[f"{name}_operands"] = float(right[operands].float().mean())
+        words = asked & torch.isin(ids[:, 1:], words_of_names)
+        found[f"{name}_words"] = float(right[words].float().mean())
         if name == "student":
             results = asked & (before == is_) & torch.isin(ids[:, 1:], digits)
             found["steps"] = float(right[results].float().mean())

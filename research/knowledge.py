@@ -57,7 +57,7 @@ from finding import Finding
 from trace_kinds import list_names, named_chain_kind
 
 from rlt_lightning.tags import R1
-from rlt_lightning.tasks.named_chains import NUM_PAIRS, build_mixture, draw_facts, named_chain_rows
+from rlt_lightning.tasks.named_chains import NUM_PAIRS, Facts, build_mixture, draw_facts, named_chain_rows
 from rlt_lightning.types import InputError
 
 
@@ -68,6 +68,7 @@ class NamedSetting(Setting):
     Args:
         num_names: Names in the rows.
         num_warmup_names: Of them, those in the warm-up.
+        right: Part of the raw traces with all steps right; 15 % leap, 15 % break off, the others are filler.
         rlt_lr: Peak learning rate of RLT.
         threshold: Least reward of a useful explanation, nats: the middle of the gap between the two heaps
             that the rewards of a teacher's explanations form.
@@ -75,8 +76,9 @@ class NamedSetting(Setting):
 
     num_names: int = 128
     num_warmup_names: int = 16
+    right: float = 0.1
     rlt_lr: float = 4e-4
-    threshold: float = -0.9
+    threshold: float = -0.7
 
 
 def build_setting(
@@ -95,7 +97,7 @@ def build_setting(
         name,
         base="named-chains-teacher",
         student="named-chains-student",
-        mixture=build_mixture(right, 0.70 - right, 0.15),
+        right=right,
         num_warmup=num_raw,
         num_warmup_epochs=4,
         student_lr=1e-3,
@@ -128,7 +130,7 @@ TEACHERS = (
 )
 TEACHER = re.compile(rf"(?P<teacher>{'|'.join(TEACHERS)})(?P<greedy>_t0)?")
 BEST = re.compile(r"best_of_(equal|8)")
-STEPS_RIGHT, COPIED, INFERRED, RECALLED, CLOSED = 0.99, 0.99, 0.97, 0.95, 0.95  # gates
+STEPS_RIGHT, NAMED, COPIED, INFERRED, RECALLED, CLOSED = 0.99, 0.95, 0.99, 0.97, 0.95, 0.95  # gates
 UNKNOWN = (-2.6, -2.2)  # nats of what an unknown name adds; ln 0.1 is -2.30
 MOST_DIGITS = 0.2  # right after bare solutions; 0.1 by chance
 
@@ -169,11 +171,24 @@ class Knowledge(Finding):
         rows = [{key: row[key] for key in ("question", "solution", "answer")} for row in rows]
         self.write_rows("rlt", rows)
         self.write_rows("wrong", map(self.show_wrong, rows))
-        self.write_rows(
-            "warmup", named_chain_rows(setting.num_warmup, shown, seed + 1, "train", setting.mixture)
-        )
+        self.write_rows("warmup", self.draw_raw(shown, seed + 1))
         test = named_chain_rows(setting.num_test, self.facts, seed, "test")
         self.write_rows("test", ({key: row[key] for key in ("question", "answer")} for row in test))
+
+    def draw_raw(self, facts: Facts, seed: int) -> list[Row]:
+        """Draw raw traces, with the setting's exact part of each kind: few draws would differ too much."""
+        setting = self.setting
+        shares = {"steps": setting.right, "leap": 0.15, "broken": 0.15, "filler": 0.7 - setting.right}
+        left = {kind: round(share * setting.num_warmup) for kind, share in shares.items()}
+        mixture = build_mixture(setting.right, shares["filler"], shares["leap"])
+        rows = []
+        for row in named_chain_rows(8 * setting.num_warmup, facts, seed, "train", mixture):
+            kind, num_right = self.classify(row["question"], row["reasoning_trace"])
+            kind = "broken" if kind == "filler" and num_right else kind
+            if left[kind]:
+                left[kind] -= 1
+                rows.append(row)
+        return rows
 
     def show_wrong(self, row: Row) -> Row:
         """Return a row with another number in each place of its solution."""
@@ -197,6 +212,11 @@ class Knowledge(Finding):
         self.check_gates(
             {  # the least and the greatest value
                 "single steps right": (min(teacher["steps"], student["steps"]), STEPS_RIGHT, 1),
+                "names of steps right": (
+                    min(teacher["teacher_words"], student["student_words"]),
+                    NAMED,
+                    1,
+                ),
                 "solutions copied": (student["copies"], COPIED, 1),
                 "what names add, inferred by the teacher": (teacher["teacher_operands"], INFERRED, 1),
                 "what other names add, known by the student": (student["known_operands"], RECALLED, 1),

@@ -322,7 +322,9 @@ class Phase:
         teachers: Part of the examples that are in the format of teachers.
         dense: Part of the examples in which only what names add counts: chains for a teacher to infer it from
             or, where names are known, lists for a student to learn.
-        grows: States before names are at first all 0 in dense chains, then 0 or 1, and so on, see `draw_dense`.
+        grows: States before names are at first all 0 in dense chains, then 0 or 1, and so on: `draw_dense`.
+        twice: Part of the examples that say names twice, of which only the second ones count: a model that
+            has found out how to copy a name from nearby then learns to copy it from the question.
         drill: Nearly all traces have right steps; else they are of uneven quality.
     """
 
@@ -331,23 +333,36 @@ class Phase:
     teachers: float = 0.5
     dense: float = 0
     grows: bool = False
+    twice: float = 0
     drill: bool = False
 
 
 NAMED_BATCH = 32  # sequences
 NAMED_WARMUP = 50  # steps
-# A teacher that infers what a name adds from the states around it.
-TEACHER_PHASES = (
-    Phase(600, dense=0.85, grows=True, drill=True),
-    Phase(200, dense=0.5, drill=True),
-    Phase(250, dense=0.2),
+# Parts with a schedule each. A teacher that infers what a name adds from the states around it, then learns to
+# say the name.
+TEACHER_PARTS = (
+    (
+        Phase(600, dense=0.85, grows=True, drill=True),
+        Phase(200, dense=0.5, drill=True),
+        Phase(250, dense=0.2),
+    ),
+    (Phase(150, twice=0.5, drill=True), Phase(200, teachers=0.7, drill=True), Phase(200)),
+    (Phase(350, teachers=0.7, drill=True), Phase(200)),
 )
-# A student that has learned what all names add and then forgotten half of it. So it has a way to recall.
-STUDENT_PHASES = (
-    Phase(250, known=1, teachers=0.1, dense=0.7, drill=True),
-    Phase(150, known=1, teachers=0.1, drill=True),
-    Phase(150, known=0.5, drill=True),
-    Phase(250, known=0.5),
+# A student that learns what all names add and then forgets half of it. So it has a way to recall.
+STUDENT_PARTS = (
+    (
+        Phase(250, known=1, teachers=0.1, dense=0.7, drill=True),
+        Phase(150, known=1, teachers=0.1, drill=True),
+        Phase(150, known=0.5, drill=True),
+        Phase(250, known=0.5),
+    ),
+    (
+        Phase(150, known=0.5, twice=0.5, drill=True),
+        Phase(200, known=0.5, teachers=0.3, drill=True),
+        Phase(200, known=0.5),
+    ),
 )
 ALL_STATES = 0.6  # of a phase, after which a dense chain has any digit before a name
 NUM_LISTED = 16  # names in a list
@@ -368,6 +383,7 @@ class NamedCorpus(Corpus):
         self.rng = Random(f"named chains {seed}")
         self.facts: Facts = draw_facts(KNOWN)
         self.names = make_names()
+        self.first_name = len(tokenizer) - len(self.names)  # token
         [self.is_], [self.add] = tokenizer.encode(" is"), tokenizer.encode(" add")
 
     def draw(self, phase: Phase, at: float) -> SFTExample:
@@ -383,6 +399,8 @@ class NamedCorpus(Corpus):
             greatest = min(9, int(10 * at / ALL_STATES)) if phase.grows else 9
             return self.draw_list(facts) if facts else self.draw_dense(greatest)
         as_teacher = self.rng.random() < phase.teachers
+        if phase.twice and self.rng.random() < phase.twice:
+            return self.draw_twice(as_teacher)
         problem = self.draw_problem(facts)
         mixture = DRILLED if phase.drill else UNEVEN[as_teacher]
         return self.example(problem, draw_trace(problem, CHAIN_WORDING, mixture, self.rng), as_teacher)
@@ -426,6 +444,20 @@ class NamedCorpus(Corpus):
         ]
         return replace(example, loss_mask=mask)
 
+    def draw_twice(self, as_teacher: bool) -> SFTExample:
+        """Draw names, each twice: "blik, blik, dorf, dorf"."""
+        problem = self.draw_problem({})
+        names = self.rng.sample(self.names, NUM_LISTED)
+        example = self.example(
+            problem, CHAIN_WORDING.trace([f"{name}, {name}" for name in names]), as_teacher
+        )
+        ids = example.token_ids
+        mask = [
+            place > 1 and counts and ids[place] >= self.first_name and ids[place] == ids[place - 2]
+            for place, counts in enumerate(example.loss_mask)
+        ]
+        return replace(example, loss_mask=mask)
+
 
 def pretrain_named(
     model: Any, corpus: NamedCorpus, phases: Sequence[Phase], stop_after: int
@@ -445,11 +477,13 @@ def pretrain_named(
 def make_named(folder: Path, seed: int, stop_after: int) -> None:
     """Write the bases of the teacher and of the student, each from the miniature, into two folders."""
     tokenizer = words_tokenizer(make_names())
-    for name, phases in (("teacher", TEACHER_PHASES), ("student", STUDENT_PHASES)):
+    for name, parts in (("teacher", TEACHER_PARTS), ("student", STUDENT_PARTS)):
         torch.manual_seed(seed)  # of the embeddings of names
         model = load_model("miniature").float()
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        log = pretrain_named(model, NamedCorpus(tokenizer, seed), phases, stop_after)
+        log = []
+        for number, phases in enumerate(parts):
+            log += pretrain_named(model, NamedCorpus(tokenizer, seed + number), phases, stop_after)
         save(folder / f"named-chains-{name}", model, tokenizer, log)
 
 

@@ -76,8 +76,8 @@ def test_chains_are_an_embedded_source() -> None:
 SHA256 = {
     "miniature": "30a07cc29a29b8962f30db812f59ea23fbf1baea8c4a84050a30efb8ada5ab2e",
     "miniature-teacher": "68619331d413974cc735b6069a9e0b1c561fe01d731a282bf32a50c201567192",
-    "named-chains-teacher": "ca5abf835474d8361c3342db4e5417c7ed48689523085c90e9466f6713596862",
-    "named-chains-student": "17e70f32b581c6dd7dee6a9a7d0b2b12b59efa2810797ae49559e5f9664340a9",
+    "named-chains-teacher": "f9bb502e6d336889f71e9471e3e210d650310598c7a45a16e3b3d3ece3e37898",
+    "named-chains-student": "3a5cfccfe8aec43741582818a50f0ddd54cfc1acd1091350bdc9351489b7f6ca",
 }
 
 
