@@ -18,8 +18,8 @@ from them:
     oracle           traces with all steps right
     own_t0           the untrained student's own greedy answers, right or wrong: no teacher, no solution
     own_right_8      its first right one of eight sampled answers: no teacher
-    group_K          the best, second, … sixteenth part of 2,048 traces of the warm-up teacher by the reward (the
-                     paper's Figure 4b); group_solution_K by r_SS only, group_kl_K by r_KL only
+    group_K          the best, second, … sixteenth part of 2,048 traces of the warm-up teacher by the reward
+                     (the paper's Figure 4b); group_solution_K by r_SS only, group_kl_K by r_KL only
 
 Two have no traces either. GRPO rewards a student's own right answers, with as many answers in all as RLT and
 its traces sample, and that student is evaluated:
