@@ -18,8 +18,8 @@ from them:
     oracle           traces with all steps right
     own_t0           the untrained student's own greedy answers, right or wrong: no teacher, no solution
     own_right_8      its first right one of eight sampled answers: no teacher
-    group_K          the best, second, … eighth part of 2,048 traces of the warm-up teacher by the reward (the
-                     paper's Figure 4b); group_solution_K by r_SS only, group_kl_K by r_KL only
+    group_K          the best, second, … sixteenth part of 2,048 traces of the warm-up teacher by the reward
+                     (the paper's Figure 4b); group_solution_K by r_SS only, group_kl_K by r_KL only
 
 Two have no traces either. GRPO rewards a student's own right answers, with as many answers in all as RLT and
 its traces sample, and that student is evaluated:
@@ -131,8 +131,8 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {  # the untrained student's own an
     "own_right_8": ("distillation.jsonl", {"rollouts__num_traces": 8}),
 }
 NUM_SAMPLED = 16  # traces of a problem, of which the best of 4 and of 16 are selected
-NUM_GROUPS = 8  # of ranked traces
-GROUP = re.compile(rf"group_((?P<by>solution|kl)_)?(?P<number>[1-{NUM_GROUPS}])")
+NUM_GROUPS = 16  # of ranked traces, as in the paper's Figure 4b
+GROUP = re.compile(r"group_((?P<by>solution|kl)_)?(?P<number>[1-9]|1[0-6])")
 RANKED_BY = {  # terms of the reward
     None: ("reward",),
     "solution": ("solution_reward", "format_reward"),

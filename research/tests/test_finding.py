@@ -159,10 +159,10 @@ def test_as_many_traces_are_chosen_from_as_rlt_samples() -> None:
 def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "CLOSED", 0)
     tiny = {"num_warmup": 64, "num_traces": 32, "num_test": 8, "num_iterations": 4, "student_epochs": 1}
-    tiny |= {"num_votes": 4, "num_pool": 128}
+    tiny |= {"num_votes": 4, "num_pool": 256}
     setting = dataclasses.replace(finding.FILLER, right_traces=(0, 1), **tiny)
     selected = {"best_of_equal": 9, "majority_of_16": 16, "rlt_best_of_4": 16}
-    names = ["warmup", "rlt", "warmup_t0", *selected, "own_t0", "warm_grpo", "group_kl_8"]
+    names = ["warmup", "rlt", "warmup_t0", *selected, "own_t0", "warm_grpo", "group_kl_16"]
     stages = Stages(tmp_path)
     found = driver.run("finding", Finding, stages, [setting], [0], names)["settings"]["filler"]["arms"]
     one = Finding(stages, setting, seed=0)
@@ -182,7 +182,7 @@ def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path, monkeypatch: pyt
     assert len(metric(one, "warm_grpo", "reward/mean", "rewarded")) * 64 == 256
     greedy, again = (read(one.make_traces(arm)) for arm in ("warmup_t0", "warmup"))
     assert [row["reasoning_trace"] for row in greedy] != [row["reasoning_trace"] for row in again]
-    assert found["group_kl_8"]["rows"] == [16]
+    assert found["group_kl_16"]["rows"] == [16]
     assert found["rlt"]["pass_at_k"] >= found["rlt"]["accuracy"]
     # Nats a token, of a vocabulary of some dozens; only RLT's and the warm-up's teachers are measured.
     assert 0 < found["rlt"]["entropy"][0] < 3
@@ -205,8 +205,8 @@ def test_all_seeds_share_one_base_that_never_composed(tmp_path: Path) -> None:
 
 
 def test_the_highest_reward_is_in_the_first_group() -> None:
-    rows = [{"reward": n, "solution_reward": -n, "kl_reward": n % 8, "format_reward": 0} for n in range(16)]
-    for by, number, expected in ((None, 1, [15, 14]), ("kl", 1, [7, 15]), ("solution", 8, [14, 15])):
+    rows = [{"reward": n, "solution_reward": -n, "kl_reward": n % 16, "format_reward": 0} for n in range(32)]
+    for by, number, expected in ((None, 1, [31, 30]), ("kl", 1, [15, 31]), ("solution", 16, [30, 31])):
         assert [row["reward"] for row in finding.take_group(rows, by, number)] == expected
 
 

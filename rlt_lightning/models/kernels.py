@@ -7,7 +7,8 @@
                                                              divergence that the run computes
     AdamW      fused on a GPU                                nothing
 
-If a kernel is wrong, the run ends with an error that names its setting; a default head is left out instead.
+A kernel that is wrong ends the run with an error that names its setting. By default, a warning says so and
+attention takes the next kernel, at last the loop; the head is not compiled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,6 +44,7 @@ from rlt_lightning.types import InputError, first_line, missing_package
 
 AttentionKernel = Literal["flash_attn", "torch"]
 LOOP = "a loop over segments"
+WRONG: set[str] = set()  # kernels that no model of this process takes by default, since all share one
 # Architectures whose norms multiply by the weight after rounding, as Liger's "llama" mode does.
 LIGER_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -52,7 +55,7 @@ class Kernels:
 
     Args:
         attention: The kernel of our attention on an NVIDIA GPU in half precision: "flash_attn" (the package
-            flash-attn) or "torch"; None: the first of them that is installed.
+            flash-attn) or "torch"; None: the first of them that is installed and right, else a slow loop.
         liger: Compute RMSNorm, RoPE and SwiGLU with liger-kernel; None: on a GPU where it is installed and
             suits the architecture.
     """
@@ -75,29 +78,13 @@ def find_failure(function: Callable[[], str | None]) -> str | None:
         return f"it fails with {type(error).__name__}: {first_line(error)}"
 
 
-def relative_distance(
-    fused: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: tuple[Tensor, ...]
-) -> float | None:
-    """Return the distance of a fused function's value or gradient from the plain one's, if it is too large.
-
-    It is the norm of the difference as a fraction of the norm of the plain result in full precision.
-    """
-    dtype = inputs[0].dtype
-    bound = 1e-3 if dtype == full_precision(dtype) else 0.02
-    results = []
-    for function, arguments in ((fused, inputs), (plain, [x.to(full_precision(dtype)) for x in inputs])):
-        arguments = [x.detach().requires_grad_() for x in arguments]
-        device = arguments[0].device.type
-        with torch.enable_grad(), torch.autocast(device, enabled=False):
-            value = function(*arguments)
-            weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
-            results.append([value, *torch.autograd.grad(value, arguments, weights)])
-    distances = [
-        ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
-        for ours, theirs in zip(*results, strict=True)
-    ]
-    largest = max(distances, key=lambda distance: distance if distance == distance else torch.inf)
-    return None if largest <= bound else largest  # NaN is too far too
+def find_difference(ours: list[Tensor], plain: list[Tensor], bound: float) -> str | None:
+    """Return the fault if a tensor's distance, as a fraction of the plain one's norm, is above the bound."""
+    for a, b in zip(ours, plain, strict=True):
+        distance = ((a.float() - b.float()).norm() / b.float().norm()).item()
+        if not distance <= bound:  # NaN is too far too
+            return f"a value or gradient is off by {distance:.2g} of its norm"
+    return None
 
 
 # Attention
@@ -124,7 +111,7 @@ def choose_attention(model: Any, wanted: AttentionKernel | None, device: torch.d
     """Choose the kernel of our attention for this process, and return its name.
 
     Raises:
-        InputError: If the kernel is not available, does not suit the model or is wrong.
+        InputError: If the kernel that is wanted is not available, does not suit the model or is wrong.
     """
     if model.config._attn_implementation != SEGMENT_ATTENTION:
         return f"transformers' {model.config._attn_implementation}"
@@ -133,13 +120,18 @@ def choose_attention(model: Any, wanted: AttentionKernel | None, device: torch.d
     heads = Heads.of(model)
     if wanted is None and not TorchKernel().supports(heads.dtype, heads.size):
         return f"{LOOP} (there is no kernel for {heads.dtype} and heads of {heads.size} dimensions)"
-    name = wanted or ("torch" if find_spec("flash_attn") is None else "flash_attn")
-    if fault := find_failure(partial(install_attention, name, heads, device)):
-        raise InputError(
-            f"model.kernels.attention {name} must be installed and equal {LOOP}, but {fault}. Set another "
-            "one, or model.attn_implementation to sdpa."
-        )
-    return KERNELS[device.type].name
+    defaults = ["flash_attn", "torch"] if find_spec("flash_attn") else ["torch"]
+    names = [wanted] if wanted else [name for name in defaults if name not in WRONG]
+    for name, following in pairwise([*names, LOOP]):
+        if not (fault := find_failure(partial(install_attention, name, heads, device))):
+            return KERNELS[device.type].name
+        message = f"model.kernels.attention {name} must be installed and equal {LOOP}, but {fault}."
+        if wanted:
+            raise InputError(f"{message} Set another one, or model.attn_implementation to sdpa.")
+        rank_zero_warn(f"{message} It is left out: attention is by {following}.")
+        WRONG.add(name)
+    KERNELS.pop(device.type, None)
+    return LOOP
 
 
 def install_attention(name: AttentionKernel, heads: Heads, device: torch.device) -> str | None:
@@ -159,14 +151,21 @@ def attention_fault(heads: Heads, device: torch.device) -> str | None:
     """Compare value and gradients of the device's kernel with the loop over segments, in fp32."""
     segments = Segments((0, 130, 150, 290, 333), (SharedPrefix(0, 130, 290),))
     generator = torch.Generator().manual_seed(0)
-    inputs = tuple(
+    inputs = [
         torch.randn(num, 333, heads.size, generator=generator).to(device, heads.dtype)
         for num in (heads.num_queries, heads.num_keys, heads.num_keys)
-    )
-    options: dict[str, Any] = {"segments": segments, "scale": heads.size**-0.5}
-    ours, plain = partial(segment_attention, **options), partial(looped_attention, **options)
-    distance = relative_distance(ours, plain, inputs)
-    return None if distance is None else f"a value or gradient is off by {distance:.2g} of its norm"
+    ]
+    precise = full_precision(heads.dtype)
+
+    def results(attend: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        arguments = [x.to(dtype).detach().requires_grad_() for x in inputs]
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            value = attend(*arguments, segments, heads.size**-0.5)
+            weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+            return [value, *torch.autograd.grad(value, arguments, weights)]
+
+    ours, plain = results(segment_attention, heads.dtype), results(looped_attention, precise)
+    return find_difference(ours, plain, 1e-3 if heads.dtype == precise else 0.02)
 
 
 # Blocks
@@ -295,12 +294,7 @@ def compiled_head_fault(
                 found += [values, *torch.autograd.grad(values.sum(), inputs)]
             return found
 
-    distances = [
-        ((ours.float() - plain.float()).norm() / plain.float().norm()).item()
-        for ours, plain in zip(results(True), results(False), strict=True)
-    ]
-    bad = [distance for distance in distances if not distance <= 1e-2]
-    return f"a value or gradient is off by {bad[0]:.2g} of its norm" if bad else None
+    return find_difference(results(True), results(False), 1e-2)
 
 
 # All of it

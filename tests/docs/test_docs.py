@@ -1,7 +1,7 @@
 """Every code block of README, CONTRIBUTING, AGENTS, docs/ and research/ is run or parsed.
 
 A block with a title is a file of that name; those of docs/extend.md are run by test_extending.py,
-test_python.py, test_lightning.py and test_integrations.py.
+test_python.py, test_lightning.py and test_integrations.py, the others below.
 
 bash runs each shell block with stand-ins for all programs, which record how they were called. CHECKED then
 has a check of the call for every program. A program without one is not found, and fails the test.
@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +33,8 @@ from parsed import VERBS, check_rlt
 from tiny import TINY, tiny_options
 
 from rlt_lightning.cli import stages
+from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.run.jsonl import read_json_rows
 from rlt_lightning.run.shipped import find_config
 
 FOLDERS = [*(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md")]
@@ -385,6 +389,82 @@ def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: 
             if Path(program).name == "rlt" and arguments[0] in VERBS:
                 words = [str(files / word) if (files / word).is_file() else word for word in arguments]
                 run_rlt(words, [], runs, rows, tiny_model)
+
+
+def run_block(title: str, folder: Path, names: dict[str, Path]) -> None:
+    """Run the Python block with a title in a folder, with paths in place of names."""
+    [code] = [block.text for block in BLOCKS if block.title == title]
+    for name, path in names.items():
+        code = code.replace(name, str(path))
+    done = python(code, folder, HF_DATASETS_CACHE=str(folder / "cache"))
+    assert done.returncode == 0, done.stderr
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_sixteen_groups_by_reward_teach_students(tiny_model: str, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    rows = [{"question": f"{n} + 1?", "solution": f"{n + 1}", "reasoning_trace": "So."} for n in range(32)]
+    source = write_rows(runs / "rows.jsonl", rows)
+    ranked = documented("rlt predict --config recipe_7b/rank --output_dir runs/ranked", tmp_path / "calls")
+    run_rlt(ranked, ["--data.source", str(source)], runs, source, tiny_model)
+    run_block("groups.py", tmp_path, {})
+    groups = [[*read_json_rows(runs / "ranked" / f"group_{n}.jsonl")] for n in range(1, 17)]
+    rewards = [row["reward"] for row in read_json_rows(runs / "ranked" / "scores.jsonl")]
+    in_order = [row["reward"] for group in groups for row in group]
+    assert in_order == pytest.approx(sorted(rewards, reverse=True))
+    assert in_order[0] > in_order[-1]
+    assert [len(group) for group in groups] == [2] * 16
+    fit = documented(
+        "rlt fit --config recipe_7b/sft --data.source runs/ranked/group_1.jsonl", tmp_path / "fit"
+    )
+    run_rlt(fit, [], runs, source, tiny_model)
+    assert (runs / "group_1" / "model").is_dir()
+
+
+def test_sources_are_mixed_filtered_and_read(tiny_model: str, tmp_path: Path) -> None:
+    asked = "Let $n$ be the number of ways to tile a 2 x 10 board with dominoes. Find n + 1."
+    write_rows(tmp_path / "math500" / "test.jsonl", [{"problem": asked}, {"problem": "What is 7 - 3?"}])
+    write_rows(tmp_path / "aime24" / "train.jsonl", [{"problem": "Find 2^5 + 1."}])
+    names = ("generated", "stratos")
+    for name in names:
+        questions = [f"{name}: what is {n} + 3?" for n in range(60)]
+        questions += ["what is 7 - 3", f"Twice. {asked.lower()} Prove it.", "What is 7 + 3?"]
+        answer = "<|begin_of_thought|>\n\nT\n\n<|end_of_thought|>\n\n"
+        answer += "<|begin_of_solution|>\n\n1\n\n<|end_of_solution|>"
+        turns = [[{"from": "user", "value": q}, {"from": "assistant", "value": answer}] for q in questions]
+        rows = [{"system": "S", "conversations": turn, "reward": 0.5} for turn in turns]
+        write_rows(tmp_path / name / "train.jsonl", rows)
+    run_block(
+        "mix.py",
+        tmp_path,
+        {
+            "HuggingFaceH4/MATH-500": tmp_path / "math500",
+            "HuggingFaceH4/aime_2024": tmp_path / "aime24",
+            "runs/generate/distillation.jsonl": tmp_path / "generated" / "train.jsonl",
+            "bespokelabs/Bespoke-Stratos-17k": tmp_path / "stratos",
+        },
+    )
+    mixed = [
+        columns["conversations"][0]["value"] for _, columns in read_rows(str(tmp_path / "mixed.parquet"))
+    ]
+    shares = [sum(question.startswith(name) for question in mixed) / len(mixed) for name in names]
+    assert 0.6 < shares[0] < 0.9
+    assert sum(shares) > 0.9
+    assert "What is 7 + 3?" in mixed
+    assert not [question for question in mixed if "7 - 3" in question or "dominoes" in question]
+    words = documented("rlt fit --config recipe_7b/sft --data.source mixed.parquet", tmp_path / "calls")
+    run_rlt(words, [], tmp_path, tmp_path, tiny_model)
+    # A folder with a card, which names files by patterns.
+    folder = page_files("docs/formats.md", tmp_path / "folder")
+    for name in names:
+        (folder / name).mkdir()
+        shutil.copy(tmp_path / "mixed.parquet", folder / name)
+    assert len(read_rows(str(folder))) == 2 * len(mixed)
 
 
 NEW_TASK = "docs/task.md"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,7 @@ GPU = torch.device("cuda")
 @pytest.fixture(autouse=True)
 def fresh_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is a process in which nothing has been chosen yet."""
+    monkeypatch.setattr(kernels, "WRONG", set())
     for device_type in ("cpu", "cuda"):
         monkeypatch.setitem(KERNELS, device_type, KERNELS[device_type])
 
@@ -152,7 +154,24 @@ def test_flash_attn_is_used_where_it_is_asked_for_and_right(flash_attn: SlowFlas
 def test_a_kernel_that_is_wrong_is_refused(error: float, flash_attn: SlowFlashAttn, gpu: None):
     flash_attn.error = error
     with pytest.raises(InputError, match=r"model\.kernels\.attention flash_attn must .* Set another"):
-        choose_attention(half_precision(), None, GPU)
+        choose_attention(half_precision(), "flash_attn", GPU)
+
+
+@pytest.mark.parametrize("fault", ["is off by", "fails with ModuleNotFoundError"])
+def test_a_default_flash_attn_that_fails_falls_back(
+    fault: str, flash_attn: SlowFlashAttn, own_kernels: None, gpu: None, monkeypatch: pytest.MonkeyPatch
+):
+    flash_attn.error = 0.3
+    if "fails" in fault:  # installed, but cannot be imported
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)
+    with pytest.warns(UserWarning, match=f"flash_attn must .* {fault}.* attention is by torch") as caught:
+        assert choose_attention(half_precision(), None, GPU) == TorchKernel.name
+    assert len(caught) == 1
+    assert isinstance(KERNELS["cuda"], TorchKernel)
+    # The models of a process share the kernel: the next one does not take what was wrong for the first.
+    flash_attn.error = 0.0
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", flash_attn)
+    assert choose_attention(half_precision(), None, GPU) == TorchKernel.name
 
 
 def test_a_gpu_has_pytorchs_kernel_without_flash_attn(own_kernels: None, gpu: None):
@@ -167,4 +186,11 @@ def test_a_loop_computes_what_no_kernel_takes(gpu: None):
 
 def test_a_kernel_that_fails_is_refused(gpu: None):
     with pytest.raises(InputError, match=r"attention torch must be .* it fails with NotImplementedError"):
-        choose_attention(half_precision(), None, GPU)
+        choose_attention(half_precision(), "torch", GPU)
+
+
+def test_the_loop_takes_the_place_of_the_last_kernel(gpu: None):
+    with pytest.warns(UserWarning, match=f"torch must .* attention is by {LOOP}"):
+        assert choose_attention(half_precision(), None, GPU) == LOOP
+    assert "cuda" not in KERNELS
+    assert choose_attention(half_precision(), None, GPU) == LOOP
