@@ -1,8 +1,8 @@
 """The Python part of examples/own_rows.sh: split the rows, choose those of a stage, tabulate the results.
 
-python examples/own_rows.py split ROWS FOLDER        train.jsonl, held_out.jsonl, test.jsonl
-python examples/own_rows.py choose WAY FILE OUTPUT   the rows that a stage learns from
-python examples/own_rows.py table RUN                own_rows.md: accuracies and costs of the rungs
+python examples/own_rows.py split ROWS FOLDER             train.jsonl, held_out.jsonl, test.jsonl
+python examples/own_rows.py choose WAY FILE OUTPUT LIKE   the rows that a stage learns from
+python examples/own_rows.py table RUN                     own_rows.md: accuracies and costs of the rungs
 """
 
 from __future__ import annotations
@@ -355,7 +355,8 @@ def main(words: Iterable[str] | None = None) -> int:
     choose = verbs.add_parser("choose", help="write the rows that a stage learns from")
     choose.add_argument("way", choices=("all", "first", "best", "quarter", "eighth"))
     choose.add_argument("source", type=Path)
-    choose.add_argument("output", type=Path, help="in a folder beside that of the split")
+    choose.add_argument("output", type=Path)
+    choose.add_argument("like", type=Path, help="few rows are repeated up to the number of rows of this file")
     table = verbs.add_parser("table", help="write own_rows.md, and print it")
     table.add_argument("run", type=Path, help="the folder of all stages")
     options = parser.parse_args(None if words is None else [*words])
@@ -368,9 +369,8 @@ def main(words: Iterable[str] | None = None) -> int:
             print(f"{shown} rows in {options.folder}, {traces} traces")
         elif options.verb == "choose":
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            number = count_rows(options.output.parents[1] / "rows/train.jsonl")
-            rows = repeat_rows(choose_rows(options.way, read_json_rows(options.source)), number)
-            rewrite(options.output, map(format_line, rows))
+            rows = choose_rows(options.way, read_json_rows(options.source))
+            rewrite(options.output, map(format_line, repeat_rows(rows, count_rows(options.like))))
         else:
             page = build_page(options.run)
             rewrite(options.run / TABLE, [page])

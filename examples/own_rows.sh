@@ -24,7 +24,7 @@ answer() {  # answer NAME MODEL: the test rows, greedily and sampled
     done
 }
 choose() {  # choose STAGE WAY FILE: the rows that the stage learns from; false if there are none
-    python "$here/own_rows.py" choose "$2" "$3" "$run/chosen/$1.jsonl" || exit
+    python "$here/own_rows.py" choose "$2" "$3" "$run/chosen/$1.jsonl" "$train" || exit
     [ ! -e "$run/chosen/$1.jsonl" ] || [ -s "$run/chosen/$1.jsonl" ]
 }
 teach() {  # teach STAGE MODEL FILE: a teacher learns to explain
@@ -51,7 +51,7 @@ explain() {  # explain NAME TEACHER TEMPERATURE: a trace of each row, from which
 # No teacher. Where no answer is right, rlt predict ends with an error, and distillation.jsonl is empty.
 answer base "$model"
 stage own distillation.jsonl rlt predict --config "${configs}rejection" --model.teacher "$model" --data.source "$train" \
-    --rollouts.num_traces 4 ${SAMPLE:-} ${OWN:-} || [ -e "$run/own/distillation.jsonl" ]
+    --data.max_bad_frac 1 --rollouts.num_traces 4 ${SAMPLE:-} ${OWN:-} || [ -e "$run/own/distillation.jsonl" ]
 learn own all "$run/own/distillation.jsonl"
 learn solutions all "$train" --data.trace_columns '[solution]'
 

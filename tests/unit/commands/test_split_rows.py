@@ -103,10 +103,9 @@ def test_rungs_choose_from_the_same_traces(way: str, chosen: list[tuple[int, int
         6: [-10.0] * 2,
     }
     source = write_traces(tmp_path / "traces/traces.jsonl", rewards)
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows/train.jsonl").write_text("{}\n" * 6)
-    output = tmp_path / "chosen/student.jsonl"
-    assert main(["choose", way, str(source), str(output)]) == 0
+    like, output = tmp_path / "train.jsonl", tmp_path / "chosen/student.jsonl"
+    like.write_text("{}\n" * 6)
+    assert main(["choose", way, str(source), str(output), str(like)]) == 0
     rows = [(int(row["row"]), int(row["trace"])) for row in read(output)]
     # As many steps as from 6 rows, nearly: 6 / 4 and 6 / 5 are rounded, 6 / 1 is whole.
     assert rows == chosen * {"first": 2, "best": 1, "quarter": 6}[way]
