@@ -86,6 +86,7 @@ if choose expert all "$run/traces/distillation.jsonl"; then
     explain expert expert 0
 else
     echo "== expert: left out, no trace is worth more than filler"
+    [[ ${UNTIL:-} != *expert* ]] || last_stage=$UNTIL
 fi
 
 stage rlt model/config.json rlt fit --config "${configs}rlt" --model.teacher "$run/warmup/model" \
