@@ -9,8 +9,9 @@
 set -euo pipefail
 rows=${1:?'usage: examples/own_rows.sh ROWS [FOLDER]'} run=${2:-runs/own_rows}
 model=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} configs=${CONFIGS:-own_rows/}
-here=$(dirname "$0") train=$run/rows/train.jsonl test=$run/rows/test.jsonl
+here=$(dirname "$0")
 source "$here/stage.sh"
+train=$run/rows/train.jsonl test=$run/rows/test.jsonl
 
 parts=$(python "$here/own_rows.py" split "$rows" "$run/rows")
 echo "$parts"

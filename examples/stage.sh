@@ -3,6 +3,8 @@
 # Of a finished training model/ stays, and what only its resume needs is deleted.
 # In a SLURM job too, Lightning starts as many processes as a stage has devices.
 export SLURM_JOB_NAME=interactive
+# An option is read as YAML, in which #1 is nothing and ./#1 a path.
+[[ $run == [/.]* ]] || run=./$run
 
 stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exists
     [ "${last_stage:-}" != "${UNTIL:-none}" ] || { echo "== stopped after $UNTIL, before $1"; exit 0; }
