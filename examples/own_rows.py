@@ -280,7 +280,10 @@ def is_empty(path: Path) -> bool:
 
 def show_rows(path: Path) -> str:
     """Return the number of different rows that a student learned from."""
-    return f"{len(set(path.read_text(encoding='utf-8').splitlines()))}" if path.exists() else ""
+    if not path.exists():
+        return ""
+    with path.open(encoding="utf-8") as lines:
+        return str(len(set(lines)))
 
 
 def wilson_interval(rate: float, number: int, z: float = 1.96) -> tuple[float, float]:

@@ -58,7 +58,7 @@ learn solutions all "$train" --data.trace_columns '[solution]'
 
 # A teacher is warmed up on the rows' traces. Without traces the untrained model explains, and what is worth more than
 # filler is kept.
-if [[ $parts == *"with traces"* ]]; then
+if [[ $parts == *", with traces" ]]; then
     learn raw all "$train"
     teach warmup "$model" "$train"
     stage scores ../chosen/warmup_eighth.jsonl rlt predict --config recipe_7b/rank --model.teacher "$run/warmup/model" \
