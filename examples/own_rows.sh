@@ -12,6 +12,7 @@ model=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} configs=${CONFIGS:-own_rows/}
 here=$(dirname "$0")
 source "$here/stage.sh"
 train=$run/rows/train.jsonl test=$run/rows/test.jsonl
+on_train=(--data.source "[$(quote "$train")]")
 
 parts=$(python "$here/own_rows.py" split "$rows" "$run/rows")
 echo "$parts"
@@ -19,9 +20,8 @@ trap 'python "$here/own_rows.py" table "$run"' EXIT
 
 answer() {  # answer NAME MODEL: the test rows, greedily and sampled
     for how in greedy:0 sampled:0.7; do
-        # A path within YAML is quoted, so that it may have any character.
         stage "evaluate_$1_${how%:*}" evaluation.json rlt test --config "${configs}evaluate" --model.pretrained "$2" \
-            --data.sets "{test: '${test//\'/\'\'}'}" --rollouts.sampling.temperature "${how#*:}" ${SAMPLE:-} ${ANSWER:-}
+            --data.sets "{test: $(quote "$test")}" --rollouts.sampling.temperature "${how#*:}" ${SAMPLE:-} ${ANSWER:-}
     done
 }
 choose() {  # choose STAGE WAY FILE: the rows that the stage learns from; false if there are none
@@ -29,13 +29,13 @@ choose() {  # choose STAGE WAY FILE: the rows that the stage learns from; false 
     [ ! -e "$run/chosen/$1.jsonl" ] || [ -s "$run/chosen/$1.jsonl" ]
 }
 teach() {  # teach STAGE MODEL FILE: a teacher learns to explain
-    stage "$1" model/config.json rlt fit --config "${configs}warmup" --model.pretrained "$2" --data.source "$3" \
-        ${TRAIN:-} ${WARMUP:-}
+    stage "$1" model/config.json rlt fit --config "${configs}warmup" --model.pretrained "$2" \
+        --data.source "[$(quote "$3")]" ${TRAIN:-} ${WARMUP:-}
 }
 learn() {  # learn NAME WAY FILE OPTION...: a student learns from the rows of a file, chosen in a way, and answers
     if choose "student_$1" "$2" "$3"; then
         stage "student_$1" model/config.json rlt fit --config "${configs}sft" --model.pretrained "$model" \
-            --data.source "$run/chosen/student_$1.jsonl" "${@:4}" ${TRAIN:-} ${LEARN:-}
+            --data.source "[$(quote "$run/chosen/student_$1.jsonl")]" "${@:4}" ${TRAIN:-} ${LEARN:-}
         answer "$1" "$run/student_$1/model"
     else
         echo "== student_$1: left out, it has no row to learn from"
@@ -44,14 +44,14 @@ learn() {  # learn NAME WAY FILE OPTION...: a student learns from the rows of a 
 }
 explain() {  # explain NAME TEACHER TEMPERATURE: a trace of each row, from which a student learns
     stage "traces_$1" README.md rlt predict --config "${configs}generate" --model.teacher "$run/$2/model" \
-        --model.student "$model" --data.source "$train" --rollouts.max_resamples 0 \
+        --model.student "$model" "${on_train[@]}" --rollouts.max_resamples 0 \
         --rollouts.sampling.temperature "$3" ${SAMPLE:-}
     learn "$1" first "$run/traces_$1/traces.jsonl"
 }
 
 # No teacher. Where no answer is right, rlt predict ends with an error, and distillation.jsonl is empty.
 answer base "$model"
-stage own distillation.jsonl rlt predict --config "${configs}rejection" --model.teacher "$model" --data.source "$train" \
+stage own distillation.jsonl rlt predict --config "${configs}rejection" --model.teacher "$model" "${on_train[@]}" \
     --data.max_bad_frac 1 --rollouts.num_traces 4 ${SAMPLE:-} ${OWN:-} || [ -e "$run/own/distillation.jsonl" ]
 learn own all "$run/own/distillation.jsonl"
 learn solutions all "$train" --data.trace_columns '[solution]'
@@ -62,13 +62,13 @@ if [[ $parts == *", with traces" ]]; then
     learn raw all "$train"
     teach warmup "$model" "$train"
     stage scores ../chosen/warmup_eighth.jsonl rlt predict --config recipe_7b/rank --model.teacher "$run/warmup/model" \
-        --model.student "$model" --data.source "$train" --data.max_bad_frac 0.1
+        --model.student "$model" "${on_train[@]}" --data.max_bad_frac 0.1
     choose warmup_eighth eighth "$run/scores/scores.jsonl"
     teach warmup_eighth "$model" "$run/chosen/warmup_eighth.jsonl"
     explain eighth warmup_eighth 0
 else
     stage explain README.md rlt predict --config "${configs}explain" --model.teacher "$model" --model.student "$model" \
-        --data.source "$train" ${MIN_REWARD:+--distillation.min_reward "$MIN_REWARD"} ${SAMPLE:-} ${EXPLAIN:-}
+        "${on_train[@]}" ${MIN_REWARD:+--distillation.min_reward "$MIN_REWARD"} ${SAMPLE:-} ${EXPLAIN:-}
     teach warmup "$model" "$run/explain/distillation.jsonl"
 fi
 
@@ -76,7 +76,7 @@ fi
 # and distillation.jsonl has those above its threshold.
 explain control warmup 0
 stage traces distillation.jsonl rlt predict --config "${configs}explain" --config "${configs}generate" \
-    --model.teacher "$run/warmup/model" --model.student "$model" --data.source "$train" --rollouts.num_traces 4 \
+    --model.teacher "$run/warmup/model" --model.student "$model" "${on_train[@]}" --rollouts.num_traces 4 \
     --rollouts.max_resamples 0 --distillation.select all ${MIN_REWARD:+--distillation.min_reward "$MIN_REWARD"} \
     ${SAMPLE:-} || [ -e "$run/traces/distillation.jsonl" ]
 learn warmup first "$run/traces/traces.jsonl"
@@ -91,6 +91,7 @@ else
 fi
 
 stage rlt model/config.json rlt fit --config "${configs}rlt" --model.teacher "$run/warmup/model" \
-    --model.student "$model" --data.source "$train" --data.val_source "$run/rows/held_out.jsonl" ${TRAIN:-} ${RLT:-}
+    --model.student "$model" "${on_train[@]}" --data.val_source "[$(quote "$run/rows/held_out.jsonl")]" \
+    ${TRAIN:-} ${RLT:-}
 explain rlt rlt 0.7
 explain rlt_t0 rlt 0

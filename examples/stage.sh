@@ -3,8 +3,10 @@
 # Of a finished training model/ stays, and what only its resume needs is deleted.
 # In a SLURM job too, Lightning starts as many processes as a stage has devices.
 export SLURM_JOB_NAME=interactive
-# An option is read as YAML, in which #1 is nothing and ./#1 a path.
+# Options are read as YAML, in which "#1" is nothing and "a: b" no text. So a folder begins with ./ or /, and what may be
+# more than one path is quoted: --data.source "[$(quote "$path")]".
 [[ $run == [/.]* ]] || run=./$run
+quote() { printf "'%s'" "${1//\'/\'\'}"; }
 
 stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exists
     [ "${last_stage:-}" != "${UNTIL:-none}" ] || { echo "== stopped after $UNTIL, before $1"; exit 0; }
