@@ -61,8 +61,8 @@ learn solutions all "$train" --data.trace_columns '[solution]'
 if [[ $parts == *", with traces" ]]; then
     learn raw all "$train"
     teach warmup "$model" "$train"
-    stage scores ../chosen/warmup_eighth.jsonl rlt predict --config recipe_7b/rank --model.teacher "$run/warmup/model" \
-        --model.student "$model" "${on_train[@]}" --data.max_bad_frac 0.1
+    stage scores ../chosen/warmup_eighth.jsonl rlt predict --config "${configs}generate" --config recipe_7b/rank \
+        --model.teacher "$run/warmup/model" --model.student "$model" "${on_train[@]}" --data.max_bad_frac 0.1
     choose warmup_eighth eighth "$run/scores/scores.jsonl"
     teach warmup_eighth "$model" "$run/chosen/warmup_eighth.jsonl"
     explain eighth warmup_eighth 0
