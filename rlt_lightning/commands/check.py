@@ -135,8 +135,7 @@ def check_run(
     asked = data.with_rows([problem.columns for problem in problems])
     asked.student_names = tuple(module.students.names)
     asked.val_batch_size = TOGETHER
-    gains = isinstance(module.reward, RLTReward) and isinstance(asked, TeacherRLData)
-    if gains:
+    if isinstance(module.reward, RLTReward):
         module.reward = measure_gain(module.reward, data)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     announce(f"sampling {options.completions} completions of each of {len(problems)} problems")
@@ -149,7 +148,7 @@ def check_run(
     fits = [asked.fits_student(rollout) for rollout in sampled]
     if not any(row.get(TRACE_COLUMN) or row.get("conversations") for row in (p.columns for p in problems)):
         yield check_stage_0(fits, options.completions)
-    if gains:
+    if isinstance(module.reward, RLTReward):
         rewards = [float(value) for step in scored for value in step.rewards]
         useful = [fit and reward >= MARGIN for fit, reward in zip(fits, rewards, strict=True)]
         yield advise(judge_own_answers(module, data, problems, rollouts, **trainer), useful)
@@ -332,10 +331,8 @@ def advise(right: Sequence[Sequence[bool]], useful: Sequence[bool]) -> Check:
             f"{len(right)} groups of {GROUP} not once"
         )
     else:
-        own, figure = (
-            0.0,
-            "these rows have no answer that can be judged, so nothing says how often the student is right",
-        )
+        own = 0.0
+        figure = "these rows have no answer that can be judged: nothing says how often the student is right"
     if own >= OWN_RIGHT:
         way = "GRPO or its own right answers need no teacher"
     elif not any(useful):
