@@ -142,6 +142,8 @@ class DistillationWriter(Callback):
         candidates = [row for row in rows if is_usable(row)] if is_answers else rows
         if self.min_reward is not None:
             candidates = [row for row in candidates if row["fits"] and row["reward"] >= self.min_reward]
+        # Without candidates the file is written too: it must not have the rows of an earlier selection.
+        rewrite(folder / SELECTED, map(format_line, self.select_traces(candidates)))
         if not candidates:
             lower = "" if self.min_reward is None else "lower distillation.min_reward, "
             raise InputError(
@@ -149,8 +151,6 @@ class DistillationWriter(Callback):
                 f"{self.path} can be one. Raise rollouts.num_traces or max_completion_length, {lower}give an "
                 "example in data.teacher_system_prompt or take a better model."
             )
-        selected = list(self.select_traces(candidates))
-        rewrite(folder / SELECTED, map(format_line, selected))
         usable = {row["row"] for row in candidates if row["fits"]}
         if unusable := sorted({row["row"] for row in rows} - usable):
             rank_zero_warn(

@@ -2,6 +2,7 @@
 
     rows    ─▶ rows, lengths, steps                   nothing is loaded
     model   ─▶ closed, spread, stage0                 of a few completions that it samples
+    student ─▶ begin                                  of these, and of a few answers of its own
 
 The figures come from the code that a run uses: the datamodule's reports, and `score_problems`.
 """
@@ -10,21 +11,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.console import announce
-from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.datamodules.stages import TeacherRLData
+from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
+from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
+from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.rewards import CorrectnessReward, RLTReward
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.teacher import score_problems
-from rlt_lightning.types import BadRowReason, InputError, Rollout
+from rlt_lightning.types import BadRowError, BadRowReason, InputError, Problem
 
 Status = Literal["pass", "warn", "fail", "cannot"]
 TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.TOO_LONG}
@@ -36,6 +41,12 @@ LEFT_OUT = (0.01, 0.1)
 # Optimizer steps below which a run hardly changes a model: the shortest shipped run that is meant to has 24.
 MIN_STEPS = 20
 TOGETHER = 4  # problems that are sampled at once
+# Where to begin (docs/task.md has the settings that these come from).
+FILLER = "Let us read the question carefully. We think about it step by step and so we find the solution."
+MARGIN = 0.2  # nats above filler, stage 0's: less is no useful explanation
+GROUP = 8  # own answers of a problem
+OWN_RIGHT = 0.14  # of own answers: with more right ones no teacher is needed
+SELECT, TRAIN = 0.07, 0.02  # useful explanations: enough to select, or to train by RLT
 
 
 @dataclass(frozen=True)
@@ -120,18 +131,27 @@ def check_run(
     if not isinstance(module, RLTModule) or "thoughts" in module.reward.judges:
         yield Check("closed", "cannot", "only completions that a reward judges are sampled: see `rlt test`")
         return
-    rows, has_traces = draw_rows(data, options.rows)
-    asked = data.with_rows(rows)
+    problems = draw_problems(data, options.rows)
+    asked = data.with_rows([problem.columns for problem in problems])
     asked.student_names = tuple(module.students.names)
     asked.val_batch_size = TOGETHER
+    if isinstance(module.reward, RLTReward):
+        module.reward = measure_gain(module.reward, data)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
-    announce(f"sampling {options.completions} completions of each of {len(rows)} problems")
+    announce(f"sampling {options.completions} completions of each of {len(problems)} problems")
     scored = score_problems(module, asked, rollouts, **trainer)
     yield check_closed(scored, rollouts.sampling.max_completion_length)
     yield check_spread(scored, options.completions)
-    if isinstance(asked, TeacherRLData) and not has_traces:
-        sampled = [rollout for step in scored for rollout in step.rollouts(step.shard)]
-        yield check_stage_0(asked, sampled, options.completions)
+    if not isinstance(asked, TeacherRLData):
+        return
+    sampled = [rollout for step in scored for rollout in step.rollouts(step.shard)]
+    fits = [asked.fits_student(rollout) for rollout in sampled]
+    if not any(row.get(TRACE_COLUMN) or row.get("conversations") for row in (p.columns for p in problems)):
+        yield check_stage_0(fits, options.completions)
+    if isinstance(module.reward, RLTReward):
+        rewards = [float(value) for step in scored for value in step.rewards]
+        useful = [fit and reward >= MARGIN for fit, reward in zip(fits, rewards, strict=True)]
+        yield advise(judge_own_answers(module, data, problems, rollouts, **trainer), useful)
 
 
 # The rows
@@ -176,11 +196,10 @@ def check_steps(data: StratosDataModule, length: dict[str, Any]) -> Check:
     )
 
 
-def draw_rows(data: StratosDataModule, number: int) -> tuple[list[dict[str, Any]], bool]:
-    """Return usable rows, drawn by the seed of the data, and whether one has a trace."""
+def draw_problems(data: StratosDataModule, number: int) -> list[Problem]:
+    """Return usable rows, drawn by the seed of the data."""
     places = Random(data.seed).sample(range(len(data.items)), min(number, len(data.items)))
-    rows = [data.problems[place].columns for place in places]
-    return rows, any(row.get(TRACE_COLUMN) or row.get("conversations") for row in rows)
+    return [data.problems[place] for place in places]
 
 
 # Completions
@@ -220,9 +239,8 @@ def check_spread(scored: Sequence[StepBatch], size: int) -> Check:
     )
 
 
-def check_stage_0(data: TeacherRLData, sampled: Sequence[Rollout], completions: int) -> Check:
+def check_stage_0(usable: Sequence[bool], completions: int) -> Check:
     """Check that this teacher explains most problems at least once: its explanations can warm it up."""
-    usable = [data.fits_student(rollout) for rollout in sampled]
     part = fmean(any(usable[i : i + completions]) for i in range(0, len(usable), completions))
     return Check(
         "stage0",
@@ -234,6 +252,101 @@ def check_stage_0(data: TeacherRLData, sampled: Sequence[Rollout], completions: 
         "Show an example in data.teacher_system_prompt, as laptop/smollm2_explain does, or raise "
         "rollouts.num_traces there",
     )
+
+
+# Where to begin
+
+
+def measure_gain(reward: RLTReward, data: StratosDataModule) -> RLTReward:
+    """Return the reward of stage 0: the gain over filler, with the exact KL, by which filler never gains."""
+    if reward.baseline == "none":
+        reward = replace(reward, baseline=FILLER)
+    foreign = any(isinstance(chat_format, CrossTokenizerFormat) for chat_format in data.student_views.formats)
+    return reward if foreign else replace(reward, kl_estimator="exact")
+
+
+def judge_own_answers(
+    module: RLTModule,
+    data: StratosDataModule,
+    problems: Sequence[Problem],
+    rollouts: RolloutCallback,
+    **trainer: Any,
+) -> list[list[bool]]:
+    """Let the student answer without an explanation; return which of the answers to each problem are right.
+
+    Problems without an answer that can be judged are left out. The student is sampled in this process: the
+    run's engine has the teacher.
+    """
+    judged = [problem for problem in problems if has_answer(problem)]
+    if not judged:
+        return []
+    limit = rollouts.sampling.max_completion_length + max(
+        len(problem.student_suffix) + len(problem.solution_ids) for problem in judged
+    )
+    options = {
+        name: value for name, value in vars(data.format_options).items() if name != "teacher_system_prompt"
+    }
+    answers = StudentRLData(
+        [problem.columns for problem in judged],
+        prompts_per_step=TOGETHER,
+        max_prompt_length=data.max_prompt_length,
+        trust_remote_code=data.trust_remote_code,
+        **options,
+    )
+    student = RLTModule(
+        module.students.names[0],
+        None,
+        reward=CorrectnessReward(),
+        dtype=module.student_dtype,
+        trust_remote_code=module.trust_remote_code,
+    )
+    sampling = replace(rollouts.sampling, max_completion_length=limit)
+    callback = RolloutCallback(HFEngine(), sampling=sampling, num_traces=GROUP, seed=rollouts.seed)
+    announce(f"sampling {GROUP} answers of the student to each of {len(judged)} problems")
+    scored = score_problems(student, answers, callback, **trainer)
+    right = [bool(value > 0) for step in scored for value in step.table["level/correct"]]
+    return [right[i : i + GROUP] for i in range(0, len(right), GROUP)]
+
+
+def has_answer(problem: Problem) -> bool:
+    """Return whether an answer to a problem can be judged."""
+    with suppress(BadRowError):
+        require_judgeable(problem.reference)
+        return True
+    return False
+
+
+def advise(right: Sequence[Sequence[bool]], useful: Sequence[bool]) -> Check:
+    """Say which way to try first.
+
+    Args:
+        right: Of each problem, which of the student's own answers are right; empty if none can be judged.
+        useful: Which explanations of the teacher are worth more than filler.
+    """
+    answers, share = [answer for group in right for answer in group], fmean(useful)
+    if answers:
+        own, never = fmean(answers), sum(not any(group) for group in right)
+        figure = (
+            f"the student is right in {show_part(own, len(answers))} of its own samples, in {never} of "
+            f"{len(right)} groups of {GROUP} not once"
+        )
+    else:
+        own = 0.0
+        figure = "these rows have no answer that can be judged: nothing says how often the student is right"
+    if own >= OWN_RIGHT:
+        way = "GRPO or its own right answers need no teacher"
+    elif not any(useful):
+        way = "none is useful: a warm-up first, or a longer one"
+    elif share < TRAIN:
+        way = "expert iteration by the threshold, or a warm-up on the best traces; RLT failed at so few"
+    elif share < SELECT:
+        way = "train by RLT, or by expert iteration with the threshold"
+    else:
+        way = "select the best quarter by the reward, or train by RLT"
+    beat = (
+        f"{show_part(share, len(useful))} of {len(useful)} explanations earn {MARGIN:g} nats more than filler"
+    )
+    return Check("begin", "pass", f"{figure}; {beat}: {way}")
 
 
 def show_part(part: float, number: int) -> str:

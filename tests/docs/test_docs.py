@@ -265,10 +265,12 @@ def test_the_stages_of_a_pipeline_are_right(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    prepare = f"PATH=$PATH:/usr/bin:/bin; cp {ROOT}/examples/*.sh examples/; mkdir -p runs/released/evaluate"
+    prepare = (
+        f"PATH=$PATH:/usr/bin:/bin; cp {ROOT}/examples/*.sh examples/; mkdir -p runs/released/evaluate_rlt"
+    )
     prepare += "; cd runs; mkdir -p rounds/round0/traces rounds/round0/evaluation"
     prepare += "; touch rounds/round0/traces/distillation.jsonl rounds/round0/evaluation/evaluation.md; cd .."
-    script = f"{prepare}; touch runs/released/evaluate/evaluation.md; examples/{name}"
+    script = f"{prepare}; touch runs/released/evaluate_rlt/evaluation.md; examples/{name}"
     calls = calls_of(Block(name, 1, "sh", script), tmp_path)
     stages = [words for program, *words in calls if program in (".venv/bin/rlt", "programs/rlt")]
     assert len(stages) >= 5

@@ -12,6 +12,7 @@ import pytest
 from cases import full
 from commands import rlt
 
+from rlt_lightning.commands.check import advise
 from rlt_lightning.tasks.stepwise import chain_rows
 
 FEW = ("--check.rows=4", "--check.completions=2")
@@ -65,9 +66,51 @@ def test_150_warmup_rows_of_ones_own_are_too_few(tmp_path: Path) -> None:
 
 def test_a_stage_with_a_reward_gets_all_checks() -> None:
     found = read_checks(rlt("check", "--config=laptop/rlt", *FEW))
-    assert [*found] == ["rows", "lengths", "steps", "closed", "spread"]
+    assert [*found] == ["rows", "lengths", "steps", "closed", "spread", "begin"]
     assert "of 8 completions close the format" in found["closed"][1]
     assert "of 4 groups the rewards differ" in found["spread"][1]
+    begin = found["begin"][1]
+    assert re.match(
+        r"the student is right in \d+ ± \d+ % of its own samples, in \d of 4 groups of 8 not", begin
+    )
+    assert "of 8 explanations earn 0.2 nats more than filler: " in begin
+
+
+# Figures of 16 groups of 8 answers, of which so many are right in the first groups, and of 64 explanations.
+@pytest.mark.parametrize(
+    ("right", "useful", "figure", "way"),
+    [
+        (
+            52,
+            0,
+            "right in 41 ± 4 % of its own samples, in 9 of 16 groups",
+            "GRPO or its own right answers need no",
+        ),
+        (18, 64, "right in 14 ± 3 % of its own samples, in 13 of 16 groups", "GRPO or its own right answers"),
+        (17, 8, "right in 13 ± 3 % of its own samples, in 13 of 16 groups", "select the best quarter"),
+        (0, 8, "12 ± 4 % of 64 explanations", "select the best quarter by the reward, or train by RLT"),
+        (0, 5, "8 ± 3 % of 64 explanations", "select the best quarter"),
+        (0, 4, "6 ± 3 % of 64 explanations", "train by RLT, or by expert iteration"),
+        (0, 2, "3 ± 2 % of 64 explanations", "train by RLT, or by expert iteration"),
+        (0, 1, "2 ± 2 % of 64 explanations", "expert iteration by the threshold, or a warm-up on the best"),
+        (1, 0, "right in 1 ± 1 % of its own samples, in 15 of 16", "none is useful: a warm-up first"),
+    ],
+)
+def test_advice_follows_from_the_two_shares(right: int, useful: int, figure: str, way: str) -> None:
+    answers = [number < right for number in range(128)]
+    groups = [answers[i : i + 8] for i in range(0, 128, 8)]
+    begin = advise(groups, [number < useful for number in range(64)])
+    assert begin.status == "pass"  # advice fails no run
+    assert figure in begin.figure
+    assert f": {way}" in begin.figure
+
+
+def test_rows_that_cannot_be_judged_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"question": row["question"], "solution": "So it is, as one sees."} for row in chain_rows(32, seed=4)
+    ]
+    found = read_checks(rlt("check", "--config=laptop/rlt", write_rows(tmp_path / "rows.jsonl", rows), *FEW))
+    assert found["begin"][1].startswith("these rows have no answer that can be judged")
 
 
 def test_a_model_that_does_not_know_the_format_fails(tiny_model: str) -> None:

@@ -11,7 +11,9 @@ from jars import build_rows, write_rows
 from own_rows import (
     build_page,
     choose_part,
+    is_told_apart,
     main,
+    repeat_rows,
     split_rows,
 )
 
@@ -71,27 +73,127 @@ def test_test_rows_need_an_answer_before_anything_runs(
     assert "test rows are left out: they have no answer" in capsys.readouterr().err
 
 
-def test_the_page_adds_up_what_stages_cost(tmp_path: Path) -> None:
-    for name in ("base_greedy", "base_sampled", "best_of_4_greedy"):
-        folder = tmp_path / f"evaluate_{name}"
-        folder.mkdir()
-        result = {"pass_at_1": 0.5, "num_problems": 100.0}
-        (folder / "evaluation.json").write_text(json.dumps({"sets": {"test": result}}))
-    (tmp_path / "traces_best_of_4").mkdir()
-    (tmp_path / "traces_best_of_4/traces.jsonl").write_text('{"num_tokens": 0}\n' * 8)
-    (tmp_path / "traces_best_of_4/distillation.jsonl").write_text("{}\n" * 2)
-    (tmp_path / "evaluate_base_greedy/responses.jsonl").write_text('{"num_tokens": 7}\n{"num_tokens": 5}\n')
-    (tmp_path / "rlt").mkdir()
+def write_traces(path: Path, rewards: dict[int, list[float]]) -> Path:
+    """Write traces of rows with these rewards; a trace that earns less than -9 does not fit a student."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"row": row, "trace": number, "fits": reward > -9, "reward": reward}
+        for row, values in rewards.items()
+        for number, reward in enumerate(values)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("way", "chosen"),
+    [
+        ("first", [(2, 0), (3, 0), (4, 0), (5, 0)]),
+        ("best", [(1, 1), (2, 0), (3, 1), (4, 1), (5, 0)]),
+        ("quarter", [(4, 1)]),  # one of five
+    ],
+)
+def test_rungs_choose_from_the_same_traces(way: str, chosen: list[tuple[int, int]], tmp_path: Path) -> None:
+    rewards = {
+        1: [-10.0, -1.0],
+        2: [0.5, 0.4],
+        3: [-0.2, 0.3],
+        4: [0.1, 0.9],
+        5: [0.2, -10.0],
+        6: [-10.0] * 2,
+    }
+    source = write_traces(tmp_path / "traces/traces.jsonl", rewards)
+    like, output = tmp_path / "train.jsonl", tmp_path / "chosen/student.jsonl"
+    like.write_text("{}\n" * 6)
+    assert main(["choose", way, str(source), str(output), str(like)]) == 0
+    rows = [(int(row["row"]), int(row["trace"])) for row in read(output)]
+    # As many steps as from 6 rows, nearly: 6 / 4 and 6 / 5 are rounded, 6 / 1 is whole.
+    assert rows == chosen * {"first": 2, "best": 1, "quarter": 6}[way]
+
+
+def test_few_rows_are_repeated_sixteen_times_at_most() -> None:
+    assert repeat_rows([{"row": 1}], 1000) == [{"row": 1}] * 16
+    assert repeat_rows([], 1000) == []
+    assert len(repeat_rows([{}] * 40, 30)) == 40
+
+
+def test_six_to_none_are_told_apart_and_five_not() -> None:
+    # Two sides of six fair coins: 2 / 64 = 0.031; of five 2 / 32 = 0.0625. Rows that agree say nothing.
+    def rates(number: int) -> dict[str, float]:
+        return {str(row): float(row < number) for row in range(20)}
+
+    assert is_told_apart(rates(18), rates(12))
+    assert is_told_apart(rates(12), rates(18))
+    assert not is_told_apart(rates(18), rates(13))
+    assert not is_told_apart(rates(18), rates(18))
+
+
+def write_evaluation(run: Path, name: str, number: int) -> None:
+    """Write what `rlt test` leaves if the first rows of 20 are right."""
+    folder = run / f"evaluate_{name}"
+    folder.mkdir(parents=True)
+    (folder / "evaluation.json").write_text("{}")
+    rows = [{"id": f"test/{row}", "correct": row < number, "num_tokens": 3} for row in range(20)]
+    (folder / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_rung_pays_for_each_stage_it_needs(tmp_path: Path) -> None:
+    for stage, number in {"explain": 8, "traces": 8, "traces_control": 2, "own": 8}.items():
+        (tmp_path / stage).mkdir()
+        (tmp_path / stage / "traces.jsonl").write_text('{"num_tokens": 10}\n' * number)
     columns = "step,perf/generate_tokens_per_s,perf/generate_s,perf/train_tokens_per_s,perf/train_s\n"
+    for stage in ("warmup", "student_control", "student_best_of_4", "rlt"):
+        (tmp_path / stage).mkdir()
+        (tmp_path / stage / "metrics.csv").write_text(f"{columns}1,,,50,4.0\n2,,,5,1.0\n")
     (tmp_path / "rlt/metrics.csv").write_text(f"{columns}1,100,2.0,50,4.0\n2,10,1.0,5,1.0\n")
     (tmp_path / "rlt/rollouts.jsonl").write_text("{}\n" * 3)
-    (tmp_path / "seconds.tsv").write_text("rlt\t50\nrlt\t70\nevaluate_base_greedy\t60\n")
-    page = build_page(tmp_path, num_cards=2)
-    assert "| nothing: the base |  |  | 50.0 (40 to 60) | 50.0 (40 to 60) |" in page
-    assert "| the best of 4 of these | 8 | 2 | 50.0 (40 to 60) |  |" in page
-    assert "| the RLT teacher's at T 0.7 | 3 |  |  |  |" in page
-    # Sampled 100 * 2 + 10 * 1, trained 50 * 4 + 5 * 1; 50 + 70 s on 2 cards are 4 card-minutes.
-    assert "| rlt | 210 | 205 | 120 | 4.0 |" in page
-    assert "| evaluate_base_greedy | 12 | 0 | 60 | 2.0 |" in page
-    assert "| all | 222 | 205 | 180 | 6.0 |" in page
-    assert "| all | 222 | 205 | 180 | none |" in build_page(tmp_path, num_cards=0)
+    (tmp_path / "rlt/large").write_bytes(bytes(2**20) * 21)  # 0.0205 GiB
+    names = (
+        "own",
+        "explain",
+        "warmup",
+        "traces_control",
+        "student_control",
+        "traces",
+        "student_best_of_4",
+        "rlt",
+    )
+    (tmp_path / "seconds.tsv").write_text("".join(f"{name}\t0\n{name}\t3600\n" for name in names))
+    for name, number in {"base": 4, "control": 12, "best_of_4": 13, "rlt": 18}.items():
+        write_evaluation(tmp_path, f"{name}_greedy", number)
+    write_evaluation(tmp_path, "base_sampled", 5)
+    page = build_page(tmp_path).splitlines()
+    costs = [line.split("|")[1:-1] for line in page if line.startswith("|")]
+    cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in costs}
+    # Warm-up and student train 50 * 4 + 5 * 1 tokens each; stage 0 and the warm-up belong to all three.
+    assert cells["greedy traces of the warm-up teacher"][1:6] == ["10", "100", "410", "4.00", "0.00"]
+    assert cells["the best of 4 of these"][1:6] == ["16", "160", "410", "4.00", "0.00"]
+    assert cells["the RLT teacher's traces at T 0.7"][1:6] == ["11", "290", "410", "3.00", "0.02"]
+    assert cells["nothing: the base"] == [
+        "",
+        "0",
+        "0",
+        "0",
+        "0.00",
+        "0.00",
+        "20.0 (8 to 42)",
+        "25.0 (11 to 47)",
+    ]
+    assert cells["all"] == ["29", "470", "820", "8.00", "0.02"]
+    # Of the best's 18 rows the best of 4 lacks 5, which may be chance, and the control 6.
+    assert page[-3:-2] == [
+        "Greedily the cheapest way within the interval of the best is **the best of 4 of these (65.0 %)**. "
+        "The best is the RLT teacher's traces at T 0.7 (90.0 %); also not told from it by 20 test rows: "
+        "no other."
+    ]
+    assert "**nothing: the base (25.0 %)**" in page[-1]
+
+
+def test_a_rung_without_rows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chosen").mkdir()
+    for name in ("student_own", "expert"):
+        (tmp_path / f"chosen/{name}.jsonl").touch()
+    assert build_page(tmp_path).splitlines()[-1] == (
+        "Left out, for want of a row to learn from: "
+        "its own right answers, of 4; expert iteration: greedy traces."
+    )
