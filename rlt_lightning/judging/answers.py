@@ -140,7 +140,7 @@ CALLED_RIGHT = re.compile(
     rf"|\b(?:choose|select|pick)\s+(?:option\s+|choice\s+)?)\W{{0,3}}({LETTER})"
     rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*({LETTER})\s*"
     r"(?i:is\s+(?:therefore\s+|thus\s+)?(?:the\s+)?(?:correct|right|best|answer))"
-    rf"|({LETTER})\W{{0,3}}\s(?i:(?:alone\s)?(?:fits|works|matches|holds|remains)\b"
+    rf"|({LETTER})\W{{0,3}}\s(?i:(?:fits|works|matches)\s+best|alone\s+\w+|remains\b"
     r"|(?:is|remains)\s+the\s+(?:only|best)\s+(?:\w+\s+)?(?:option|choice|one|answer)\b)"
     rf"|(?i:\b(?:leav(?:es|ing)|must\s+be|go\s+with|only)(?:\s+(?:option|choice))?)\s+({LETTER})(?=\W|$)"
     rf"|(?i:\b(?:so|thus|hence|therefore),?\s+(?:(?:it|this)\s+(?:must\s+be|is)\s+)?)({LETTER})\W*$"
@@ -290,12 +290,16 @@ def read_numbers(text: str, numbers: list[re.Match[str]]) -> str | None:
     first = last = numbers[-1]
     for number in numbers[-2::-1]:
         between = BETWEEN_NUMBERS.fullmatch(text, number.end(), first.start())
-        if between is None or (first is last and between[0].lstrip().startswith(",") and not re.search("and|or", between[0])):
+        if between is None or (
+            first is last and between[0].lstrip().startswith(",") and not re.search("and|or", between[0])
+        ):
             break
         first = number
     written = add_unit(text, last)
     following = text[last.start() + len(written) :] if text.startswith(written, last.start()) else ""
-    if FORMULA_BEFORE.search(text, 0, first.start() + first[0].startswith("-")) or FORMULA_AFTER.match(following):
+    if FORMULA_BEFORE.search(text, 0, first.start() + first[0].startswith("-")) or FORMULA_AFTER.match(
+        following
+    ):
         return None
     return written if first is last else text[first.start() : last.start()] + written
 
@@ -309,11 +313,7 @@ def read_announced(text: str) -> str | None:
     end = SENTENCE_END.search(rest)
     sentence = (rest[: end.start()] if end else rest).strip(' *_"”$`')
     words = re.findall(r"[^\W\d_]{2,}", sentence)
-    if (
-        not sentence
-        or SAID.match(sentence)
-        or (len(words) > MAX_WORDS and not sentence[0].isdigit())
-    ):
+    if not sentence or SAID.match(sentence) or (len(words) > MAX_WORDS and not sentence[0].isdigit()):
         return None
     begins_with_word = re.match(r"[^\W\d_]{2,}", sentence) and not re.match(r"[a-zA-Z]\w{0,2}\s*=", sentence)
     return None if begins_with_word and LAST_NUMBER.search(read_characters(sentence)) else sentence
@@ -376,7 +376,11 @@ def find_letter_in_prose(text: str) -> str | None:
             several = match.end()
             break
     called = [match for match in CALLED_RIGHT.finditer(text) if match.start() > several]
-    called += [match for match in OPTION.finditer(text, max(several, 0)) if not DENIED.search(sentence_around(text, match))]
+    called += [
+        match
+        for match in OPTION.finditer(text, max(several, 0))
+        if not DENIED.search(sentence_around(text, match))
+    ]
     if several >= 0 and not called:
         return ""
     if called:

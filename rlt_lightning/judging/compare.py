@@ -20,6 +20,7 @@ from typing import Any
 
 from rlt_lightning.judging.normalise import normalise
 from rlt_lightning.judging.quantities import (
+    CASED,
     UNSPACED,
     Quantity,
     keeps_digits,
@@ -308,7 +309,11 @@ def same_numbers(reference: str, answer: str) -> bool | None:
     if a == b:
         return bool(a)
     first, second = read_quantity(a), read_quantity(b)
-    if first is None or second is None or needs_formula(first.unit, second.unit, first.doubtful or second.doubtful):
+    if (
+        first is None
+        or second is None
+        or needs_formula(first.unit, second.unit, first.doubtful or second.doubtful)
+    ):
         return None
     return same_quantity(first, second)
 
@@ -340,22 +345,18 @@ def read_number(text: str) -> str:
 def read_approximation(text: str) -> list[Parsed]:
     r"""Return what a text is equal to, and its decimal behind `\approx` if that is near: `\sqrt5\approx 2.24`."""
     members, relations = split_relations(text)
-    if {r"\approx"} <= set(relations) <= {"=", r"\approx"} and len(split_parts(text)) == 1:
-        place = relations.index(r"\approx")
-        exact, decimal = members[place], read_quantity(members[-1])
-        if decimal and decimal.digits and is_constant(split_unit(exact)[0]):
-            number = read_quantity(exact)
-            formula = parse_formula(split_unit(exact)[0])
-            value = number.value if number else None
-            if value is None and formula is not None and not is_huge(formula):
-                value = evaluate(formula, 0, 30)
-            if value is None or not value.is_real if not number else False:
-                return [Parsed(text)]
-            if abs(float(value) - float(decimal.value)) > 1.01 * float(decimal.step):
-                return [Parsed(text)]
-            name = "=".join([*members[:place], ""]) if place else ""
-            return [read_answer(name + exact), read_answer(name + members[-1])]
-    return [read_answer(text)]
+    if r"\approx" not in relations or not {"=", r"\approx"} >= set(relations) or len(split_parts(text)) > 1:
+        return [read_answer(text)]
+    place = relations.index(r"\approx")
+    exact, decimal = split_unit(members[place])[0], read_quantity(members[-1])
+    formula = parse_formula(exact) if decimal and decimal.digits and is_constant(exact) else None
+    if decimal is None or formula is None or is_huge(formula):
+        return [read_answer(text)]
+    value = evaluate(formula, 0, 30)
+    if value is None or not value.is_real or abs(value - float(decimal.value)) > 1.01 * float(decimal.step):
+        return [Parsed(text)]
+    name = "=".join([*members[:place], ""])
+    return [read_answer(name + members[place]), read_answer(name + members[-1])]
 
 
 def same_parsed(a: Parsed, b: Parsed) -> bool:
@@ -455,8 +456,11 @@ def has_unit(text: str) -> bool:
 
 def squeeze(text: str) -> str:
     """Return a text without case of words, spaces outside numbers, and quotes, which make no difference."""
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.replace('"', "").replace("'", ""))
-    return text.casefold() if re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", text)) else text
+    text = text.replace('"', "").replace("'", "")
+    if re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", text)):
+        parts = re.split(rf"(?<=[\d}})])(\s*(?:{CASED.pattern})(?![a-zA-Z]))", text)
+        text = "".join(part if i % 2 else part.casefold() for i, part in enumerate(parts))
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def is_words(text: str) -> bool:
@@ -596,7 +600,8 @@ def clear_denominator(side: Any) -> Any:
 def parse_formula(text: str) -> Any:
     """Return a formula as math_verify parses it, with exact decimals; None if it cannot."""
     # Of numbers side by side math_verify takes the sum, of 1011_2 the digits.
-    if re.search(r"\d\s+\d|\d\s*_", text) or not re.search(r"[^\W_]", text):
+    # Binomials are computed while they are parsed.
+    if re.search(r"\d\s+\d|\d\s*_|\\binom\{?[^{}]*(?:\d{6}|\d\^)", text) or not re.search(r"[^\W_]", text):
         return None
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse

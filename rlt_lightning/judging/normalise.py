@@ -100,6 +100,7 @@ COMMANDS = {
     r"(?i:\bper\s?cent(?:age)?\b|\bpct\b)|\\%|\\text\s*\{\\%\}": "%",
     r"\\(?:lvert|rvert|vert)(?![a-zA-Z])": "|",
     r"\\(?:mid)(?![a-zA-Z])": "|",
+    r"\\(?:backslash|smallsetminus)(?![a-zA-Z])|(?<=[)}\]R])\s*[-\\]\s*(?=\\\{)": r"\\setminus ",
     r"\{\s*([^{}]+?)\s*\\choose\s*([^{}]+?)\s*\}|(\w+)\s*\\choose\s*(\w+)": r"\\binom{\1\3}{\2\4}",
     r"(\\equiv.*?)(?:\(\s*\\?mod\b|\\[pb]?mod(?![a-z]))\s*\{?\s*(\w+)\s*(?:\}|\)|$)": r"\1\\pmod{\2}",
     # Outward brackets leave the ends of an interval out.
@@ -128,13 +129,23 @@ EURO_CENTS = re.compile(r"(?<=€)(\s*\d+),(\d\d)(?![\d,.])|(?<![\d,.])(\d+),(\d
 POWER = re.compile(r"([\^_])\s*([+-]?(?:\d+(?:\.\d+)?|\.\d+))")
 IN_BRACES = re.compile(r"(?<=[a-zA-Z}\]]\{)\d{1,3}(?:,\d{3})+(?=\})")
 # The constant of an integral, whatever its name, behind a formula with one variable.
-CONSTANT = re.compile(r"((?:[^a-zA-Z]|\\[a-zA-Z]+|(?<![a-zA-Z])([txyzu])(?![a-zA-Z]))*)\+\s*(?:[cCkK]|const(?:ant)?\.?)")
-NAMED = {name: r"(-\infty,\infty)" for name in ("all real numbers", "all reals", "the set of all real numbers")}
-SMALL = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+CONSTANT = re.compile(
+    r"((?:[^a-zA-Z]|\\[a-zA-Z]+|(?<![a-zA-Z])([txyzu])(?![a-zA-Z]))*)\+\s*(?:[cCkK]|const(?:ant)?\.?)"
+)
+NAMED = {
+    name: r"(-\infty,\infty)" for name in ("all real numbers", "all reals", "the set of all real numbers")
+}
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+)
 SMALL += " seventeen eighteen nineteen"
 NUMBER_WORDS = {word: i for i, word in enumerate(SMALL.split())}
-TENS = {word: 10 * i for i, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}
-NUMBER_WORD = re.compile(rf"(?i)({'|'.join(TENS)})(?:[\s-]+({'|'.join(NUMBER_WORDS)}))?(?![\w-])|({'|'.join(NUMBER_WORDS)})(?![\w-])")
+TENS = {
+    word: 10 * i for i, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)
+}
+NUMBER_WORD = re.compile(
+    rf"(?i)({'|'.join(TENS)})(?:[\s-]+({'|'.join(NUMBER_WORDS)}))?(?![\w-])|({'|'.join(NUMBER_WORDS)})(?![\w-])"
+)
 
 
 @lru_cache(maxsize=4096)
