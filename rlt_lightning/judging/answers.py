@@ -65,8 +65,8 @@ HASHES = re.compile(r"^####(?!#) *(.+)$", re.MULTILINE)
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
-# A number in prose with all that belongs to it, as in 1.5 x 10^8, (2, -3), 3:4 or 25 cm^2; and what stands around
-# the parts of a formula, of which none is an answer.
+# A number in prose with all that belongs to it, as in 1.5 x 10^8, (2, -3), 3:4 or 25 cm^2; and what stands
+# around the parts of a formula, of which none is an answer.
 NUMERAL = (
     r"(?:(?<![\w).])-\s?)?(?<![A-Za-z\d.])[$€£¥₹]?"
     r"(?:\\frac\{\d+\}\{\d+\}|(?:\d[\d,]*)?\\sqrt\s?\{?\d+\}?|\d(?:,?\d)*(?:\.\d+)?(?:e[+-]?\d+)?|\.\d+)"
@@ -94,7 +94,8 @@ REMARK = re.compile(
 # A box is taken back, and another value follows.
 TAKEN_BACK = re.compile(
     r"(?i)\b(?:I|we)(?:'ve|\s+have)?\s+made\s+an?\s+(?:\w+\s)?(?:mistake|error)\b"
-    r"|\b(?:it|answer|result)\s+should\s+(?:actually\s|instead\s|really\s)?(?:be|have been)\s(?!noted|clear|checked)"
+    r"|\b(?:it|answer|result)\s+should\s+(?:actually\s|instead\s|really\s)?"
+    r"(?:be|have been)\s(?!noted|clear|checked)"
     r"|^\W*(?:correction\b|that(?:'s| is) (?:wrong|incorrect|not right))"
 )
 # What announces an answer, in the languages that models answer in.
@@ -119,7 +120,8 @@ FILLER = re.compile(
 )
 LETTER_FILLER = re.compile(rf"(?:{FILLER.pattern}|[${{\[]|\\(?:text\w*|math\w+|bf|\(|\[)(?![a-zA-Z]))*")
 SENTENCE_END = re.compile(
-    r",?\s(?:i\.\s?e\.|e\.g\.|that is,|namely)|[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s"
+    r",?\s(?:i\.\s?e\.|e\.g\.|that is,|namely)"
+    r"|[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s"
     r"|,\s(?:but\s)?not\s|\s\((?=an?\s[a-z]{2}|that is\b|i\.e)|입니다|です"
 )
 
@@ -286,7 +288,7 @@ def find_in_prose(text: str) -> str | None:
 
 
 def read_numbers(text: str, numbers: list[re.Match[str]]) -> str | None:
-    """Return the last number of a text with its unit, or the list that it ends; None for a part of a formula."""
+    """Return the last number of a text with its unit, or the list that it ends; None in a formula."""
     first = last = numbers[-1]
     for number in numbers[-2::-1]:
         between = BETWEEN_NUMBERS.fullmatch(text, number.end(), first.start())

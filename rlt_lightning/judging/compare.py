@@ -343,7 +343,7 @@ def read_number(text: str) -> str:
 
 
 def read_approximation(text: str) -> list[Parsed]:
-    r"""Return what a text is equal to, and its decimal behind `\approx` if that is near: `\sqrt5\approx 2.24`."""
+    r"""Return what a text is equal to, and its decimal behind `\approx`; nothing if they differ."""
     members, relations = split_relations(text)
     if r"\approx" not in relations or not {"=", r"\approx"} >= set(relations) or len(split_parts(text)) > 1:
         return [read_answer(text)]
@@ -585,7 +585,7 @@ def same_relation(a: Any, b: Any) -> bool:
 
 
 def clear_denominator(side: Any) -> Any:
-    """Return a side of `side = 0` times its denominator, if no zero of that is a solution then: `xy-6` of `y-6/x`."""
+    """Return a side of `side = 0` times its denominator, unless that adds solutions: `xy-6` of `y-6/x`."""
     from sympy import groebner, together
 
     top, bottom = together(side).as_numer_denom()

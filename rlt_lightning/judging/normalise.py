@@ -67,7 +67,8 @@ LOOKS = re.compile(
 )
 # Units in upright letters are no variables.
 UPRIGHT = re.compile(
-    rf"((?:[\d}})/]|\\pi|\\cdot)(?:\s|~|\\[,;: ])*)\\(?:{WORDS})\s*\{{((?:[a-zA-Z /.,\\-]|\^\s*(?:\d|\{{-?\d\}}))*)\}}"
+    rf"((?:[\d}})/]|\\pi|\\cdot)(?:\s|~|\\[,;: ])*)\\(?:{WORDS})"
+    r"\s*\{((?:[a-zA-Z /.,\\-]|\^\s*(?:\d|\{-?\d\}))*)\}"
 )
 SYSTEM = re.compile(
     r"(?:\\left\s*)?(?:\\\{)?\s*\\begin\s*\{(cases|array|aligned|align|gathered|gather|equation|split)\*?\}"
@@ -107,7 +108,8 @@ COMMANDS = {
     r"(^|[\s=,]|\\cup|\\in)\]([^\[\](){},;]+[,;][^\[\](),;]+)([\[\]])": r"\1(\2\3",
     r"([\[(](?:[^\[\](),;]|\\frac\{[^{}]*\}\{[^{}]*\})+[,;][^\[\](),;]+)\[(?=\s*(?:$|\\cup|,))": r"\1)",
     # Of a real variable nothing is said by this.
-    r"\b[a-z]\s*\\in\s*(?:\\mathbb\s*\{R\}|\\mathbb R|\(-\\infty,\\infty\))\s*[,;]\s*(?=.*[<>=\\])|(?<=[\d}])\s*,\s*[a-z]\s*\\in\s*(?:\\mathbb\s*\{R\}|\\mathbb R|\(-\\infty,\\infty\))$": "",
+    r"\b[a-z]\s*\\in\s*(?:\\mathbb\s*\{R\}|\\mathbb R|\(-\\infty,\\infty\))\s*[,;]\s*(?=.*[<>=\\])"
+    r"|(?<=[\d}])\s*,\s*[a-z]\s*\\in\s*(?:\\mathbb\s*\{R\}|\\mathbb R|\(-\\infty,\\infty\))$": "",
     r"\\(?:euro)(?![a-zA-Z])": "€",
     r"(?i:(?<=\d)\s*([ap])\.\s?m\.)": r" \1m",
     r"\\pounds(?![a-zA-Z])": "£",

@@ -118,7 +118,7 @@ LONG = {
 }
 # Capitals count in these: mW and MW, kb and kB, C and c.
 CASED = re.compile("[a-zA-Z]|M(?!in$|an$|en$)[a-zA-Z]{1,2}|[kKMGT]i?[bB]|pA")
-# Short words that are products more often than units, and those of two letters that are units behind a formula.
+# Short words that are products more often than units, and those that are units behind a formula, too.
 PRODUCTS, SURE = {"mg", "ms", "rs", "gm", "pa"}, {"cm", "mm", "km", "kg", "ft", "in"}
 QUOTIENT = re.compile(
     r"\s*(?:m\s?(?:/\s?[sh](?:\^\{2\})?|s\^\{-[12]\})|J/[sK]|N/m(?:\^\{2\})?|g/[lL]|V/m|W/m\^\{2\})\s*"
@@ -270,7 +270,7 @@ def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
 
 
 def may_be_variables(unit: str, behind_formula: bool = False) -> bool:
-    """Return whether a unit may be a product of variables, so that it is none beside an answer without unit."""
+    """Return whether a unit may be a product of variables: it is none beside an answer without one."""
     words = re.findall(r"[^\W\d_]+", unit)
     is_short = all(
         word.isascii()
