@@ -142,9 +142,8 @@ SMALL = (
 )
 SMALL += " seventeen eighteen nineteen"
 NUMBER_WORDS = {word: i for i, word in enumerate(SMALL.split())}
-TENS = {
-    word: 10 * i for i, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)
-}
+TENTHS = "twenty thirty forty fifty sixty seventy eighty ninety"
+TENS = {word: 10 * i for i, word in enumerate(TENTHS.split(), 2)}
 NUMBER_WORD = re.compile(
     rf"(?i)({'|'.join(TENS)})(?:[\s-]+({'|'.join(NUMBER_WORDS)}))?(?![\w-])|({'|'.join(NUMBER_WORDS)})(?![\w-])"
 )
