@@ -529,15 +529,21 @@ def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quant
         return False
     digits = AGREEMENT + 2 * int(size)
     num_points = NUM_POINTS if a.free_symbols | b.free_symbols else 1
-    pairs = [(evaluate(a, point, digits), evaluate(b, point, digits)) for point in range(num_points)]
-    if any(x is None or y is None for x, y in pairs):
-        return False
-    # Laws such as ln ab = ln a + ln b hold where both sides are real.
-    if all(agree(x, y, digits) for x, y in [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs):
+    for precision in (15, digits):  # most unequal formulas differ in the first digits
+        pairs = [
+            (evaluate(a, point, precision), evaluate(b, point, precision)) for point in range(num_points)
+        ]
+        if any(x is None or y is None for x, y in pairs):
+            return False
+        # Laws such as ln ab = ln a + ln b hold where both sides are real.
+        compared = [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs
+        if not all(agree(x, y, precision) for x, y in compared):
+            break
+    else:
         return True
     if len(pairs) > 1 or not all(value.is_real for value in pairs[0]):
         return False
-    value_a, value_b = (Fraction(str(value.evalf(digits))) for value in pairs[0])
+    value_a, value_b = (Fraction(str(value.evalf(precision + 50))) for value in pairs[0])
     return bool((first and keeps_digits(first, value_b)) or (second and keeps_digits(second, value_a)))
 
 
