@@ -354,7 +354,7 @@ def read_approximation(text: str) -> list[Parsed]:
         return [read_answer(text)]
     value = evaluate(formula, 0, 30)
     if value is None or not value.is_real or abs(value - float(decimal.value)) > 1.01 * float(decimal.step):
-        return [Parsed(text)]
+        return []
     name = "=".join([*members[:place], ""])
     return [read_answer(name + members[place]), read_answer(name + members[-1])]
 
