@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from rlt_lightning.judging.compare import same_answer, same_numbers
 from rlt_lightning.judging.normalise import normalise, read_characters
-from rlt_lightning.judging.quantities import read_quantity
+from rlt_lightning.judging.quantities import LONG, read_quantity
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 from rlt_lightning.version import __version__
@@ -50,7 +50,7 @@ MAX_BOXES = 20
 # Longest expression of Countdown.
 EXPRESSION_CHARS = 200
 
-BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 # What `\boxed 7` and `\boxed\frac12` hold.
 BARE_BOX = re.compile(
     r"-?(?:\\[dt]?frac(?:\s*(?:\d|\{[^{}]*\})){2}|\\sqrt\s*\d|\\[a-zA-Z]+(?:\{[^{}]*\})*"
@@ -65,14 +65,42 @@ HASHES = re.compile(r"^####(?!#) *(.+)$", re.MULTILINE)
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
-LAST_NUMBER = re.compile(
+# A number in prose with all that belongs to it, as in 1.5 x 10^8, (2, -3), 3:4 or 25 cm^2; and what stands
+# around the parts of a formula, of which none is an answer.
+NUMERAL = (
     r"(?:(?<![\w).])-\s?)?(?<![A-Za-z\d.])[$€£¥₹]?"
-    r"(?:\\frac\{\d+\}\{\d+\}|\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?:/\d+)?|\.\d+)(?:\s?\\?%)?",
+    r"(?:\\frac\{\d+\}\{\d+\}|(?:\d[\d,]*)?\\sqrt\s?\{?\d+\}?|\d(?:,?\d)*(?:\.\d+)?(?:e[+-]?\d+)?|\.\d+)"
+    r"(?:\s?\\pi(?![a-z]))?"
+)
+EXPONENT = r"\s?\^\s?(?:\{-?\d+\}|-?\d+)"
+LAST_NUMBER = re.compile(
+    rf"[(\[]\s*{NUMERAL}(?:\s*[,;]\s*{NUMERAL})+\s*[)\]]|(?<![\w.])\d+(?:\s?:\s?\d+)+|{NUMERAL}"
+    rf"(?:\s?(?:[x*]|\\times|\\cdot)\s*10(?=\s?\^))?(?:{EXPONENT})?(?:/\d+|\s\d+/\d+)?(?:\s?\\?%)?"
+    rf"(?:(?:\s?[a-zA-Z]+(?:/[a-zA-Z]+)?{EXPONENT})+)?",
     re.I,
+)
+FORMULA_BEFORE = re.compile(r"(?:[<>^*/+_±]|\\[a-z]+|(?:\w|\))-|(?:[\d)]|\b[a-z])\s*-\s*)\s*$", re.I)
+FORMULA_AFTER = re.compile(r"\s*(?:[<>+*^_=]|\\[a-z]+|[-/]\s*\d|-\s*[a-z]\b)|[a-z_({]", re.I)
+# Between numbers that are one answer, from the last one back.
+BETWEEN_NUMBERS = re.compile(r"(?:\s*[a-z]*\s*,?\s*(?:and|or)|\s*,)\s+(?:[a-z]\w?\s*=\s*)?", re.I)
+EMPHASIS = re.compile(r"(?<!\w)\*+(?=[\w$(\\-])|(?<=[\w)%$.:])\*+(?!\w)")
+# What is only said beside a value at the end of a text.
+REMARK = re.compile(
+    rf"((?:=|\b(?:is|are|equals?|be)\b)\s*(?:about\s|exactly\s)?(?:{LAST_NUMBER.pattern})(?:\s[a-z]+){{0,2}}?)"
+    r",?\s+(?:because|since|as|i\.\s?e\.|that is|which|so that)(?:[^\n.]|\.(?=\d))*\.?\s*$"
+    r"|\s\((?=[^()]*[a-z]{2})[^()]*\)\W*$",
+    re.I,
+)
+# A box is taken back, and another value follows.
+TAKEN_BACK = re.compile(
+    r"(?i)\b(?:I|we)(?:'ve|\s+have)?\s+made\s+an?\s+(?:\w+\s)?(?:mistake|error)\b"
+    r"|\b(?:it|answer|result)\s+should\s+(?:actually\s|instead\s|really\s)?"
+    r"(?:be|have been)\s(?!noted|clear|checked)"
+    r"|^\W*(?:correction\b|that(?:'s| is) (?:wrong|incorrect|not right))"
 )
 # What announces an answer, in the languages that models answer in.
 ANNOUNCED = re.compile(
-    r"(?i:\bans(?:wers?)?(?:\s+choice)?(?:\s+(?:to|of|for)\b[^.\n]{0,60}?)?\W{0,4}"
+    r"\b[Aa]ns\.(?=\s*\(?[A-Ja-j]\b|\s*[$\\\d-])|(?i:\bans(?:wers?)?(?:\s+choice)?(?:\s+(?:to|of|for)\b[^.\n]{0,60}?)?\W{0,4}"
     r"\s*(?:(?:is|are|was|would be|should be|must be|will be)\b|[:=]))"
     r"|(?:答案|答え|正解|결과|정답|답|उत्तर|الجواب|الإجابة)\s*(?:应该是|应为|是|为|は|은|는|이|هي|هو|:|：)+"
     r"|故?选\s*(?:择)?\s*(?:是|为)?[:：]?"
@@ -92,13 +120,14 @@ FILLER = re.compile(
 )
 LETTER_FILLER = re.compile(rf"(?:{FILLER.pattern}|[${{\[]|\\(?:text\w*|math\w+|bf|\(|\[)(?![a-zA-Z]))*")
 SENTENCE_END = re.compile(
-    r"[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s"
+    r",?\s(?:i\.\s?e\.|e\.g\.|that is,|namely)"
+    r"|[.!?](?=\s|$)|[。！？\n]|,?\s(?:because|since|as|which|so|where|for|with)\s"
     r"|,\s(?:but\s)?not\s|\s\((?=an?\s[a-z]{2}|that is\b|i\.e)|입니다|です"
 )
 
 # What makes a letter before it a variable: E = mc^2 is no option.
 OPERATION = r"\s+(?:[=<>^]|\\(?:[lg]e|ne|approx|in|cdot|times|cup|cap|pm)(?![a-z]))"
-LETTER = rf"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+*/=^]|{OPERATION}))"
+LETTER = rf"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+/=^]|\*\w|{OPERATION}))"
 LETTER_PLACE = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
 MORE_LETTERS = re.compile(r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*\(?[A-J](?!\w)")
 # A and I are words, too.
@@ -113,6 +142,9 @@ CALLED_RIGHT = re.compile(
     rf"|\b(?:choose|select|pick)\s+(?:option\s+|choice\s+)?)\W{{0,3}}({LETTER})"
     rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*({LETTER})\s*"
     r"(?i:is\s+(?:therefore\s+|thus\s+)?(?:the\s+)?(?:correct|right|best|answer))"
+    rf"|({LETTER})\W{{0,3}}\s(?i:(?:fits|works|matches)\s+best|alone\s+\w+|remains\b"
+    r"|(?:is|remains)\s+the\s+(?:only|best)\s+(?:\w+\s+)?(?:option|choice|one|answer)\b)"
+    rf"|(?i:\b(?:leav(?:es|ing)|must\s+be|go\s+with|only)(?:\s+(?:option|choice))?)\s+({LETTER})(?=\W|$)"
     rf"|(?i:\b(?:so|thus|hence|therefore),?\s+(?:(?:it|this)\s+(?:must\s+be|is)\s+)?)({LETTER})\W*$"
 )
 OPTION = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?\W{{0,4}})({LETTER})|\(([A-J])\)\W*$")
@@ -159,7 +191,9 @@ def solution_block(response: str, tags: TagStyle) -> str:
 def find_answer(text: str) -> str | None:
     """Return the answer that a solution gives; see the file's header for where it stands."""
     if (marked := marked_answer(text)) is not None:
-        return read_written(marked)
+        boxes = find_boxes(text)
+        taken_back = TAKEN_BACK.search(text, boxes[0][1]) if boxes else None
+        return find_in_prose(text[taken_back.end() :]) if taken_back else read_written(marked)
     return None if is_box_open(text) else find_in_prose(text[-ANSWER_CHARS:])
 
 
@@ -242,14 +276,34 @@ def find_in_prose(text: str) -> str | None:
     formulas = [found for found in FORMULA.finditer(text) if re.search(r"\w", found[0])]
     # Behind an answer some text may name a variable again.
     formulas = [found for found in formulas if re.search(r"\d", found[0])] or formulas
-    numbers = list(LAST_NUMBER.finditer(text_of_numbers := read_characters(text)))
+    text_of_numbers = REMARK.sub(r"\1", EMPHASIS.sub("", read_characters(text)))
+    numbers = list(LAST_NUMBER.finditer(text_of_numbers))
     whole = text.strip()
     if re.fullmatch(r"[!-~]*\w[!-~]*", whole) and not formulas:
         return whole
     after_number = len(text_of_numbers) - numbers[-1].end() if numbers else len(text) + 1
     if formulas and len(text) - formulas[-1].end() <= after_number:
         return next(filter(None, formulas[-1].groups())).strip()
-    return add_unit(text_of_numbers, numbers[-1]) if numbers else None
+    return read_numbers(text_of_numbers, numbers) if numbers else None
+
+
+def read_numbers(text: str, numbers: list[re.Match[str]]) -> str | None:
+    """Return the last number of a text with its unit, or the list that it ends; None in a formula."""
+    first = last = numbers[-1]
+    for number in numbers[-2::-1]:
+        between = BETWEEN_NUMBERS.fullmatch(text, number.end(), first.start())
+        if between is None or (
+            first is last and between[0].lstrip().startswith(",") and not re.search("and|or", between[0])
+        ):
+            break
+        first = number
+    written = add_unit(text, last)
+    following = text[last.start() + len(written) :] if text.startswith(written, last.start()) else ""
+    if FORMULA_BEFORE.search(text, 0, first.start() + first[0].startswith("-")) or FORMULA_AFTER.match(
+        following
+    ):
+        return None
+    return written if first is last else text[first.start() : last.start()] + written
 
 
 def read_announced(text: str) -> str | None:
@@ -260,11 +314,8 @@ def read_announced(text: str) -> str | None:
         return next(filter(None, formula.groups())).strip()
     end = SENTENCE_END.search(rest)
     sentence = (rest[: end.start()] if end else rest).strip(' *_"”$`')
-    if (
-        not sentence
-        or SAID.match(sentence)
-        or (len(sentence.split()) > MAX_WORDS and not sentence[0].isdigit())
-    ):
+    words = re.findall(r"[^\W\d_]{2,}", sentence)
+    if not sentence or SAID.match(sentence) or (len(words) > MAX_WORDS and not sentence[0].isdigit()):
         return None
     begins_with_word = re.match(r"[^\W\d_]{2,}", sentence) and not re.match(r"[a-zA-Z]\w{0,2}\s*=", sentence)
     return None if begins_with_word and LAST_NUMBER.search(read_characters(sentence)) else sentence
@@ -275,6 +326,8 @@ def add_unit(text: str, number: re.Match[str]) -> str:
     following = re.match(r"\s?[a-zA-Z°€£$%/]+(?:\^?\{?\d\}?)?", text[number.end() :])
     written = number[0].strip() + (following[0] if following else "")
     quantity = read_quantity(normalise(written))
+    if quantity and quantity.doubtful:  # in prose a letter behind a number is a unit
+        return re.sub(r"[a-zA-Z]+", lambda m: LONG.get(m[0], m[0]), written)
     return written if quantity and quantity.unit else number[0].strip().rstrip(",")
 
 
@@ -316,16 +369,27 @@ def read_letter(text: str) -> str | None:
 def find_letter_in_prose(text: str) -> str | None:
     """Return the option that a text calls the answer, or right, or begins its last line with."""
     text = read_characters(text).strip()
+    several = -1
     for match in reversed(list(ANNOUNCED.finditer(text))):
         filler = LETTER_FILLER.match(text, match.end())
-        if (letter := letter_at(text, filler.end() if filler else match.end())) is not None:
+        if letter := letter_at(text, filler.end() if filler else match.end()):
             return letter
-    called = list(CALLED_RIGHT.finditer(text))
-    called += [match for match in OPTION.finditer(text) if not DENIED.search(sentence_around(text, match))]
+        if letter == "":
+            several = match.end()
+            break
+    called = [match for match in CALLED_RIGHT.finditer(text) if match.start() > several]
+    called += [
+        match
+        for match in OPTION.finditer(text, max(several, 0))
+        if not DENIED.search(sentence_around(text, match))
+    ]
+    if several >= 0 and not called:
+        return ""
     if called:
         last = max(called, key=lambda match: match.start())
         return re.sub(r"\W", "", next(filter(None, last.groups()))).upper()
-    return read_letter(text.rpartition("\n")[2])
+    first_line = text.partition("\n")[0]
+    return read_letter(text.rpartition("\n")[2]) or (read_letter(first_line) if len(first_line) < 9 else None)
 
 
 def letter_at(text: str, place: int) -> str | None:

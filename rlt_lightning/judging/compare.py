@@ -20,9 +20,11 @@ from typing import Any
 
 from rlt_lightning.judging.normalise import normalise
 from rlt_lightning.judging.quantities import (
+    CASED,
     UNSPACED,
     Quantity,
     keeps_digits,
+    may_be_variables,
     read_quantity,
     read_unit,
     same_quantity,
@@ -30,13 +32,20 @@ from rlt_lightning.judging.quantities import (
     write_unit,
 )
 
-# Formulas are evaluated to so many digits, and equal up to so many; a larger value is not computed.
-PRECISION, AGREEMENT, MAX_DIGITS = 400, 350, 100_000
+# Irrational values agree in so many digits, and in twice as many more as the largest number in them has. No
+# larger numbers than these are computed: of rational values, which are compared exactly, and of others.
+AGREEMENT, MAX_DIGITS, MAX_IRRATIONAL = 350, 100_000, 2_000
 NUM_POINTS = 4  # at which formulas with variables are compared
+MAX_TERMS = 1_000  # of a sum or a product
 
 
 # Structure
 
+# Sets that sympy simplifies: differences, intersections and unions with listed elements.
+SET_OPERATION = re.compile(r"\\(?:setminus|cap)(?![a-zA-Z])|\\\{.*\\cup|\\cup.*\\\{")
+# A point by its name: A(1,2).
+POINT = re.compile(r"([A-Z])\s*(\(.*,.*\))")
+INDIAN_COMMAS = re.compile(r"[+-]?[1-9]\d?(?:,\d\d)+,\d{3}")
 PAIRS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", "{": "}"}
 BRACKET = re.compile(r"\\[{}]|\\[lr]angle|[()\[\]{}]")
 THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
@@ -95,12 +104,16 @@ class Parsed:
 def read_answer(text: str) -> Parsed:
     """Return the structure of a normalised text."""
     text = text.strip()
+    if SET_OPERATION.search(text) and (members := read_set(text)) is not None:
+        return replace(members, text=text)
     parts = split_parts(text)
     if len(parts) > 1:
         connectives = read_connectives(text)
         return Parsed(text, brackets=",", parts=tuple(map(read_answer, parts)), connectives=connectives)
     if builder := SET_BUILDER.fullmatch(text):
         return read_answer(builder[1])
+    if (point := POINT.fullmatch(text)) and read_brackets(point[2]):
+        return replace(read_answer(point[2]), name=point[1])
     members, relations = split_relations(text)
     is_equation = relations == [r"\in"] or (relations and {"=", r"\approx"} >= set(relations))
     if is_equation and (name := read_name(members)):
@@ -122,6 +135,26 @@ def read_answer(text: str) -> Parsed:
         if PAIRS[opening] == closing:
             return read_answer(content)
     return Parsed(text)
+
+
+def read_set(text: str) -> Parsed | None:
+    """Return the intervals and elements of a set that operations describe; None if it stays unknown."""
+    from sympy import FiniteSet, Interval, Set, Union, latex
+
+    def read(value: Any) -> list[Parsed] | None:
+        if isinstance(value, FiniteSet):
+            return [read_answer(normalise(latex(element))) for element in value]
+        if isinstance(value, Interval):
+            left, right = ("<" if is_open else r"\le" for is_open in (value.left_open, value.right_open))
+            return [build_interval(normalise(latex(value.start)), left, normalise(latex(value.end)), right)]
+        parts = [read(part) for part in value.args] if isinstance(value, Union) else [None]
+        return None if None in parts else [member for part in parts for member in part or ()]
+
+    value = parse_formula(text)
+    members = read(value.doit()) if isinstance(value, Set) else None
+    if members is None or len(members) == 1:
+        return members[0] if members else None
+    return Parsed(text, brackets=",", parts=tuple(members), connectives=frozenset({"or"}))
 
 
 def split_parts(text: str, joins_thousands: bool = True) -> list[str]:
@@ -276,7 +309,18 @@ def same_numbers(reference: str, answer: str) -> bool | None:
     if a == b:
         return bool(a)
     first, second = read_quantity(a), read_quantity(b)
-    return None if first is None or second is None else same_quantity(first, second)
+    if (
+        first is None
+        or second is None
+        or needs_formula(first.unit, second.unit, first.doubtful or second.doubtful)
+    ):
+        return None
+    return same_quantity(first, second)
+
+
+def needs_formula(unit: frozenset[str], other: frozenset[str], is_doubtful: bool) -> bool:
+    """Return whether a unit on one side only, or another one there, may be variables: `6 s` beside `6`."""
+    return is_doubtful and not (unit and other and same_unit(unit, other))
 
 
 def same_answer(reference: str, answer: str) -> bool:
@@ -286,7 +330,33 @@ def same_answer(reference: str, answer: str) -> bool:
     a, b = normalise(reference), normalise(answer)
     if is_words(a) and squeeze(a) == squeeze(b):
         return True
-    return same_parsed(read_answer(a), read_answer(b))
+    a, b = (read_number(x) if read_quantity(y) else x for x, y in ((a, b), (b, a)))
+    return any(same_parsed(x, y) for x in read_approximation(a) for y in read_approximation(b))
+
+
+def read_number(text: str) -> str:
+    """Return `1,23,456` and `2 and 1/2` as the number that they are beside another number."""
+    if INDIAN_COMMAS.fullmatch(text):
+        return text.replace(",", "")
+    mixed = re.fullmatch(r"(\d+)\s*and\s*(?:a\s+)?(\\frac\{\d+\}\{\d+\}|\d+/\d+)", text)
+    return f"{mixed[1]} {mixed[2]}" if mixed else text
+
+
+def read_approximation(text: str) -> list[Parsed]:
+    r"""Return what a text is equal to, and its decimal behind `\approx`; nothing if they differ."""
+    members, relations = split_relations(text)
+    if r"\approx" not in relations or not {"=", r"\approx"} >= set(relations) or len(split_parts(text)) > 1:
+        return [read_answer(text)]
+    place = relations.index(r"\approx")
+    exact, decimal = split_unit(members[place])[0], read_quantity(members[-1])
+    formula = parse_formula(exact) if decimal and decimal.digits and is_constant(exact) else None
+    if decimal is None or formula is None or is_huge(formula):
+        return [read_answer(text)]
+    value = evaluate(formula, 0, 30)
+    if value is None or not value.is_real or abs(value - float(decimal.value)) > 1.01 * float(decimal.step):
+        return []
+    name = "=".join([*members[:place], ""])
+    return [read_answer(name + members[place]), read_answer(name + members[-1])]
 
 
 def same_parsed(a: Parsed, b: Parsed) -> bool:
@@ -358,9 +428,18 @@ def same_leaf(a: str, b: str) -> bool:
         # 5 \frac{m}{s} is a formula, unless it is compared with 5 m/s.
         a, b = write_unit(a), write_unit(b)
     first, second = read_quantity(a), read_quantity(b)
-    if first and second:
+    if first and second and not needs_formula(first.unit, second.unit, first.doubtful or second.doubtful):
         return same_quantity(first, second)
-    (a, unit), (b, other) = split_unit(a), split_unit(b)
+    (formula, unit), (other_formula, other) = split_unit(a), split_unit(b)
+    is_doubtful = any(
+        may_be_variables(text[len(part) :], behind_formula=not re.fullmatch(r"[\d.,]+", part))
+        for text, part, words in ((a, formula, unit), (b, other_formula, other))
+        if words
+    )
+    if not needs_formula(unit, other, is_doubtful):
+        a, b = formula, other_formula
+    else:
+        unit = other = frozenset()
     if is_words(a) or is_words(b) or not same_unit(unit, other):
         return squeeze(a) == squeeze(b) and same_unit(unit, other)
     if ":" in a or ":" in b:
@@ -377,8 +456,11 @@ def has_unit(text: str) -> bool:
 
 def squeeze(text: str) -> str:
     """Return a text without case of words, spaces outside numbers, and quotes, which make no difference."""
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text.replace('"', "").replace("'", ""))
-    return text.casefold() if re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", text)) else text
+    text = text.replace('"', "").replace("'", "")
+    if re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", text)):
+        parts = re.split(rf"(?<=[\d}})])(\s*(?:{CASED.pattern})(?![a-zA-Z]))", text)
+        text = "".join(part if i % 2 else part.casefold() for i, part in enumerate(parts))
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def is_words(text: str) -> bool:
@@ -422,8 +504,7 @@ def same_case(a: str, b: str) -> bool:
 
 def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quantity | None = None) -> bool:
     """Return whether two parsed formulas are equal; `first` and `second` are their numbers, if any."""
-    from math_verify import verify
-    from sympy import Expr, MatrixBase
+    from sympy import Expr, MatrixBase, nan, zoo
     from sympy.core.relational import Relational
 
     if getattr(a, "is_Matrix", False) or getattr(b, "is_Matrix", False):
@@ -433,18 +514,58 @@ def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quant
     if isinstance(a, Relational) and isinstance(b, Relational):
         return same_relation(a, b)
     if not isinstance(a, Expr) or not isinstance(b, Expr):
-        return type(a) is type(b) and bool(verify(a, b, float_rounding=AGREEMENT, timeout_seconds=None))
+        return bool(a == b)
+    a, b = expand_sums(a, b)
+    if a == b:
+        return not a.has(nan, zoo)
+    if a.is_Rational and b.is_Rational:
+        decimals = ((first, b), (second, a))
+        return any(
+            number and number.digits and keeps_digits(number, Fraction(int(other.p), int(other.q)))
+            for number, other in decimals
+        )
+    size = log_size(a) + log_size(b)
+    if size > MAX_IRRATIONAL:
+        return False
+    digits = AGREEMENT + 2 * int(size)
     num_points = NUM_POINTS if a.free_symbols | b.free_symbols else 1
-    pairs = [(evaluate(a, point), evaluate(b, point)) for point in range(num_points)]
-    if any(x is None or y is None for x, y in pairs):
-        return bool(verify(a, b, float_rounding=AGREEMENT, numeric_precision=PRECISION, timeout_seconds=None))
-    # Laws such as ln ab = ln a + ln b hold where both sides are real.
-    if all(agree(x, y) for x, y in [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs):
+    for precision in (15, digits):  # most unequal formulas differ in the first digits
+        pairs = [
+            (evaluate(a, point, precision), evaluate(b, point, precision)) for point in range(num_points)
+        ]
+        if any(x is None or y is None for x, y in pairs):
+            return False
+        # Laws such as ln ab = ln a + ln b hold where both sides are real.
+        compared = [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs
+        if not all(agree(x, y, precision) for x, y in compared):
+            break
+    else:
         return True
     if len(pairs) > 1 or not all(value.is_real for value in pairs[0]):
         return False
-    value_a, value_b = (Fraction(str(value.evalf(PRECISION))) for value in pairs[0])
+    value_a, value_b = (Fraction(str(value.evalf(precision + 50))) for value in pairs[0])
     return bool((first and keeps_digits(first, value_b)) or (second and keeps_digits(second, value_a)))
+
+
+def expand_sums(*formulas: Any) -> list[Any]:
+    """Return formulas with sums and products written out, and their numbers computed.
+
+    Raises:
+        ValueError: If a sum has symbolic or too many terms, or there is an integral or a limit.
+    """
+    from sympy import Add, Integral, Limit, Mul, Product, Sum
+
+    def expand(total: Any) -> Any:
+        term, (name, low, high) = total.function, *total.limits
+        if not (low.is_Integer and high.is_Integer and high - low < MAX_TERMS):
+            raise ValueError(f"not written out: {total}")
+        terms = [term.xreplace({name: low + i}) for i in range(int(high - low) + 1)]
+        return (Add if isinstance(total, Sum) else Mul)(*terms)
+
+    if any(formula.has(Integral, Limit) for formula in formulas):
+        raise ValueError("integrals and limits are not computed")
+    sums = [formula.replace(lambda part: isinstance(part, Sum | Product), expand) for formula in formulas]
+    return [formula.doit() for formula in sums]
 
 
 def same_relation(a: Any, b: Any) -> bool:
@@ -452,26 +573,45 @@ def same_relation(a: Any, b: Any) -> bool:
     mirrored = {"<": ">", "<=": ">="}
     if mirrored.get(a.rel_op, a.rel_op) != mirrored.get(b.rel_op, b.rel_op):
         return False
-    values = [(evaluate(a.lhs - a.rhs, i), evaluate(b.lhs - b.rhs, i)) for i in range(NUM_POINTS)]
+    sides = [relation.lhs - relation.rhs for relation in (a, b)]
+    has_order = a.rel_op not in ("==", "!=")
+    first, second = sides if has_order else map(clear_denominator, sides)
+    size = log_size(first) + log_size(second)
+    if size > MAX_IRRATIONAL:
+        return False
+    digits = AGREEMENT + 2 * int(size)
+    values = [(evaluate(first, i, digits), evaluate(second, i, digits)) for i in range(NUM_POINTS)]
     if any(x is None or y is None or not y or not x for x, y in values):
         return False
     ratios = [x / y for x, y in values]
-    has_order = a.rel_op not in ("==", "!=")
     is_turned = a.rel_op != b.rel_op
     if has_order and (not ratios[0].is_real or (ratios[0] < 0) != is_turned):
         return False
-    return all(agree(ratio, ratios[0]) for ratio in ratios)
+    return all(agree(ratio, ratios[0], digits) for ratio in ratios)
+
+
+def clear_denominator(side: Any) -> Any:
+    """Return a side of `side = 0` times its denominator, unless that adds solutions: `xy-6` of `y-6/x`."""
+    from sympy import groebner, together
+
+    top, bottom = together(side).as_numer_denom()
+    names = side.free_symbols
+    is_small = bottom.is_polynomial(*names) and top.is_polynomial(*names) and side.count_ops() < 30
+    if not bottom.free_symbols or not is_small:
+        return side
+    return top if groebner([top, bottom], *names).exprs == [1] else side
 
 
 @lru_cache(maxsize=4096)
 def parse_formula(text: str) -> Any:
     """Return a formula as math_verify parses it, with exact decimals; None if it cannot."""
     # Of numbers side by side math_verify takes the sum, of 1011_2 the digits.
-    if re.search(r"\d\s+\d|\d\s*_", text) or not re.search(r"[^\W_]", text):
+    # Binomials are computed while they are parsed.
+    if re.search(r"\d\s+\d|\d\s*_|\\binom\{?[^{}]*(?:\d{6}|\d\^)", text) or not re.search(r"[^\W_]", text):
         return None
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
-    from sympy import Float, I, Rational, Symbol
+    from sympy import Abs, Float, I, Pow, Rational, Symbol, sign
 
     # It warns that it has no time limit; the judge has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -486,7 +626,16 @@ def parse_formula(text: str) -> Any:
         exact: dict[Any, Any] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
         exact |= {symbol: I for symbol in parsed.atoms(Symbol) if symbol.name == "i"}
         parsed = parsed.xreplace(exact) if exact else parsed
+        if not parsed.has(I):  # odd roots of negative numbers are real
+            roots = [power for power in parsed.atoms(Pow) if is_odd_root(power)]
+            parsed = parsed.xreplace({x: sign(x.base) ** x.exp.p * Abs(x.base) ** x.exp for x in roots})
     return parsed
+
+
+def is_odd_root(power: Any) -> bool:
+    """Return whether a power is an odd root of what may be negative."""
+    exponent = power.exp
+    return bool(exponent.is_Rational and exponent.q > 1 and exponent.q % 2 and not power.base.is_nonnegative)
 
 
 def is_huge(expression: Any) -> bool:
@@ -496,7 +645,7 @@ def is_huge(expression: Any) -> bool:
 
 def log_size(expression: Any) -> float:
     """Return about the number of digits of the largest value in a formula; infinity for towers."""
-    from sympy import MatrixBase, Pow, Rational, factorial
+    from sympy import MatrixBase, Pow, Rational, exp, factorial
 
     if isinstance(expression, Rational):
         return max(math.log10(max(abs(int(part)), 1)) for part in (expression.p, expression.q))
@@ -504,13 +653,13 @@ def log_size(expression: Any) -> float:
     parts = [log_size(part) for part in members]
     if math.inf in parts:
         return math.inf
-    if isinstance(expression, Pow | factorial):
+    if isinstance(expression, Pow | exp | factorial):
         exponent = 10 ** min(parts[-1], 300.0)
-        return exponent * max(0.3, parts[0]) if exponent < 1e9 and parts[-1] < 300 else math.inf
+        return exponent * max(0.5, parts[0]) if exponent < 1e9 and parts[-1] < 300 else math.inf
     return sum(parts)
 
 
-def evaluate(expression: Any, point: int) -> Any:
+def evaluate(expression: Any, point: int, digits: int) -> Any:
     """Return the value of a formula where its variables have fixed values; None if it has none there."""
     from sympy import Rational
 
@@ -521,19 +670,19 @@ def evaluate(expression: Any, point: int) -> Any:
         sign = -1 if point >= NUM_POINTS // 2 and (place + point) % 2 else 1
         values[name] = Rational(sign * number, 1009)
     try:
-        value = expression.evalf(PRECISION, subs=values)
+        value = expression.evalf(digits + 50, subs=values)
     except (ArithmeticError, AttributeError, TypeError, ValueError):
         return None
     # Of \sqrt{8}-2\sqrt{2} nothing but rounding is left.
-    if getattr(value, "_prec", PRECISION) == 1:
+    if getattr(value, "_prec", digits) == 1:
         value *= 0
     return value if value.is_number and value.is_finite else None
 
 
-def agree(a: Any, b: Any) -> bool:
-    """Return whether two values agree in `AGREEMENT` digits."""
+def agree(a: Any, b: Any, digits: int) -> bool:
+    """Return whether two values agree in so many digits."""
     from sympy import Float
 
     size = max(abs(a), abs(b))
     difference = abs(a - b)
-    return bool(difference == 0 or difference < size * Float(10) ** -AGREEMENT)
+    return bool(difference == 0 or difference < size * Float(10) ** -digits)

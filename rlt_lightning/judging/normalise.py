@@ -12,6 +12,8 @@ import re
 import unicodedata
 from functools import lru_cache
 
+from rlt_lightning.judging.quantities import LONG
+
 # Signs, as the one command or character that stands for all of them.
 SIGNS = {
     "−–—‒‐‑﹣": "-",
@@ -21,6 +23,7 @@ SIGNS = {
     "≤⩽≦": r"\le ",
     "≥⩾≧": r"\ge ",
     "≠": r"\ne ",
+    "≡": r"\equiv ",
     "≈≃": r"\approx ",
     "±": r"\pm ",
     "∞": r"\infty ",
@@ -62,6 +65,16 @@ LOOKS = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|boldmath|bf|it|rm|[bB]igg?[lr]?|[lL]arge|LARGE|huge)"
     r"(?![a-zA-Z])|\\(?:left|right)\s*\.|\\(?:left|right)(?![a-zA-Z])|\\!|\\tag\*?\{[^{}]*\}"
 )
+# Units in upright letters are no variables.
+UPRIGHT = re.compile(
+    rf"((?:[\d}})/]|\\pi|\\cdot)(?:\s|~|\\[,;: ])*)\\(?:{WORDS})"
+    r"\s*\{((?:[a-zA-Z /.,\\-]|\^\s*(?:\d|\{-?\d\}))*)\}"
+)
+SYSTEM = re.compile(
+    r"(?:\\left\s*)?(?:\\\{)?\s*\\begin\s*\{(cases|array|aligned|align|gathered|gather|equation|split)\*?\}"
+    r"(?:\{[lcr|]*\})?(.*?)\\end\s*\{\1\*?\}(?:\s*\\right\s*\.)?",
+    re.DOTALL,
+)
 LINES = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align|gathered|gather|equation|split)\*?\}|(?<!\\)&")
 DELIMITERS = re.compile(r"(?<!\\)\\[\[\]()]")
 SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|(?:quad|qquad|thinspace|hspace\*?\{[^{}]*\})(?![a-zA-Z]))|~")
@@ -88,6 +101,15 @@ COMMANDS = {
     r"(?i:\bper\s?cent(?:age)?\b|\bpct\b)|\\%|\\text\s*\{\\%\}": "%",
     r"\\(?:lvert|rvert|vert)(?![a-zA-Z])": "|",
     r"\\(?:mid)(?![a-zA-Z])": "|",
+    r"\\(?:backslash|smallsetminus)(?![a-zA-Z])|(?<=[)}\]R])\s*[-\\]\s*(?=\\\{)": r"\\setminus ",
+    r"\{\s*([^{}]+?)\s*\\choose\s*([^{}]+?)\s*\}|(\w+)\s*\\choose\s*(\w+)": r"\\binom{\1\3}{\2\4}",
+    r"(\\equiv.*?)(?:\(\s*\\?mod\b|\\[pb]?mod(?![a-z]))\s*\{?\s*(\w+)\s*(?:\}|\)|$)": r"\1\\pmod{\2}",
+    # Outward brackets leave the ends of an interval out.
+    r"(^|[\s=,]|\\cup|\\in)\]([^\[\](){},;]+[,;][^\[\](),;]+)([\[\]])": r"\1(\2\3",
+    r"([\[(](?:[^\[\](),;]|\\frac\{[^{}]*\}\{[^{}]*\})+[,;][^\[\](),;]+)\[(?=\s*(?:$|\\cup|,))": r"\1)",
+    # Of a real variable nothing is said by this.
+    r"\b[a-z]\s*\\in\s*(?:\\mathbb\s*\{R\}|\\mathbb R|\(-\\infty,\\infty\))\s*[,;]\s*(?=.*[<>=\\])"
+    r"|(?<=[\d}])\s*,\s*[a-z]\s*\\in\s*(?:\\mathbb\s*\{R\}|\\mathbb R|\(-\\infty,\\infty\))$": "",
     r"\\(?:euro)(?![a-zA-Z])": "€",
     r"(?i:(?<=\d)\s*([ap])\.\s?m\.)": r" \1m",
     r"\\pounds(?![a-zA-Z])": "£",
@@ -106,7 +128,25 @@ SCIENTIFIC = re.compile(r"(?<![\w.}])([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)(?!
 TIMES_TEN = re.compile(r"(?<=\d)\s*(?:[xX*]|\\cdot)\s*(?=10\s*\^)")
 # In euros, a comma before two digits is a decimal point.
 EURO_CENTS = re.compile(r"(?<=€)(\s*\d+),(\d\d)(?![\d,.])|(?<![\d,.])(\d+),(\d\d)(?=\s*(?:€|euros?\b))")
-POWER = re.compile(r"([\^_])\s*([+-]?\d+)")
+POWER = re.compile(r"([\^_])\s*([+-]?(?:\d+(?:\.\d+)?|\.\d+))")
+IN_BRACES = re.compile(r"(?<=[a-zA-Z}\]]\{)\d{1,3}(?:,\d{3})+(?=\})")
+# The constant of an integral, whatever its name, behind a formula with one variable.
+CONSTANT = re.compile(
+    r"((?:[^a-zA-Z]|\\[a-zA-Z]+|(?<![a-zA-Z])([txyzu])(?![a-zA-Z]))*)\+\s*(?:[cCkK]|const(?:ant)?\.?)"
+)
+NAMED = {
+    name: r"(-\infty,\infty)" for name in ("all real numbers", "all reals", "the set of all real numbers")
+}
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+)
+SMALL += " seventeen eighteen nineteen"
+NUMBER_WORDS = {word: i for i, word in enumerate(SMALL.split())}
+TENTHS = "twenty thirty forty fifty sixty seventy eighty ninety"
+TENS = {word: 10 * i for i, word in enumerate(TENTHS.split(), 2)}
+NUMBER_WORD = re.compile(
+    rf"(?i)({'|'.join(TENS)})(?:[\s-]+({'|'.join(NUMBER_WORDS)}))?(?![\w-])|({'|'.join(NUMBER_WORDS)})(?![\w-])"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -114,7 +154,7 @@ def normalise(text: str) -> str:
     """Return an answer in one notation: ASCII digits and signs, plain LaTeX, no markup, single spaces."""
     text = read_markup(read_characters(text))
     text = read_latex(text)
-    text = read_numbers(text)
+    text = read_words(read_numbers(text))
     return tidy_ends(re.sub(r"(\\[a-zA-Z]+) (?=[{\[])", r"\1", " ".join(text.split())))
 
 
@@ -163,6 +203,7 @@ def read_markup(text: str) -> str:
 
 def read_latex(text: str) -> str:
     """Return a text with one spelling of every command, and without the commands for its looks."""
+    text = UPRIGHT.sub(spell_units, SYSTEM.sub(read_system, text))
     if not re.search(r"matrix|array|cases", text):
         text = re.sub(r"\\\\(?=[a-zA-Z])", r"\\", LINES.sub("", text))
     text = COLOUR.sub("", LOOKS.sub("", text))
@@ -180,6 +221,37 @@ def read_latex(text: str) -> str:
     for command in (r"\\sqrt\s*(?:\[\d+\])?\s*", r"\^\s*"):
         text = brace_arguments(text, re.compile(rf"({command})\("))
     return text
+
+
+def read_system(match: re.Match[str]) -> str:
+    """Return the lines of a system of equations as a list, and any other block as it is."""
+    text = re.sub(r"\s*&\s*(?==|<|>|\\[lgn]e)|(?<=[=<>])\s*&", "", match[2])
+    # In text that was escaped twice, `\\frac` begins no line.
+    lines = re.split(r"\\\\(?:\[[^\]]*\])?(?![dt]?frac|sqrt|text|pi|left|right)", text)
+    lines = [line.strip(" ,.;\n") for line in lines if line.strip()]
+    if "&" in text or not all(re.search(r"[=<>]|\\[lgn]e", line) for line in lines):
+        return match[0]
+    return re.sub(r",\s*=", " =", ", ".join(lines))
+
+
+def spell_units(match: re.Match[str]) -> str:
+    """Return the short units of a text outside braces as words, which are no variables."""
+    before = match.string[: match.end(1)]
+    if before.count("{") != before.count("}"):
+        return match[0]
+    return f"{match[1]} " + re.sub(r"[a-zA-Z]+", lambda m: LONG.get(m[0], m[0]), match[2])
+
+
+def read_words(text: str) -> str:
+    """Return a text with its number words, constants of integrals and names of sets in one form."""
+    text = text.strip()
+    if match := NUMBER_WORD.match(text):
+        tens, ones = match[1], match[2] or match[3]
+        number = (TENS[tens.lower()] if tens else 0) + (NUMBER_WORDS[ones.lower()] if ones else 0)
+        text = f"{number}{text[match.end() :]}"
+    if (match := CONSTANT.fullmatch(text)) and match[2]:
+        text = f"{match[1]}+C"
+    return NAMED.get(text.strip(" .").casefold(), text)
 
 
 def brace_arguments(text: str, opening: re.Pattern[str]) -> str:
@@ -201,6 +273,7 @@ def read_numbers(text: str) -> str:
     text = SCIENTIFIC.sub(lambda m: rf"{m[1]}\times 10^{{{int(m[2])}}}", text)
     text = EURO_CENTS.sub(lambda m: f"{m[1] or m[3]}.{m[2] or m[4]}", text)
     text = TIMES_TEN.sub(r"\\times ", text)
+    text = IN_BRACES.sub(lambda m: m[0].replace(",", ""), text)
     return POWER.sub(r"\1{\2}", text)
 
 

@@ -73,24 +73,24 @@ yr year 年
 am
 pm
 ml milliliter millilitre 毫升
-l liter litre 升
+l liter litre L 升
 degree deg 度
 rad radian
 mi/h mph
 km/h kmh kmph kph
-n newton 牛
-j joule
-w watt
-v volt
-a ampere
-k kelvin
-c celsius
-f fahrenheit
+N newton 牛
+J joule
+W watt
+V volt
+A ampere
+K kelvin
+C celsius
+F fahrenheit
 hz hertz
 pa pascal
-kw
-kj
-ev
+kw kilowatt
+kj kilojoule
+ev electronvolt
 mol mole
 ohm Ω ω
 ha hectare
@@ -109,6 +109,20 @@ rouble ₽ ruble
 won ₩ 원
 """
 UNIT_OF = {word: line.split()[0] for line in UNITS.strip().splitlines() for word in line.split()}
+# The long word of a short unit: `m` set upright is no variable.
+LONG = {
+    word: next((name for name in line.split() if len(name) > 3 and name.isascii()), word)
+    for line in UNITS.strip().splitlines()
+    for word in line.split()
+    if len(word) < 3 and word.isascii()
+}
+# Capitals count in these: mW and MW, kb and kB, C and c.
+CASED = re.compile("[a-zA-Z]|M(?!in$|an$|en$)[a-zA-Z]{1,2}|[kKMGT]i?[bB]|pA")
+# Short words that are products more often than units, and those that are units behind a formula, too.
+PRODUCTS, SURE = {"mg", "ms", "rs", "gm", "pa"}, {"cm", "mm", "km", "kg", "ft", "in"}
+QUOTIENT = re.compile(
+    r"\s*(?:m\s?(?:/\s?[sh](?:\^\{2\})?|s\^\{-[12]\})|J/[sK]|N/m(?:\^\{2\})?|g/[lL]|V/m|W/m\^\{2\})\s*"
+)
 # Only with a space before it is this a unit: 3m may be a product.
 SHORT = re.compile(r"[a-zA-Z]|in|am|pm|pa|ha|ev|rs|us")
 UNIT_TOKEN = re.compile(r"[^\W\d_]+|[$€£¥₹₽₩¢]|/|\^\s*\{-?\d\}")
@@ -145,6 +159,7 @@ class Quantity:
         step: Value of a decimal's last digit.
         unit: Words of the unit; empty without one.
         percent: Whether it is a percentage.
+        doubtful: Whether the unit may be a product of variables, as in `6 s`.
     """
 
     value: Fraction
@@ -152,6 +167,7 @@ class Quantity:
     step: Fraction = Fraction(0)
     unit: frozenset[str] = frozenset()
     percent: bool = False
+    doubtful: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -169,7 +185,7 @@ def read_quantity(text: str) -> Quantity | None:
         return None
     if (match["sign"] == "-") != (match["inner"] == "-"):
         value = -value
-    return replace(number, value=value, unit=unit, percent=percent)
+    return replace(number, value=value, unit=unit, percent=percent, doubtful=may_be_variables(rest))
 
 
 def read_scale(text: str, is_money: bool, is_one: bool) -> tuple[Fraction, str]:
@@ -246,9 +262,22 @@ def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
     is_known = names[0] != "" or first.lower() in POWERS
     is_whole = all(name or token[0] in "/^" for name, token in zip(names, tokens, strict=True))
     has_word = any(len(token) >= 4 and token.isalpha() and token not in LETTERS for token in tokens)
+    if any(re.fullmatch("[a-zA-Z]", token) and not name for token, name in zip(tokens, names, strict=True)):
+        return None  # a variable
     if UNSPACED.search(first) or (is_known and (spaced or is_whole)) or (spaced and has_word):
         return frozenset(merge_unit(names, tokens))
     return None
+
+
+def may_be_variables(unit: str, behind_formula: bool = False) -> bool:
+    """Return whether a unit may be a product of variables: it is none beside an answer without one."""
+    words = re.findall(r"[^\W\d_]+", unit)
+    is_short = all(
+        word.isascii()
+        and (len(word) == 1 or word in PRODUCTS or (behind_formula and len(word) == 2 and word not in SURE))
+        for word in words
+    )
+    return bool(words) and is_short and not QUOTIENT.fullmatch(unit)
 
 
 def read_unit_word(word: str, before: str) -> str:
@@ -256,7 +285,7 @@ def read_unit_word(word: str, before: str) -> str:
 
     A short one stands first, after `per`, or as a symbol behind another symbol: m of `N m`.
     """
-    is_first = not before or before.lower() in (*POWERS, "/", "per")
+    is_first = not before or before.lower() in (*POWERS, "/", "per", "degree")
     is_symbol = SYMBOL.fullmatch(word) and (before[:1] == "^" or SYMBOL.fullmatch(before))
     is_other = SHORT.fullmatch(word) and not is_first and not is_symbol
     return "" if is_other else UNIT_OF.get(singular(word), "")
@@ -307,13 +336,13 @@ def write_power(name: str, power: int) -> str:
 
 def singular(word: str) -> str:
     """Return a word in lower case, without its plural s."""
-    word = word.casefold()
+    word = word if CASED.fullmatch(word) else word.casefold()
     return word.removesuffix("s") if len(word) > 2 else word
 
 
 def same_quantity(a: Quantity, b: Quantity) -> bool:
     """Return whether two numbers are equal. A unit or percent sign that one of them lacks does not count."""
-    if not same_unit(a.unit, b.unit):
+    if not same_unit(a.unit, b.unit) or (not (a.unit and b.unit) and (a.doubtful or b.doubtful)):
         return False
     if a.percent == b.percent:
         return same_number(a, b)
