@@ -20,7 +20,7 @@ stage teacher_rlt model/config.json $rlt fit --config recipe_7b/rlt --config "ha
 stage generate README.md $rlt predict --config recipe_7b/generate --config hardware/generate_8gpu \
     --model.teacher "$run/teacher_rlt/model" ${ROWS:+--data.source "$ROWS"}
 stage student_sft model/config.json $rlt fit --config recipe_7b/sft --config "hardware/$strategy" \
-    --data.source "$run/generate/distillation.jsonl" ${TRAIN:-}
+    --trainer.devices 8 --data.source "$run/generate/distillation.jsonl" ${TRAIN:-}
 stage evaluate evaluation.json $rlt test --config recipe_7b/evaluate_paper --config hardware/evaluate_8gpu \
     --model.pretrained "$run/student_sft/model" ${EVALUATE:-}
 cat "$run/evaluate/evaluation.md"
