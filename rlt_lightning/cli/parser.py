@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NoReturn
 
 import jsonargparse._typehints as typehints
+import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -34,6 +37,10 @@ def keep_chosen_arguments(parser: Any, before: Any, value: Any) -> None:
 
 
 typehints.discard_init_args_on_class_path_change = keep_chosen_arguments
+# Defaults of Lightning's callbacks, in settings of another type: Timer's interval, a device of
+# StochasticWeightAveraging.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, value: dumper.represent_data(value.value))
+yaml.SafeDumper.add_multi_representer(torch.device, lambda dumper, value: dumper.represent_data(str(value)))
 
 
 def replace_config_names(words: Sequence[str]) -> list[str]:
