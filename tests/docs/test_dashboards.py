@@ -90,9 +90,7 @@ def test_tensorboard_shows_completions_and_settings(resumed: Path) -> None:
     ]
     recorded = [json.loads(line) for line in (resumed / "rollouts.jsonl").open()]
     assert f"seed: {recorded[0]['seed']}\n" in texts[0]
-    assert "_hparams_/session_start_info" in events.Tags()["tensors"] or "hparams" in str(
-        events.summary_metadata
-    )
+    assert "_hparams_/session_start_info" in events.summary_metadata
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
@@ -104,7 +102,7 @@ def test_without_a_login_one_line_says_so(mode: str, tiny_model: str, tmp_path: 
         "--model.student=none",
         f"--output_dir={tmp_path / 'run'}",
     ]
-    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_API_KEY": "", "WANDB_MODE": mode}
+    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_MODE": mode}
     result = rlt(*options, **home)
     assert result.returncode == 2
     [line] = [line for line in result.stderr.splitlines() if line.startswith("rlt: error")]
