@@ -24,7 +24,7 @@ generate() {  # generate NAME TEACHER OPTION...: traces of a teacher
 }
 learn() {  # learn NAME FILE: a student of traces, which is then evaluated
     stage "student_$1" model/config.json $rlt fit --config recipe_7b/sft --config "hardware/$strategy" \
-        --data.source "$2" ${TRAIN:-}
+        --trainer.devices 8 --data.source "$2" ${TRAIN:-}
     evaluate "$1" "$run/student_$1/model"
 }
 

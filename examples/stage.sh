@@ -19,10 +19,7 @@ stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exi
     else
         echo "== $name"
         printf '%s\t0\n' "$name" >> "$run/seconds.tsv"
-        # Each stage is a W&B run. A resumed stage continues its own, which W&B's folder names: run-TIME-ID.
-        local wandb_runs=("$run/$name"/wandb/*run-*-*) wandb=(WANDB_NAME="${WANDB_NAME:-${run##*/}-${name//\//-}}")
-        [ ! -e "${wandb_runs[0]}" ] || wandb+=(WANDB_RUN_ID="${WANDB_RUN_ID:-${wandb_runs[0]##*-}}")
-        env "${wandb[@]}" "$@" ${ALL:-} --output_dir "$run/$name" --resume true || status=$?
+        "$@" ${ALL:-} --output_dir "$run/$name" --resume true || status=$?
         printf '%s\t%s\n' "$name" "$((SECONDS - begin))" >> "$run/seconds.tsv"
     fi
     [ ! -e "$run/$name/model/config.json" ] || rm -rf "$run/$name"/{checkpoints,reference}

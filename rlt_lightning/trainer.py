@@ -27,6 +27,8 @@ import lightning.pytorch
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.callbacks import (
     Alarms,
@@ -43,7 +45,7 @@ from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.modules.base import require_strategy
 from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.run.metrics_csv import MetricsCSV
-from rlt_lightning.run.ranks import find_global_rank
+from rlt_lightning.run.ranks import find_global_rank, join_nodes, require_processes
 from rlt_lightning.types import InputError, as_list
 
 # The callbacks of every run, by the names of their settings: of `rlt test`, and of other verbs.
@@ -149,6 +151,9 @@ class Trainer(lightning.pytorch.Trainer):
     ) -> None:
         quiet_third_parties()
         options = TRAINER_DEFAULTS | options
+        if options.get("barebones"):
+            raise InputError("trainer.barebones would leave out checkpoints and metrics. Remove it.")
+        join_nodes(int(options.get("num_nodes") or 1))
         self._opened = output_dir if isinstance(output_dir, RunFolder) else None
         self.output_dir = output_dir.folder if isinstance(output_dir, RunFolder) else Path(output_dir)
         self.resume, self.overwrite = resume, overwrite
@@ -166,6 +171,10 @@ class Trainer(lightning.pytorch.Trainer):
         options["callbacks"] = [*named, *missing]
         super().__init__(default_root_dir=self.output_dir, **options)
         require_strategy(self.strategy)
+        require_processes(self)
+        for logger in self.loggers:
+            if isinstance(logger, WandbLogger) and find_global_rank() == 0:
+                log_in(logger)
 
     @contextmanager
     def enter_run_folder(self, verb: str, data: Any, ckpt_path: str | Path | None) -> Iterator[str | None]:
@@ -178,9 +187,13 @@ class Trainer(lightning.pytorch.Trainer):
         lends = getattr(data, "output_dir", "") is None
         if lends:
             data.output_dir = self.default_root_dir
+        names = name_wandb_run(Path(self.default_root_dir))
+        os.environ.update(names)
         try:
             yield path
         finally:
+            for name in names:
+                os.environ.pop(name, None)
             if lends:
                 data.output_dir = None
 
@@ -195,6 +208,34 @@ class Trainer(lightning.pytorch.Trainer):
             self._metrics.path = choice.folder / "metrics.csv"
         self._is_open = True
         return choice.ckpt_path
+
+
+def log_in(logger: WandbLogger) -> None:
+    """Log in to W&B now, not once rows and models are there, and say what Lightning's logger would not."""
+    import wandb
+
+    if logger._log_model:
+        rank_zero_warn(
+            "WandbLogger's log_model uploads nothing: it takes checkpoints of one file, and these are "
+            "folders. Upload the run's model/ by `wandb artifact put --type model`."
+        )
+    try:
+        if not logger._offline and os.environ.get("WANDB_MODE", "online") == "online":
+            wandb.login(verify=False)
+    except wandb.Error as error:
+        raise InputError(f"WandbLogger: {error} Or set WANDB_MODE=offline.") from error
+
+
+def name_wandb_run(folder: Path) -> dict[str, str]:
+    """Return the environment that names a W&B run after its folder, in the group of the folder's parent.
+
+    A resumed run goes on. What is set by the user stays.
+    """
+    folder = folder.absolute()
+    names = {"WANDB_NAME": folder.name, "WANDB_RUN_GROUP": folder.parent.name}
+    for path in sorted(folder.glob("wandb/*run-*-*"))[:1]:
+        names["WANDB_RUN_ID"] = path.name.rpartition("-")[2]
+    return {name: value for name, value in names.items() if name not in os.environ}
 
 
 def build_missing(named: list[Callback], with_checkpoints: bool) -> list[Callback]:

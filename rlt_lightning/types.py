@@ -25,6 +25,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal
@@ -265,8 +266,19 @@ class Rollouts:
     temperature: float
 
 
+class Batch:
+    """What a loader makes of some items, which are its first field."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield a tensor of as many rows as there are items: by it Lightning weighs what hooks log."""
+        import torch
+
+        items, *_ = vars(self).values()
+        yield torch.empty(len(items), device="cpu")
+
+
 @dataclass
-class PromptBatch:
+class PromptBatch(Batch):
     """One RL iteration of one rank: the loader brings the problems, the module sets the rest for callbacks.
 
     Attributes:
@@ -307,11 +319,17 @@ class SFTExample:
         return SFTExample(self.row, self.token_ids[:max_length], self.loss_mask[:max_length], num_cut)
 
 
-@dataclass(frozen=True)
-class SFTBatch:
-    """The examples of one optimizer step of one rank."""
+@dataclass
+class SFTBatch(Batch):
+    """The examples of one optimizer step of one rank.
+
+    Attributes:
+        examples: The examples.
+        step: The StepBatch of them, set by the module; a reward is an example's mean log-prob.
+    """
 
     examples: list[SFTExample]
+    step: Any = None
 
 
 def as_list(value: Any) -> list[Any]:

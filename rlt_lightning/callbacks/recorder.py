@@ -1,4 +1,4 @@
-"""Record the completions of training in `rollouts.jsonl`, and some of them in W&B.
+"""Record the completions of training in `rollouts.jsonl`, and some of them in W&B and TensorBoard.
 
 A resumed run repeats the iterations after its checkpoint, so it first drops their rows from the file.
 """
@@ -6,10 +6,12 @@ A resumed run repeats the iterations after its checkpoint, so it first drops the
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal
 
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
 from rlt_lightning.modules.rollout_rows import build_token_columns, rollout_rows
@@ -25,19 +27,19 @@ class RolloutRecorder(Callback):
         every_n_steps: Record the completions of every n-th iteration; 0 is off.
         tokens: Completions whose tokens are recorded with the student's value of each: every problem's best
             and worst, all, or none.
-        wandb_rows: Completions of an iteration in the table `completions` of W&B, spread over its problems;
-            0 shows none.
+        shown_rows: Completions of an iteration that W&B gets as the table `completions` and TensorBoard as
+            text, spread over its problems; 0 shows none.
     """
 
     def __init__(
         self,
         every_n_steps: int = 1,
         tokens: Literal["extremes", "all", "none"] = "extremes",
-        wandb_rows: int = 4,
+        shown_rows: int = 4,
     ) -> None:
         self.every_n_steps = every_n_steps
         self.tokens = tokens
-        self.wandb_rows = wandb_rows
+        self.shown_rows = shown_rows
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,7 +52,7 @@ class RolloutRecorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step  # one batch is one RL iteration is one optimizer step
-        if getattr(batch, "step", None) is None or not self.every_n_steps or step % self.every_n_steps:
+        if getattr(batch, "rollouts", None) is None or not self.every_n_steps or step % self.every_n_steps:
             return
         # Each rank records what it has measured: only there are the tokens.
         measured = gather_rows(trainer, self._build_rows(step, batch.step, pl_module))
@@ -60,13 +62,18 @@ class RolloutRecorder(Callback):
             self._show(rows, trainer)
 
     def _show(self, rows: list[Row], trainer: Trainer) -> None:
-        """Send some of an iteration's rows to W&B, without the values of single tokens."""
-        shown = rows[:: max(1, len(rows) // self.wandb_rows)][: self.wandb_rows] if self.wandb_rows else []
+        """Send some of an iteration's rows to the dashboards, without the values of single tokens."""
+        shown = rows[:: max(1, len(rows) // self.shown_rows)][: self.shown_rows] if self.shown_rows else []
         columns = [name for name, value in (shown or [{}])[0].items() if not isinstance(value, list)]
         data = [[row.get(name) for name in columns] for row in shown]
-        for logger in trainer.loggers:
-            if data and isinstance(logger, WandbLogger):
+        for logger in trainer.loggers if data else []:
+            if isinstance(logger, WandbLogger):
                 logger.log_table("completions", columns, data, step=trainer.global_step)
+            elif isinstance(logger, TensorBoardLogger):
+                rows = [dict(zip(columns, row, strict=True)) for row in data]
+                text = yaml.safe_dump(rows, sort_keys=False, allow_unicode=True)
+                # As a block of code in Markdown, which keeps the lines.
+                logger.experiment.add_text("completions", indent(text, "    "), trainer.global_step)
 
     def _build_rows(self, number: int, step: StepBatch, module: Any) -> list[tuple[int, Row]]:
         """Return the records of the completions that this rank has measured, with their rows."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NoReturn
 
 import jsonargparse._typehints as typehints
+import torch
+import yaml
 from jsonargparse import Namespace
+from jsonargparse.typing import register_type
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.run.shipped import list_shipped_configs
@@ -34,6 +38,9 @@ def keep_chosen_arguments(parser: Any, before: Any, value: Any) -> None:
 
 
 typehints.discard_init_args_on_class_path_change = keep_chosen_arguments
+# Defaults of Lightning's callbacks: Timer's interval, a device of StochasticWeightAveraging.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, value: dumper.represent_data(value.value))
+register_type(torch.device)
 
 
 def replace_config_names(words: Sequence[str]) -> list[str]:

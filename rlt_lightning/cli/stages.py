@@ -16,6 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,17 @@ import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+    instantiate_class,
+)
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from rlt_lightning.cli.parser import ConfigParser
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
 from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.run.folder import (
@@ -37,12 +44,13 @@ from rlt_lightning.run.folder import (
     compare_settings,
     is_within,
     open_run_folder,
+    read_settings,
 )
 from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.types import InputError, as_list, first_line
 from rlt_lightning.version import __version__
 
 TRAINER_VERBS = LightningCLI.subcommands()
@@ -128,7 +136,7 @@ class RLTCommandLine(LightningCLI):
             parser_class=ConfigParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            auto_configure_optimizers=False,
+            auto_configure_optimizers=not is_test,
             load_from_checkpoint_support=False,
             args=None if args is None else [*args],
         )
@@ -210,7 +218,7 @@ class RLTCommandLine(LightningCLI):
 
     def name_run_folder(self, configs: list[Any] | None) -> str:
         """Name a run after its config and the time; processes that this one starts inherit the name."""
-        launched = TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+        launched = SLURMEnvironment.detect() or os.environ.get("WORLD_SIZE", "1") != "1"
         # Each process would choose another name.
         if launched and RUN_FOLDER not in os.environ:
             raise InputError("A run that a launcher starts in several processes needs --output_dir. Set it.")
@@ -223,6 +231,20 @@ class RLTCommandLine(LightningCLI):
         # Until here it was Lightning's, its base class, whose settings the parser shows.
         self.trainer_class = Trainer
         return super().instantiate_trainer(output_dir=self.choice, **kwargs)
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """Let --optimizer replace AdamW; Lightning would build it now, before there are weights."""
+        optimizer, schedule = (self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler"))
+        if schedule and (not optimizer or schedule["class_path"].endswith(".ReduceLROnPlateau")):
+            raise InputError(
+                "lr_scheduler must be one of torch.optim.lr_scheduler that follows steps and not a metric, "
+                f"of an optimizer that is set too, but is {schedule['class_path']} of "
+                f"{optimizer and optimizer['class_path']}. Set optimizer, or model.optimizer.scheduler."
+            )
+        if optimizer:
+            module: Any = self.model
+            module.optimizer_name = optimizer["class_path"]
+            module.configure_optimizers = partial(build_named, module, optimizer, schedule)
 
     def _parse_ckpt_path(self) -> None:
         """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""
@@ -237,6 +259,30 @@ class RLTCommandLine(LightningCLI):
         """Print where the scores or traces are, and the next command."""
         if self.trainer.is_global_zero:
             print(f"\nDone: {self.choice.folder}")
-            configs = [Path(str(path)) for path in self.config[self.subcommand].config or []]
-            if command := read_next_command(configs, self.choice.folder):
+            config = self.config[self.subcommand]
+            configs = [Path(str(path)) for path in config.config or []]
+            source = config.data.init_args.get("source")
+            chosen = isinstance(source, str) and any(word.startswith("--data.source") for word in self.words)
+            options = (find_strategy(config), source if chosen else None)
+            if command := read_next_command(configs, self.choice.folder, *options):
                 print(f"Next: {command}")
+
+
+def find_strategy(config: Namespace) -> str:
+    """Return the strategy of a run or, if it has none, of the run that trained its teacher."""
+    strategy, teacher = config.trainer.strategy, config.model.init_args.get("teacher")
+    if strategy == "auto" and teacher:
+        strategy = read_settings(Path(teacher).parent).get("trainer", {}).get("strategy")
+    return str(strategy)
+
+
+def build_named(module: PolicyModule, optimizer: Any, schedule: Any) -> Any:
+    """Return the optimizer of the settings for the trained weights, with its schedule if one is set."""
+    try:
+        made = instantiate_class([p for _, p in trained_parameters(module.policy)], optimizer)
+    except ValueError as error:
+        raise InputError(
+            f"optimizer: {first_line(error)}. Choose another class; torch.optim.Muon takes matrices only, as "
+            "LoRA's (--config add/lora)."
+        ) from error
+    return [made], [instantiate_class(made, schedule)] if schedule else []

@@ -31,7 +31,7 @@ from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.models.load import load_tokenizer, require_model_name
 from rlt_lightning.run.jsonl import Row, read_whole_rows
 from rlt_lightning.tags import TagStyle
-from rlt_lightning.types import FinishReason, InputError
+from rlt_lightning.types import Batch, FinishReason, InputError
 
 DEFAULT_SETS = ("aime24", "math500", "gpqa_diamond")  # Table 1 of the paper
 
@@ -52,7 +52,7 @@ class Response:
 
 
 @dataclass
-class EvaluationBatch:
+class EvaluationBatch(Batch):
     """Problems of one set. EvaluationModule attaches the judged records.
 
     Attributes:

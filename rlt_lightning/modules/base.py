@@ -57,7 +57,7 @@ from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.step import POLICY, Shards, StepBatch
 from rlt_lightning.run.interrupt import Interrupt
-from rlt_lightning.run.ranks import gather_from_ranks, raise_from_ranks, require_processes
+from rlt_lightning.run.ranks import gather_from_ranks, meet, raise_from_ranks
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError, Rollouts, as_list
@@ -117,6 +117,7 @@ class PolicyModule(LightningModule):
         self.automatic_optimization = False
         self.pretrained = pretrained
         self.optimizer_config = optimizer
+        self.optimizer_name = "torch.optim.AdamW"  # `rlt fit --optimizer` sets another
         self.micro_batch_tokens = micro_batch_tokens
         # Once the models are loaded, the best layout in which all of them are right.
         self.layout = layout
@@ -154,7 +155,8 @@ class PolicyModule(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Refuse strategies and launches that do not work; let a signal to one rank stop all."""
         require_strategy(self.trainer.strategy)
-        require_processes(self.trainer)
+        require_whole_steps(self.trainer)
+        meet(self.trainer)
         return [Interrupt(self.trainer)]
 
     def setup(self, stage: str) -> None:
@@ -278,6 +280,7 @@ class PolicyModule(LightningModule):
             "dtype": self.dtype_name,
             "lora": self.lora and asdict(self.lora),
             "states": self.optimizer_config.states,
+            "optimizer": self.optimizer_name,
             "rows": data.fingerprint_rows(),
             "format": data.trained_format().to_plain(),
             "training": {
@@ -301,6 +304,7 @@ class PolicyModule(LightningModule):
             settings["model"] = saved["pretrained"], self.pretrained
         if is_training:
             settings["model.optimizer.states"] = saved["states"], self.optimizer_config.states
+            settings["optimizer"] = saved["optimizer"], self.optimizer_name
         for setting, (theirs, ours) in settings.items():
             if theirs != ours:
                 raise InputError(
@@ -754,6 +758,18 @@ def require_strategy(strategy: Any) -> None:
             f"strategy must be one of auto, ddp, {', '.join(NAMED)}, but is {type(strategy).__name__} of "
             "Lightning, in a form that does not work here. For weights in shards use fsdp2 or "
             "deepspeed_stage_3 (docs/hardware.md)."
+        )
+
+
+def require_whole_steps(trainer: Any) -> None:
+    """Refuse Lightning's clipping and accumulation: the module steps its optimizer itself."""
+    settings = {"gradient_clip_val": 0, "gradient_clip_algorithm": None, "accumulate_grad_batches": 1}
+    named = [f"trainer.{name}" for name, off in settings.items() if getattr(trainer, name) not in (None, off)]
+    if named:
+        raise InputError(
+            f"{' and '.join(named)} must not be set, since a module clips and divides its step itself. Set "
+            "model.optimizer.max_grad_norm, the norm of the gradient, and model.micro_batch_tokens, the "
+            "tokens of a forward; data.prompts_per_step is the size of a step."
         )
 
 

@@ -20,7 +20,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.modules.responses import Sample, judge_responses
 from rlt_lightning.run.interrupt import Interrupt
-from rlt_lightning.run.ranks import require_processes
+from rlt_lightning.run.ranks import meet
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError
 
@@ -65,7 +65,7 @@ class EvaluationModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse launches that do not work; let a signal to one rank stop all."""
-        require_processes(self.trainer)
+        meet(self.trainer)
         return [Interrupt(self.trainer)]
 
     @property

@@ -174,9 +174,7 @@ class OPDModule(OnPolicyModule):
                 step.add_loss(micro, computed.values, output)
             metrics = self.finish_update(step)
         step.share(self.sum_tensor_over_ranks)
-        counts, divergences = step.table["judged"], step.table["divergence"]
-        # Minus the mean divergence of an answer's judged tokens, nats; 0 if there is none.
-        step.set_scores({"reward": -divergences / counts.clamp(min=1), "record/judged_tokens": counts})
+        counts = score_answers(step)
         rollouts = batch.rollouts = step.list_rollouts(step.logged)
         batch.step = step
         metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.sum_over_ranks)
@@ -227,7 +225,11 @@ class OPDModule(OnPolicyModule):
         step, term = StepBatch.of_rollouts(rollouts), self.term
         with self.phase("score"):
             self.runner.run(step, step.shard, lambda rollout: {"judged": term.scoring_pass(rollout)})
-            divergence, num_judged = term.measure(step)
+            values = term.measure(step)
+        judged = step.tokens["judged"]
+        step.put_numbers([*judged], add_up(values, [len(part) for part in judged.values()]))
+        score_answers(step)
+        batch.step = step
         lengths = rollout_metrics(rollouts)
         figures = {
             "rollout/val_length_mean": lengths["rollout/length_mean"],
@@ -235,8 +237,8 @@ class OPDModule(OnPolicyModule):
         }
         self.held_out.add(figures, len(step), {})
         # 0 if nothing is judged, as in training.
-        figures = {"distill/val_divergence": divergence / max(1, num_judged)}
-        self.held_out.add(figures, num_judged, {})
+        figures = {"distill/val_divergence": float(values.sum()) / max(1, len(values))}
+        self.held_out.add(figures, len(values), {})
 
 
 class Distillation(LossTerm):
@@ -301,14 +303,11 @@ class Distillation(LossTerm):
         """Return the output of a micro-batch with these divergences, (M,)."""
         metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / count_scored(inputs)}
         lengths = [scoring.num_scored for scoring in inputs.micro.passes]
-        divergences = torch.stack([part.sum() for part in values.split(lengths)]).float()
-        judged = upload(lengths, values.device, torch.float32)
-        return LossOutput(loss, metrics, mismatch, {"divergence": divergences, "judged": judged})
+        return LossOutput(loss, metrics, mismatch, add_up(values, lengths))
 
-    def measure(self, step: StepBatch) -> tuple[float, int]:
-        """Return the sum of the divergences of held-out answers, and the number of judged tokens."""
-        values = torch.cat(list(step.tokens["judged"].values()))
-        return float(values.sum()), len(values)
+    def measure(self, step: StepBatch) -> Tensor:
+        """Return the divergences at the judged tokens of held-out answers, (M,)."""
+        return torch.cat(list(step.tokens["judged"].values()))
 
 
 class SampledDistillation(Distillation):
@@ -357,12 +356,28 @@ class SampledDistillation(Distillation):
         values = -per_token(advantages, spans).detach()
         return self.build_output(inputs, loss, values, metrics, mismatch)
 
-    def measure(self, step: StepBatch) -> tuple[float, int]:
+    def measure(self, step: StepBatch) -> Tensor:
         """See `Distillation.measure`."""
         ours, theirs = (torch.cat(list(step.tokens[n].values())) for n in ("judged", "judged/other"))
         spans = self.list_spans(step.rollouts(step.tokens["judged"]))
-        values = -per_token(sampled_advantages(ours, theirs, spans), spans)
-        return float(values.sum()), len(values)
+        return -per_token(sampled_advantages(ours, theirs, spans), spans)
+
+
+def add_up(values: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """Return the sum of each answer's divergences, (M,) of all, and how many they are: its judged tokens."""
+    divergences = torch.stack([part.sum() for part in values.split(lengths)]).float()
+    return {"divergence": divergences, "judged": upload(lengths, values.device, torch.float32)}
+
+
+def score_answers(step: StepBatch) -> Tensor:
+    """Reward answers with minus the mean divergence of their judged tokens, nats; return how many these are.
+
+    The reward is 0 if there is none.
+    """
+    counts = step.table["judged"]
+    rewards = -step.table["divergence"] / counts.clamp(min=1)
+    step.set_scores({"reward": rewards, "record/judged_tokens": counts})
+    return counts
 
 
 def count_scored(inputs: LossInputs) -> float:

@@ -375,7 +375,7 @@ class RLTModule(OnPolicyModule):
         rollouts = batch.rollouts = self.require_sampler().sample_held_out(batch.problems)
         self.require_fresh(rollouts.policy_version)
         with self.phase("score"):
-            step = self.score(rollouts, recompute=True)
+            step = batch.step = self.score(rollouts, recompute=True)
             mismatch = self.compare_sampled(step)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.held_out.add(held_out_metrics(step, rollouts), len(rollouts.rollouts), largest)

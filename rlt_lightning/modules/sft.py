@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlt_lightning.datamodules.stages import StudentSFTData, TeacherSFTData
 from rlt_lightning.datamodules.stratos import get_stratos_data
@@ -60,7 +61,7 @@ class SFTModule(PolicyModule):
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Take one optimizer step over all examples of the batch."""
-        step, examples = StepBatch.of_examples(batch.examples), batch.examples
+        step = batch.step = StepBatch.of_examples(examples := batch.examples)
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
             for micro in self.runner.updates(step, step.shard, [CompletionLoss()], self, stats):
@@ -69,6 +70,7 @@ class SFTModule(PolicyModule):
                 self.manual_backward(micro.scale * output.loss)
                 step.add_loss(micro, computed.values, output)
             self.raise_together(step)
+            step.set_scores(step.table)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
         # Tokens in the loss of this step, and complete passes over the data.
@@ -77,12 +79,15 @@ class SFTModule(PolicyModule):
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Keep the mean loss per completion token of held-out rows."""
-        step = StepBatch.of_examples(batch.examples)
+        step = batch.step = StepBatch.of_examples(batch.examples)
         with self.phase("score"):
             self.runner.run(
                 step, step.shard, lambda example: {"completion": CompletionLoss().scoring_pass(example)}
             )
-        log_probs = torch.cat(list(step.tokens["completion"].values()))
+        by_row = step.tokens["completion"]
+        log_probs = torch.cat([*by_row.values()])
+        step.put_numbers([*by_row], mean_log_probs(log_probs, [len(part) for part in by_row.values()]))
+        step.set_scores(step.table)
         self.held_out.add({"policy/val_loss": -log_probs.mean()}, len(log_probs), {})
 
 
@@ -97,4 +102,11 @@ class CompletionLoss(LossTerm):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss."""
         loss = -inputs.computed.values.sum() / inputs.micro.num_scored
-        return LossOutput(loss, {"policy/loss": loss.detach()})
+        lengths = [scoring.num_scored for scoring in inputs.micro.passes]
+        numbers = mean_log_probs(inputs.computed.values.detach(), lengths)
+        return LossOutput(loss, {"policy/loss": loss.detach()}, numbers=numbers)
+
+
+def mean_log_probs(values: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """Return the reward of each example: the mean of its log-probs, (M,) of all."""
+    return {"reward": torch.stack([part.sum() / max(1, len(part)) for part in values.split(lengths)])}

@@ -161,7 +161,7 @@ def list_changes(folder: Path, config: dict[str, Any]) -> list[str]:
     before = read_settings(folder)
 
     def select_fixed(settings: dict[str, Any]) -> dict[str, Any]:
-        groups = ("model", "data", "rollouts")
+        groups = ("model", "data", "rollouts", "optimizer", "lr_scheduler")
         found = flatten({name: settings.get(name) for name in groups})
         found |= flatten((settings.get("distillation") or {}).get("per_token"), ".distillation.per_token")
         return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
@@ -196,7 +196,12 @@ def open_run_folder(choice: RunFolder) -> None:
             process writes there.
     """
     folder = choice.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output_dir must be a folder, but cannot be made: {error}. Name another."
+        ) from error
     lock_folder(folder)
     entries = [entry for entry in sorted(folder.iterdir()) if entry.name != "data_report.json"]
     if choice.resume:

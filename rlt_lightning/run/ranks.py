@@ -38,19 +38,47 @@ RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK")
 store: distributed.TCPStore | None = None
 
 
+def join_nodes(num_nodes: int) -> None:
+    """Let Lightning start the processes of a node whose launcher names only nodes, as PyTorchJob does.
+
+    Raises:
+        InputError: If it names others than the trainer has.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started == 1 or "LOCAL_RANK" in os.environ or SLURMEnvironment.detect():
+        return
+    if started != num_nodes or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise InputError(
+            f"With WORLD_SIZE {started}, as PyTorchJob sets it, trainer.num_nodes must be {started}, and "
+            f"RANK, MASTER_ADDR and MASTER_PORT set, but num_nodes is {num_nodes}. Set them, start the "
+            "processes by torchrun, or unset WORLD_SIZE."
+        )
+    del os.environ["WORLD_SIZE"]
+    os.environ["NODE_RANK"] = os.environ.pop("RANK")
+
+
 def require_processes(trainer: Trainer) -> None:
-    """Check that there is a process for each device, and let those of one node connect on the loopback.
+    """Check that there is a process for each device.
 
     Raises:
         InputError: If a launcher has started fewer or more: the run would be another one, or wait for them.
     """
     number = trainer.num_devices * trainer.num_nodes
-    if trainer.world_size != number:
+    started = trainer.world_size
+    if TorchElasticEnvironment.detect() or "LOCAL_RANK" not in os.environ:
+        # With one device Lightning's world is 1, whatever a launcher has started.
+        started = max(started, int(os.environ.get("WORLD_SIZE", "1")))
+    if started != number:
         raise InputError(
             f"trainer.devices {trainer.num_devices} on trainer.num_nodes {trainer.num_nodes} need {number} "
-            f"processes, but the launcher has started {trainer.world_size}. Start as many on each node as it "
+            f"processes, but the launcher has started {started}. Start as many on each node as it "
             "has devices, by torchrun or srun."
         )
+
+
+def meet(trainer: Trainer) -> None:
+    """Check that there is a process for each device, and let those of one node connect on the loopback."""
+    require_processes(trainer)
     global store
     store = meet_on_loopback(trainer)
 

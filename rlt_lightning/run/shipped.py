@@ -10,6 +10,7 @@ next stage, with RUN in place of the run's folder.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable
 from itertools import takewhile
@@ -68,11 +69,24 @@ def read_launch_line(text: str) -> list[str]:
     return shlex.split(line)
 
 
-def read_next_command(configs: Iterable[Path], run_folder: Path) -> str | None:
-    """Return the command of the next stage, with this run's results; None if no config of the run names it.
+def read_next_command(
+    configs: Iterable[Path], run_folder: Path, strategy: str = "", source: str | None = None
+) -> str | None:
+    """Return the command of the next stage, with this run's results; None if there is none.
 
-    As with other settings, that of a later config wins.
+    Args:
+        configs: Those of the run. As with other settings, the line of a later one wins.
+        run_folder: The run's folder. Without the result that the line names there is no next stage.
+        strategy: That of this run, or of the one whose model it took: ZeRO-3 stays ZeRO-3.
+        source: Rows that the user has chosen; None: those of the next config.
     """
     texts = [path.read_text() for path in configs if path.is_file()]
     lines = [line for text in texts for line in text.splitlines() if line.startswith(NEXT)]
-    return lines[-1].removeprefix(NEXT).replace("RUN", shlex.quote(str(run_folder))) if lines else None
+    command = lines[-1].removeprefix(NEXT) if lines else ""
+    if not all((run_folder / result).exists() for result in re.findall(r"RUN/(\S+)", command)):
+        return None
+    if "deepspeed" in strategy.lower():
+        command = command.replace("hardware/fsdp2", "hardware/zero3")
+    reads_them = "--model.teacher" in command and "--data.source" not in command
+    command = command.replace("RUN", shlex.quote(str(run_folder)))
+    return (f"{command} --data.source {shlex.quote(source)}" if source and reads_them else command) or None

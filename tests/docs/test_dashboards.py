@@ -53,6 +53,8 @@ def csv_rows(folder: Path) -> dict[int, dict[str, float]]:
 
 def test_wandb_gets_the_metrics_of_the_csv(resumed: Path) -> None:
     first, second = runs_in(resumed)
+    assert (first.name, first.group) == ("run", resumed.parent.name)
+    assert first.id == second.id
     assert sorted(first.scalars()) == [1, 2, 3]
     assert sorted(second.scalars()) == [3, 4]
     shown = first.scalars() | second.scalars()
@@ -76,6 +78,36 @@ def test_wandb_shows_some_completions_of_each_iteration(resumed: Path) -> None:
         ]
         assert row["explanation"] == source["explanation"]
         assert row["kl_reward"] == pytest.approx(source["kl_reward"])
+
+
+def test_tensorboard_shows_completions_and_settings(resumed: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(resumed / "tensorboard"))
+    events.Reload()
+    texts = [
+        event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/text_summary")
+    ]
+    recorded = [json.loads(line) for line in (resumed / "rollouts.jsonl").open()]
+    assert f"seed: {recorded[0]['seed']}\n" in texts[0]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_without_a_login_one_line_says_so(mode: str, tiny_model: str, tmp_path: Path) -> None:
+    options = [
+        "fit",
+        "--config=tests/rlt.yaml",
+        OVERLAYS[0],
+        "--model.student=none",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
+    home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_MODE": mode}
+    result = rlt(*options, **home)
+    assert result.returncode == 2
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("rlt: error")]
+    assert ("wandb login" in line) == (mode == "online")  # else the model that there is not
+    assert "Traceback" not in result.stderr
 
 
 def test_a_run_leaves_nothing_in_the_home_folder_and_tells_nothing_of_the_machine(resumed: Path) -> None:

@@ -140,3 +140,20 @@ def test_killed_ten_times_and_resumed_equals_not_stopping(
     victims = ["all"] * 10 if strategy == "single" else ["all"] * 4 + ["rank 0"] * 3 + ["rank 1"] * 3
     random.shuffle(victims)
     compare(tiny_model, tmp_path, strategy, list(zip(moments, victims, strict=True)), num_steps=30)
+
+
+@pytest.mark.full
+def test_a_killed_validation_loses_only_its_values(tiny_model: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = ["--data.val_rows=2", "--trainer.val_check_interval=1", "--checkpoint.every_n_train_steps=1"]
+    assert fit(tiny_model, whole, "single", 3, *options).wait() == 0, whole.with_suffix(".log").read_text()
+    fault = {"rank": 0, "hook": "on_validation_batch_end", "kind": "kill", "step": 2}
+    callback = json.dumps({"class_path": "faults.Fault", "init_args": fault})
+    run = fit(tiny_model, killed, "single", 3, *options, f"--trainer.callbacks+={callback}")
+    assert run.wait() == -signal.SIGKILL
+    assert fit(tiny_model, killed, "single", 3, *options).wait() == 0, killed.with_suffix(".log").read_text()
+    expected, found = metrics(whole), metrics(killed)
+    lost = {name for name in expected[2] if "val_" in name}
+    assert lost
+    assert not lost & found[2].keys()
+    assert found == expected | {2: {name: v for name, v in expected[2].items() if name not in lost}}

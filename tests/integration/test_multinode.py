@@ -83,6 +83,16 @@ def test_torchrun_on_two_nodes_trains_as_one_process_does(
     assert_as_alone(tmp_path / "run", alone)
 
 
+@pytest.mark.slow
+def test_two_pods_train_as_one_process_does(alone: Path, tiny_model: str, tmp_path: Path) -> None:
+    train = [sys.executable, "-m", "rlt_lightning", "fit", *options(tiny_model, "fsdp2", "multinode")]
+    train += ["--trainer.max_steps=3", f"--output_dir={tmp_path / 'run'}"]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": "2"}
+    outputs = finish(pods := [begin(train, RANK=str(rank), **meeting) for rank in range(2)])
+    assert [pod.returncode for pod in pods] == [0, 0], "".join(outputs)[-3000:]
+    assert_as_alone(tmp_path / "run", alone)
+
+
 SRUN = """#!/bin/sh
 # What SLURM's does: the same command on every node, which learns its place from its environment.
 [ "$1" = --kill-on-bad-exit=1 ] || exit 9

@@ -61,6 +61,8 @@ class Run:
         self.history = [nested(r.history.item) for r in records if r.HasField("history")]
         self.alerts = [record.alert for record in records if record.HasField("alert")]
         self.folder = folder
+        [run] = [record.run for record in records if record.HasField("run")][:1]
+        self.id, self.name, self.group = run.run_id, run.display_name, run.run_group
 
     def scalars(self) -> dict[int, dict[str, float]]:
         """By iteration."""

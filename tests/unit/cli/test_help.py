@@ -14,7 +14,7 @@ from parsed import check_rlt, parser_of
 
 from rlt_lightning import __main__ as program
 from rlt_lightning.cli.help import VERBS
-from rlt_lightning.run.shipped import list_shipped_configs
+from rlt_lightning.run.shipped import list_shipped_configs, read_next_command
 
 
 def print_help(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -85,3 +85,16 @@ def test_the_next_command_of_a_config_is_read(name: str, tmp_path: Path) -> None
     program, verb, *words = shlex.split(line.replace("RUN", str(tmp_path)))
     assert program == "rlt"
     parser_of(verb).parse_args([verb, *words])
+
+
+def test_the_next_command_keeps_what_was_chosen(tmp_path: Path) -> None:
+    warmup = [list_shipped_configs()["recipe_7b/warmup"]]
+    assert read_next_command(warmup, tmp_path) is None  # as after trainer.fast_dev_run
+    (tmp_path / "model").mkdir()
+    after = f"--model.teacher {tmp_path}/model"
+    assert read_next_command(warmup, tmp_path, "fsdp2") == (
+        f"rlt fit --config recipe_7b/rlt --config hardware/fsdp2_8gpu {after}"
+    )
+    assert read_next_command(warmup, tmp_path, "deepspeed_stage_3", "my rows.jsonl") == (
+        f"rlt fit --config recipe_7b/rlt --config hardware/zero3_8gpu {after} --data.source 'my rows.jsonl'"
+    )

@@ -61,6 +61,11 @@ MISTAKES = {
     "test --config laptop/evaluate --data.sets.a.split x": ("data.sets.a", "config"),
     f"{FIT} --seed -1": ("seed", "v>=0"),
     "test --config laptop/rlt": ("RLTModule", "model"),
+    f"{FIT} --lr_scheduler StepLR --lr_scheduler.step_size 1": ("lr_scheduler must", "Set optimizer"),
+    f"{FIT} --optimizer SGD --lr_scheduler ReduceLROnPlateau --lr_scheduler.monitor x": (
+        "lr_scheduler must",
+    ),
+    f"{FIT} --optimizer Mouon": ("optimizer", "Mouon"),
     "report": ("run_dir", "required"),
     "export --ckpt_path x": ("output_dir", "required"),
 }
@@ -118,6 +123,16 @@ def check(sampling: Sampling = Sampling(), asynchronous: bool = False, **options
     require_trainable(sampling, HFEngine(), asynchronous, make_module(**options))
 
 
+def launched(**environment: str) -> None:
+    """Start where a launcher has set these variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        train()
+
+
+# torchrun's, which has started two processes.
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
 URLS = ["http://127.0.0.1:9"]
 IS = TruncatedImportanceSampling()
 # What is refused -> the setting, and the word of its remedy if that is another.
@@ -161,6 +176,11 @@ REFUSED: dict[str, tuple[Callable[[], object], *tuple[str, ...]]] = {
     "no model folder": (lambda: require_model_name("./model"), "./model"),
     # Mistakes in a script.
     "strategy": (lambda: train(strategy="ddp_spawn"), "strategy", "ddp"),
+    "Lightning's clipping": (lambda: train(gradient_clip_val=1.0), "model.optimizer.max_grad_norm", "clip"),
+    "accumulation": (lambda: train(accumulate_grad_batches=2), "model.micro_batch_tokens", "accumulate"),
+    "barebones": (lambda: train(barebones=True), "trainer.barebones", "Remove"),
+    "two processes of torchrun": (lambda: launched(**TORCHRUN), "trainer.devices 1", "has started 2"),
+    "two pods": (lambda: launched(RANK="0", WORLD_SIZE="2"), "trainer.num_nodes must be 2", "MASTER_ADDR"),
     "two samplers": (lambda: train(callbacks=[RolloutCallback(), RolloutCallback()]), "RolloutCallback"),
     "data of SFT": (lambda: train(data=StudentSFTData(ROWS)), "must be TeacherRLData"),
     "given completions": (

@@ -163,7 +163,13 @@ def test_a_worker_takes_its_part_of_a_shared_gpu() -> None:
 def test_disk_holds_checkpoints_model_and_moving_reference() -> None:
     pages = [
         plan["page"]
-        for plan in planned([RECIPE, [*RECIPE, "--checkpoint.save_top_k=-1"], ["--config=recipe_7b/sft"]])
+        for plan in planned(
+            [
+                RECIPE,
+                [*RECIPE, "--checkpoint.save_top_k=-1"],
+                ["--config=recipe_7b/sft", "--trainer.devices=8", "--trainer.strategy=fsdp2"],
+            ]
+        )
     ]
     # A checkpoint has weights and two moments in fp32; one is kept, and the next is written.
     reference, model, size = 2 * 4 * SEVEN / GIB, 4 * SEVEN / GIB, 12 * SEVEN / GIB

@@ -135,3 +135,11 @@ def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
     other.wait()
     start(tmp_path)
     start(tmp_path)  # one process may open it again
+
+
+@pytest.mark.parametrize("leads_to", ["nowhere", "file"])
+def test_what_cannot_be_a_folder_is_refused(leads_to: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "run").symlink_to(tmp_path / leads_to)
+    with pytest.raises(InputError, match="--output_dir must be a folder"):
+        start(tmp_path / "run")
