@@ -26,7 +26,7 @@ from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, without_default_system
 from rlt_lightning.models.packed import LIMITS
 from rlt_lightning.models.template import fix_date
-from rlt_lightning.models.weights import Read, WeightFiles
+from rlt_lightning.models.weights import Read, WeightFiles, require_weights
 from rlt_lightning.types import InputError, first_line
 
 # Tokenizers differ in digits, apostrophes, line breaks, tags, scripts, and composed and decomposed letters.
@@ -132,7 +132,7 @@ def load_model(
         role: What the model is for, in the line that announces it.
 
     Raises:
-        InputError: If nothing can be loaded under that name.
+        InputError: If nothing can be loaded under that name, or its files lack a weight of the model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -140,13 +140,18 @@ def load_model(
     announce_model(name, dtype, role)
     require_intact(Path(resolve(name)), weights=True)
     with naming_choices("model", name), quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             resolve(name),
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             # Never unpickle a stranger's file.
             use_safetensors=True,
+            # What is missing or has another shape would be drawn at random.
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **options,
         )
+    require_weights(name, loading["missing_keys"] | {key for key, *_ in loading["mismatched_keys"]})
+    return model
 
 
 def empty_model(
@@ -158,7 +163,7 @@ def empty_model(
         The model, and a function that reads the value of a parameter or persistent buffer by its name.
 
     Raises:
-        InputError: As `load_model`; the function raises it if the files lack a name.
+        InputError: As `load_model`.
     """
     from transformers import GenerationConfig
 

@@ -184,3 +184,17 @@ def test_an_adapter_is_no_model(miniature: str, tmp_path: Path) -> None:
     shutil.copy(Path(miniature, "config.json"), tmp_path)
     with pytest.raises(InputError, match="holds an adapter"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_model, pretrained.empty_model])
+@pytest.mark.parametrize(
+    ("setting", "name"), [("tie_word_embeddings", "lm_head"), ("vocab_size", "embed_tokens")]
+)
+def test_weights_that_would_be_random_are_named(
+    setting: str, name: str, load: Any, miniature: str, tmp_path: Path
+) -> None:
+    shutil.copytree(miniature, tmp_path / "model")
+    values = {"tie_word_embeddings": False, "vocab_size": 384}
+    edit(tmp_path / "model" / "config.json", **{setting: values[setting]})
+    with pytest.raises(InputError, match=rf"missing or have another one: .*{name}\.weight"):
+        load(str(tmp_path / "model"))
