@@ -42,7 +42,7 @@ from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.types import InputError, as_list, naming_full_disk
 from rlt_lightning.version import __version__
 
 TRAINER_VERBS = LightningCLI.subcommands()
@@ -223,6 +223,11 @@ class RLTCommandLine(LightningCLI):
         # Until here it was Lightning's, its base class, whose settings the parser shows.
         self.trainer_class = Trainer
         return super().instantiate_trainer(output_dir=self.choice, **kwargs)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the verb; a disk that is full ends it in one line."""
+        with naming_full_disk(self.choice.folder):
+            super()._run_subcommand(subcommand)
 
     def _parse_ckpt_path(self) -> None:
         """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""

@@ -60,8 +60,8 @@ class PolicyLoss(ABC):
         step's.
 
         Args:
-            log_probs: The policy's, the only term with gradient, (N, T), nats. Padding may hold anything, here
-                and in all others of (N, T).
+            log_probs: The policy's, the only term with gradient, (N, T), nats. Padding may hold anything, as
+                in all others of (N, T).
             advantages: (N,), or (N, T) if tokens have their own.
             token_mask: True on completion tokens, (N, T). A row without any adds 0.
             old_log_probs: The sampling policy's, (N, T), nats. None: it is the policy itself, ratio 1.

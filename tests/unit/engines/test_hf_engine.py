@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,16 @@ def test_draw_follows_the_truncated_distribution() -> None:
     tokens, _, log_probs = draw(logits, history, uniforms, Sampling(temperature=0.5))
     assert Counter(tokens.tolist())[0] == pytest.approx(4000 * 25 / 38, abs=1)
     assert log_probs[0] == pytest.approx(math.log(25 / 38))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"temperature": 0}])
+def test_rows_without_a_token_are_never_drawn(options: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.3, 0.2, 0.5]]).log().expand(100, 3)  # the last row has no token
+    uniforms = (torch.arange(100, dtype=torch.float64) + 0.5) / 100
+    drawn = draw(logits, torch.zeros(100, 0, dtype=torch.long), uniforms, Sampling(**options), num_ids=2)
+    assert set(drawn.token_ids) <= {0, 1}
+    if not options:
+        assert drawn.log_probs[0] < math.log(0.4)  # of all words, as the trainer's
 
 
 def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:
