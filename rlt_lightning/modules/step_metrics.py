@@ -100,9 +100,9 @@ def mismatch_metrics(by_worker: dict[str, Mismatch], step: int, masks: bool = Fa
         if not own.num_tokens or own.excess_ratio <= EXCESS_RATIO:
             continue
         rank_zero_warn(
-            f"Step {step}: the ratio of trainer to engine {worker} must be 1 on average over the sampled "
-            f"tokens, but is {1 + own.excess_ratio:.3g}: they were drawn from another distribution than it "
-            "reports, such as that of another temperature. Start the worker with --logprobs-mode "
+            f"{name_step(step, worker)}: the ratio of trainer to engine must be 1 on average over the "
+            f"sampled tokens, but is {1 + own.excess_ratio:.3g}: they were drawn from another distribution "
+            "than it reports, such as that of another temperature. Start the worker with --logprobs-mode "
             "processed_logprobs, or set the engine's log_probs to trainer."
         )
     return {
@@ -131,11 +131,16 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int, worker
     """
     if limit is not None and mismatch.num_tokens and not mismatch.unexplained_frac <= limit:
         raise EngineError(
-            f"Step {step}: engine {worker} and trainer may differ by model.mismatch_limit {limit:g} of the "
-            f"variance of the log-probs, but differ by {mismatch.unexplained_frac:.2g} ({mismatch.mean:.2g} "
+            f"{name_step(step, worker)}: engine and trainer may differ by model.mismatch_limit {limit:g} of "
+            f"the variance of the log-probs, but differ by {mismatch.unexplained_frac:.2g} ({mismatch.mean:.2g} "
             "nats per token): it samples from other weights, or reports wrong log-probs, which enter the "
             "reward. Look at the engine's data type and settings, then resume with --resume true."
         )
+
+
+def name_step(step: int, worker: str) -> str:
+    """Return a step, and a worker if there is one, for a message."""
+    return f"Step {step}, {worker}" if worker else f"Step {step}"
 
 
 def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:

@@ -284,7 +284,8 @@ FIRST = ("shifted", "a_token_changed")
 def test_a_lie_about_log_probs_reaches_no_update(lie: str, miniature: str, tmp_path: Path) -> None:
     result = fit_with_a_liar(STOPPED[lie], miniature, tmp_path)
     assert result.returncode == 2, result.stderr
-    assert " and trainer may differ by model.mismatch_limit" in result.stderr.splitlines()[-1]
+    assert "Step 1, http" in result.stderr
+    assert ": engine and trainer may differ by model.mismatch_limit" in result.stderr.splitlines()[-1]
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
@@ -300,7 +301,7 @@ def test_one_liar_among_workers_is_named(liar: int, miniature: str, tmp_path: Pa
         words += [f"--rollouts.engine.urls={json.dumps([worker.url for worker in workers])}"]
         result = rlt(*small_fit(miniature, tmp_path, *words))
     assert result.returncode == 2, result.stderr
-    assert f"engine {lying.url} and trainer may differ" in result.stderr.splitlines()[-1]
+    assert f"Step 1, {lying.url}: engine and trainer may differ" in result.stderr.splitlines()[-1]
 
 
 def test_log_probs_of_another_temperature_are_told(miniature: str, tmp_path: Path) -> None:
