@@ -134,8 +134,8 @@ def require_agreement(mismatch: Mismatch, limit: float | None, step: int, worker
             f"{name_step(step, worker)}: engine and trainer may differ by model.mismatch_limit {limit:g} of "
             f"the variance of the log-probs, but differ by {mismatch.unexplained_frac:.2g} "
             f"({mismatch.mean:.2g} nats per token): it samples from other weights, or reports wrong "
-            "log-probs, which enter the reward. Look at the engine's data type and settings, then resume with "
-            "--resume true."
+            "log-probs, which enter the reward. Look at the engine's data type and settings, then resume "
+            "with --resume true."
         )
 
 

@@ -73,8 +73,9 @@ def test_a_tag_in_a_text_makes_a_bad_row(tmp_path: Path, tags: str, tag: str, co
     ],
 )
 def test_every_stage_with_solution_tags_refuses_a_tag(kind: Any, reason: Any, tmp_path: Path) -> None:
-    whole = ROW | {"solution": "<think>\n1 + 6 is 7.\n</think>\n\n\\boxed{7}"}
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (ROW, whole))))
+    row = ROW | {"answer": "7"}
+    whole = row | {"solution": "<think>\n1 + 6 is 7.\n</think>\n\n\\boxed{7}"}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (row, whole))))
     data = load(str(tmp_path / "rows.jsonl"), kind=kind, max_bad_frac=0.5)
     assert data.reports[0].rows_by_reason() == reason
 
