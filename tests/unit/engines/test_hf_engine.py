@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import rlt
+from fits import small_fit
 from sampling import sample_groups
+from tiny import CHAINS
 
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw
@@ -120,3 +123,16 @@ def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:
     engine.start(load_model(tiny_model).train(), load_tokenizer(tiny_model), Path())
     sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=2), 1, END, [0])
     assert engine.model.training
+
+
+def test_a_student_with_fewer_rows_reads_a_padded_teacher(miniature: str, tmp_path: Path) -> None:
+    teacher, size = load_model(miniature), len(load_tokenizer(miniature))
+    teacher.resize_token_embeddings(size + 32)
+    with torch.no_grad():
+        weight = teacher.get_input_embeddings().weight  # tied: such a row would be sampled most
+        weight[size:] = 2 * weight[:size].mean(0) + weight[size - 32 : size]
+    teacher.save_pretrained(tmp_path / "teacher")
+    load_tokenizer(miniature).save_pretrained(tmp_path / "teacher")
+    words = [*CHAINS, f"--model.student={miniature}", "--trainer.max_steps=1"]
+    result = rlt(*small_fit(str(tmp_path / "teacher"), tmp_path / "run", *words))
+    assert result.returncode == 0, result.stderr
