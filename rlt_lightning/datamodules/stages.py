@@ -353,8 +353,8 @@ class StudentOPDData(StratosDataModule):
     @override
     def list_vocabularies(self) -> list[tuple[str, Any, tuple[str, ...]]]:
         tokenizer = self.views.teacher.tokenizer
-        own = [(name, tokenizer, ("teacher_view",)) for name in self.student_names[:1]]
-        return super().list_vocabularies() + own
+        teachers = ((name, tokenizer, ("teacher_view",)) for name in self.student_names[:1])
+        return [*super().list_vocabularies(), *teachers]
 
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
