@@ -102,12 +102,17 @@ class SGLangEngine(Engine):
         limit, params = request.limit(sampling), dict(vars(sampling))
         del params["max_completion_length"]
         params |= {"top_k": sampling.top_k or -1, "max_new_tokens": limit, "sampling_seed": seed}
+        num_rows = self.model.config.get_text_config().vocab_size
+        spare = range(self.num_ids or num_rows, num_rows)  # rows without a token
+        params |= {"logit_bias": {str(number): -100.0 for number in spare}}
         params |= {"stop": watcher.stop or None, "stop_token_ids": sorted(self.end_token_ids)}
 
         def read(response: httpx2.Response) -> tuple[int, Completion]:
             meta = response.json()["meta_info"]
             token_ids = [entry[1] for entry in meta["output_token_logprobs"]]
             log_probs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+            if not all(-9999.0 < value <= 1e-4 for value in log_probs):
+                raise ValueError("log-probs that no sampled token has")
             reason = watcher.finish_reason(token_ids)
             if meta["weight_version"] != str(self.policy_version):
                 raise ValueError("a completion of other weights")

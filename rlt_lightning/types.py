@@ -24,14 +24,20 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
 # The end tag was sampled, an end-of-sequence token, or as many tokens as are allowed.
 FinishReason = Literal["stop", "eos", "length"]
+# No room, the user's quota, the largest file that is allowed.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class InputError(ValueError):
@@ -55,6 +61,28 @@ def require_limits(settings: Any, limits: dict[str, bool], must: str, remedy: st
         names = [part.name for part in fields(settings) if part.name in words]
         values = ", ".join(f"{name} is {getattr(settings, name)!r}" for name in names)
         raise InputError(f"{must} {' and '.join(broken)}, but {values}. {remedy}.")
+
+
+@contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """Turn any library's error about a full disk or quota into one that names the folder that is written.
+
+    Raises:
+        InputError: If there is one.
+    """
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        # Libraries quote the system's words.
+        while found is not None and not any(os.strerror(number) in str(found) for number in FULL_DISK):
+            found = found.__cause__ or found.__context__
+        if found is None:
+            raise
+        raise InputError(
+            f"{folder} must be written, but its disk has no room ({first_line(found)}). Make room, then give "
+            "the same command again, for a stage with --resume true: what was finished before is kept."
+        ) from error
 
 
 def first_line(error: BaseException, length: int = 150) -> str:

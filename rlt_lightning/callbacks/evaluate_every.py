@@ -115,6 +115,9 @@ class EvaluateEvery(Callback):
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
         require_responses_fit(self.questions.problems, self.sampling, context, advice)
         self.dispatcher = None
+        if trainer.is_global_zero:
+            self.judge = Judge(self.questions.tags, self.judge_deadline_s)
+            self.judge.start()
         require_gathering(RolloutCallback.of(trainer).engine, trainer)
 
     @override
@@ -201,8 +204,7 @@ class EvaluateEvery(Callback):
 
     def _judge_responses(self, responses: dict[int, list[Response]]) -> dict[str, float]:
         """Judge all answers and return their figures by name, except figures that are not finite."""
-        if self.judge is None:
-            self.judge = Judge(self.questions.tags, self.judge_deadline_s)
+        assert self.judge is not None
         problems = self.questions.problems
         given = [responses[number] for number in range(len(problems))]
         set_of = {problem.id: problem.set_name for problem in problems}

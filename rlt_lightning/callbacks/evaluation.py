@@ -35,7 +35,7 @@ from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.metrics.answers import OVERALL
 from rlt_lightning.models.file_names import to_file_names
-from rlt_lightning.models.load import context_length
+from rlt_lightning.models.load import context_length, count_ids
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.responses import CalledTogether, require_responses_fit, sample_responses
@@ -110,6 +110,12 @@ class ResponseCallback(Callback):
         if self.engine.load_own_model(pl_module.pretrained):
             return
         pl_module.needs_model = bool(data.left)
+        self.engine.num_ids = count_ids(
+            pl_module.pretrained,
+            data.chat_format.tokenizer,
+            lambda: max(max(problem.prompt) for problem in data.problems),
+            pl_module.trust_remote_code,
+        )
         context = context_length(pl_module.pretrained, pl_module.trust_remote_code)
         if self.fit_context:
             self._fit_context(trainer, context)

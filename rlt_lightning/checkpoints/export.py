@@ -45,7 +45,7 @@ from rlt_lightning.models.weights import (
     trained_tensors,
     write_weights,
 )
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.types import InputError, as_list, naming_full_disk
 
 Adapter = Literal["merged", "separate"]
 
@@ -177,7 +177,7 @@ def write_model_folder(
     tokenizer = load_tokenizer(
         metadata["tokenizer"], metadata["trust_remote_code"], metadata["chat_template"]
     )
-    with replace_folder(folder, ONE_PROCESS) as scratch:
+    with naming_full_disk(folder), replace_folder(folder, ONE_PROCESS) as scratch:
         export_model(model, tensors, tokenizer, metadata, scratch, adapter)
 
 

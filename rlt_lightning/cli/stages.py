@@ -50,7 +50,7 @@ from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
-from rlt_lightning.types import InputError, as_list, first_line
+from rlt_lightning.types import InputError, as_list, first_line, naming_full_disk
 from rlt_lightning.version import __version__
 
 TRAINER_VERBS = LightningCLI.subcommands()
@@ -245,6 +245,11 @@ class RLTCommandLine(LightningCLI):
             module: Any = self.model
             module.optimizer_name = optimizer["class_path"]
             module.configure_optimizers = partial(build_named, module, optimizer, schedule)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the verb; a disk that is full ends it in one line."""
+        with naming_full_disk(self.choice.folder):
+            super()._run_subcommand(subcommand)
 
     def _parse_ckpt_path(self) -> None:
         """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""

@@ -124,7 +124,8 @@ def run_demo(words: Sequence[str]) -> int:
     run_stages(list_stages(folder.resolve()), folder)
     show_explanations(folder)
     show_accuracies(folder)
-    print(f"\nDone in {time.perf_counter() - begin:.0f} s. How it learned: rlt report {folder}/rlt/teacher")
+    run = shlex.quote(f"{folder}/rlt/teacher")
+    print(f"\nDone in {time.perf_counter() - begin:.0f} s. How it learned: rlt report {run}")
     print("Next, the RLT stage by itself, half a minute: rlt fit --config laptop/rlt")
     return 0
 

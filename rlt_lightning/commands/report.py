@@ -76,8 +76,9 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     Raises:
         InputError: If the folder holds no run with figures, a file is damaged, or `output` is no report.
     """
-    curves = read_metrics(run / "metrics.csv")
-    body = [f'<p class="soft">{escape(str(run))}</p>']
+    logged = read_metrics(run / "metrics.csv")
+    curves = {name: curve for name, curve in logged.items() if any(v is not None for v in curve[1])}
+    body = [f'<p class="soft">{escape(str(run))}</p>', *render_gaps(logged)]
     if curves:
         body += render_curves(curves)
     for name in DOCUMENTS:
@@ -153,6 +154,17 @@ def render_curves(curves: dict[str, Curve]) -> Iterator[str]:
     if others:
         table = render_table(header, [render_change(name, curves[name]) for name in others])
         yield f"<details><summary>All other figures</summary>{table}</details>"
+
+
+def render_gaps(curves: dict[str, Curve]) -> Iterator[str]:
+    """Yield a line that names the figures of which a value is not finite, and their first such step."""
+    gaps = [
+        f"{name} (step {curve[0][curve[1].index(None)]})"
+        for name, curve in curves.items()
+        if None in curve[1]
+    ]
+    if gaps:
+        yield f"<p><b>NaN or infinite</b>, first at: {escape(', '.join(sorted(gaps)))}</p>"
 
 
 def choose_figures(curves: dict[str, Curve]) -> list[str]:

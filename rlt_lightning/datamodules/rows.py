@@ -106,6 +106,7 @@ def parse_row(
     trace_columns: Sequence[str] = (),
     allows_completion: bool = False,
     student_tags: TagStyle | None = None,
+    solution_in_tags: bool = True,
 ) -> ParsedRow:
     """Parse a row of Bespoke-Stratos' format, or one with question and solution.
 
@@ -116,6 +117,7 @@ def parse_row(
         trace_columns: Names of the traces that the task needs.
         allows_completion: Whether a `completion` may replace `reasoning_trace`.
         student_tags: The tags of the row's system prompt, which is the student's; None: `tags`.
+        solution_in_tags: Whether a model reads or writes the solution between tags, so that it may hold none.
 
     Raises:
         BadRowError: With the reason why the row cannot be used.
@@ -131,6 +133,8 @@ def parse_row(
         raise BadRowError(BadRowReason.EMPTY_QUESTION, "the question has no text")
     if not parsed.solution.strip():
         raise BadRowError(BadRowReason.EMPTY_SOLUTION, "the solution has no text")
+    if solution_in_tags:
+        _require_no_tag("solution", parsed.solution, tags, student_tags or tags, is_turn)
     has_completion = allows_completion and bool(parsed.completion)
     for name in trace_columns:
         if name not in parsed.traces:
@@ -142,7 +146,6 @@ def parse_row(
         _require_no_tag(
             name, parsed.traces[name], tags, student_tags or tags, is_turn and name == TRACE_COLUMN
         )
-        _require_no_tag("solution", parsed.solution, tags, student_tags or tags, is_turn)
     return parsed
 
 

@@ -276,6 +276,7 @@ class StudentRLData(StratosDataModule):
 
     role: ClassVar[Role] = "student"
     samples = "answers"
+    solution_in_tags = False
     stop = ""
 
     def __init__(self, source: Rows = "chains", *, student_context: int | None = None, **common: Any) -> None:
@@ -348,6 +349,12 @@ class StudentOPDData(StratosDataModule):
         _, tokenizer = load_tokenizers(require_model(self.tokenizer_name), teacher, self.trust_remote_code)
         own = self.format if tokenizer is None else self.student_views.chosen[0].build_format(tokenizer)
         self.views = TeacherViews(self.format, own, self.view)
+
+    @override
+    def list_vocabularies(self) -> list[tuple[str, Any, tuple[str, ...]]]:
+        tokenizer = self.views.teacher.tokenizer
+        teachers = ((name, tokenizer, ("teacher_view",)) for name in self.student_names[:1])
+        return [*super().list_vocabularies(), *teachers]
 
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:

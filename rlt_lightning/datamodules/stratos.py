@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -61,7 +62,7 @@ from rlt_lightning.datamodules.token_cache import (
 )
 from rlt_lightning.datamodules.views import StudentViews
 from rlt_lightning.models.format import ModelFormat, Role
-from rlt_lightning.models.load import require_model_name
+from rlt_lightning.models.load import count_ids, require_model_name
 from rlt_lightning.tags import TagStyle, escape_half_pairs
 from rlt_lightning.types import (
     BadRowError,
@@ -74,6 +75,8 @@ from rlt_lightning.types import (
     SFTBatch,
 )
 
+# The columns of items that the trained model reads.
+TRAINED_COLUMNS = ("token_ids", "teacher_prefix", "think_prefix", "completion_ids")
 # A file, folder, hub id or embedded task, rows themselves, or a list of such sources.
 Rows = str | Path | list[str] | Iterable[dict[str, Any]]
 
@@ -114,12 +117,14 @@ class StratosDataModule(LightningDataModule, ABC):
         role: The model that a run of this stage trains, or whose work it scores.
         samples: What the completions are: explanations, answers or thoughts; '' in fine-tuning.
         takes_completions: Whether a row may have a completion in place of a trace.
+        solution_in_tags: Whether a model reads or writes the solution between tags.
         student_views: The formats in which teacher and students read; set by `load_formats`.
     """
 
     role: ClassVar[Role]
     samples: ClassVar[str] = ""
     takes_completions: ClassVar[bool] = False
+    solution_in_tags: ClassVar[bool] = True
     student_views: StudentViews
     # Settings that some stages have, as `trace_columns`; in the others they have these values.
     student_names: tuple[str, ...] = ()  # the frozen models that read
@@ -284,7 +289,8 @@ class StratosDataModule(LightningDataModule, ABC):
             BadRowError: If it cannot be used.
         """
         tags, student_tags = self.format.tags, self.format.student_tags
-        return parse_row(columns, tags, self.trace_columns, self.takes_completions, student_tags)
+        options = self.trace_columns, self.takes_completions, student_tags, self.solution_in_tags
+        return parse_row(columns, tags, *options)
 
     @abstractmethod
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
@@ -377,6 +383,29 @@ class StratosDataModule(LightningDataModule, ABC):
         """Return a hash of the rows that train, for each source."""
         items, sources = self.items, range(len(self.sources))
         return [items.select(items.sources == source).fingerprint() for source in sources]
+
+    def list_vocabularies(self) -> list[tuple[str, Any, tuple[str, ...]]]:
+        """Return the run's models, each with its tokenizer and the columns of items that it reads."""
+        readers = zip(self.list_readers(), self.student_views.formats, strict=False)
+        read = "student_prefix", "student_suffix", "solution_ids"
+        return [
+            (require_model(self.tokenizer_name), self.format.tokenizer, TRAINED_COLUMNS),
+            *((name, own.student_tokenizer, read) for name, own in readers),
+        ]
+
+    def count_ids(self) -> int:
+        """Return how many token ids every model has that reads what the first of them samples.
+
+        Raises:
+            InputError: If a model has no row for a token of its tokenizer.
+        """
+        ids, counts = self.format.tokenizer.get_vocab().items(), []
+        for name, tokenizer, columns in self.list_vocabularies():
+            largest = partial(self.all_items.find_largest, *columns)
+            count = count_ids(name, tokenizer, largest, self.trust_remote_code)
+            if ids <= tokenizer.get_vocab().items():
+                counts.append(count)
+        return min(counts)
 
     @property
     def all_items(self) -> StoredItems:

@@ -218,6 +218,11 @@ class StoredItems(Sequence[Item]):
         """Return the system prompts under which the student sees the items, counted."""
         return Counter(self.table["system_prompt"].take(self.indices).to_pylist())
 
+    def find_largest(self, *names: str) -> int:
+        """Return the largest token id in some columns of the table."""
+        found = [pc.max(pc.list_flatten(self.table[name])).as_py() for name in names]
+        return max((number for number in found if number is not None), default=0)
+
     def sum_columns(self, *names: str) -> NDArray[Any]:
         """Return the sum of columns of numbers, or of the lengths of token ids, by item."""
         columns = [self.table[name] for name in names]

@@ -55,7 +55,10 @@ class StudentView:
         system = None
         if self.keeps_row_prompts:
             system = parse_row(
-                problem.columns, self.format.tags, student_tags=self.format.student_tags
+                problem.columns,
+                self.format.tags,
+                student_tags=self.format.student_tags,
+                solution_in_tags=False,  # those of the first student count
             ).system
         own = self.format.build_problem(problem.row, problem.question, problem.solution, system)
         prompt, given = problem.teacher_prompt, own.think_prefix

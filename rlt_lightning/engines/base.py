@@ -182,6 +182,9 @@ class Engine(ABC):
     unverified: bool = False  # the engine sets it while a worker that has joined or rejoined awaits `verify`
     policy_version: int = -1  # of the weights that all its workers hold; -1 if some need a push
     takes_turns: bool = False  # whether it shares its GPUs with training, and sleeps meanwhile
+    # The first token ids, which may be sampled: those with a text, and with a row in every model that reads
+    # them. Set before `start`; None: all.
+    num_ids: int | None = None
 
     @abstractmethod
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
@@ -292,9 +295,18 @@ class Engine(ABC):
 def stream_completions(
     engine: Engine, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
 ) -> Iterator[tuple[int, Completion]]:
-    """Yield the completions of `Engine.sample`; raise EngineError if it ends before all came."""
+    """Yield the completions of `Engine.sample`.
+
+    Raises:
+        EngineError: If it ends before all came, or samples a token that it may not.
+    """
     missing = set(range(sum(request.num_completions for request in requests)))
     for index, completion in engine.sample(requests, sampling, stop):
+        if engine.num_ids is not None and max(completion.token_ids, default=0) >= engine.num_ids:
+            raise EngineError(
+                f"{type(engine).__name__} must sample the {engine.num_ids} tokens that have a text and a row "
+                f"in all models, but sampled {max(completion.token_ids)}. Let it leave out the others."
+            )
         missing.discard(index)
         yield index, completion
     if missing:

@@ -27,6 +27,8 @@ JSON = dict[str, Any]
 # Log-probability, nats, of equal completions below which they are no chance: 4e-18.
 SMALLEST_CHANCE = -40.0
 LARGEST_LOG_PROB = 1e-4  # float32 rounds 0 up to 1e-6
+# vLLM writes this for minus infinity, which JSON does not know.
+INFINITE_LOG_PROB = -9999.0
 
 
 class WorkerError(EngineError):
@@ -55,7 +57,8 @@ class CompletionRequest:
     sampling: Sampling
     watcher: StopWatcher  # of the end tag, and of end tokens in addition to those that the server knows
     end_token_ids: Container[int]  # all tokens with which the server may end it
-    vocab_size: int
+    num_ids: int
+    logit_bias: JSON  # keeps it from words beyond these, by number
     seed: int
     group_size: int
     drawn: defaultdict[tuple[int, ...], set[int]]
@@ -246,6 +249,7 @@ class WorkerClient:
             "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,
         }
+        body |= {"logit_bias": request.logit_bias} if request.logit_bias else {}
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
         with self.require_form(answer, "a completion with token ids and log-probs, whole to its end"):
             completion = parse_completion(answer, request, self.url)
@@ -293,10 +297,10 @@ def parse_completion(answer: JSON, request: CompletionRequest, url: str) -> Comp
     require(type(token_ids) is type(log_probs) is list, "no lists")
     counts = f"{len(token_ids)} token ids and {len(log_probs)} log-probs"
     require(1 <= len(token_ids) <= limit and len(log_probs) == len(token_ids), counts)
-    in_vocabulary = all(type(token) is int and 0 <= token < request.vocab_size for token in token_ids)
+    in_vocabulary = all(type(token) is int and 0 <= token < request.num_ids for token in token_ids)
     require(in_vocabulary, "token ids that are not in the vocabulary")
-    are_log_probs = all(math.isfinite(value) and value <= LARGEST_LOG_PROB for value in log_probs)
-    require(are_log_probs, "no log-probs")
+    faulty = [value for value in log_probs if not INFINITE_LOG_PROB < value <= LARGEST_LOG_PROB]
+    require(not faulty, f"log-probs that no sampled token has, such as {faulty[:1]}")
     reason = parse_finish_reason(choice, request)
     return Completion(token_ids, log_probs, reason, seed=request.seed, worker=url)
 

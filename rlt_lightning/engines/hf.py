@@ -103,7 +103,7 @@ class HFEngine(Engine):
             self.decoder = self.decoder or choose_decoder(self.model, self._call)
             decoder = build_decoder(self.decoder, self.model, self._call, max_rows, max(limits, default=0))
             batch = ContinuousBatch(
-                groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues
+                groups, decoder, sampling, max_rows, watcher.finish_reason, self._continues, self.num_ids
             )
             batch.run()
         finally:
@@ -179,6 +179,7 @@ class ContinuousBatch:
         max_rows: Completions sampled at once.
         finish_reason: Returns how a token sequence ended; length while it has not.
         continues: Called before each run of the model with whether it has work; returns whether to run it.
+        num_ids: The first token ids, which may be drawn; None: all.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class ContinuousBatch:
         max_rows: int,
         finish_reason: Callable[[list[int]], FinishReason],
         continues: Callable[[bool], bool],
+        num_ids: int | None = None,
     ) -> None:
         self.waiting = deque(groups)
         self.decoder = decoder
@@ -196,6 +198,7 @@ class ContinuousBatch:
         self.max_rows = max_rows
         self.finish_reason = finish_reason
         self.continues = continues
+        self.num_ids = num_ids
         self.begun: list[Group] = []  # by slot
         self.rows: list[Draft] = []  # by slot
         self.tokens: Any = None  # the rows' last tokens, (n,)
@@ -270,7 +273,7 @@ class ContinuousBatch:
         numbers = [draft.uniforms[len(draft.token_ids)] for draft in drafts]
         uniforms = upload(numbers, logits.device, torch.float64)
         history = self._collect_history(drafts, logits.device)
-        drawn = draw(logits.float(), history, uniforms, self.sampling)
+        drawn = draw(logits.float(), history, uniforms, self.sampling, self.num_ids)
         for draft, token, log_prob in zip(drafts, drawn.token_ids, drawn.log_probs, strict=True):
             draft.token_ids.append(token)
             draft.log_probs.append(log_prob)
@@ -332,7 +335,9 @@ class Drawn(NamedTuple):
     log_probs: list[float]
 
 
-def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
+def draw(
+    logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling, num_ids: int | None = None
+) -> Drawn:
     """Draw one token per row by inverse transform sampling.
 
     Args:
@@ -340,9 +345,11 @@ def draw(logits: Tensor, history: Tensor, uniforms: Tensor, sampling: Sampling) 
         history: Tokens present in each row, prompt included, (n, L); read for the repetition penalty only.
         uniforms: One number in [0, 1) per row, (n,).
         sampling: Temperature and truncation.
+        num_ids: The first words, which may be drawn; None: all.
     """
     scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
-    filtered = truncate(logits, history, sampling) if sampling.truncates else scaled
+    words = logits[:, :num_ids]
+    filtered = truncate(words, history, sampling) if sampling.truncates else scaled[:, :num_ids]
     tokens = filtered.argmax(dim=-1) if sampling.temperature == 0 else invert(filtered, uniforms)
     log_probs = scaled.gather(1, tokens[:, None]).squeeze(1) - scaled.logsumexp(dim=-1)
     # Float64 holds tokens and fp32 exactly, so one copy brings both.

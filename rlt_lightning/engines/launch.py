@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
 
+import torch
+
 from rlt_lightning.allocator import ALLOCATOR_NAMES
 from rlt_lightning.console import make_printable, waiting_for
 from rlt_lightning.engines import guard
@@ -175,9 +177,9 @@ def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str]) -> str:
     Raises:
         InputError: If a position is beyond the GPUs that this process sees.
     """
-    if VARIABLE not in environment:
-        return ",".join(map(str, gpus))
-    visible = [word.strip() for word in environment[VARIABLE].split(",") if word.strip()]
+    # Without a GPU in sight, as in a test, nothing is known of those that are named.
+    seen = environment.get(VARIABLE, ",".join(map(str, range(torch.cuda.device_count() or max(gpus) + 1))))
+    visible = [word.strip() for word in seen.split(",") if word.strip()]
     if beyond := [i for i in gpus if not 0 <= i < len(visible)]:
         raise InputError(
             f"launch.gpus must count, from 0, among the {len(visible)} GPUs that this process sees, but "

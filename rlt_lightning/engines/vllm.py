@@ -44,6 +44,7 @@ from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, InputError
 
 # A model's vocabulary exceeds its tokenizer's by less: it is rounded up to a size that suits the hardware.
+# vLLM takes a bias for so many words of a request.
 MOST_SPARE_TOKENS = 1024
 
 
@@ -121,7 +122,7 @@ class VLLMEngine(Engine):
         self.tokenizer: Any = None
         self.eos_token_ids: set[int] = set()  # which the workers are told
         self.end_token_ids: Container[int] = set()  # with which they may end a completion
-        self.vocab_size = 0
+        self.spare: dict[str, float] = {}  # bias against the rows that no token has
 
     @property
     def policy_version(self) -> int:  # type: ignore[override]
@@ -160,7 +161,14 @@ class VLLMEngine(Engine):
             self._serve_without_trainer()
         else:
             self.end_token_ids = self.eos_token_ids = find_eos_token_ids(model, tokenizer)
-            self.vocab_size = int(model.config.get_text_config().vocab_size)
+            num_rows = int(model.config.get_text_config().vocab_size)
+            self.num_ids = self.num_ids or num_rows
+            self.spare = {str(number): -100.0 for number in range(self.num_ids, num_rows)}
+            if len(self.spare) > MOST_SPARE_TOKENS:
+                raise InputError(
+                    f"At most {MOST_SPARE_TOKENS} rows of a model that vLLM serves may have no token, but "
+                    f"{len(self.spare)} have none. Cut them off with resize_token_embeddings."
+                )
             dtypes = {parameter.dtype for parameter in model.parameters()}
             self.fleet.trainer_dtypes = {str(dtype).removeprefix("torch.") for dtype in dtypes}
         name = "" if model is None else model.name_or_path
@@ -177,7 +185,7 @@ class VLLMEngine(Engine):
         # The worker's model may end with another special token than the tokenizer's, and its vocabulary be
         # rounded up.
         self.end_token_ids = {self.tokenizer.eos_token_id, *self.tokenizer.added_tokens_decoder}
-        self.vocab_size = len(self.tokenizer) + MOST_SPARE_TOKENS
+        self.num_ids = len(self.tokenizer) + MOST_SPARE_TOKENS
 
     def close(self) -> None:
         """Leave the workers' groups and stop the workers that were launched."""
@@ -217,6 +225,7 @@ class VLLMEngine(Engine):
         """See `Engine.sample` and, for the seeds, `SampleRequest.seeds`."""
         watcher = StopWatcher(self.tokenizer, stop, self.eos_token_ids)
         calls: list[CompletionRequest] = []
+        assert self.num_ids is not None
         brings: list[range] = []  # indices of the completions that each call brings
         first = 0
         for request in requests:
@@ -235,7 +244,8 @@ class VLLMEngine(Engine):
                         sampling=one,
                         watcher=watcher,
                         end_token_ids=self.end_token_ids,
-                        vocab_size=self.vocab_size,
+                        num_ids=self.num_ids,
+                        logit_bias=self.spare,
                         seed=seed,
                         group_size=request.num_completions,
                         drawn=drawn,

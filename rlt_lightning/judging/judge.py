@@ -42,7 +42,7 @@ from rlt_lightning.judging.answers import (
 )
 from rlt_lightning.judging.compare import same_answer
 from rlt_lightning.tags import TagStyle, tag_style
-from rlt_lightning.types import InputError
+from rlt_lightning.types import InputError, first_line
 
 # What the processes need. Names, because the forkserver imports them, not this process.
 WORKER_MODULES = ["math_verify", "rlt_lightning.judging.judge"]
@@ -172,6 +172,20 @@ class Judge:
             _, found, following = following.partition(tag)
         return bool(found)
 
+    def start(self) -> None:
+        """Start the processes now, and not with the first response, so that nothing is sampled in vain.
+
+        Raises:
+            InputError: If they do not start.
+        """
+        try:
+            wait_for_result(*self._schedule(os.getpid))
+        except (OSError, BrokenProcessPool) as error:
+            raise InputError(
+                f"The processes that judge answers must start, but did not ({first_line(error)}). Give them "
+                f"memory_gib={self.memory_gib:g}, and a TMPDIR whose path is short, for their sockets."
+            ) from error
+
     def close(self) -> None:
         """End the processes; safe to call twice. The next response starts new processes."""
         if self._pool is not None:
@@ -257,13 +271,7 @@ class Judge:
         if self._pool is not None and self._pool.active:
             return
         self.close()
-        try:
-            wait_for_result(*self._schedule(os.getpid))
-        except BrokenProcessPool as error:
-            raise InputError(
-                "The processes that judge answers must start, but end at once. Give them more memory than "
-                f"memory_gib={self.memory_gib:g}, or free some."
-            ) from error
+        self.start()
 
 
 def require_guarded_main(context: Any) -> None:

@@ -27,10 +27,10 @@ from rlt_lightning.models.weights import (
     NamedTensor,
     WeightFiles,
     full_shape,
+    require_weights,
     stored_once,
     whole_tensors,
 )
-from rlt_lightning.types import InputError
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PretrainedFiles:
         files: Its files.
 
     Raises:
-        InputError: If the files lack a weight of the model.
+        InputError: If the files lack a weight of the model, or have it in another shape.
     """
 
     def __init__(self, model: Any, files: WeightFiles) -> None:
@@ -102,17 +102,13 @@ class PretrainedFiles:
                     (key, pattern)
                 )
         model._weight_conversions = [c for c in conversions if c.was_used()]
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, group in self.groups.items():
-            names: Any = [name]
-            if group.converter is not None and len(group.converter.target_patterns) > 1:
-                names = group.convert(model, name, [files.empty(key) for key, _ in group.sources])
-            self.group_of |= dict.fromkeys(names, name)
-        for name in stored_once(model):
-            if name not in self.group_of:
-                raise InputError(
-                    f"The files of '{files.name}' must have every weight of the model, but lack '{name}'. "
-                    "Load the model once and save it with save_pretrained."
-                )
+            parts = group.convert(model, name, [files.empty(key) for key, _ in group.sources])
+            self.group_of |= dict.fromkeys(parts, name)
+            shapes |= {part: full_shape(tensor) for part, tensor in parts.items()}
+        stored = stored_once(model)
+        require_weights(files.name, [n for n, t in stored.items() if shapes.get(n) != full_shape(t)])
 
     def __call__(self, name: str) -> Tensor:
         """Return one whole tensor, in the type in which it is stored."""

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError
@@ -60,16 +60,19 @@ class ModelFormat:
 
     @staticmethod
     def from_plain(plain: Any, source: str) -> ModelFormat:
-        """Return the format that `to_plain` has written.
+        """Return the format that `to_plain` has written; it may be the text of `rlt_format.json`.
 
         Raises:
             InputError: If the values are others; it names their source.
         """
         try:
+            plain = json.loads(plain) if isinstance(plain, bytes) else plain
+            if plain["role"] not in get_args(Role) or not isinstance(plain["system_prompt"], str):
+                raise ValueError(f"{plain['role']}, {plain['system_prompt']}")
             tags = TagStyle(**plain["tags"], separator=plain["separator"])
             share = float(plain["system_prompt_share"])
             return ModelFormat(plain["role"], tags, plain["system_prompt"], share)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{source} must hold role, tags, separator, system_prompt and system_prompt_share, but does "
                 f"not ({error!r}). Restore it, or delete it: the model's format is then unknown."

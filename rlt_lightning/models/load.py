@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, without_default_system
 from rlt_lightning.models.packed import LIMITS
 from rlt_lightning.models.template import fix_date
-from rlt_lightning.models.weights import Read, WeightFiles
+from rlt_lightning.models.weights import Read, WeightFiles, require_weights
 from rlt_lightning.types import InputError, first_line
 
 # Tokenizers differ in digits, apostrophes, line breaks, tags, scripts, and composed and decomposed letters.
@@ -94,7 +93,7 @@ def load_format(name: str) -> ModelFormat | None:
     path = find_file(name, FORMAT_FILE)
     if path is None:
         return None
-    return ModelFormat.from_plain(json.loads(path.read_text(encoding="utf-8")), str(path))
+    return ModelFormat.from_plain(path.read_bytes(), str(path))
 
 
 def find_file(name: str, file_name: str) -> Path | None:
@@ -132,7 +131,7 @@ def load_model(
         role: What the model is for, in the line that announces it.
 
     Raises:
-        InputError: If nothing can be loaded under that name.
+        InputError: If nothing can be loaded under that name, or its files lack a weight of the model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -140,13 +139,18 @@ def load_model(
     announce_model(name, dtype, role)
     require_intact(Path(resolve(name)), weights=True)
     with naming_choices("model", name), quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             resolve(name),
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             # Never unpickle a stranger's file.
             use_safetensors=True,
+            # What is missing or has another shape would be drawn at random.
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **options,
         )
+    require_weights(name, loading["missing_keys"] | {key for key, *_ in loading["mismatched_keys"]})
+    return model
 
 
 def empty_model(
@@ -158,7 +162,7 @@ def empty_model(
         The model, and a function that reads the value of a parameter or persistent buffer by its name.
 
     Raises:
-        InputError: As `load_model`; the function raises it if the files lack a name.
+        InputError: As `load_model`.
     """
     from transformers import GenerationConfig
 
@@ -221,6 +225,36 @@ def model_config(name: str, trust_remote_code: bool = False) -> Any:
 def context_length(name: str, trust_remote_code: bool = False) -> int:
     """Return the longest sequence that a model takes, in tokens; some have no limit."""
     return read_context_length(model_config(name, trust_remote_code))
+
+
+def count_ids(
+    name: str, tokenizer: Any, find_largest: Callable[[], int], trust_remote_code: bool = False
+) -> int:
+    """Return how many token ids a tokenizer and a model's embedding both have.
+
+    A special token without a row, such as that of images in a text model, is no fault until a row uses it.
+
+    Args:
+        name: The model.
+        tokenizer: The tokenizer.
+        find_largest: Returns the largest id that the model is given.
+        trust_remote_code: Run code that comes with the model.
+
+    Raises:
+        InputError: If any other token has no row.
+    """
+    num_rows = int(model_config(name, trust_remote_code).get_text_config().vocab_size)
+    ids, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
+    beyond = {token: number for token, number in ids.items() if number >= num_rows}
+    largest = find_largest() if beyond else 0
+    lost = [t for t, n in beyond.items() if n <= largest or n not in added or not added[n].special]
+    if lost:
+        raise InputError(
+            f"Every token must have a row in the model's embedding, but {len(lost)} of the tokenizer's have "
+            f"none in the {num_rows} of '{name}', such as {lost[0]!r}. Use the tokenizer that belongs to it, "
+            "or call resize_token_embeddings, train the new rows, and save the model."
+        )
+    return min(num_rows, 1 + max(ids.values()))
 
 
 def read_context_length(config: Any) -> int:

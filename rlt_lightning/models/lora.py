@@ -8,18 +8,20 @@ stacked in one parameter, are not adapted.
 from __future__ import annotations
 
 import copy
+import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from rlt_lightning.console import announce
 from rlt_lightning.models.quantised import dequantised_weights, quantise
 from rlt_lightning.models.weights import Deferred, NamedTensor, Read, full_shape, whole_tensors
 from rlt_lightning.types import InputError, first_line, require_limits
@@ -78,10 +80,12 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
         InputError: If a target is no linear layer of the model, or its head.
     """
     empty = next(model.parameters()).is_meta
+    sizes = {name: math.prod(full_shape(weight)) for name, weight in model.named_parameters()}
     # An empty model gives only names and shapes: of the original weights.
     if lora.base == "4bit" and not empty:
         quantise(model)
     inject_layers(model, lora, empty)
+    announce_reach(model, sizes)
     shapes = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -97,7 +101,7 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
         value = torch.zeros(shapes[name], device="cpu")
         if ".lora_A." in name:
             # Like peft: Kaiming uniform with a = sqrt(5).
-            bound = 1 / sqrt(shapes[name][1])
+            bound = 1 / math.sqrt(shapes[name][1])
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             value.uniform_(-bound, bound, generator=generator)
         return value
@@ -108,6 +112,23 @@ def add_adapter(model: Any, lora: LoRA, seed: int, read: Read | None = None) -> 
                 if is_adapter(name):
                     parameter.copy_(value(name))
     return value
+
+
+def announce_reach(model: Any, sizes: dict[str, int]) -> None:
+    """Say which part of the weights an adapter reaches, and which are the largest that it does not.
+
+    Args:
+        model: The adapted model.
+        sizes: How many numbers each weight of the model had before.
+    """
+    adapted = {f"{name}.weight" for name, _ in adapted_layers(model)}
+    left, total = Counter[str](), sum(sizes.values())
+    for name, size in sizes.items():
+        if name not in adapted:
+            parts = [part for part in name.split(".") if not part.isdigit() and part != "weight"]
+            left[".".join(parts[-2:])] += size
+    others = ", ".join(f"{name} {size / total:.0%}" for name, size in left.most_common(3))
+    announce(f"model.lora reaches {1 - left.total() / total:.0%} of the weights; left out: {others}")
 
 
 def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,9 +222,11 @@ class WeightFiles:
             if index is not None:
                 names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
             self.file_of: dict[str, str] = {}
+            self.shapes: dict[str, list[int]] = {}
             for path in (str(cached_file(resolve(name), file)) for file in names):
                 with safe_open(path, framework="pt") as file:
                     self.file_of |= dict.fromkeys(file.keys(), path)
+                    self.shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"The weights of '{name}' must be whole safetensors files, but cannot be read "
@@ -240,7 +242,20 @@ class WeightFiles:
 
     def empty(self, key: str) -> Tensor:
         """Return a tensor's shape, as an empty tensor on the meta device."""
-        from safetensors import safe_open
+        return torch.empty(self.shapes[key], device="meta")
 
-        with safe_open(self.file_of[key], framework="pt") as file:
-            return torch.empty(file.get_slice(key).get_shape(), device="meta")
+
+def require_weights(name: str, faulty: Collection[str]) -> None:
+    """Refuse a model whose files lack weights of it, or have them in another shape.
+
+    Args:
+        name: The model.
+        faulty: Names of these weights.
+    """
+    if faulty:
+        some = ", ".join(sorted(faulty)[:3]) + (", ..." if len(faulty) > 3 else "")
+        raise InputError(
+            f"The files of '{name}' must have every weight of the model in its shape, but {len(faulty)} are "
+            f"missing or have another one: {some}. Correct its config.json (a head that is tied to the "
+            "embedding has no file), or save the whole model again."
+        )

@@ -141,6 +141,8 @@ class PolicyModule(LightningModule):
         self.entry: ModelEntry | None = None
         self.sharding = Unsharded(None)
         self.is_configured = False
+        # Token ids that may be sampled; `setup` counts them.
+        self.num_ids: int | None = None
 
     @property
     def policy(self) -> Any:
@@ -162,6 +164,7 @@ class PolicyModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse data of another stage, and number types in which training does not work."""
         self.require_data(getattr(self.trainer, "datamodule", None))
+        self.num_ids = get_stratos_data(self.trainer).count_ids()
         if stage == "predict" and type(self).predict_step is LightningModule.predict_step:
             raise InputError(
                 f"`rlt predict` scores or writes explanations, but {type(self).__name__} only trains. Use "
@@ -674,13 +677,16 @@ class OnPolicyModule(PolicyModule):
             EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
         """
         self.raise_together(step)
-        (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, [])
-        on_rank = Mismatch.read(mismatches)
-        mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))
-        require_agreement(mismatch, self.mismatch_limit, self.global_step + 1)
+        (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, {})
+        by_worker = {}
+        for worker in step.list_workers():
+            on_rank = Mismatch.read(mismatches.get(worker, []))
+            mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))
+            require_agreement(mismatch, self.mismatch_limit, self.global_step + 1, worker)
+            by_worker[worker] = mismatch
         metrics |= self.optimizer_step_now(counts)
         masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
-        return metrics | mismatch_metrics(mismatch, self.global_step, masks)
+        return metrics | mismatch_metrics(by_worker, self.global_step, masks)
 
 
 def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:

@@ -108,10 +108,16 @@ class EvaluationModule(LightningModule):
         on_rank = torch.tensor(float(flag), device=self.device)
         return bool(self.trainer.strategy.reduce(on_rank, reduce_op="max"))
 
+    def setup(self, stage: str) -> None:
+        """Start the judge's processes, before anything is loaded and sampled."""
+        data = get_evaluation_data(self.trainer)
+        self.judge = Judge(data.tags, self.judge_deadline_s)
+        if data.left:
+            self.judge.start()
+
     def on_test_start(self) -> None:
         """Begin with the records of an earlier part of the run."""
         data = get_evaluation_data(self.trainer)
-        self.judge = Judge(data.tags, self.judge_deadline_s)
         self.answers = AnswerFigures({problem.id: problem.set_name for problem in data.problems})
         self.answers.to(self.device)
         self.answers.update(data.finished if self.trainer.is_global_zero else [])

@@ -97,13 +97,13 @@ class LossOutput:
     Attributes:
         loss: To be minimised; its sum over micro-batches is the step's.
         metrics: Scalars without gradient, whose sums over micro-batches are the step's.
-        mismatch: How far engine and trainer differ (`measure_mismatch`), if that is known.
+        mismatch: How far each worker and the trainer differ (`measure_mismatch`), if that is known.
         numbers: Numbers of the rows to be kept in the step, (n,).
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
-    mismatch: Tensor | None = None
+    mismatch: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -253,14 +253,14 @@ def build_sampled_pass(model: str, rollout: Rollout) -> ScoringPass:
 
 def compare_with_engine(
     inputs: LossInputs, importance: TruncatedImportanceSampling | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Choose the log-probs that a loss's ratio refers to, and measure how far engine and trainer differ.
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """Choose the log-probs that a loss's ratio refers to, and measure how far workers and trainer differ.
 
     Returns:
         The log-probs to which the policy's have their ratio, (n, T): those of the engine if older weights
         sampled and no weights correct for that, else the policy's at the start of the iteration; importance
-        weights, (n, T), if they are used; and how far engine and trainer differ (`measure_mismatch`), if that
-        is known.
+        weights, (n, T), if they are used; and how far each worker and the trainer differ
+        (`measure_mismatch`), if that is known.
 
     Raises:
         RuntimeError: If the engine's log-probs are needed, but unknown.
@@ -273,9 +273,14 @@ def compare_with_engine(
                 "the engine sent none. Let it report them, or set model.max_staleness to 0 and "
                 "model.importance_sampling to null."
             )
-        return old_log_probs, None, None
+        return old_log_probs, None, {}
     weights = None if importance is None else importance(old_log_probs, engine_log_probs, inputs.token_mask)
-    mismatch = measure_mismatch(old_log_probs, engine_log_probs, inputs.token_mask, weights)
+    workers = [rollout.completion.worker or "" for rollout in inputs.rollouts]
+    mismatch = {}
+    for worker in dict.fromkeys(workers):
+        own = upload([name == worker for name in workers], old_log_probs.device, torch.bool)[:, None]
+        mask = inputs.token_mask & own
+        mismatch[worker] = measure_mismatch(old_log_probs, engine_log_probs, mask, weights)
     return engine_log_probs if inputs.stale and weights is None else old_log_probs, weights, mismatch
 
 

@@ -290,7 +290,7 @@ class Distillation(LossTerm):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the sum over judged tokens, divided by their number in the step."""
         loss = inputs.computed.values.sum() / count_scored(inputs)
-        return self.build_output(inputs, loss, inputs.computed.values.detach(), {}, None)
+        return self.build_output(inputs, loss, inputs.computed.values.detach(), {}, {})
 
     def build_output(
         self,
@@ -298,7 +298,7 @@ class Distillation(LossTerm):
         loss: Tensor,
         values: Tensor,
         metrics: dict[str, Tensor],
-        mismatch: Tensor | None,
+        mismatch: dict[str, Tensor],
     ) -> LossOutput:
         """Return the output of a micro-batch with these divergences, (M,)."""
         metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / count_scored(inputs)}

@@ -77,7 +77,7 @@ class CalledTogether:
     """
 
     def __init__(self, engine: Engine, on_any_rank: Callable[[bool], bool]) -> None:
-        self.engine = engine
+        self.engine, self.num_ids = engine, engine.num_ids
         self.on_any_rank = on_any_rank
 
     def sample(

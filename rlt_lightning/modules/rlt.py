@@ -181,6 +181,7 @@ class RLTModule(OnPolicyModule):
         self.reward.check(data.problems)
         self.students = self.students.with_formats(data.student_views.formats)
         require_scorable(self.reward, self.students)
+        self.reward.open(data.format.tags)
 
     def require_data(self, data: Any) -> None:
         """See `PolicyModule.require_data`; the reward must fit the completions."""
@@ -376,7 +377,7 @@ class RLTModule(OnPolicyModule):
         self.require_fresh(rollouts.policy_version)
         with self.phase("score"):
             step = batch.step = self.score(rollouts, recompute=True)
-            mismatch = self.compare_sampled(step)
+            mismatch = self.compare_sampled(step, step.shard)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.held_out.add(held_out_metrics(step, rollouts), len(rollouts.rollouts), largest)
 
@@ -396,7 +397,7 @@ class RLTModule(OnPolicyModule):
         return list(predicted_rows(batch, get_stratos_data(self.trainer), str(self.pretrained)))
 
     def check_engine(self, rollouts: Rollouts) -> None:
-        """Compare an engine's log-probs of one completion with the teacher's, if they enter the reward.
+        """Compare each worker's log-probs of one completion with the teacher's, if they enter the reward.
 
         An engine with the trainer's weights samples with the teacher itself.
 
@@ -406,16 +407,19 @@ class RLTModule(OnPolicyModule):
         placement = self.require_sampler().dispatcher.engine.placement
         if placement is Placement.SHARED_WEIGHTS or self.reward.find_kl(rollouts.temperature) is None:
             return
-        step = StepBatch.of_rollouts(replace(rollouts, rollouts=rollouts.rollouts[:1]))
+        firsts = {rollout.completion.worker or "": rollout for rollout in reversed(rollouts.rollouts)}
+        step = StepBatch.of_rollouts(replace(rollouts, rollouts=[*firsts.values()]))
         self.runner.run(
-            step, [0], lambda rollout: {"sampled": build_sampled_pass(POLICY, rollout)}, recompute=True
+            step, step.shard, lambda rollout: {"sampled": build_sampled_pass(POLICY, rollout)}, recompute=True
         )
-        require_agreement(self.compare_sampled(step), self.mismatch_limit, self.global_step)
+        for row, worker in enumerate(firsts):
+            mismatch = self.compare_sampled(step, [row])
+            require_agreement(mismatch, self.mismatch_limit, self.global_step, worker)
 
-    def compare_sampled(self, step: StepBatch) -> Mismatch:
+    def compare_sampled(self, step: StepBatch, rows: Sequence[int]) -> Mismatch:
         """Return how far the engine's log-probs are from the trainer's, which the column "sampled" has."""
-        log_probs, token_mask = step.pad("sampled", step.shard)  # (N, T)
-        engine_log_probs = pad_engine_log_probs(step.rollouts(step.shard), log_probs)
+        log_probs, token_mask = step.pad("sampled", rows)  # (N, T)
+        engine_log_probs = pad_engine_log_probs(step.rollouts(rows), log_probs)
         if engine_log_probs is None:
             return Mismatch()
         return Mismatch.between(log_probs, engine_log_probs, token_mask)

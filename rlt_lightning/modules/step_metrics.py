@@ -85,21 +85,24 @@ def held_out_metrics(step: StepBatch, rollouts: Rollouts) -> dict[str, Any]:
     }
 
 
-def mismatch_metrics(mismatch: Mismatch, step: int, masks: bool = False) -> dict[str, float]:
-    """Return how far engine and trainer differ; warn if the engine does not draw from what it reports.
+def mismatch_metrics(by_worker: dict[str, Mismatch], step: int, masks: bool = False) -> dict[str, float]:
+    """Return how far engine and trainer differ; warn of a worker that does not draw from what it reports.
 
     Args:
-        mismatch: The difference, of all ranks.
+        by_worker: The difference, of all ranks, by worker.
         step: The step, for the warning.
         masks: Whether importance weights mask tokens.
     """
+    mismatch = sum(by_worker.values(), start=Mismatch())
     if not mismatch.num_tokens:
         return {}
-    if mismatch.excess_ratio > EXCESS_RATIO:
+    for worker, own in by_worker.items():
+        if not own.num_tokens or own.excess_ratio <= EXCESS_RATIO:
+            continue
         rank_zero_warn(
-            f"Step {step}: the ratio of trainer to engine must be 1 on average over the sampled tokens, but "
-            f"is {1 + mismatch.excess_ratio:.3g}: they were drawn from another distribution than the engine "
-            "reports, such as that of another temperature. Start the worker with --logprobs-mode "
+            f"{name_step(step, worker)}: the ratio of trainer to engine must be 1 on average over the "
+            f"sampled tokens, but is {1 + own.excess_ratio:.3g}: they were drawn from another distribution "
+            "than it reports, such as that of another temperature. Start the worker with --logprobs-mode "
             "processed_logprobs, or set the engine's log_probs to trainer."
         )
     return {
@@ -114,24 +117,31 @@ def mismatch_metrics(mismatch: Mismatch, step: int, masks: bool = False) -> dict
     }
 
 
-def require_agreement(mismatch: Mismatch, limit: float | None, step: int) -> None:
+def require_agreement(mismatch: Mismatch, limit: float | None, step: int, worker: str = "") -> None:
     """Check that the engine's log-probs are those of the trainer's weights, all but for rounding.
 
     Args:
         mismatch: The difference, of all ranks.
         limit: The largest part of the log-probs' variance; None: any.
         step: The step, for the message.
+        worker: The worker, likewise.
 
     Raises:
         EngineError: If it is larger.
     """
     if limit is not None and mismatch.num_tokens and not mismatch.unexplained_frac <= limit:
         raise EngineError(
-            f"Step {step}: engine and trainer may differ by model.mismatch_limit {limit:g} of the variance "
-            f"of the log-probs, but differ by {mismatch.unexplained_frac:.2g} ({mismatch.mean:.2g} nats per "
-            "token): the engine samples from other weights, or reports wrong log-probs, which enter the "
-            "reward. Look at the engine's data type and settings, then resume with --resume true."
+            f"{name_step(step, worker)}: engine and trainer may differ by model.mismatch_limit {limit:g} of "
+            f"the variance of the log-probs, but differ by {mismatch.unexplained_frac:.2g} "
+            f"({mismatch.mean:.2g} nats per token): it samples from other weights, or reports wrong "
+            "log-probs, which enter the reward. Look at the engine's data type and settings, then resume "
+            "with --resume true."
         )
+
+
+def name_step(step: int, worker: str) -> str:
+    """Return a step, and a worker if there is one, for a message."""
+    return f"Step {step}, {worker}" if worker else f"Step {step}"
 
 
 def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:

@@ -60,7 +60,8 @@ class PolicyLoss(ABC):
         step's.
 
         Args:
-            log_probs: The policy's, the only term with gradient, (N, T), nats. Padding may hold anything.
+            log_probs: The policy's, the only term with gradient, (N, T), nats. Padding may hold anything, as
+                in all others of (N, T).
             advantages: (N,), or (N, T) if tokens have their own.
             token_mask: True on completion tokens, (N, T). A row without any adds 0.
             old_log_probs: The sampling policy's, (N, T), nats. None: it is the policy itself, ratio 1.
@@ -89,9 +90,9 @@ class PolicyLoss(ABC):
         old = log_probs.detach() if old_log_probs is None else old_log_probs.masked_fill(padding, 0.0)
         mask = token_mask.to(log_probs.dtype)  # (N, T), 1 on tokens and 0 on padding
         ratio = self.ratio(log_probs - old, mask)  # (N, T)
-        advantages = advantages.view(len(advantages), -1)  # (N, 1) or (N, T)
+        advantages = advantages.view(len(advantages), -1).masked_fill(padding, 0.0)  # (N, T)
         mean_weights = self.mean_weights(mask, num_tokens, num_sequences)  # (N, T)
-        weights = torch.ones_like(mask) if importance_weights is None else importance_weights
+        weights = mask if importance_weights is None else importance_weights.masked_fill(padding, 0.0)
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)
         clipped = self.is_clipped(ratio, advantages)  # (N, T)
         metrics = {

@@ -21,6 +21,7 @@ from torch import Tensor
 from rlt_lightning.numerics.students import combine_tables
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of
+from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Problem, Rollout
 
 
@@ -132,6 +133,13 @@ class Reward(ABC):
 
     def check(self, problems: Sequence[Problem]) -> None:  # noqa: B027
         """Raise an InputError for problems that it cannot judge; called before a model is loaded."""
+
+    def open(self, tags: TagStyle) -> None:  # noqa: B027
+        """Start what may fail, such as processes, before anything is sampled.
+
+        Args:
+            tags: The tags of the completions.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Free processes and memory; safe to call twice."""

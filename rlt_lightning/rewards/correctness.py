@@ -79,7 +79,8 @@ class CorrectnessReward(TextReward):
         wrong; `answers` the answer that was found in each text, None where there is none.
         """
         if self.judge is None:
-            self.judge = Judge(tags)
+            self.open(tags)
+        assert self.judge is not None
         verdicts = self.judge.judge_all((r.text, r.problem.reference) for r in rollouts)
         levels = {
             f"level/{name}": torch.tensor([float(getattr(verdict, name)) for verdict in verdicts])
@@ -91,6 +92,11 @@ class CorrectnessReward(TextReward):
             **levels,
             "text/answers": [verdict.answer for verdict in verdicts],
         }
+
+    def open(self, tags: TagStyle) -> None:
+        """Start the judge's processes."""
+        self.judge = Judge(tags)
+        self.judge.start()
 
     def close(self) -> None:
         """End the judge's processes."""

@@ -334,6 +334,7 @@ class Dispatcher:
         self.weights.start(prompt)
 
         def start() -> None:
+            self.engine.num_ids = module.num_ids
             tokenizer = get_stratos_data(trainer).format.tokenizer
             self.engine.start(module.policy, tokenizer, Path(trainer.default_root_dir))
             require_context(longest, self.engine.max_model_len)

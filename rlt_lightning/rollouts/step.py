@@ -178,7 +178,7 @@ class StepBatch:
         replaced: The sources of the completions that dynamic sampling replaced.
         advantages: One per row, (N,).
         metrics: Those of the update, added up over its micro-batches.
-        mismatches: How far engine and trainer differ in each micro-batch; see `measure_mismatch`.
+        mismatches: How far each worker and the trainer differ, by micro-batch; see `measure_mismatch`.
         checks: Values of models, which must be finite before they are used.
         failure: This rank's error; all ranks raise it together at the next `raise_together`.
         lacks_log_probs: Whether the engine did not report the log-probs of a completion, of any rank's.
@@ -201,7 +201,7 @@ class StepBatch:
     replaced: list[tuple[RolloutRequest, int] | Rollout | SFTExample] = field(default_factory=list)
     advantages: Tensor | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    mismatches: list[Tensor] = field(default_factory=list)
+    mismatches: dict[str, list[Tensor]] = field(default_factory=dict)
     checks: FiniteChecks = field(default_factory=FiniteChecks)
     failure: Exception | None = None
     lacks_log_probs: bool = False
@@ -265,6 +265,11 @@ class StepBatch:
         if isinstance(source, tuple):
             return source[0].completions[source[1]].token_ids
         return source.completion.token_ids if isinstance(source, Rollout) else source.token_ids
+
+    def list_workers(self) -> list[str]:
+        """Return the workers that sampled, alike on every rank; '' for the trainer's own process."""
+        requested = [source for source in self.sources if isinstance(source, tuple)]
+        return sorted({request.completions[number].worker or "" for request, number in requested})
 
     def divide(self, rows: Sequence[int]) -> list[int]:
         """Add rows to the ranks' shards, by tokens; return this rank's part."""
@@ -415,8 +420,8 @@ class StepBatch:
         self.check_made(output.loss.expand(len(micro.rows)), "loss", micro.term.maker, micro.rows)
         for name, value in output.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value
-        if micro.scale and output.mismatch is not None:
-            self.mismatches.append(output.mismatch)
+        for worker, mismatch in output.mismatch.items() if micro.scale else ():
+            self.mismatches.setdefault(worker, []).append(mismatch)
         self.put_numbers(micro.rows if micro.scale else [], output.numbers)
 
     # Dynamic sampling

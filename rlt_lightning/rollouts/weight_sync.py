@@ -36,6 +36,10 @@ class Policy(Protocol):
         """Return the optimizer steps that the weights have taken."""
 
     @property
+    def num_ids(self) -> int | None:
+        """Return how many token ids may be sampled; see `Engine.num_ids`."""
+
+    @property
     def sharding(self) -> Any:
         """Return how the weights are stored."""
 

@@ -90,7 +90,7 @@ class MetricsCSV(Logger):
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
-    """Read metrics.csv: a curve for each metric that has any value."""
+    """Read metrics.csv: a curve for each metric."""
     curves: dict[str, Curve] = {}
     for step, row in read_rows(path):
         for name, cell in row.items():
@@ -98,7 +98,7 @@ def read_metrics(path: Path) -> dict[str, Curve]:
             steps, values = curves.setdefault(name, ([], []))
             steps.append(step)
             values.append(value if math.isfinite(value) else None)
-    return {name: curve for name, curve in curves.items() if any(v is not None for v in curve[1])}
+    return curves
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:

@@ -67,6 +67,12 @@ def test_first_and_last_means_are_those_of_metrics_csv(tmp_path: Path) -> None:
     assert held_out == ["reward/val_mean", "-3.5", "2.25", "+5.75"]
 
 
+def test_figures_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    write_metrics(tmp_path, {"reward/mean": [1.0, 2.0, "nan"], "policy/loss": ["nan", "inf", "nan"]})
+    page = write_report(tmp_path).read_text()
+    assert "NaN or infinite</b>, first at: policy/loss (step 1), reward/mean (step 3)" in page
+
+
 def test_a_real_run_shows_its_tokens_and_settings(finished_run: Path, tmp_path: Path) -> None:
     page = write_report(finished_run, tmp_path / "page.html")
     rows = [json.loads(line) for line in (finished_run / "rollouts.jsonl").open()]

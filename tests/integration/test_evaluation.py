@@ -18,6 +18,7 @@ from cases import full
 from commands import rlt
 from fake_worker import FakeWorker, worker_of
 from gpqa import SECRETS, Row, gpqa_like, write
+from tiny import TINY_EVALUATION
 
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.evaluation_sets import read_set
@@ -216,6 +217,20 @@ def test_an_evaluation_leaves_table_figures_and_records(finished: Path, tiny_mod
     assert "| last-digit chains | 4        | 2 |" in page
     assert re.fullmatch(r"rlt_lightning \S+, math-verify \S+", summary["judge"])
     assert f"Judged by {summary['judge']}." in page
+
+
+def test_a_judge_that_cannot_start_ends_before_sampling(tiny_model: str, tmp_path: Path) -> None:
+    temporary = tmp_path / ("long" * 30)  # a socket's path has 107 bytes at most
+    temporary.mkdir()
+    words = [
+        "--config=laptop/evaluate",
+        f"--model.pretrained={tiny_model}",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
+    result = rlt("test", *words, *TINY_EVALUATION, fresh=True, TMPDIR=str(temporary))
+    assert result.returncode == 2, result.stderr
+    assert "TMPDIR" in result.stderr.splitlines()[-1]
+    assert "loading" not in result.stderr
 
 
 def test_a_resumed_run_refuses_other_problems(tiny_model: str, tmp_path: Path) -> None:

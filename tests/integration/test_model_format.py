@@ -144,8 +144,9 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     write_format(written, tmp_path)
     assert load_format(str(tmp_path)) == written
     plain = written.to_plain()
-    for wrong in ({**plain, "tags": {"thought_open": "x"}}, [], "x"):
-        (tmp_path / FORMAT_FILE).write_text(json.dumps(wrong))
+    others = {**plain, "tags": {"thought_open": "x"}}, {**plain, "role": "pupil"}, [], "x"
+    for text in (*map(json.dumps, others), "", json.dumps(plain)[:40]):
+        (tmp_path / FORMAT_FILE).write_text(text)
         with pytest.raises(InputError, match=r"rlt_format.json must hold role, tags, separator"):
             load_format(str(tmp_path))
 

@@ -98,6 +98,16 @@ def test_autocast_makes_no_copies_that_change_no_bit(
     assert many - few >= 2 * 7  # an input of each of the layers, and its gradient
 
 
+def test_the_part_that_an_adapter_reaches_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build("qwen3_moe", tmp_path)
+    adapted(str(tmp_path))
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("model.lora reaches")]
+    model = load_model(str(tmp_path))
+    total = sum(weight.numel() for weight in model.parameters())
+    experts = sum(weight.numel() for name, weight in model.named_parameters() if "experts.gate_up" in name)
+    assert f"experts.gate_up_proj {experts / total:.0%}" in line
+
+
 def test_training_starts_at_the_pretrained_model(tiny_model: str) -> None:
     model = load_model(tiny_model)
     add_adapter(model, LORA, seed=0)

@@ -11,7 +11,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlt_lightning.datamodules import StratosDataModule, StudentSFTData, TeacherRLData
+from rlt_lightning.datamodules import (
+    ScoringData,
+    StratosDataModule,
+    StudentLikelihoodData,
+    StudentOPDData,
+    StudentRLData,
+    StudentSFTData,
+    TeacherRLData,
+    TeacherSFTData,
+)
 from rlt_lightning.datamodules.evaluation_sets import read_question
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
@@ -53,6 +62,22 @@ def test_a_tag_in_a_text_makes_a_bad_row(tmp_path: Path, tags: str, tag: str, co
     data = load(str(tmp_path / "rows.jsonl"), kind=StudentSFTData, **options)
     assert data.reports[0].rows_by_reason() == {BadRowReason.EXTRA_TAG: [2]}
     assert {example.row for example in data.items} == {1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        *((stage, {BadRowReason.EXTRA_TAG: [2]}) for stage in (TeacherRLData, StudentLikelihoodData)),
+        *((stage, {BadRowReason.EXTRA_TAG: [2]}) for stage in (TeacherSFTData, ScoringData, StudentOPDData)),
+        (StudentRLData, {}),  # which only judges it
+    ],
+)
+def test_every_stage_with_solution_tags_refuses_a_tag(kind: Any, reason: Any, tmp_path: Path) -> None:
+    row = ROW | {"answer": "7"}
+    whole = row | {"solution": "<think>\n1 + 6 is 7.\n</think>\n\n\\boxed{7}"}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (row, whole))))
+    data = load(str(tmp_path / "rows.jsonl"), kind=kind, max_bad_frac=0.5)
+    assert data.reports[0].rows_by_reason() == reason
 
 
 def test_a_trace_may_hold_other_markup() -> None:

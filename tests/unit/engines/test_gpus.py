@@ -13,6 +13,7 @@ from fake_worker import fake_vllm
 from rlt_lightning.allocator import ALLOCATOR, grow_segments
 from rlt_lightning.engines import Launch
 from rlt_lightning.engines.launch import choose_worker_gpus, start_server, stop_server
+from rlt_lightning.types import InputError
 
 UUID = "GPU-1f8d4b1c-0f0a-4b6e-9c52-8d6a3f1f7a10"
 
@@ -28,6 +29,13 @@ UUID = "GPU-1f8d4b1c-0f0a-4b6e-9c52-8d6a3f1f7a10"
 def test_gpus_are_counted_among_the_visible_ones(shown: str | None, gpus: list[int], given: str) -> None:
     environment = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     assert choose_worker_gpus(gpus, environment) == given
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert choose_worker_gpus([1], {}) == "1"
+    with pytest.raises(InputError, match=r"launch\.gpus must count, from 0, among the 2 GPUs"):
+        choose_worker_gpus([2], {})
 
 
 def test_a_launched_worker_sees_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from commands import rlt
+from fits import small_fit
 from sampling import sample_groups
+from tiny import CHAINS
 
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw
@@ -104,8 +108,31 @@ def test_draw_follows_the_truncated_distribution() -> None:
     assert log_probs[0] == pytest.approx(math.log(25 / 38))
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"temperature": 0}])
+def test_rows_without_a_token_are_never_drawn(options: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.3, 0.2, 0.5]]).log().expand(100, 3)  # the last row has no token
+    uniforms = (torch.arange(100, dtype=torch.float64) + 0.5) / 100
+    drawn = draw(logits, torch.zeros(100, 0, dtype=torch.long), uniforms, Sampling(**options), num_ids=2)
+    assert set(drawn.token_ids) <= {0, 1}
+    if not options:
+        assert drawn.log_probs[0] < math.log(0.4)  # of all words, as the trainer's
+
+
 def test_engine_leaves_the_models_mode_as_it_was(tiny_model: str) -> None:
     engine = HFEngine()
     engine.start(load_model(tiny_model).train(), load_tokenizer(tiny_model), Path())
     sample_groups(engine, [[5, 6, 7]], Sampling(max_completion_length=2), 1, END, [0])
     assert engine.model.training
+
+
+def test_a_student_with_fewer_rows_reads_a_padded_teacher(miniature: str, tmp_path: Path) -> None:
+    teacher, size = load_model(miniature), len(load_tokenizer(miniature))
+    teacher.resize_token_embeddings(size + 32)
+    with torch.no_grad():
+        weight = teacher.get_input_embeddings().weight  # tied: such a row would be sampled most
+        weight[size:] = 2 * weight[:size].mean(0) + weight[size - 32 : size]
+    teacher.save_pretrained(tmp_path / "teacher")
+    load_tokenizer(miniature).save_pretrained(tmp_path / "teacher")
+    words = [*CHAINS, f"--model.student={miniature}", "--trainer.max_steps=1"]
+    result = rlt(*small_fit(str(tmp_path / "teacher"), tmp_path / "run", *words))
+    assert result.returncode == 0, result.stderr

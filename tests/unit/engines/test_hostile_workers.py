@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ HOSTILE: dict[str, Any] = {
     "text_as_tokens": answer("abcd"),
     "nan": answer(log_probs=(-1.0, NAN, -1.0, -1.0)),
     "minus_infinity": answer(log_probs=(-1.0, -INFINITY, -1.0, -1.0)),
+    "clamped_minus_infinity": answer(log_probs=(-1.0, -9999.0, -1.0, -1.0)),
     "slightly_positive_log_prob": answer(log_probs=(-1.0, 5e-4, -1.0, -1.0)),
     "null_as_log_prob": answer(log_probs=(-1.0, None, -1.0, -1.0)),
     # Another form, cut off, or too slow.
@@ -282,15 +284,31 @@ FIRST = ("shifted", "a_token_changed")
 def test_a_lie_about_log_probs_reaches_no_update(lie: str, miniature: str, tmp_path: Path) -> None:
     result = fit_with_a_liar(STOPPED[lie], miniature, tmp_path)
     assert result.returncode == 2, result.stderr
-    assert "Step 1: engine and trainer may differ by model.mismatch_limit" in result.stderr.splitlines()[-1]
+    assert "Step 1, http" in result.stderr
+    assert ": engine and trainer may differ by model.mismatch_limit" in result.stderr.splitlines()[-1]
     assert not list(tmp_path.glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("liar", [0, 2])
+def test_one_liar_among_workers_is_named(liar: int, miniature: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(worker_of(miniature, samples=True)) for _ in range(3)]
+        lying, honest = workers[liar], workers[liar].choice
+        lying.choice = lambda body: STOPPED["too_low"](lying, body, honest(body))  # type: ignore[method-assign]
+        words = [*CHAINS, "--trainer.max_steps=1", "--model.group_size=6", "--model.mismatch_limit=1"]
+        words += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
+        words += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
+        words += [f"--rollouts.engine.urls={json.dumps([worker.url for worker in workers])}"]
+        result = rlt(*small_fit(miniature, tmp_path, *words))
+    assert result.returncode == 2, result.stderr
+    assert f"Step 1, {lying.url}: engine and trainer may differ" in result.stderr.splitlines()[-1]
 
 
 def test_log_probs_of_another_temperature_are_told(miniature: str, tmp_path: Path) -> None:
     many = ["--model.group_size=32", "--data.prompts_per_step=4"]
     result = fit_with_a_liar(of_temperature_one, miniature, tmp_path, *many)
     assert result.returncode == 0, result.stderr
-    assert "Step 1: the ratio of trainer to engine must be 1 on average" in result.stderr
+    assert "must be 1 on average" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,18 @@ TRAINER_SCORES = [-1.0, -2.0, -3.0]
 # What is asked and what comes back
 
 
+def test_a_request_forbids_rows_without_a_token(start: Any) -> None:
+    worker = FakeWorker()
+    engine = start(worker)
+    assert engine.spare == {}
+    engine.close()
+    engine.num_ids = 49150  # of 49152 rows
+    start_engine(engine, Path())
+    engine.update_weights(WEIGHTS, 0)
+    sample_groups(engine, [[3, 1, 4]], Sampling(max_completion_length=5), 1, END, [7])
+    assert worker.bodies[0]["logit_bias"] == {"49150": -100, "49151": -100}
+
+
 def test_a_request_holds_the_token_ids_and_every_sampling_field(start: Any) -> None:
     worker = FakeWorker()
     sampling = Sampling(0.6, 0.9, 40, 0.05, 1.1, max_completion_length=5)

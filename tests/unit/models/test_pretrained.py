@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from rlt_lightning.models import embedded
 from rlt_lightning.models import load as pretrained
-from rlt_lightning.models.load import load_model, load_tokenizer
+from rlt_lightning.models.load import count_ids, load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
 ASK = "from rlt_lightning.models.embedded import embedded_model; print(embedded_model())"
@@ -184,3 +184,31 @@ def test_an_adapter_is_no_model(miniature: str, tmp_path: Path) -> None:
     shutil.copy(Path(miniature, "config.json"), tmp_path)
     with pytest.raises(InputError, match="holds an adapter"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_model, pretrained.empty_model])
+@pytest.mark.parametrize(
+    ("setting", "name"), [("tie_word_embeddings", "lm_head"), ("vocab_size", "embed_tokens")]
+)
+def test_weights_that_would_be_random_are_named(
+    setting: str, name: str, load: Any, miniature: str, tmp_path: Path
+) -> None:
+    shutil.copytree(miniature, tmp_path / "model")
+    values = {"tie_word_embeddings": False, "vocab_size": 384}
+    edit(tmp_path / "model" / "config.json", **{setting: values[setting]})
+    with pytest.raises(InputError, match=rf"missing or have another one: .*{name}\.weight"):
+        load(str(tmp_path / "model"))
+
+
+def test_a_token_without_a_row_is_refused_by_its_name(miniature: str) -> None:
+    tokenizer = load_tokenizer(miniature)
+    size = len(tokenizer)
+    assert count_ids(miniature, tokenizer, lambda: size - 1) == size
+    # As in a text model of a family that reads images: no row uses it.
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    assert count_ids(miniature, tokenizer, lambda: size - 1) == size
+    with pytest.raises(InputError, match=rf"none in the {size} of .*such as '<image>'"):
+        count_ids(miniature, tokenizer, lambda: size)
+    tokenizer.add_tokens(["<step>"])
+    with pytest.raises(InputError, match="1 of the tokenizer's have none"):
+        count_ids(miniature, tokenizer, lambda: 0)

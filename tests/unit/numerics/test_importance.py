@@ -144,10 +144,13 @@ def test_weights_are_one_on_policy_and_have_no_gradient(level: Any) -> None:
 def test_masked_tokens_are_counted_and_a_step_without_others_warns() -> None:
     masks = TruncatedImportanceSampling("token", cap=1.5, floor=0.75, mode="mask")
     rows: Any = [
-        SimpleNamespace(completion=SimpleNamespace(log_probs=ENGINE[i, : MASK[i].sum()].tolist()))
-        for i in range(2)
+        SimpleNamespace(
+            completion=SimpleNamespace(log_probs=ENGINE[i, : MASK[i].sum()].tolist(), worker=name)
+        )
+        for i, name in enumerate(("a", "b"))
     ]
     inputs: Any = SimpleNamespace(
+        rollouts=rows,
         old_log_probs=LOG_PROBS,
         engine_log_probs=pad_engine_log_probs(rows, LOG_PROBS),
         token_mask=MASK,
@@ -155,12 +158,12 @@ def test_masked_tokens_are_counted_and_a_step_without_others_warns() -> None:
     )
     # Ratios 3/2, 1/2 and 4; then 3/2 and 2: three of the five tokens are outside of the bounds.
     _, _, measured = compare_with_engine(inputs, masks)
-    assert measured is not None
-    mismatch = Mismatch.read([measured])
-    assert (mismatch.num_masked, mismatch.num_tokens) == (3, 5)
-    metrics = mismatch_metrics(mismatch + mismatch, step=1, masks=True)
+    by_worker = {worker: Mismatch.read([own]) for worker, own in measured.items()}
+    counts = {worker: (own.num_masked, own.num_tokens) for worker, own in by_worker.items()}
+    assert counts == {"a": (2, 3), "b": (1, 2)}
+    metrics = mismatch_metrics(by_worker, step=1, masks=True)
     assert metrics["rollout/masked_frac"] == pytest.approx(3 / 5)
-    assert "rollout/masked_frac" not in mismatch_metrics(mismatch, step=1)
+    assert "rollout/masked_frac" not in mismatch_metrics(by_worker, step=1)
 
 
 def test_mismatch_by_hand() -> None:

@@ -184,13 +184,14 @@ def test_loss_equals_an_obvious_loop(policy_loss, seed):
 def test_padding_reaches_neither_loss_nor_gradient(policy_loss, garbage):
     batch = random_batch()
     expected, expected_grad = loss_and_grad(policy_loss, batch)
-    padding = ~batch["token_mask"]
-    dirty = {
-        name: values.detach().masked_fill(padding, garbage) if name.endswith("log_probs") else values
-        for name, values in batch.items()
-    }
-    loss, grad = loss_and_grad(policy_loss, {**dirty, "log_probs": dirty["log_probs"].requires_grad_()})
+    mask = batch.pop("token_mask")
+    padding = ~mask
+    batch["advantages"] = batch["advantages"][:, None].expand(mask.shape)
+    dirty = {name: values.detach().masked_fill(padding, garbage) for name, values in batch.items()}
+    dirty |= {"log_probs": dirty["log_probs"].requires_grad_(), "token_mask": mask}
+    loss, grad = loss_and_grad(policy_loss, dirty)
     assert torch.equal(loss, expected)
+    assert all(metric.isfinite() for metric in policy_loss(**dirty)[1].values())
     assert torch.equal(grad, expected_grad)
     assert not grad[padding].any()
 
