@@ -58,7 +58,7 @@ class OPDModule(OnPolicyModule):
         pretrained: The student, which is trained: local folder, hub id, or a name such as miniature.
         teacher: Frozen model that judges, such as an RLT teacher; None: the student itself.
         teacher_weights: Of oneself as teacher: "frozen" at the start, "live", or "averaged" by ReferenceSync.
-        divergence: Which divergence, over all words or the likeliest.
+        divergence: Which divergence.
         estimator: "full": over words. "sampled": reverse KL by the log-ratio of sampled tokens, or spans.
         temperature: Divides the logits of both; None: the temperature of sampling.
         group_size: Answers per problem.
@@ -100,8 +100,7 @@ class OPDModule(OnPolicyModule):
                 f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
                 f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
             )
-        bounded = divergence.top_k is not None or divergence.clip is not None
-        if estimator == "sampled" and (divergence.kind != "reverse" or bounded):
+        if estimator == "sampled" and divergence.kind != "reverse":
             raise InputError(
                 "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
                 f"{divergence}. Leave it out, or set the estimator to full."

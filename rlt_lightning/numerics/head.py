@@ -33,6 +33,8 @@ WIDTH_MULTIPLE = 128
 IMPOSSIBLE = -1e30
 # No logit of a word that may come is as low as this, whatever the temperature.
 LOWEST_LOGIT = -1e10
+# Two words that change places in the distribution of a model that gets no gradient.
+Exchanged = tuple[int, int] | None
 
 
 class LogitScale(NamedTuple):
@@ -42,13 +44,11 @@ class LogitScale(NamedTuple):
         temperature: Divides the logits; the sampling temperature, so that log-probs are the sampler's.
         scale: Some architectures multiply what the head gives (Cohere), or divide it (Granite).
         cap: Soft cap of the logits (Gemma 2); None: no cap.
-        exchanged: Two words whose logits change places; None: every word keeps its own.
     """
 
     temperature: float = 1.0
     scale: float = 1.0
     cap: float | None = None
-    exchanged: tuple[int, int] | None = None
 
     def product_factor(self) -> float:
         """Return the factor of the raw output in the matrix product, without a further pass over it."""
@@ -89,13 +89,12 @@ class Head(NamedTuple):
 class HeadBlock:
     """The head's weights for one block of the vocabulary, in the type in which they are multiplied."""
 
-    def __init__(self, head: Head, block: slice, dtype: torch.dtype) -> None:
-        exchanged, bias = head.scale.exchanged, head.bias
+    def __init__(self, head: Head, block: slice, dtype: torch.dtype, exchanged: Exchanged = None) -> None:
         self.weight = select_rows(head.weight, block, exchanged).to(dtype)  # (w, H)
         self.scale, self.factor = head.scale, head.scale.product_factor()
         self.bias = None
-        if bias is not None:
-            rows = select_rows(bias, block, exchanged).to(full_precision(dtype))
+        if head.bias is not None:
+            rows = select_rows(head.bias, block, exchanged).to(full_precision(dtype))
             self.bias = rows.clamp(min=IMPOSSIBLE) * self.factor
 
     def logits(self, states: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ class HeadBlock:
         return self.scale.cap_(add_product(self.bias, states, self.weight.t(), self.factor))
 
 
-def select_rows(values: Tensor, block: slice, exchanged: tuple[int, int] | None) -> Tensor:
+def select_rows(values: Tensor, block: slice, exchanged: Exchanged) -> Tensor:
     """Return the rows of a head's weight or bias for one block of words, two of them exchanged."""
     rows = values[block]
     for place, other in () if exchanged is None else (exchanged, exchanged[::-1]):
@@ -146,7 +145,6 @@ class HeadGradients:
 
     def __init__(self, hidden: Tensor, head: Head, needed: Sequence[bool]) -> None:
         self.hidden_dtype = hidden.dtype
-        self.exchanged = head.scale.exchanged
         self.states = full_precision_on_cpu(hidden)  # (M, H)
         needs_hidden, needs_weight, needs_bias = needed
         self.hidden_grad: Tensor | None = None
@@ -181,10 +179,6 @@ class HeadGradients:
     def of_inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias; None where none was needed."""
         hidden_grad = None if self.hidden_grad is None else self.hidden_grad.to(self.hidden_dtype)
-        if self.exchanged is not None:
-            for total in (self.weight_grad, self.bias_grad):
-                if total is not None:
-                    total[list(self.exchanged)] = total[list(self.exchanged[::-1])]
         return hidden_grad, self.weight_grad, self.bias_grad
 
 
@@ -194,10 +188,13 @@ class HeadTiles:
     Args:
         sides: Hidden states (M, H) and the head that they go through, of each model.
         logits_mib: Memory for the logits of all sides at a time, MiB.
+        exchanged: Two words of the second side that change places.
     """
 
-    def __init__(self, sides: Sequence[tuple[Tensor, Head]], logits_mib: int) -> None:
-        self.sides = sides
+    def __init__(
+        self, sides: Sequence[tuple[Tensor, Head]], logits_mib: int, exchanged: Exchanged = None
+    ) -> None:
+        self.sides, self.exchanged = sides, (None, exchanged)
         self.states = [full_precision_on_cpu(hidden) for hidden, _ in sides]
         hidden_size = max(hidden.shape[1] for hidden, _ in sides)
         num_words = max(len(head.weight) for _, head in sides)
@@ -207,8 +204,8 @@ class HeadTiles:
 
     def heads(self, block: slice) -> list[HeadBlock]:
         """Return each side's weights for a block; fewer where a vocabulary ends."""
-        pairs = zip(self.sides, self.states, strict=True)
-        return [HeadBlock(head, block, states.dtype) for (_, head), states in pairs]
+        sides = zip(self.sides, self.states, self.exchanged, strict=False)
+        return [HeadBlock(head, block, states.dtype, exchanged) for (_, head), states, exchanged in sides]
 
     def zeros(self, row: slice) -> Tensor:
         """Return a zero for each token of a row of tiles, (m,), in the type of sums."""
