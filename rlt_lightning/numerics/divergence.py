@@ -36,7 +36,7 @@ from rlt_lightning.numerics.head import (
     HeadTiles,
     LogitScale,
     OnlineSoftmax,
-    TileGradient,
+    PullBack,
     block_size,
     choose_kernel,
     in_autocast_dtype,
@@ -286,19 +286,19 @@ class LinearDivergence(torch.autograd.Function):
         gradient_of = choose_kernel(divergence_gradient, options.compiled)
         chosen = options.divergence.kind, options.divergence.beta
 
-        def tile_gradient(
-            finish: TileGradient, student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice
+        def differentiate_tile(
+            pull_back: PullBack, student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice
         ) -> Any:
             row_totals = Totals(*(values[row].unsqueeze(1) for values in totals))  # (m, 1) each
             row_grad = grad[row].unsqueeze(1)
-            return gradient_of(finish, student_logits, teacher_logits, row_totals, row_grad, *chosen)
+            return gradient_of(pull_back, student_logits, teacher_logits, row_totals, row_grad, *chosen)
 
-        of_student = options.tiles(inputs).gradients(ctx.needs_input_grad[1:4], tile_gradient)
+        of_student = options.tiles(inputs).differentiate(ctx.needs_input_grad[1:4], differentiate_tile)
         return (None, *of_student, None, None, None)
 
 
 def divergence_gradient(
-    finish: TileGradient,
+    pull_back: PullBack,
     student_logits: Tensor,
     teacher_logits: Tensor,
     totals: Totals,
@@ -306,7 +306,7 @@ def divergence_gradient(
     kind: str,
     beta: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `finish` of the gradient of a tile's logits of the student, f' - S sum f', (m, w_S).
+    """Return `pull_back` of the gradient of a tile's logits of the student, f' - S sum f', (m, w_S).
 
     Totals and the gradient of the divergence, `grad`, are (m, 1).
     """
@@ -323,7 +323,7 @@ def divergence_gradient(
         slopes.mul_(s[:, :width])
     gradient = s.mul_(-totals.slopes)
     gradient[:, :width] += slopes
-    return finish(gradient.mul_(grad), student_logits)
+    return pull_back(gradient.mul_(grad), student_logits)
 
 
 class KLSums(NamedTuple):
@@ -344,10 +344,10 @@ def kl_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tupl
         zeros = tiles.zeros(row)
         return KLSums(OnlineSoftmax.start(zeros), OnlineSoftmax.start(zeros), zeros, zeros)
 
-    def add_tile(sums: KLSums, student: Tensor, teacher: Tensor, row: slice, block: slice) -> KLSums:
+    def add_to_sums(sums: KLSums, student: Tensor, teacher: Tensor, row: slice, block: slice) -> KLSums:
         return add(sums, *((student, teacher) if reverse else (teacher, student)))
 
-    sums: KLSums = tiles.fold(add_tile, start)
+    sums: KLSums = tiles.add_up(add_to_sums, start)
     p, q = sums.p.log_normaliser(), sums.q.log_normaliser()
     ratio, common = sums.ratio / sums.p.normaliser, sums.common / sums.p.normaliser
     kl = ratio - common * (p - q)
@@ -372,17 +372,18 @@ def sums_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tu
     def start(row: slice) -> tuple[OnlineSoftmax, OnlineSoftmax]:
         return OnlineSoftmax.start(tiles.zeros(row)), OnlineSoftmax.start(tiles.zeros(row))
 
-    def add_tile(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
+    def add_to_normalisers(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
         return normalise(sums, student, teacher)
 
-    student_normaliser, teacher_normaliser = (s.log_normaliser() for s in tiles.fold(add_tile, start))  # (M,)
+    sides = tiles.add_up(add_to_normalisers, start)
+    student_normaliser, teacher_normaliser = (side.log_normaliser() for side in sides)  # (M,)
 
-    def add_parts(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
+    def add_to_sums(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
         normalisers = student_normaliser[row].unsqueeze(1), teacher_normaliser[row].unsqueeze(1)
         values, slopes = add(student, teacher, *normalisers, options.beta)
         return sums[0] + values, sums[1] + slopes
 
-    values, slopes = tiles.fold(add_parts, lambda row: (tiles.zeros(row), tiles.zeros(row)))  # (M,)
+    values, slopes = tiles.add_up(add_to_sums, lambda row: (tiles.zeros(row), tiles.zeros(row)))  # (M,)
     return values, Totals(student_normaliser, teacher_normaliser, slopes)
 
 
