@@ -16,7 +16,9 @@ Ranks wait for each other in what is marked *; with sharded weights in each forw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -30,14 +32,14 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.modules.credits import RatioCredit
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine, compute_loss
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, PolicyGradient, compute_loss
 from rlt_lightning.modules.passes import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
-from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
+from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
-from rlt_lightning.numerics.packing import from_padded
-from rlt_lightning.numerics.spans import Span
+from rlt_lightning.numerics.losses import DAPOLoss
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
@@ -164,9 +166,13 @@ class OPDModule(OnPolicyModule):
         shards = self.build_shards()
         step = StepBatch.of_request(request, shards)
         step.divide(range(len(step)))
+        term = self.term
+        if isinstance(term, SampledDistillation):
+            with self.phase("score") as stats:
+                self.runner.run(step, step.shard, term.scoring_passes, stats)  # by the teacher
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.runner.updates(step, step.shard, [self.term], self, stats):
+            for micro in self.runner.updates(step, step.shard, [term], self, stats):
                 computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
                 output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
                 self.manual_backward(micro.scale * output.loss)
@@ -183,15 +189,12 @@ class OPDModule(OnPolicyModule):
         self.log_step(metrics, len(rollouts.rollouts))
 
     @property
-    def term(self) -> Distillation:
+    def term(self) -> Distillation | SampledDistillation:
         """Return the loss."""
         teacher = self.teacher_name or ("reference" if self.copies_student else TEACHER)
         if self.estimator == "full":
             return Distillation(teacher, self.temperature, self.views.exchanged, self.divergence)
-        has_bytes = self.views.byte_tokenizers is not None
-        return SampledDistillation(
-            teacher, self.temperature, self.views.exchanged, self.importance_weights, has_bytes
-        )
+        return SampledDistillation(teacher, self.temperature, self.importance_weights)
 
     def list_models(self) -> dict[str, Model]:
         """Add the teacher."""
@@ -225,7 +228,7 @@ class OPDModule(OnPolicyModule):
         self.require_fresh(rollouts.policy_version)
         step, term = StepBatch.of_rollouts(rollouts), self.term
         with self.phase("score"):
-            self.runner.run(step, step.shard, lambda rollout: {"judged": term.scoring_pass(rollout)})
+            self.runner.run(step, step.shard, term.held_out_passes, recompute=True)
             divergence, num_judged = term.measure(step)
         lengths = rollout_metrics(rollouts)
         figures = {
@@ -245,7 +248,7 @@ class Distillation(LossTerm):
         teacher: The teacher's name in scoring passes.
         temperature: Divides the logits of both; None: that of sampling.
         exchanged: The first tokens of the two models' closing tags, which change places.
-        divergence: Which divergence; None: the log-probs of both.
+        divergence: Which divergence.
     """
 
     def __init__(
@@ -253,7 +256,7 @@ class Distillation(LossTerm):
         teacher: str,
         temperature: float | None,
         exchanged: tuple[int, int] | None,
-        divergence: Divergence | None,
+        divergence: Divergence,
     ) -> None:
         self.teacher = teacher
         self.temperature = temperature
@@ -265,44 +268,27 @@ class Distillation(LossTerm):
 
         Of an answer that the teacher cannot judge: its first token, and the teacher's context.
         """
-        prompt, start, num = rollout.problem.teacher_prompt, find_first_judged(rollout), count_judged(rollout)
-        context = rollout.problem.teacher_view
+        judged, context = build_judged_pass(rollout, self.temperature), rollout.problem.teacher_view
         shown = (rollout.views[0].token_ids if rollout.views else []) or context[-1:]
-        judged = len(context), len(context) + (len(shown) if num else 0)
-        row, what = rollout.problem.row, "divergence of student and teacher"
-        return ScoringPass(
-            POLICY,
-            prompt,
-            rollout.completion.token_ids[: max(1, start + num)],
-            (len(prompt) + start, len(prompt) + start + num),
-            family=row,
-            temperature=self.temperature,
-            what=what,
-            sampled=(start, start + num),
-            compared_with=ScoringPass(self.teacher, context, shown, judged, row, self.temperature, what),
-            divergence=self.divergence,
-            exchanged=self.exchanged,
+        scored = len(context), len(context) + (len(shown) if judged.num_scored else 0)
+        what = "divergence of student and teacher"
+        other = ScoringPass(self.teacher, context, shown, scored, judged.family, self.temperature, what)
+        return replace(
+            judged, what=what, compared_with=other, divergence=self.divergence, exchanged=self.exchanged
         )
+
+    def held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return what is computed of a held-out answer."""
+        return {"judged": self.scoring_pass(rollout)}
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the sum over judged tokens, divided by their number in the step."""
-        loss = inputs.computed.values.sum() / count_scored(inputs)
-        return self.build_output(inputs, loss, inputs.computed.values.detach(), {}, None)
-
-    def build_output(
-        self,
-        inputs: LossInputs,
-        loss: Tensor,
-        values: Tensor,
-        metrics: dict[str, Tensor],
-        mismatch: Tensor | None,
-    ) -> LossOutput:
-        """Return the output of a micro-batch with these divergences, (M,)."""
-        metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / count_scored(inputs)}
+        values = inputs.computed.values
+        loss = values.sum() / inputs.num_scored
         lengths = [scoring.num_scored for scoring in inputs.micro.passes]
-        divergences = torch.stack([part.sum() for part in values.split(lengths)]).float()
-        judged = upload(lengths, values.device, torch.float32)
-        return LossOutput(loss, metrics, mismatch, {"divergence": divergences, "judged": judged})
+        divergences = torch.stack([part.sum() for part in values.detach().split(lengths)])
+        metrics = {"policy/loss": loss.detach(), "distill/divergence": loss.detach()}
+        return with_divergences(LossOutput(loss, metrics), inputs, divergences)
 
     def measure(self, step: StepBatch) -> tuple[float, int]:
         """Return the sum of the divergences of held-out answers, and the number of judged tokens."""
@@ -310,63 +296,69 @@ class Distillation(LossTerm):
         return float(values.sum()), len(values)
 
 
-class SampledDistillation(Distillation):
-    """The policy gradient of the sampled tokens' log-ratio, which estimates the reverse KL.
+class SampledDistillation(PolicyGradient):
+    """The policy gradient of the judged tokens' log-ratio, which estimates the reverse KL.
 
     Args:
         teacher: See `Distillation`.
         temperature: See `Distillation`.
-        exchanged: See `Distillation`.
         importance: Weights pi_trainer / pi_engine; None: no weights.
-        on_spans: Whether the models have other tokens, and are compared on spans of text.
     """
 
-    with_entropy = True
-
     def __init__(
-        self,
-        teacher: str,
-        temperature: float | None,
-        exchanged: tuple[int, int] | None,
-        importance: TruncatedImportanceSampling | None,
-        on_spans: bool,
+        self, teacher: str, temperature: float | None, importance: TruncatedImportanceSampling | None
     ) -> None:
-        super().__init__(teacher, temperature, exchanged, None)
-        self.importance = importance
-        self.on_spans = on_spans
+        # A mean over tokens without a clip.
+        loss = DAPOLoss(clip_eps_low=1.0, clip_eps_high=math.inf, kl_coef=0.0)
+        self.ratio = RatioCredit(teacher, temperature=temperature)
+        super().__init__(loss, importance, credit=self.ratio)
 
-    def list_spans(self, rollouts: Sequence[Rollout]) -> list[Span] | None:
-        """Return the spans of answers, one after the other; None: token by token."""
-        spans = [span for rollout in rollouts for view in rollout.views for span in view.spans or ()]
-        return spans if self.on_spans else None
+    def scoring_pass(self, rollout: Rollout) -> ScoringPass:
+        """Return the answer up to the last judged token."""
+        return build_judged_pass(rollout, self.ratio.temperature)
+
+    def held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """See `Distillation.held_out_passes`."""
+        return {"judged": self.scoring_pass(rollout)} | self.scoring_passes(rollout)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return minus the weighted advantages of the judged tokens."""
-        computed, spans = inputs.computed, self.list_spans(inputs.rollouts)
-        assert computed.others is not None
-        assert computed.entropy is not None
-        advantages = sampled_advantages(computed.values, computed.others, spans)
-        lengths, log_probs = [scoring.num_scored for scoring in inputs.micro.passes], inputs.log_probs
-        old, weights, mismatch = compare_with_engine(inputs, self.importance)
-        log_ratio = log_probs - old
-        ratio = from_padded(log_ratio, lengths).exp()  # (M,)
-        weight = ratio if weights is None else from_padded(weights, lengths) * ratio
-        loss = (-weight * advantages).sum() / count_scored(inputs)
-        metrics = {"policy/entropy": computed.entropy.detach().sum() / count_scored(inputs)}
-        values = -per_token(advantages, spans).detach()
-        return self.build_output(inputs, loss, values, metrics, mismatch)
+        """See `PolicyGradient`."""
+        output, own = super().__call__(inputs), inputs.log_probs.detach()
+        divergences = own.sum(dim=1) - self.sum_teacher(inputs.step, inputs.micro.rows, own)
+        output.metrics["distill/divergence"] = divergences.sum() / inputs.num_scored
+        return with_divergences(output, inputs, divergences)
+
+    def sum_teacher(self, step: StepBatch, rows: Sequence[int], like: Tensor) -> Tensor:
+        """Return the teacher's log-prob of what it judges in each row, (n,), nats, like `like`."""
+        log_probs = step.tokens.get(self.ratio.name, {})
+        return torch.stack([log_probs[row].sum() if row in log_probs else like.new_zeros(()) for row in rows])
 
     def measure(self, step: StepBatch) -> tuple[float, int]:
         """See `Distillation.measure`."""
-        ours, theirs = (torch.cat(list(step.tokens[n].values())) for n in ("judged", "judged/other"))
-        spans = self.list_spans(step.rollouts(step.tokens["judged"]))
-        values = -per_token(sampled_advantages(ours, theirs, spans), spans)
-        return float(values.sum()), len(values)
+        own = torch.cat(list(step.tokens["judged"].values()))
+        return float(own.sum() - self.sum_teacher(step, step.shard, own).sum()), len(own)
 
 
-def count_scored(inputs: LossInputs) -> float:
-    """Return the judged tokens of the step, 1 if there is none."""
-    return max(1.0, inputs.micro.num_scored)
+def with_divergences(output: LossOutput, inputs: LossInputs, divergences: Tensor) -> LossOutput:
+    """Return an output with the divergence of each row, (n,), and how many of its tokens are judged."""
+    lengths = [scoring.num_scored for scoring in inputs.micro.passes]
+    judged = upload(lengths, divergences.device, torch.float32)
+    return replace(output, numbers={"divergence": divergences.float(), "judged": judged})
+
+
+def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPass:
+    """Return the answer up to the last judged token; of one without any its first token, none scored."""
+    prompt, start, num = rollout.problem.teacher_prompt, find_first_judged(rollout), count_judged(rollout)
+    return ScoringPass(
+        POLICY,
+        prompt,
+        rollout.completion.token_ids[: max(1, start + num)],
+        (len(prompt) + start, len(prompt) + start + num),
+        family=rollout.problem.row,
+        temperature=temperature,
+        what="log-prob of a judged token",
+        sampled=(start, start + num),
+    )
 
 
 def count_judged(row: Rollout) -> int:
@@ -377,14 +369,6 @@ def count_judged(row: Rollout) -> int:
 def find_first_judged(row: Rollout) -> int:
     """Return the first of an answer's tokens that the teacher judges; 0 if it judges none."""
     return sum(view.start for view in row.views)
-
-
-def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
-    """Divide the value of each of the student's tokens, (M,), by the number of tokens in its span."""
-    if spans is None:
-        return values
-    sizes = torch.tensor([span[1] for span in spans], dtype=torch.long, device="cpu")
-    return values / upload(sizes.repeat_interleave(sizes), values.device).to(values.dtype)
 
 
 def judged_metrics(

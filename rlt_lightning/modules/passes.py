@@ -155,12 +155,10 @@ class Values(NamedTuple):
     Attributes:
         values: Log-probs, or divergences, (M,), nats: the only ones with gradient.
         entropy: Entropies there, (M,), nats; None if the term asks for none.
-        others: Log-probs of the other model, (M,); None if none is wanted.
     """
 
     values: Tensor
     entropy: Tensor | None = None
-    others: Tensor | None = None
 
 
 class Term(Protocol):
@@ -190,7 +188,7 @@ class PassKey(NamedTuple):
     temperature: float
     compared_with: str = ""
     other_temperature: float = 0.0
-    divergence: Divergence | None = None
+    divergence: Divergence = Divergence()
     exchanged: tuple[int, int] | None = None
 
     def build_dummy(self) -> Item:
@@ -383,10 +381,8 @@ class PassRunner:
                 for place, (item, of_item) in enumerate(zip(chosen, values.split(counts), strict=True)):
                     for target in item.targets:
                         value = of_item[item.find_place(target.scoring)]
-                        if target.scoring.compared_with is not None and target.scoring.divergence is not None:
+                        if target.scoring.compared_with is not None:
                             value = compared[place]
-                        elif target.scoring.compared_with is not None:
-                            targets.append((target._replace(name=f"{target.name}/other"), compared[place]))
                         targets.append((target, value))
                 for target, value in targets:
                     for row in target.rows:
@@ -408,8 +404,7 @@ class PassRunner:
         """Run a micro-batch of items, which have these numbers of scored tokens.
 
         Returns:
-            The log-probs of all scored tokens, (M,); and of each item the divergence from the other model, or
-            that model's log-probs.
+            The log-probs of all scored tokens, (M,); and of each item the divergence from the other model.
         """
         if run_other is None or other is None:
             return run(compute_log_probs, packed, key.temperature, self.head)[0], []
@@ -421,11 +416,7 @@ class PassRunner:
             parts = zip(scored.split(counts), places, strict=True)
             return torch.cat([part[place] for part, place in parts])
 
-        if passes[0].divergence is None:
-            other = exchange_targets(other, choose(packed.targets), passes[0].exchanged)
-            compared, _ = run_other(compute_log_probs, other, key.other_temperature, self.head)
-        else:
-            compared = self.compare(run, run_other, choose(hidden), other, key, passes[0])
+        compared = self.compare(run, run_other, choose(hidden), other, key, passes[0])
         return values, compared.split([scoring.num_scored for scoring in passes])
 
     def compare(
@@ -438,7 +429,6 @@ class PassRunner:
         scoring: ScoringPass,
     ) -> Tensor:
         """Return the divergence of a model, whose states are given, from another one, (M,), nats."""
-        assert scoring.divergence is not None
         divergence, same = (
             scoring.divergence,
             self.models[key.model].is_policy and self.models[key.compared_with].is_policy,
@@ -607,12 +597,6 @@ def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool =
         return Values(*run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy))
     assert micro.run_other is not None
     divergence, exchanged, run_other = micro.passes[0].divergence, micro.passes[0].exchanged, micro.run_other
-    if divergence is None:
-        with torch.no_grad():
-            other = exchange_targets(micro.compared_with, micro.packed.targets, exchanged)
-            others, _ = run_other(compute_log_probs, other, micro.temperature, head)
-        values, entropy = run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy)
-        return Values(values, entropy, others)
     with torch.no_grad():
         other_hidden = run_other(scored_hidden_states, micro.compared_with)  # (M, H)
 
@@ -626,21 +610,6 @@ def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool =
         return with_other(policy) if micro.shares_head else run_other(with_other)
 
     return Values(run(with_policy))
-
-
-def exchange_targets(
-    packed: PackedSequences, sampled: Tensor, exchanged: tuple[int, int] | None
-) -> PackedSequences:
-    """Return what another model reads, scored at the M sampled tokens as in a divergence with `exchanged`.
-
-    A student that samples the teacher's own closing tag gets no credit for an end: the exchange holds for
-    each of both words, wherever it stands.
-    """
-    if exchanged is None:
-        return packed
-    first, second = (sampled == word for word in exchanged)
-    targets = torch.where(first, exchanged[1], torch.where(second, exchanged[0], sampled))
-    return replace(packed, targets=targets)
 
 
 def add_checks(step: StepBatch, targets: Sequence[tuple[Target, Tensor]]) -> None:

@@ -303,12 +303,6 @@ def to_padded(values: Tensor, num_tokens_per_row: list[int]) -> tuple[Tensor, Te
     return padded.view(token_mask.shape), upload(token_mask, values.device)
 
 
-def from_padded(values: Tensor, num_tokens_per_row: list[int]) -> Tensor:
-    """Undo `to_padded`: (N, T) -> (M,), with gradient."""
-    places = find_places(mask_tokens(num_tokens_per_row))
-    return values.flatten().index_select(0, upload(places, values.device))
-
-
 def mask_tokens(num_tokens_per_row: list[int]) -> Tensor:
     """Return the token mask of rows of these lengths, (N, T), in main memory."""
     lengths = torch.tensor(num_tokens_per_row, dtype=torch.long, device="cpu").unsqueeze(1)  # (N, 1)

@@ -73,8 +73,7 @@ class ScoringPass:
             log-probs at this temperature, no model is asked.
         compared_with: Another model's pass over as many tokens: the values are then not log-probs, but
             the divergence between both models before each of them.
-        divergence: Which, where `compared_with` is set; its student is `model`. None: the log-probs of
-            both, of the tokens that `model` scores.
+        divergence: Which, where `compared_with` is set; its student is `model`.
         exchanged: Two words that change places in the `compared_with` model's distribution.
         mask: The scored tokens in place of `scored`, where they are no range.
         retokenized: Whether the model has other tokens than the policy: no earlier check knows their number.
@@ -90,7 +89,7 @@ class ScoringPass:
     once: Hashable = None
     sampled: tuple[int, int] | None = None
     compared_with: ScoringPass | None = None
-    divergence: Divergence | None = Divergence("forward")
+    divergence: Divergence = Divergence("forward")
     exchanged: tuple[int, int] | None = None
     mask: list[bool] | None = None
     retokenized: bool = False
