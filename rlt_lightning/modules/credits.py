@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 class Credit(ABC):
     """A part of the advantages of tokens, without gradient."""
 
-    # The token columns of the reward that it reads.
+    # The reward's token columns that it reads, and the models that it asks.
     columns: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
 
     def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Return what is computed before the update, without gradient."""
@@ -57,6 +58,11 @@ class SumOfCredits(Credit):
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
         """See `Credit`."""
         return tuple(name for part in self.parts for name in part.columns)
+
+    @property
+    def models(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `Credit`."""
+        return tuple(name for part in self.parts for name in part.models)
 
     def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """See `Credit`."""
@@ -99,6 +105,11 @@ class RatioCredit(Credit):
     by: str = POLICY
     weight: float = 1.0
     temperature: float | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `Credit`."""
+        return (self.by,)
 
     @property
     def name(self) -> str:

@@ -47,6 +47,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.modules.credits import Credit, RewardCredit
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
     AnswerTerm,
@@ -111,6 +112,9 @@ class RLTModule(OnPolicyModule):
         InputError: If group_size is below 2, since a group of one has no baseline, or if settings contradict
             each other.
     """
+
+    # What each sampled token gains; a subclass may have another one (credits.py).
+    credit: Credit = RewardCredit()
 
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (
         *(TeacherRLData, ScoringData),
@@ -205,7 +209,7 @@ class RLTModule(OnPolicyModule):
     @property
     def needs_reference(self) -> bool:
         """Return whether the reference, the initial model, is needed."""
-        in_loss = self.trainer.training and self.policy_loss.kl_coef
+        in_loss = self.trainer.training and (self.policy_loss.kl_coef or REFERENCE in self.credit.models)
         return bool(in_loss) or self.students.model == REFERENCE
 
     @property
@@ -242,6 +246,7 @@ class RLTModule(OnPolicyModule):
             with self.phase("score") as stats:
                 updates = step.split(self.updates_per_rollout, self.build_shards)
                 self.runner.run(step, step.shard, self.list_loss_passes, stats)
+                step.share_tokens(self.credit.columns, self.sum_tensor_over_ranks)
         with self.phase("train") as stats:
             step.advantages = self.advantages(step.rewards, self.group_size)  # (N,), alike on every rank
             step.check_made(step.advantages, "advantage", self.advantages, range(len(step)))
@@ -272,7 +277,9 @@ class RLTModule(OnPolicyModule):
     @property
     def losses(self) -> list[LossTerm]:
         """Return the terms of the loss."""
-        gradient = PolicyGradient(self.policy_loss, self.importance_weights, self.num_updates > 1)
+        gradient = PolicyGradient(
+            self.policy_loss, self.importance_weights, self.num_updates > 1, self.credit
+        )
         score = self.reward.find_answer()
         if score is None or not self.answer_weight:
             return [gradient]

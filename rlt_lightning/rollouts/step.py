@@ -355,6 +355,29 @@ class StepBatch:
         for name, column in zip(names, table, strict=True):
             self.table[name] = column.to(self.table[name].dtype)
 
+    def put_tokens(self, name: str, rows: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Keep a reward's values of each sampled token of these rows, (T,) each.
+
+        Raises:
+            InputError: If a completion has another number of tokens.
+        """
+        for row, column in zip(rows, values, strict=True):
+            if len(column) != (num_tokens := len(self.token_ids(row))):
+                raise InputError(
+                    f"The token column {name} of a reward must have a value for each sampled token, but has "
+                    f"{len(column)} for a completion of {num_tokens}. Correct the reward's `measure`."
+                )
+            self.tokens.setdefault(name, {})[row] = column
+
+    def share_tokens(self, names: Iterable[str], sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Let all ranks have token columns that `put_tokens` has kept, for rows that are divided again."""
+        lengths = [len(self.token_ids(row)) for row in range(len(self))]
+        for name in names:
+            own = {row: self.tokens[name][row].double().cpu() for row in self.measured}
+            nothing = torch.zeros(max(lengths), dtype=torch.float64, device="cpu")
+            parts = [own.get(row, nothing[:length]) for row, length in enumerate(lengths)]
+            self.tokens[name] = dict(enumerate(sum_over_ranks(torch.cat(parts)).split(lengths)))
+
     def check_made(self, values: Tensor, what: str, maker: object, rows: Sequence[int]) -> None:
         """Let all ranks check together an object's values of n rows, (n,)."""
         numbers, what = [self.row_number(row) for row in rows], f"{what} of {type(maker).__name__}"
