@@ -41,7 +41,6 @@ class LossInputs:
     """A micro-batch of n rows: the policy's values, and everything that was known before.
 
     Attributes:
-        step: The step.
         micro: The micro-batch.
         computed: The policy's values, (M,), the only ones with gradient.
         log_probs: The same, (n, T), padded with 0: log-probs, or divergences.
@@ -49,7 +48,6 @@ class LossInputs:
         stale: Whether older weights sampled.
     """
 
-    step: StepBatch
     micro: Micro
     computed: Values
     log_probs: Tensor
@@ -57,10 +55,15 @@ class LossInputs:
     stale: bool
 
     @classmethod
-    def of(cls, step: StepBatch, micro: Micro, computed: Values, global_step: int) -> LossInputs:
+    def of(cls, micro: Micro, computed: Values, global_step: int) -> LossInputs:
         """Return the inputs of a micro-batch's loss."""
         padded, token_mask = to_padded(computed.values, [scoring.num_scored for scoring in micro.passes])
-        return cls(step, micro, computed, padded, token_mask, step.policy_version < global_step)
+        return cls(micro, computed, padded, token_mask, micro.step.policy_version < global_step)
+
+    @property
+    def step(self) -> StepBatch:
+        """Return the step."""
+        return self.micro.step
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -138,17 +141,20 @@ class LossTerm(ABC):
         """Return the loss of a micro-batch."""
 
 
-def compute_loss(inputs: LossInputs) -> LossOutput:
-    """Return the loss of a micro-batch by its term; zero if the term fails, so that all ranks run a backward.
+def compute_loss(micro: Micro, computed: Values, global_step: int) -> Tensor:
+    """Return a micro-batch's part of the step's loss by its term, and add its figures to the step.
 
-    The failure is kept in the step: `raise_together` comes behind the last micro-batch.
+    It is zero if the term fails, so that all ranks run a backward. The failure is kept in the step:
+    `raise_together` comes behind the last micro-batch.
     """
+    inputs = LossInputs.of(micro, computed, global_step)
     try:
-        output: LossOutput = inputs.micro.term(inputs)
+        output: LossOutput = micro.term(inputs)
     except Exception as error:  # of a user's class: any
-        inputs.step.keep_failure(error)
-        return LossOutput(inputs.log_probs.sum() * 0.0, {})
-    return output
+        micro.step.keep_failure(error)
+        output = LossOutput(inputs.log_probs.sum() * 0.0, {})
+    micro.step.add_loss(micro, computed.values, output)
+    return micro.scale * output.loss
 
 
 class PolicyGradient(LossTerm):

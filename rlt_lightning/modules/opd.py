@@ -166,25 +166,24 @@ class OPDModule(OnPolicyModule):
         shards = self.build_shards()
         step = StepBatch.of_request(request, shards)
         step.divide(range(len(step)))
-        term = self.term
+        runner, term = self.build_runner(), self.term
         if isinstance(term, SampledDistillation):
             with self.phase("score") as stats:
-                self.runner.run(step, step.shard, term.scoring_passes, stats)  # by the teacher
+                runner.run(step, step.shard, term.scoring_passes, stats)  # by the teacher
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.runner.updates(step, step.shard, [term], self, stats):
-                computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
-                output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
-                self.manual_backward(micro.scale * output.loss)
-                step.add_loss(micro, computed.values, output)
+            for micro in runner.updates(step, step.shard, [term], stats):
+                computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                loss = compute_loss(micro, computed, self.global_step)
+                self.manual_backward(loss)
             metrics = self.finish_update(step)
-        step.share(self.sum_tensor_over_ranks)
+        step.share(self.ranks.sum_tensor)
         counts, divergences = step.table["judged"], step.table["divergence"]
         # Minus the mean divergence of an answer's judged tokens, nats; 0 if there is none.
         step.set_scores({"reward": -divergences / counts.clamp(min=1), "record/judged_tokens": counts})
         rollouts = batch.rollouts = step.list_rollouts(step.logged)
         batch.step = step
-        metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.sum_over_ranks)
+        metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.ranks.sum)
         metrics |= self.measure_rollouts(rollouts, shards)
         self.log_step(metrics, len(rollouts.rollouts))
 
@@ -228,7 +227,7 @@ class OPDModule(OnPolicyModule):
         self.require_fresh(rollouts.policy_version)
         step, term = StepBatch.of_rollouts(rollouts), self.term
         with self.phase("score"):
-            self.runner.run(step, step.shard, term.held_out_passes, recompute=True)
+            self.build_runner().run(step, step.shard, term.held_out_passes, recompute=True)
             divergence, num_judged = term.measure(step)
         lengths = rollout_metrics(rollouts)
         figures = {

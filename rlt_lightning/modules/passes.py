@@ -15,9 +15,10 @@ same groups, and a rank that has nothing in one runs two tokens as a dummy. Scor
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +30,22 @@ from rlt_lightning.models.packed import (
     call_model,
     compute_log_probs,
     head_divergence,
+    head_log_probs,
     scored_hidden_states,
-    states_and_log_probs,
 )
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
+from rlt_lightning.numerics.packing import (
+    Layout,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    SequenceLengths,
+    micro_batches,
+    split_to,
+)
 from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
@@ -116,17 +126,36 @@ class Item:
         return next(target.scoring for target in self.targets if target.scoring.compared_with is not None)
 
 
+class Compared(NamedTuple):
+    """What a micro-batch is compared with: the tokens of another model, whose head may be the same.
+
+    Attributes:
+        packed: Its tokens.
+        run: Runs it.
+        temperature: Divides its logits.
+        divergence: Which divergence from it.
+        exchanged: Two of its words that change places.
+        shares_head: Whether both are the policy: a model computes one forward at a time.
+    """
+
+    packed: PackedSequences
+    run: RunModel
+    temperature: float
+    divergence: Divergence
+    exchanged: tuple[int, int] | None
+    shares_head: bool
+
+
 class Micro(NamedTuple):
     """A micro-batch of an update: rows of a loss term's passes, in one packed row.
 
     Attributes:
+        step: The step.
         term: The loss term.
         rows: The rows of the step.
         passes: The policy's pass over each.
         packed: Their tokens.
-        compared_with: The tokens for the model that the policy is compared with; None without one.
-        run_other: Runs that model.
-        shares_head: Whether its head is the policy's.
+        compared: What the policy is compared with; None: nothing.
         temperature: Divides the logits.
         scale: The factor of the loss: the strategy averages gradients over ranks, so each rank's part
             counts world_size times. 0: computed only because other ranks compute one.
@@ -135,13 +164,12 @@ class Micro(NamedTuple):
         num_scored: Tokens that the term scores in the whole update.
     """
 
+    step: StepBatch
     term: Any
     rows: list[int]
     passes: list[ScoringPass]
     packed: PackedSequences
-    compared_with: PackedSequences | None
-    run_other: RunModel | None
-    shares_head: bool
+    compared: Compared | None
     temperature: float
     scale: float
     num_sequences: float
@@ -150,35 +178,24 @@ class Micro(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The policy's values of a micro-batch's M scored tokens.
+    """A model's values of a micro-batch's M scored tokens.
 
     Attributes:
-        values: Log-probs, or divergences, (M,), nats: the only ones with gradient.
-        entropy: Entropies there, (M,), nats; None if the term asks for none.
+        log_probs: Log-probs, (M,), nats; None if only divergences are wanted.
+        entropy: Entropies there, (M,), nats; None if nobody asks for them.
+        divergences: Divergences from the model that it is compared with, (M,) or fewer; None without one.
     """
 
-    values: Tensor
+    log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    divergences: Tensor | None = None
 
-
-class Term(Protocol):
-    """A term of the loss, as far as the runner knows it; see `LossTerm` in modules/losses.py."""
-
-    def scoring_pass(self, row: Any) -> ScoringPass:
-        """Return the policy's pass over a row, with gradient."""
-
-
-class Trained(Protocol):
-    """The part of a PolicyModule that the updates use."""
-
-    sharding: Any
-    trainer: Any
-
-    def sum_over_ranks(self, *numbers: float) -> list[float]:
-        """Return the sums over all ranks."""
-
-    def raise_together(self, step: StepBatch) -> None:
-        """Raise an error on all ranks if one of them has failed."""
+    @property
+    def values(self) -> Tensor:
+        """Return what a loss reads: divergences, where models are compared, else log-probs."""
+        found = self.log_probs if self.divergences is None else self.divergences
+        assert found is not None
+        return found
 
 
 class PassKey(NamedTuple):
@@ -209,23 +226,22 @@ class PassRunner:
 
     Args:
         models: The models by the names that scoring passes use.
-        plan: plan(lengths, all_ranks) divides sequences into micro-batches with weights. If a forward waits
-            for all ranks, they get equally many: a rank with fewer repeats one with weight 0.
         device: Where models compute.
         head: How log-probs are computed from hidden states.
-        together: Whether the forwards of all ranks meet, because weights are sharded.
-        on_any_rank: on_any_rank(flag) is whether any rank has it set; only asked where `together`.
-        gather: gather(keys) returns the keys of every rank; only asked where `together`.
+        micro_batch_tokens: Tokens of a forward; a longer sequence gets one by itself.
+        layout: How sequences share a forward.
+        ranks: The ranks. With sharded weights their forwards meet.
+        splits: Whether a rank may split a micro-batch to have as many as the others.
         recompute: Ask the policy also where the engine reported log-probs.
     """
 
     models: Mapping[str, Model]
-    plan: Callable[[list[SequenceLengths], bool], list[tuple[MicroBatch, float]]]
     device: torch.device
     head: HeadOptions = HeadOptions()
-    together: bool = False
-    on_any_rank: Callable[[bool], bool] = bool
-    gather: Callable[[list[PassKey]], list[list[PassKey]]] = lambda keys: [keys]
+    micro_batch_tokens: int = 16384
+    layout: Layout = "auto"
+    ranks: Ranks = field(default_factory=Ranks)
+    splits: bool = True
     recompute: bool = False
 
     @torch.no_grad()
@@ -241,7 +257,7 @@ class PassRunner:
 
         Where other ranks have rows of the step too, values that are not finite stay in `step.checks`, and
         what `declare` raises, or a completion without room in a context, in `step.failure`: all ranks raise
-        together what failed on one of them (`PolicyModule.raise_together`).
+        together what failed on one of them (`Ranks.raise_together`).
 
         Args:
             step: The step.
@@ -266,8 +282,8 @@ class PassRunner:
         for item in items:
             groups.setdefault(self.build_key(item, step), []).append(item)
         keys = list(groups)
-        if self.together:
-            keys = sorted({key for part in self.gather(keys) for key in part}, key=repr)
+        if self.ranks.sharded:
+            keys = sorted({key for part in self.ranks.gather(keys) for key in part}, key=repr)
         for key in keys:
             self.run_group(step, key, groups.get(key) or [key.build_dummy()], stats)
         if step.shards is None:
@@ -323,7 +339,7 @@ class PassRunner:
         if any(isinstance(rollout, SFTExample) for rollout in rollouts.values()):
             return True  # no engine has sampled them
         unknown = any(rollout.completion.log_probs is None for rollout in rollouts.values())
-        return self.on_any_rank(unknown) if self.together else unknown
+        return self.ranks.any(unknown) if self.ranks.sharded else unknown
 
     def merge(self, step: StepBatch, passes: list[tuple[str, int, ScoringPass]]) -> list[Item]:
         """Return the sequences that must be run, group by group; fill in values that the step already has."""
@@ -364,26 +380,32 @@ class PassRunner:
                 step.keep_failure(error)
                 items = [key.build_dummy()]  # other ranks may wait for this one's forward
             sequences = [item.build_sequence() for item in items]
-            others = [item.compared_with.build_sequence() for item in items if item.compared_with is not None]
+            passes = [item.compared for item in items] if key.compared_with else []
+            others = [scoring.compared_with.build_sequence() for scoring in passes if scoring.compared_with]
             lengths = measure_lengths([item.scoring for item in items], sequences, others or sequences)
-            run_other = (
-                stack.enter_context(self.models[key.compared_with].loaded_on(self.device))
-                if key.compared_with
-                else None
-            )
-            for micro_batch, _ in self.plan(lengths, self.together):
-                packed = self.pack(sequences, micro_batch, stats)
-                chosen = [items[i] for i in micro_batch.indices]
-                counts = [sum(sequences[i].scored) for i in micro_batch.indices]
-                other = None if run_other is None else self.pack(others, micro_batch, stats)
-                values, compared = self.compute(run, run_other, packed, other, chosen, counts, key)
+            run_other = self.load_other(key, stack)
+            for micro_batch, _ in self.plan(lengths, self.ranks.sharded):
+                packed, chosen = self.pack(sequences, micro_batch, stats), micro_batch.indices
+                counts = [sum(sequences[i].scored) for i in chosen]
+                compared, places = None, None
+                if run_other is not None:
+                    compared = self.build_compared(key, run_other, self.pack(others, micro_batch, stats))
+                    parts = zip(accumulate(counts, initial=0), chosen, strict=False)
+                    slices = [(before, items[i].find_place(passes[i])) for before, i in parts]
+                    places = [before + p for before, place in slices for p in range(place.start, place.stop)]
+                values = compute(run, packed, key.temperature, self.head, False, compared, places)
+                assert values.log_probs is not None
+                divergences: Sequence[Tensor] = ()
+                if values.divergences is not None:
+                    divergences = values.divergences.split([passes[i].num_scored for i in chosen])
                 targets: list[tuple[Target, Tensor]] = []
-                for place, (item, of_item) in enumerate(zip(chosen, values.split(counts), strict=True)):
-                    for target in item.targets:
-                        value = of_item[item.find_place(target.scoring)]
-                        if target.scoring.compared_with is not None:
-                            value = compared[place]
-                        targets.append((target, value))
+                for number, (i, of_item) in enumerate(
+                    zip(chosen, values.log_probs.split(counts), strict=True)
+                ):
+                    for target in items[i].targets:
+                        is_compared = target.scoring.compared_with is not None
+                        place = items[i].find_place(target.scoring)
+                        targets.append((target, divergences[number] if is_compared else of_item[place]))
                 for target, value in targets:
                     for row in target.rows:
                         step.tokens.setdefault(target.name, {})[row] = value
@@ -391,66 +413,37 @@ class PassRunner:
                         step.known[(key.model, key.temperature, target.scoring.once)] = value
                 add_checks(step, targets)
 
-    def compute(
-        self,
-        run: RunModel,
-        run_other: RunModel | None,
-        packed: PackedSequences,
-        other: PackedSequences | None,
-        items: Sequence[Item],
-        counts: list[int],
-        key: PassKey,
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Run a micro-batch of items, which have these numbers of scored tokens.
+    def load_other(self, key: PassKey, stack: ExitStack) -> RunModel | None:
+        """Return what runs the model that is compared with, on the device until the stack closes."""
+        if not key.compared_with:
+            return None
+        return stack.enter_context(self.models[key.compared_with].loaded_on(self.device))
 
-        Returns:
-            The log-probs of all scored tokens, (M,); and of each item the divergence from the other model.
+    def build_compared(self, key: PassKey, run_other: RunModel, packed: PackedSequences) -> Compared:
+        """Return what a micro-batch of a group is compared with."""
+        same = self.models[key.model].is_policy and self.models[key.compared_with].is_policy
+        return Compared(packed, run_other, key.other_temperature, key.divergence, key.exchanged, same)
+
+    def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
+        """Divide sequences into micro-batches, each for one forward; return them with their weights.
+
+        Args:
+            lengths: The lengths of the sequences.
+            all_ranks: Whether a forward waits for all ranks. Each then needs equally many micro-batches:
+                a rank with fewer splits its largest. If none can be split, it repeats its last with weight 0.
         """
-        if run_other is None or other is None:
-            return run(compute_log_probs, packed, key.temperature, self.head)[0], []
-        hidden, values = run(states_and_log_probs, packed, key.temperature, self.head)
-        passes = [item.compared for item in items]
-        places = [item.find_place(scoring) for item, scoring in zip(items, passes, strict=True)]
-
-        def choose(scored: Tensor) -> Tensor:
-            parts = zip(scored.split(counts), places, strict=True)
-            return torch.cat([part[place] for part, place in parts])
-
-        compared = self.compare(run, run_other, choose(hidden), other, key, passes[0])
-        return values, compared.split([scoring.num_scored for scoring in passes])
-
-    def compare(
-        self,
-        run: RunModel,
-        run_other: RunModel,
-        states: Tensor,
-        other: PackedSequences,
-        key: PassKey,
-        scoring: ScoringPass,
-    ) -> Tensor:
-        """Return the divergence of a model, whose states are given, from another one, (M,), nats."""
-        divergence, same = (
-            scoring.divergence,
-            self.models[key.model].is_policy and self.models[key.compared_with].is_policy,
-        )
-
-        def with_other(model: Any) -> Tensor:
-            hidden = scored_hidden_states(model, other)
-            theirs = ModelHead(model, key.other_temperature)
-
-            def with_first(model: Any) -> Tensor:
-                ours = ModelHead(model, key.temperature)
-                return head_divergence(ours, states, theirs, hidden, divergence, scoring.exchanged, self.head)
-
-            # A model computes one forward at a time.
-            return with_first(model) if same else run(with_first)
-
-        return run_other(with_other)
+        planned = micro_batches(lengths, self.micro_batch_tokens, self.layout)
+        if not all_ranks:
+            return [(micro_batch, 1.0) for micro_batch in planned]
+        [most] = map(int, self.ranks.max(len(planned)))
+        if self.splits:
+            planned = split_to(planned, most, lengths)
+        return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
 
     # With gradient
 
     def updates(
-        self, step: StepBatch, rows: Sequence[int], terms: Sequence[Term], module: Trained, stats: PhaseStats
+        self, step: StepBatch, rows: Sequence[int], terms: Sequence[Any], stats: PhaseStats
     ) -> Iterator[Micro]:
         """Yield the micro-batches of all loss terms, each inside the strategy's context for its backward.
 
@@ -459,72 +452,65 @@ class PassRunner:
         Args:
             step: The step.
             rows: This rank's part of the rows that the update learns from.
-            terms: The terms of the loss.
-            module: The module that trains.
+            terms: The terms of the loss (`LossTerm`).
             stats: Counts the tokens that the policy computes.
         """
-        rollouts = step.rollouts(rows)
+        rollouts, keys = step.rollouts(rows), list[PassKey]()
         try:
             passes_of_terms = [[term.scoring_pass(rollout) for rollout in rollouts] for term in terms]
             for term, passes in zip(terms, passes_of_terms, strict=True):
-                self.require_alike(term, passes, step)
+                keys.append(self.find_key(term, passes, step))
         except Exception as error:  # of a user's class: any
             step.keep_failure(error)
             passes_of_terms = [[] for _ in terms]
         counts = [sum(scoring.num_scored for scoring in passes) for passes in passes_of_terms]
         # Losses divide by these, so that micro-batches of all ranks add up.
         num_tokens = sum(len(step.token_ids(row)) for row in rows)
-        totals = module.sum_over_ranks(len(rows), num_tokens, *counts, step.failure is not None)
+        totals = self.ranks.sum(len(rows), num_tokens, *counts, step.failure is not None)
         if totals[-1]:
-            module.raise_together(step)
-        for number, (term, passes) in enumerate(zip(terms, passes_of_terms, strict=True)):
+            self.ranks.raise_together(step)
+        for number, (term, key, passes) in enumerate(zip(terms, keys, passes_of_terms, strict=True)):
             sequences = [scoring.build_sequence() for scoring in passes]
-            others = [
-                scoring.compared_with.build_sequence()
-                for scoring in passes
-                if scoring.compared_with is not None
-            ]
+            others = [scoring.compared_with.build_sequence() for scoring in passes if scoring.compared_with]
             planned = self.plan(measure_lengths(passes, sequences, others or sequences), True)
-            other = (
-                self.models[passes[0].compared_with.model]
-                if passes and passes[0].compared_with is not None
-                else None
-            )
-            # Once for all micro-batches: the model may lie in main memory.
-            with nullcontext() if other is None else other.loaded_on(self.device) as run_other:
+            with ExitStack() as stack:
+                # Once for all micro-batches: the model may lie in main memory.
+                run_other = self.load_other(key, stack)
                 for place, (micro_batch, weight) in enumerate(planned):
                     is_last = number == len(terms) - 1 and place == len(planned) - 1
-                    packed = self.pack(sequences, micro_batch, stats)
-                    with module.sharding.micro_batch(last=is_last):
+                    packed, compared = self.pack(sequences, micro_batch, stats), None
+                    if run_other is not None:
+                        compared = self.build_compared(key, run_other, self.pack(others, micro_batch))
+                    with self.ranks.micro_batch(last=is_last):
                         yield Micro(
+                            step,
                             term,
                             [rows[i] for i in micro_batch.indices],
                             [passes[i] for i in micro_batch.indices],
                             packed,
-                            self.pack(others, micro_batch) if others else None,
-                            run_other,
-                            other is not None and other.is_policy,
-                            self.find_temperature(passes[0], step),
-                            weight * module.trainer.world_size,
+                            compared,
+                            key.temperature,
+                            weight * self.ranks.world_size,
                             totals[0],
                             totals[1],
                             totals[2 + number],
                         )
 
-    def require_alike(self, term: Term, passes: Sequence[ScoringPass], step: StepBatch) -> None:
-        """Check that any of a term's passes can go into the same micro-batch.
+    def find_key(self, term: Any, passes: Sequence[ScoringPass], step: StepBatch) -> PassKey:
+        """Return the settings that all of a term's passes share, so that any go into the same micro-batch.
 
         Raises:
             InputError: If not all are the policy's, at one temperature, compared with one model in one way.
         """
         items = (Item(scoring, [Target("", [], scoring)], scoring.compared_with) for scoring in passes)
-        keys = dict.fromkeys(self.build_key(item, step) for item in items)
+        keys = list(dict.fromkeys(self.build_key(item, step) for item in items))
         if len(keys) > 1 or any(key.model != POLICY for key in keys):
             raise InputError(
                 f"{type(term).__name__}.scoring_pass must be a pass of the policy, at one temperature and "
                 f"compared with one model in one way, but returned {', '.join(map(str, keys))}. Write a term "
                 "of the loss for each."
             )
+        return keys[0]
 
     def pack(
         self, sequences: list[ScoredSequence], micro_batch: MicroBatch, stats: PhaseStats | None = None
@@ -591,25 +577,51 @@ def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
         raise
 
 
-def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool = False) -> Values:
-    """Run the policy on a micro-batch, with gradient, and the model that it is compared with."""
-    if micro.compared_with is None:
-        return Values(*run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy))
-    assert micro.run_other is not None
-    divergence, exchanged, run_other = micro.passes[0].divergence, micro.passes[0].exchanged, micro.run_other
-    with torch.no_grad():
-        other_hidden = run_other(scored_hidden_states, micro.compared_with)  # (M, H)
+def forward(run: RunModel, micro: Micro, head: HeadOptions) -> Values:
+    """Run the policy on a micro-batch, with gradient, and the model that it is compared with, without."""
+    return compute(run, micro.packed, micro.temperature, head, micro.term.with_entropy, micro.compared)
 
-    def with_policy(policy: Any) -> Tensor:
-        hidden = scored_hidden_states(policy, micro.packed)  # (M, H)
+
+def compute(
+    run: RunModel,
+    packed: PackedSequences,
+    temperature: float,
+    head: HeadOptions,
+    with_entropy: bool = False,
+    compared: Compared | None = None,
+    places: Sequence[int] | None = None,
+) -> Values:
+    """Run a model on a packed row, and the one that it is compared with, which gets no gradient.
+
+    Args:
+        run: Runs the model.
+        packed: Its tokens.
+        temperature: Divides its logits.
+        head: How its head is computed.
+        with_entropy: Whether entropies are wanted, where nothing is compared.
+        compared: The other model; None: none.
+        places: The scored tokens that are compared, where log-probs are wanted too; None: all are compared.
+    """
+    if compared is None:
+        return Values(*run(compute_log_probs, packed, temperature, head, with_entropy))
+    with torch.no_grad():
+        other_hidden = compared.run(scored_hidden_states, compared.packed)  # (M, H)
+
+    def with_model(model: Any) -> tuple[Tensor | None, Tensor]:
+        hidden, log_probs = scored_hidden_states(model, packed), None
+        if places is not None:
+            log_probs, _ = head_log_probs(model, hidden, packed.targets, temperature, head)
+            hidden = hidden[upload(places, hidden.device)]
 
         def with_other(other: Any) -> Tensor:
-            ours, theirs = ModelHead(policy, micro.temperature), ModelHead(other, micro.temperature)
-            return head_divergence(ours, hidden, theirs, other_hidden, divergence, exchanged, head)
+            ours, theirs = ModelHead(model, temperature), ModelHead(other, compared.temperature)
+            kind = compared.divergence, compared.exchanged
+            return head_divergence(ours, hidden, theirs, other_hidden, *kind, head)
 
-        return with_other(policy) if micro.shares_head else run_other(with_other)
+        return log_probs, with_other(model) if compared.shares_head else compared.run(with_other)
 
-    return Values(run(with_policy))
+    log_probs, divergences = run(with_model)
+    return Values(log_probs, None, divergences)
 
 
 def add_checks(step: StepBatch, targets: Sequence[tuple[Target, Tensor]]) -> None:

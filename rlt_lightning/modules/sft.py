@@ -12,7 +12,7 @@ from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compute_loss
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.passes import forward
 from rlt_lightning.numerics.packing import Layout
@@ -63,12 +63,11 @@ class SFTModule(PolicyModule):
         step, examples = StepBatch.of_examples(batch.examples), batch.examples
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.runner.updates(step, step.shard, [CompletionLoss()], self, stats):
-                computed = forward(self.run, micro, self.head)  # with gradient
-                output = micro.term(LossInputs.of(step, micro, computed, 0))
-                self.manual_backward(micro.scale * output.loss)
-                step.add_loss(micro, computed.values, output)
-            self.raise_together(step)
+            for micro in self.build_runner().updates(step, step.shard, [CompletionLoss()], stats):
+                computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                loss = compute_loss(micro, computed, self.global_step)
+                self.manual_backward(loss)
+            self.ranks.raise_together(step)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
         # Tokens in the loss of this step, and complete passes over the data.
@@ -79,7 +78,7 @@ class SFTModule(PolicyModule):
         """Keep the mean loss per completion token of held-out rows."""
         step = StepBatch.of_examples(batch.examples)
         with self.phase("score"):
-            self.runner.run(
+            self.build_runner().run(
                 step, step.shard, lambda example: {"completion": CompletionLoss().scoring_pass(example)}
             )
         log_probs = torch.cat(list(step.tokens["completion"].values()))
