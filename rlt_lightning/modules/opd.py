@@ -41,7 +41,7 @@ from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import DAPOLoss
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch, name_column
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
 # The student itself as the teacher, in scoring passes.
@@ -180,7 +180,9 @@ class OPDModule(OnPolicyModule):
         step.share(self.ranks.sum_tensor)
         counts, divergences = step.table["judged"], step.table["divergence"]
         # Minus the mean divergence of an answer's judged tokens, nats; 0 if there is none.
-        step.set_scores({"reward": -divergences / counts.clamp(min=1), "record/judged_tokens": counts})
+        step.set_scores(
+            {"reward": -divergences / counts.clamp(min=1), name_column("record", "judged_tokens"): counts}
+        )
         rollouts = batch.rollouts = step.list_rollouts(step.logged)
         batch.step = step
         metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.ranks.sum)

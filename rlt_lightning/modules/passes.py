@@ -572,7 +572,7 @@ def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
     try:
         require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))
     except NonFiniteError:
-        for name, values in columns_of(step.table, "term/").items():
+        for name, values in columns_of(step.table, "term").items():
             require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
         raise
 

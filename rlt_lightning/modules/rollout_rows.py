@@ -29,8 +29,8 @@ def score_rows(step: StepBatch, rows: Sequence[int]) -> list[dict[str, float]]:
     columns: dict[str, list[float]] = {}
     for label in ("", *step.labels):
         table, end = step.choose(rows, label), f"/{label}" if label else ""
-        terms = {f"{name}_reward": values for name, values in columns_of(table, "term/").items()}
-        levels, others = columns_of(table, "level/"), columns_of(table, "record/")
+        terms = {f"{name}_reward": values for name, values in columns_of(table, "term").items()}
+        levels, others = columns_of(table, "level"), columns_of(table, "record")
         for name, values in dict(reward=table["reward"], **terms, **levels, **others).items():
             if not (label and name == "format_reward"):  # the same for all students
                 columns[f"{name}{end}"] = values.tolist()

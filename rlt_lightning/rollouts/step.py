@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -47,8 +47,9 @@ from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # The models that are no frozen ones by name: the weights that train, and the initial ones.
 POLICY, REFERENCE = "policy", "reference"
-# The kinds of a table's columns.
-KINDS = ("term", "level", "log", "record", "group")
+# The kinds of a table's columns, beside the reward; `text` is what a `TextReward` found in each text.
+Kind = Literal["term", "level", "log", "record", "group", "text"]
+KINDS = tuple(kind for kind in get_args(Kind) if kind != "text")
 COLUMN_NAME = re.compile(rf"(of/\w+/)?(reward|({'|'.join(KINDS)})/.+)")
 
 
@@ -414,13 +415,13 @@ class StepBatch:
     def choose(self, rows: Sequence[int], label: str = "") -> dict[str, Tensor]:
         """Return the table of some rows, in this order, by all students or by one of several."""
         place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
-        table = columns_of(self.table, f"of/{label}/") if label else self.table
+        table = columns_of_student(self.table, label)
         return {name: values[place_on(values.device)] for name, values in table.items()}
 
     @property
     def labels(self) -> list[str]:
         """Return the labels of several students that have columns in the table; none with one student."""
-        return list(dict.fromkeys(name.split("/")[0] for name in columns_of(self.table, "of/")))
+        return list(dict.fromkeys(name.split("/")[1] for name in self.table if name.startswith("of/")))
 
     # The update
 
@@ -469,7 +470,22 @@ class StepBatch:
         self.counts.dropped_groups += len(places)
 
 
-def columns_of(table: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def name_column(kind: Kind, name: str) -> str:
+    """Return the name of a table's column."""
+    return f"{kind}/{name}"
+
+
+def columns_of(table: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
+    """Return the columns of a kind, by the rest of the name."""
+    return select_columns(table, name_column(kind, ""))
+
+
+def columns_of_student(table: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
+    """Return the columns by one of several students, named as those of a table; by the only one, all."""
+    return select_columns(table, f"of/{label}/") if label else dict(table)
+
+
+def select_columns(table: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the columns of a table whose names begin so, by the rest of the name."""
     return {name.removeprefix(prefix): v for name, v in table.items() if name.startswith(prefix)}
 

@@ -94,7 +94,7 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
         assert float(step.table["term/hurdles"][number]) == pytest.approx(sum(each) / 2, abs=1e-5)
         of_students = [float(step.table[f"of/{label}/term/hurdles"][number]) for label in step.labels]
         assert of_students == pytest.approx(each, abs=1e-5)
-        total = sum(values[number] for values in columns_of(step.table, "term/").values())
+        total = sum(values[number] for values in columns_of(step.table, "term").values())
         assert float(step.rewards[number]) == pytest.approx(float(total), abs=1e-4)
     assert batch.step.table["term/hurdles"].std() > 0
     assert float(metrics["reward/hurdles"]) < 0
