@@ -11,7 +11,6 @@ A `PolicyGradient` has one; `RLTModule.credit` is the one of RLT.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,46 +40,34 @@ class Credit(ABC):
         """Return the credit of n completions, (n,), or of their tokens, (n, T)."""
 
     def __add__(self, other: Credit) -> Credit:
-        return SumOfCredits((self, other), (1.0, 1.0))
+        return SumOfCredits((self, 1.0), (other, 1.0))
 
     def __rmul__(self, weight: float) -> Credit:
-        return SumOfCredits((self,), (weight,))
+        return SumOfCredits((self, weight))
 
 
-@dataclass(frozen=True)
 class SumOfCredits(Credit):
-    """A weighted sum of credits."""
+    """A sum of credits with their weights."""
 
-    parts: tuple[Credit, ...]
-    weights: tuple[float, ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See `Credit`."""
-        return tuple(name for part in self.parts for name in part.columns)
-
-    @property
-    def models(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See `Credit`."""
-        return tuple(name for part in self.parts for name in part.models)
+    def __init__(self, *parts: tuple[Credit, float]) -> None:
+        self.parts = parts
+        self.columns = tuple(name for part, _ in parts for name in part.columns)
+        self.models = tuple(name for part, _ in parts for name in part.models)
 
     def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """See `Credit`."""
-        passes: dict[str, ScoringPass] = {}
-        for part in self.parts:
-            passes |= part.scoring_passes(rollout)
-        return passes
+        passes = [part.scoring_passes(rollout) for part, _ in self.parts]
+        return {name: scoring for found in passes for name, scoring in found.items()}
 
     def __call__(self, inputs: LossInputs) -> Tensor:
         """See `Credit`."""
         total = torch.zeros_like(inputs.log_probs)
-        for part, weight in zip(self.parts, self.weights, strict=True):
+        for part, weight in self.parts:
             values = part(inputs)
             total = total + weight * values.view(len(values), -1)
         return total
 
 
-@dataclass(frozen=True)
 class RewardCredit(Credit):
     """The completion's advantage."""
 
@@ -89,7 +76,6 @@ class RewardCredit(Credit):
         return inputs.advantages
 
 
-@dataclass(frozen=True)
 class RatioCredit(Credit):
     """How much likelier each token is to another model, which reads it after `Problem.teacher_view`.
 
@@ -102,25 +88,16 @@ class RatioCredit(Credit):
         temperature: Divides the other's logits; None: that of sampling.
     """
 
-    by: str = POLICY
-    weight: float = 1.0
-    temperature: float | None = None
-
-    @property
-    def models(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See `Credit`."""
-        return (self.by,)
-
-    @property
-    def name(self) -> str:
-        """Return the name of the other's token column."""
-        return f"by/{self.by}"
+    def __init__(self, by: str = POLICY, weight: float = 1.0, temperature: float | None = None) -> None:
+        self.by, self.weight, self.temperature = by, weight, temperature
+        self.models = (by,)
+        self.name = f"by/{by}"  # of the other's token column
 
     def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Return the judged tokens as the other model reads them."""
         if not rollout.views:
             return {}
-        [view], context = rollout.views[:1], rollout.problem.teacher_view
+        view, context = rollout.views[0], rollout.problem.teacher_view
         scoring = ScoringPass(
             self.by,
             context,
@@ -139,30 +116,24 @@ class RatioCredit(Credit):
         theirs = inputs.step.tokens.get(self.name, {})
         for i, (row, rollout) in enumerate(zip(inputs.micro.rows, inputs.rollouts, strict=True)):
             if row in theirs:
-                [view], sampled = rollout.views[:1], inputs.micro.passes[i].sampled
+                view, sampled = rollout.views[0], inputs.micro.passes[i].sampled
                 first = view.start - (sampled[0] if sampled else 0)
                 part = slice(first, first + view.num_tokens)
                 credit[i, part] = sampled_advantages(own[i, part], theirs[row], view.spans)
         return self.weight * credit
 
 
-@dataclass(frozen=True)
 class TokenCredit(Credit):
     """What the reward says of each token, such as whether a step is right.
 
     Args:
-        name: The reward's token column, with a value for each sampled token of a completion, (T,).
+        name: The reward's token column (`StepBatch.put_tokens`).
         weight: Of its values.
     """
 
-    name: str
-    weight: float = 1.0
-
-    @property
-    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See `Credit`."""
-        return (self.name,)
+    def __init__(self, name: str, weight: float = 1.0) -> None:
+        self.columns, self.weight = (name,), weight
 
     def __call__(self, inputs: LossInputs) -> Tensor:
         """See `Credit`."""
-        return self.weight * inputs.pad_column(self.name).to(inputs.log_probs)
+        return self.weight * inputs.pad_column(self.columns[0]).to(inputs.log_probs)

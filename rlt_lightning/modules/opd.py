@@ -180,9 +180,8 @@ class OPDModule(OnPolicyModule):
         step.share(self.ranks.sum_tensor)
         counts, divergences = step.table["judged"], step.table["divergence"]
         # Minus the mean divergence of an answer's judged tokens, nats; 0 if there is none.
-        step.set_scores(
-            {"reward": -divergences / counts.clamp(min=1), name_column("record", "judged_tokens"): counts}
-        )
+        judged = name_column("record", "judged_tokens")
+        step.set_scores({"reward": -divergences / counts.clamp(min=1), judged: counts})
         rollouts = batch.rollouts = step.list_rollouts(step.logged)
         batch.step = step
         metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.ranks.sum)

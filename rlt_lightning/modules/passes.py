@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -89,36 +88,24 @@ class Item:
         return True
 
     @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return the scored ranges of all targets, sorted, overlaps joined."""
-        joined: list[tuple[int, int]] = []
-        for first, end in sorted(target.scoring.scored for target in self.targets):
-            if joined and first <= joined[-1][1]:
-                joined[-1] = joined[-1][0], max(end, joined[-1][1])
-            else:
-                joined.append((first, end))
-        return joined
+    def mask(self) -> Sequence[int]:
+        """Return 1 for each token that a target scores, else 0; made without Python code for each."""
+        if self.scoring.mask is not None:
+            return self.scoring.mask
+        mask = bytearray(len(self.scoring.prefix) + len(self.scoring.rest))
+        for target in self.targets:
+            first, end = target.scoring.scored
+            mask[first:end] = bytes([1]) * (end - first)
+        return mask
 
     def build_sequence(self) -> ScoredSequence:
         """Return the tokens, of which those of all targets are scored."""
-        if self.scoring.mask is not None:
-            return self.scoring.build_sequence()
-        mask: list[bool] = []
-        for first, end in self.ranges:
-            mask += [False] * (first - len(mask)) + [True] * (end - first)
-        mask += [False] * (len(self.scoring.prefix) + len(self.scoring.rest) - len(mask))
-        return ScoredSequence(self.scoring.prefix, self.scoring.rest, mask)
+        return ScoredSequence(self.scoring.prefix, self.scoring.rest, self.mask)
 
     def find_place(self, scoring: ScoringPass) -> slice:
         """Return where a target's tokens lie among the item's scored tokens."""
-        if self.scoring.mask is not None:
-            return slice(0, self.scoring.num_scored)
-        before = 0
-        for first, end in self.ranges:
-            if first <= scoring.scored[0] and scoring.scored[1] <= end:
-                return slice(before + scoring.scored[0] - first, before + scoring.scored[1] - first)
-            before += end - first
-        raise AssertionError("a target's range is one of the item's")
+        before = 0 if scoring.mask is not None else self.mask[: scoring.scored[0]].count(1)
+        return slice(before, before + scoring.num_scored)
 
     @property
     def compared(self) -> ScoringPass:
@@ -144,6 +131,16 @@ class Compared(NamedTuple):
     divergence: Divergence
     exchanged: tuple[int, int] | None
     shares_head: bool
+
+
+class Packed(NamedTuple):
+    """A micro-batch: its sequences by their indices, what they are compared with, its weight."""
+
+    indices: list[int]
+    packed: PackedSequences
+    compared: Compared | None
+    weight: float
+    is_last: bool
 
 
 class Micro(NamedTuple):
@@ -380,32 +377,29 @@ class PassRunner:
                 step.keep_failure(error)
                 items = [key.build_dummy()]  # other ranks may wait for this one's forward
             sequences = [item.build_sequence() for item in items]
+            whole, counts = [item.scoring for item in items], [sum(sequence.scored) for sequence in sequences]
             passes = [item.compared for item in items] if key.compared_with else []
-            others = [scoring.compared_with.build_sequence() for scoring in passes if scoring.compared_with]
-            lengths = measure_lengths([item.scoring for item in items], sequences, others or sequences)
-            run_other = self.load_other(key, stack)
-            for micro_batch, _ in self.plan(lengths, self.ranks.sharded):
-                packed, chosen = self.pack(sequences, micro_batch, stats), micro_batch.indices
-                counts = [sum(sequences[i].scored) for i in chosen]
-                compared, places = None, None
-                if run_other is not None:
-                    compared = self.build_compared(key, run_other, self.pack(others, micro_batch, stats))
-                    parts = zip(accumulate(counts, initial=0), chosen, strict=False)
-                    slices = [(before, items[i].find_place(passes[i])) for before, i in parts]
-                    places = [before + p for before, place in slices for p in range(place.start, place.stop)]
-                values = compute(run, packed, key.temperature, self.head, False, compared, places)
+            for batch in self.pack(key, whole, sequences, passes, self.ranks.sharded, stats):
+                if stats is not None and batch.compared is not None:
+                    stats.tokens += batch.compared.packed.input_ids.shape[1]
+                chosen = [(items[i], counts[i]) for i in batch.indices]
+                places, before = [], 0
+                for item, count in chosen if batch.compared else ():
+                    place = item.find_place(item.compared)
+                    places += range(before + place.start, before + place.stop)
+                    before += count
+                values = compute(run, batch.packed, key.temperature, self.head, False, batch.compared, places)
                 assert values.log_probs is not None
+                log_probs = values.log_probs.split([count for _, count in chosen])
                 divergences: Sequence[Tensor] = ()
                 if values.divergences is not None:
-                    divergences = values.divergences.split([passes[i].num_scored for i in chosen])
+                    divergences = values.divergences.split([passes[i].num_scored for i in batch.indices])
                 targets: list[tuple[Target, Tensor]] = []
-                for number, (i, of_item) in enumerate(
-                    zip(chosen, values.log_probs.split(counts), strict=True)
-                ):
-                    for target in items[i].targets:
+                for number, (item, _) in enumerate(chosen):
+                    for target in item.targets:
                         is_compared = target.scoring.compared_with is not None
-                        place = items[i].find_place(target.scoring)
-                        targets.append((target, divergences[number] if is_compared else of_item[place]))
+                        of_target = log_probs[number][item.find_place(target.scoring)]
+                        targets.append((target, divergences[number] if is_compared else of_target))
                 for target, value in targets:
                     for row in target.rows:
                         step.tokens.setdefault(target.name, {})[row] = value
@@ -413,16 +407,43 @@ class PassRunner:
                         step.known[(key.model, key.temperature, target.scoring.once)] = value
                 add_checks(step, targets)
 
-    def load_other(self, key: PassKey, stack: ExitStack) -> RunModel | None:
-        """Return what runs the model that is compared with, on the device until the stack closes."""
-        if not key.compared_with:
-            return None
-        return stack.enter_context(self.models[key.compared_with].loaded_on(self.device))
+    def pack(
+        self,
+        key: PassKey,
+        passes: Sequence[ScoringPass],
+        sequences: Sequence[ScoredSequence],
+        compared: Sequence[ScoringPass],
+        all_ranks: bool,
+        stats: PhaseStats | None,
+    ) -> Iterator[Packed]:
+        """Yield the micro-batches of a group's sequences, each in one row.
 
-    def build_compared(self, key: PassKey, run_other: RunModel, packed: PackedSequences) -> Compared:
-        """Return what a micro-batch of a group is compared with."""
-        same = self.models[key.model].is_policy and self.models[key.compared_with].is_policy
-        return Compared(packed, run_other, key.other_temperature, key.divergence, key.exchanged, same)
+        Args:
+            key: The group.
+            passes: The pass of each sequence, which names its family.
+            sequences: The sequences.
+            compared: The pass of each that has another model's; empty without one.
+            all_ranks: Whether all ranks get equally many.
+            stats: Counts the tokens.
+        """
+        others = [scoring.compared_with.build_sequence() for scoring in compared if scoring.compared_with]
+        planned = self.plan(measure_lengths(passes, sequences, others or sequences), all_ranks)
+        with ExitStack() as stack:
+            run_other = None
+            # Once for all micro-batches: the model may lie in main memory.
+            if key.compared_with:
+                run_other = stack.enter_context(self.models[key.compared_with].loaded_on(self.device))
+                same_head = self.models[key.model].is_policy and self.models[key.compared_with].is_policy
+            for number, (micro_batch, weight) in enumerate(planned, 1):
+                packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+                against = None
+                if run_other is not None:
+                    other = PackedSequences.from_sequences(others, micro_batch.families, self.device)
+                    settings = key.other_temperature, key.divergence, key.exchanged
+                    against = Compared(other, run_other, *settings, same_head)
+                if stats is not None:
+                    stats.tokens += packed.input_ids.shape[1]
+                yield Packed(micro_batch.indices, packed, against, weight, number == len(planned))
 
     def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
@@ -471,30 +492,22 @@ class PassRunner:
             self.ranks.raise_together(step)
         for number, (term, key, passes) in enumerate(zip(terms, keys, passes_of_terms, strict=True)):
             sequences = [scoring.build_sequence() for scoring in passes]
-            others = [scoring.compared_with.build_sequence() for scoring in passes if scoring.compared_with]
-            planned = self.plan(measure_lengths(passes, sequences, others or sequences), True)
-            with ExitStack() as stack:
-                # Once for all micro-batches: the model may lie in main memory.
-                run_other = self.load_other(key, stack)
-                for place, (micro_batch, weight) in enumerate(planned):
-                    is_last = number == len(terms) - 1 and place == len(planned) - 1
-                    packed, compared = self.pack(sequences, micro_batch, stats), None
-                    if run_other is not None:
-                        compared = self.build_compared(key, run_other, self.pack(others, micro_batch))
-                    with self.ranks.micro_batch(last=is_last):
-                        yield Micro(
-                            step,
-                            term,
-                            [rows[i] for i in micro_batch.indices],
-                            [passes[i] for i in micro_batch.indices],
-                            packed,
-                            compared,
-                            key.temperature,
-                            weight * self.ranks.world_size,
-                            totals[0],
-                            totals[1],
-                            totals[2 + number],
-                        )
+            compared = passes if key.compared_with else []
+            for batch in self.pack(key, passes, sequences, compared, True, stats):
+                with self.ranks.micro_batch(last=batch.is_last and number == len(terms) - 1):
+                    yield Micro(
+                        step,
+                        term,
+                        [rows[i] for i in batch.indices],
+                        [passes[i] for i in batch.indices],
+                        batch.packed,
+                        batch.compared,
+                        key.temperature,
+                        batch.weight * self.ranks.world_size,
+                        totals[0],
+                        totals[1],
+                        totals[2 + number],
+                    )
 
     def find_key(self, term: Any, passes: Sequence[ScoringPass], step: StepBatch) -> PassKey:
         """Return the settings that all of a term's passes share, so that any go into the same micro-batch.
@@ -511,15 +524,6 @@ class PassRunner:
                 "of the loss for each."
             )
         return keys[0]
-
-    def pack(
-        self, sequences: list[ScoredSequence], micro_batch: MicroBatch, stats: PhaseStats | None = None
-    ) -> PackedSequences:
-        """Return one row with the sequences of a micro-batch, and count its tokens."""
-        packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
-        if stats is not None:
-            stats.tokens += packed.input_ids.shape[1]
-        return packed
 
 
 def declare_passes(step: StepBatch, rollout: Rollout, declare: Declare) -> Mapping[str, ScoringPass]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -34,7 +34,7 @@ class ScoredSequence(NamedTuple):
 
     prefix: list[int]
     rest: list[int]
-    scored: list[bool]
+    scored: Sequence[int]
 
 
 class SequenceLengths(NamedTuple):
