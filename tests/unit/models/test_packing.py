@@ -57,7 +57,7 @@ FAMILIES = {
     "codegen": (CodeGenConfig, CodeGenForCausalLM),  # masks by itself, so ours would see the future
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),  # convolutions over neighbouring tokens
 }
-OWN = ("llama", "qwen2", "qwen3", "cohere")  # families that our attention is right for
+OWN = ("llama", "qwen2", "qwen3", "cohere", "mistral", "gemma2")  # families that our attention is right for
 PREFIX = [5, 9, 3, 60, 2]
 SEQUENCES = [
     ScoredSequence(PREFIX, [7, 8, 1], [False, False, False, True, True] + [True] * 3),
@@ -89,6 +89,8 @@ def tiny_models(tmp_path_factory):
             sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
         if family == "codegen":
             sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+        if family in ("mistral", "gemma2"):
+            sizes |= {"sliding_window": 4}  # shorter than sequences, and than a prefix
         if family == "lfm2":
             sizes |= {"layer_types": ["conv", "full_attention"]}
         # Weights as large as trained ones: what leaks from sequence to sequence then shows in the log-probs.
@@ -150,8 +152,8 @@ def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
         assert (gradients[layout] - gradients["single"]).norm() < 0.05 * norm
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "codegen"])
-def test_other_attentions_run_one_by_one(family, tiny_models):
+def test_other_attentions_run_one_by_one(tiny_models):
+    family = "codegen"
     model = load_model(tiny_models[family])
     assert model.config._attn_implementation != SEGMENT_ATTENTION
     with pytest.warns(UserWarning, match=r"'single' .* would mix sequences of a row"):
@@ -214,7 +216,10 @@ def test_no_mask_of_the_whole_row_is_made(tiny_models, monkeypatch):
     assert [mask.numel() for mask in seen] == [0, 0]
 
 
-def test_attention_is_one_by_one_attention_in_value_and_gradient():
+@pytest.mark.parametrize(
+    ("window", "cap"), [(None, None), (4, None), (1, None), (9, None), (4, 0.5), (None, 0.5), (99, None)]
+)
+def test_attention_is_one_by_one_attention_in_value_and_gradient(window, cap):
     torch.manual_seed(0)
     segments = Segments((0, 5, 12, 15, 20, 30, 31, 40), (SharedPrefix(5, 12, 20), SharedPrefix(20, 30, 40)))
     query, key, value = (
@@ -226,14 +231,16 @@ def test_attention_is_one_by_one_attention_in_value_and_gradient():
         for head in range(6):
             for t in range(start, end):
                 seen = [*range(*prefix_of.get(start, (0, 0))), *range(start, t + 1)]
+                seen = seen if window is None else seen[-window:]
                 scores = 0.3 * key[head // 3, seen] @ query[head, t]
+                scores = scores if cap is None else cap * (scores / cap).tanh()
                 expected[head, t] = scores.softmax(0) @ value[head // 3, seen]
     gradient = torch.randn_like(expected)
     expected_gradients = torch.autograd.grad(expected, (query, key, value), gradient)
     strided = [t.detach().mT.contiguous().mT.requires_grad_() for t in (query, key, value)]
-    torch.testing.assert_close(segment_attention(*strided, segments, 0.3), expected)
+    torch.testing.assert_close(segment_attention(*strided, segments, 0.3, window, cap), expected)
     for attention in (segment_attention, looped_attention):
-        output = attention(query, key, value, segments, 0.3)
+        output = attention(query, key, value, segments, 0.3, window, cap)
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(
             torch.autograd.grad(output, (query, key, value), gradient), expected_gradients
