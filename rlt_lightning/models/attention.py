@@ -110,8 +110,9 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if sliding_window is None and has_window(module):
         raise ValueError("the model does not pass a layer's sliding window to its attention")
-    inputs = query[0], key[0], value[0], packed_row.segments, scale
-    output = segment_attention(*inputs, sliding_window, softcap)  # (heads, L, D)
+    output = segment_attention(
+        query[0], key[0], value[0], packed_row.segments, scale, sliding_window, softcap
+    )  # (heads, L, D)
     return output.transpose(0, 1).unsqueeze(0), None
 
 

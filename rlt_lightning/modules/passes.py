@@ -429,18 +429,21 @@ class PassRunner:
         others = [scoring.compared_with.build_sequence() for scoring in compared if scoring.compared_with]
         planned = self.plan(measure_lengths(passes, sequences, others or sequences), all_ranks)
         with ExitStack() as stack:
-            run_other = None
+            other = self.models[key.compared_with] if key.compared_with else None
             # Once for all micro-batches: the model may lie in main memory.
-            if key.compared_with:
-                run_other = stack.enter_context(self.models[key.compared_with].loaded_on(self.device))
-                same_head = self.models[key.model].is_policy and self.models[key.compared_with].is_policy
+            run_other = stack.enter_context(other.loaded_on(self.device)) if other else None
             for number, (micro_batch, weight) in enumerate(planned, 1):
                 packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
                 against = None
-                if run_other is not None:
-                    other = PackedSequences.from_sequences(others, micro_batch.families, self.device)
-                    settings = key.other_temperature, key.divergence, key.exchanged
-                    against = Compared(other, run_other, *settings, same_head)
+                if other is not None and run_other is not None:
+                    against = Compared(
+                        PackedSequences.from_sequences(others, micro_batch.families, self.device),
+                        run_other,
+                        key.other_temperature,
+                        key.divergence,
+                        key.exchanged,
+                        shares_head=other.is_policy and self.models[key.model].is_policy,
+                    )
                 if stats is not None:
                     stats.tokens += packed.input_ids.shape[1]
                 yield Packed(micro_batch.indices, packed, against, weight, number == len(planned))
@@ -619,8 +622,9 @@ def compute(
 
         def with_other(other: Any) -> Tensor:
             ours, theirs = ModelHead(model, temperature), ModelHead(other, compared.temperature)
-            kind = compared.divergence, compared.exchanged
-            return head_divergence(ours, hidden, theirs, other_hidden, *kind, head)
+            return head_divergence(
+                ours, hidden, theirs, other_hidden, compared.divergence, compared.exchanged, head
+            )
 
         return log_probs, with_other(model) if compared.shares_head else compared.run(with_other)
 
