@@ -64,7 +64,7 @@ class SumOfCredits(Credit):
         total = torch.zeros_like(inputs.log_probs)
         for part, weight in self.parts:
             values = part(inputs)
-            total = total + weight * values.view(len(values), -1)
+            total = total + weight * (values if values.dim() == 2 else values.unsqueeze(1))
         return total
 
 

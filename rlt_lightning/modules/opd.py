@@ -3,10 +3,11 @@
     training_step
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
       ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
+      ├ runner.run          `SampledDistillation`: the teacher's log-probs of judged tokens, their credit
       ├ runner.updates      the shard's micro-batches; for each:
-      │   ├ forward         the teacher's states before each judged token, without gradient, and those of
-      │   │                 the student; the divergence of both distributions there, or both log-probs
-      │   └ compute_loss    `Distillation`: their sum → manual_backward, the last one sums gradients*
+      │   ├ forward         `Distillation`: the teacher's states before each judged token, without gradient,
+      │   │                 those of the student, and the divergence there; else the student's log-probs
+      │   └ compute_loss    their sum → manual_backward, the last one sums gradients*
       ├ finish_update*      no rank has failed; clip, AdamW (base.py)
       ├ step.share*         all ranks get the numbers of all answers
       └ log_step*           means over ranks → metrics.csv, W&B
