@@ -1,6 +1,8 @@
 """Packed rows: built as by hand; through tiny models of several families they equal single sequences."""
 
 import random
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlt_lightning.models.attention import SEGMENT_ATTENTION
+from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow, packed_attention
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import HeadOptions, compute_log_probs, verify_layout
 from rlt_lightning.numerics.attention import Segments, SharedPrefix, looped_attention, segment_attention
@@ -245,6 +247,22 @@ def test_attention_is_one_by_one_attention_in_value_and_gradient(window, cap):
         torch.testing.assert_close(
             torch.autograd.grad(output, (query, key, value), gradient), expected_gradients
         )
+
+
+def test_a_window_that_nobody_tells_is_refused():
+    layer: Any = torch.nn.Module()
+    layer.config = types.SimpleNamespace(
+        sliding_window=4, layer_types=["full_attention", "sliding_attention"]
+    )
+    states, row = torch.zeros(1, 1, 3, 8), PackedRow(Segments((0, 3)))
+    layer.layer_idx = 0
+    assert packed_attention(layer, states, states, states, None, packed_row=row)[0].shape == (1, 3, 1, 8)
+    layer.layer_idx = 1
+    with pytest.raises(ValueError, match="does not pass a layer's sliding window"):
+        packed_attention(layer, states, states, states, None, packed_row=row)
+    cache: Any = object()  # asked for nothing
+    with pytest.raises(ValueError, match="knows neither windows nor soft caps"):
+        packed_attention(layer, states, states, states, None, slots=cache, sliding_window=4)
 
 
 def test_packed_row_by_hand():
