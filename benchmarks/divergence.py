@@ -21,7 +21,7 @@ from rlt_lightning.numerics.divergence import divergence, linear_divergence
 from rlt_lightning.numerics.head import Head
 
 MEMORY_GOAL, TIME_GOAL = 1 / 4, 1.5
-LOSSES = {"reverse": Divergence(), "jsd": Divergence("jsd"), "top": Divergence(top_k=100)}
+LOSSES = {"reverse": Divergence(), "jsd": Divergence("jsd")}
 
 
 def main() -> None:

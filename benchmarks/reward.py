@@ -27,7 +27,6 @@ from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
-from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import POLICY
@@ -123,11 +122,7 @@ def build_scorer(
     head = prepare_model(partial(call, policy), "policy", kernels, HeadOptions(), device)
     fuse_blocks(partial(call, student), "student", kernels, device)
     models = {"student": Model(ModelEntry(student)), POLICY: Model(ModelEntry(policy))}
-
-    def plan(lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
-        return [(row, 1.0) for row in micro_batches(lengths, max_tokens=16384)]
-
-    runner = PassRunner(models, plan, device, head=head, recompute=recompute)
+    runner = PassRunner(models, device, head, micro_batch_tokens=16384, recompute=recompute)
     chat_format: Any = None  # without a baseline it writes nothing
     students = Students.of("student", None).with_formats([chat_format])
     return lambda rollouts: score_rollouts(runner, reward, students, rollouts).rewards

@@ -20,7 +20,7 @@ from rlt_lightning.models.load import Dtype, load_model
 from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
-from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches
+from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards import Reward, RLTReward
 from rlt_lightning.rewards.explanations import require_scorable
@@ -166,7 +166,7 @@ class ExplanationScorer:
         assert group_size > 1 or not self.reward.compares, "completions can be compared in groups only"
         self._prepare_models(teacher, device)
         models = self.models | {POLICY: Model(teacher)}
-        runner = PassRunner(models, self._plan, device, self.head)
+        runner = PassRunner(models, device, self.head, self.micro_batch_tokens, self.layout)
         groups = Rollouts(list(rollouts), group_size, 0, self.temperature)
         return score_rollouts(runner, self.reward, self.students, groups)
 
@@ -180,9 +180,6 @@ class ExplanationScorer:
     def frozen_names(self) -> tuple[str, ...]:
         """Return the names of the students that have weights of their own."""
         return self.students.frozen_names
-
-    def _plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
-        return [(row, 1.0) for row in micro_batches(lengths, self.micro_batch_tokens, self.layout)]
 
     def _prepare_models(self, teacher: RunModel, device: torch.device) -> None:
         """Move the models that score to a device; the first time, load them, and check all models."""

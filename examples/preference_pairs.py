@@ -124,20 +124,19 @@ class DPOModule(OnPolicyModule):
 
     def training_step(self, batch: Rollouts, batch_idx: int) -> None:
         """Take one optimizer step over the pairs of a batch."""
-        term, step = PairTerm(), StepBatch.of_rollouts(batch)
+        term, step, runner = PairTerm(), StepBatch.of_rollouts(batch), self.build_runner()
         with self.phase("score") as stats:
-            self.runner.run(step, step.shard, term.scoring_passes, stats)
+            runner.run(step, step.shard, term.scoring_passes, stats)
             margins = self.compute_margins(step)
             weights = self.beta * torch.sigmoid(-margins)  # the derivative of the loss by the margin
             step.advantages = torch.stack([weights, -weights], dim=1).flatten()  # (2P,)
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.runner.updates(step, step.shard, [term], self, stats):
-                computed = forward(self.run, micro, self.head)  # with gradient
-                output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
-                self.manual_backward(micro.scale * output.loss)
-                step.add_loss(micro, computed.values, output)
-            self.raise_together(step)
+            for micro in runner.updates(step, step.shard, [term], stats):
+                computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                loss = compute_loss(micro, computed, self.global_step)
+                self.manual_backward(loss)
+            self.ranks.raise_together(step)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= {"policy/loss": -logsigmoid(margins).mean(), "policy/margin": margins.mean()}
         metrics |= self.speed_metrics(sum(len(row.completion.token_ids) for row in batch.rollouts))

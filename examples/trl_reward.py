@@ -120,7 +120,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         with prepare_to_score(model), torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):
             step = self.score(rollouts, ModelEntry(model), device, group_size)
         if log_metric is not None:
-            for name, values in columns_of(step.table, "term/").items():
+            for name, values in columns_of(step.table, "term").items():
                 log_metric(f"{self.__name__}/{name}", values.mean().item())
         return step.rewards.tolist()
 

@@ -145,7 +145,7 @@ class RLTRewardFunction(ExplanationScorer):
         ]
         step = self.score(rollouts, teacher, device)
         columns = {
-            name: v.tolist() for name, v in {"score": step.rewards, **columns_of(step.table, "term/")}.items()
+            name: v.tolist() for name, v in {"score": step.rewards, **columns_of(step.table, "term")}.items()
         }
         return [{name: values[i] for name, values in columns.items()} for i in range(len(texts))]
 

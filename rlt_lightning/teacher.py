@@ -109,13 +109,13 @@ class Score:
         """
         student, read = students[0], tokens[0]
         table = step.choose([row], label)
-        columns = {name: float(values) for name, values in columns_of(table, "record/").items()}
+        columns = {name: float(values) for name, values in columns_of(table, "record").items()}
         solution = columns["solution_log_prob_mean"] + reward.min_coef * columns["solution_log_prob_min"]
         return cls(
             reward=float(table["reward"]),
             r_ss=solution - float(table.get("level/baseline", 0.0)),
             r_kl=columns["kl_mean"] + reward.max_coef * columns["kl_max"],
-            terms={name: float(values) for name, values in columns_of(table, "term/").items()},
+            terms={name: float(values) for name, values in columns_of(table, "term").items()},
             token_ids=read.thought,
             tokens=decode_each(student.format.tokenizer, read.thought),
             kl=read.kl,

@@ -229,10 +229,9 @@ class TeacherViews:
             return ModelView(
                 problem, completion, token_ids[:num_teacher], num_student, num_teacher, start, spans
             )
-        if closes and self.closing is not None:
-            # Of a tag that is spelled in other tokens the teacher reads the first as it is.
-            first = ids[end]
-            end, read = end + 1, [*read, self.closing[1] if first == self.closing[0] else first]
+        if self.closing is not None:
+            read = exchange_end(ids[start : end + closes], self.closing)
+            end = start + len(read)
         return ModelView(problem, completion, read, end - start, end - start, start) if read else None
 
 
@@ -258,6 +257,20 @@ def find_thought(chat_format: ChatFormat, ids: list[int]) -> tuple[int, int, boo
     ends = [i for i in range(begins, len(ids)) if starts[i + 1] > close_at] if close_at >= 0 else []
     end = ends[0] if ends else len(ids)
     return begins, end, bool(ends) and starts[end] == close_at
+
+
+def exchange_end(ids: list[int], closing: tuple[int, int]) -> list[int]:
+    """Return a thought as the teacher reads it, up to the token that begins a closing tag, of either model.
+
+    Both tags mean the same, and each model reads its own. If the student samples the teacher's, it is judged
+    by the teacher's log-prob of the student's. A tag that is spelled in other tokens is read as it is.
+    """
+    own, teacher = closing
+    if own == teacher:
+        return ids
+    other = {own: teacher, teacher: own}
+    end = next((i for i, word in enumerate(ids) if word in other), len(ids))
+    return ids[:end] + [other[word] for word in ids[end : end + 1]]
 
 
 def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:

@@ -208,7 +208,8 @@ def attention_options(name: str, attn_implementation: str | None, trust_remote_c
     if attn_implementation == SEGMENT_ATTENTION and not ours_fits:
         raise InputError(
             f"attn_implementation '{SEGMENT_ATTENTION}' is for models whose layers attend to all that came "
-            f"before, through transformers' attention interface, but '{name}' is not one. Leave it out."
+            "before, or to a window of it, through transformers' attention interface, but "
+            f"'{name}' is not one. Leave it out."
         )
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     return options | {"trust_remote_code": trust_remote_code}
@@ -266,14 +267,15 @@ def read_context_length(config: Any) -> int:
 def can_replace_attention(config: Any) -> bool:
     """Return whether our attention can replace the model's.
 
-    Each layer must attend to all that came before, without a soft cap of the scores, and the model's class
-    must leave mask and products to transformers' attention interface.
+    Each layer must attend to all that came before, or to a window of it, and the model's class must leave
+    mask and products to transformers' attention interface.
     """
     from transformers import AutoModelForCausalLM
 
     config = config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ())
-    if has_soft_cap(config) or layers - {"full_attention"} or any(getattr(config, n, None) for n in LIMITS):
+    limits = (name for name in LIMITS if name != "sliding_window")
+    if layers - {"full_attention", "sliding_attention"} or any(getattr(config, n, None) for n in limits):
         return False
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     exchangeable = ("_supports_sdpa", "_supports_attention_backend")

@@ -72,14 +72,6 @@ def compute_log_probs(
     return head_log_probs(model, hidden, packed.targets, temperature, head, with_entropy)
 
 
-def states_and_log_probs(
-    model: Any, packed: PackedSequences, temperature: float, head: HeadOptions
-) -> tuple[Tensor, Tensor]:
-    """Return the states that predict the scored tokens, (M, H), and the tokens' log-probs, (M,), nats."""
-    hidden = scored_hidden_states(model, packed)
-    return hidden, head_log_probs(model, hidden, packed.targets, temperature, head)[0]
-
-
 def sequence_log_probs(model: Any, token_ids: list[int], temperature: float = 1.0) -> Tensor:
     """Return log-probs of a sequence's tokens but the first, (len(token_ids) - 1,), nats, no gradient."""
     sequence = ScoredSequence([], token_ids, [False] + [True] * (len(token_ids) - 1))

@@ -17,7 +17,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters
@@ -40,8 +39,9 @@ from rlt_lightning.modules.optimizer import (
     build_schedule,
     resume_schedule,
 )
-from rlt_lightning.modules.passes import PassKey, PassRunner
+from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.modules.phases import PhaseTimer, count_weights
+from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.modules.step_metrics import (
     mismatch_metrics,
     require_agreement,
@@ -50,14 +50,13 @@ from rlt_lightning.modules.step_metrics import (
 )
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
-from rlt_lightning.numerics.packing import Layout, MicroBatch, SequenceLengths, micro_batches, split_to
-from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError
+from rlt_lightning.numerics.packing import Layout
+from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.step import POLICY, Shards, StepBatch
 from rlt_lightning.run.interrupt import Interrupt
-from rlt_lightning.run.ranks import gather_from_ranks, meet, raise_from_ranks
+from rlt_lightning.run.ranks import meet
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
 from rlt_lightning.types import InputError, Rollouts, as_list
@@ -410,79 +409,31 @@ class PolicyModule(LightningModule):
         for schedule in as_list(self.lr_schedulers()) if self.global_step else []:
             resume_schedule(schedule)
 
-    def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
-        """Divide sequences into micro-batches, each for one forward; return them with their weights.
-
-        Args:
-            lengths: The lengths of the sequences.
-            all_ranks: Whether a forward waits for all ranks. Each then needs equally many micro-batches:
-                a rank with fewer splits its largest. If none can be split, it repeats its last with weight 0.
-                In prediction none is split, so that a row's figures are to the last bit those of one rank.
-        """
-        planned = micro_batches(lengths, self.micro_batch_tokens, self.layout)
-        if not all_ranks:
-            return [(micro_batch, 1.0) for micro_batch in planned]
-        [most] = map(int, self.max_over_ranks(len(planned)))
-        if not self.trainer.predicting:
-            planned = split_to(planned, most, lengths)
-        return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
-
-    @property
-    def runner(self) -> PassRunner:
-        """Return the runner of this module's models."""
-        together = self.sharding.sharded
+    def build_runner(self) -> PassRunner:
+        """Return the runner of this module's models, for one step."""
         return PassRunner(
             self.list_models(),
-            self.plan,
             self.device,
             self.head,
-            together,
-            self.on_any_rank,
-            self.gather_keys,
+            self.micro_batch_tokens,
+            self.layout,
+            self.ranks,
+            # In prediction a row's figures are to the last bit those of one rank.
+            splits=not self.trainer.predicting,
         )
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return what a step needs of the other ranks."""
+        return Ranks(self.trainer, self.device, self.sharding)
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return self.ranks.any(flag)
 
     def list_models(self) -> dict[str, Model]:
         """Return the models by the names that scoring passes use."""
         return {POLICY: Model(self.run, is_policy=True)}
-
-    def gather_keys(self, keys: list[PassKey]) -> list[list[PassKey]]:
-        """Return the keys of all ranks' groups."""
-        return gather_from_ranks(self.trainer, keys)
-
-    def max_over_ranks(self, *numbers: float) -> list[float]:
-        """Return the largest value over ranks of each number, in fp32."""
-        return self.reduce_numbers(torch.tensor(numbers, dtype=torch.float32, device="cpu"), "max")
-
-    def on_any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        return any(self.max_over_ranks(flag))
-
-    def sum_over_ranks(self, *numbers: float) -> list[float]:
-        """Return the sums over all ranks of each number."""
-        return self.reduce_numbers(torch.tensor(numbers, dtype=torch.float64, device="cpu"), "sum")
-
-    def reduce_numbers(self, numbers: Tensor, operation: str) -> list[float]:
-        """Reduce numbers in main memory over ranks, all in one collective."""
-        if self.trainer.world_size > 1:
-            numbers = self.trainer.strategy.reduce(upload(numbers, self.device), reduce_op=operation)
-        return numbers.tolist()
-
-    def raise_together(self, step: StepBatch) -> None:
-        """Raise an error on all ranks if one of them has failed; all ranks call this together.
-
-        So no rank waits for one that has failed. The host waits for the device once.
-
-        Raises:
-            NonFiniteError: If a model has computed NaN or an infinity.
-            Exception: Whatever a reward or a loss term has raised.
-        """
-        failed = step.find_failed()
-        if self.trainer.world_size > 1:
-            failed = upload(failed.float(), self.device)
-            torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX)
-        if failed:
-            raise_from_ranks(self.trainer, step.find_failure())
-        step.checks = FiniteChecks()
 
     def optimizer_step_now(self, counts: bool = True) -> dict[str, Any]:
         """Clip, step the optimizer and its schedules, and return gradient norm and learning rate.
@@ -513,7 +464,7 @@ class PolicyModule(LightningModule):
             if name.endswith(("tokens_per_s", "num_tokens")):
                 metrics[name] = value * self.trainer.world_size
         peaks = {name: value for name, value in metrics.items() if name.endswith("_peak_gib")}
-        return metrics | dict(zip(peaks, self.max_over_ranks(*peaks.values()), strict=True))
+        return metrics | dict(zip(peaks, self.ranks.max(*peaks.values()), strict=True))
 
     def log_step(self, metrics: dict[str, Any], batch_size: int) -> None:
         """Log the metrics of one optimizer step, means over all ranks, against the number of steps taken."""
@@ -656,13 +607,6 @@ class OnPolicyModule(PolicyModule):
         trainer = self.trainer
         return Shards(trainer.global_rank, trainer.world_size, self.group_size, shares_prefix)
 
-    def sum_tensor_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks of a tensor; Lightning's own sum would also wait at a barrier."""
-        values = upload(values, self.device)
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(values)
-        return values
-
     # The policy update
 
     def finish_update(self, step: StepBatch, counts: bool = True) -> dict[str, Any]:
@@ -676,12 +620,12 @@ class OnPolicyModule(PolicyModule):
             NonFiniteError: If a log-prob or gradient is NaN or infinite.
             EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
         """
-        self.raise_together(step)
+        self.ranks.raise_together(step)
         (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, {})
         by_worker = {}
         for worker in step.list_workers():
             on_rank = Mismatch.read(mismatches.get(worker, []))
-            mismatch = Mismatch(*self.max_over_ranks(on_rank.largest), *self.sum_over_ranks(*on_rank.sums()))
+            mismatch = Mismatch(*self.ranks.max(on_rank.largest), *self.ranks.sum(*on_rank.sums()))
             require_agreement(mismatch, self.mismatch_limit, self.global_step + 1, worker)
             by_worker[worker] = mismatch
         metrics |= self.optimizer_step_now(counts)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlt_lightning.modules.credits import Credit, RewardCredit
 from rlt_lightning.modules.passes import Micro, Values
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling, measure_mismatch
 from rlt_lightning.numerics.losses import PolicyLoss
@@ -30,6 +31,7 @@ from rlt_lightning.rewards.students import Student
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
 from rlt_lightning.types import Rollout
 
+REWARD = RewardCredit()
 # The token column of the policy's log-probs at the start of an iteration with several updates.
 OLD = "old"
 
@@ -39,7 +41,6 @@ class LossInputs:
     """A micro-batch of n rows: the policy's values, and everything that was known before.
 
     Attributes:
-        step: The step.
         micro: The micro-batch.
         computed: The policy's values, (M,), the only ones with gradient.
         log_probs: The same, (n, T), padded with 0: log-probs, or divergences.
@@ -47,7 +48,6 @@ class LossInputs:
         stale: Whether older weights sampled.
     """
 
-    step: StepBatch
     micro: Micro
     computed: Values
     log_probs: Tensor
@@ -55,10 +55,15 @@ class LossInputs:
     stale: bool
 
     @classmethod
-    def of(cls, step: StepBatch, micro: Micro, computed: Values, global_step: int) -> LossInputs:
+    def of(cls, micro: Micro, computed: Values, global_step: int) -> LossInputs:
         """Return the inputs of a micro-batch's loss."""
         padded, token_mask = to_padded(computed.values, [scoring.num_scored for scoring in micro.passes])
-        return cls(step, micro, computed, padded, token_mask, step.policy_version < global_step)
+        return cls(micro, computed, padded, token_mask, micro.step.policy_version < global_step)
+
+    @property
+    def step(self) -> StepBatch:
+        """Return the step."""
+        return self.micro.step
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -70,6 +75,11 @@ class LossInputs:
         """Return the advantages, (n,)."""
         assert self.step.advantages is not None
         return self.step.advantages[upload(self.micro.rows, self.step.advantages.device)]
+
+    @property
+    def num_scored(self) -> float:
+        """Return how many tokens the term scores in the whole update; 1 if there is none."""
+        return max(1.0, self.micro.num_scored)
 
     def pad_column(self, name: str) -> Tensor:
         """Return a token column of these rows, (n, T)."""
@@ -131,17 +141,20 @@ class LossTerm(ABC):
         """Return the loss of a micro-batch."""
 
 
-def compute_loss(inputs: LossInputs) -> LossOutput:
-    """Return the loss of a micro-batch by its term; zero if the term fails, so that all ranks run a backward.
+def compute_loss(micro: Micro, computed: Values, global_step: int) -> Tensor:
+    """Return a micro-batch's part of the step's loss by its term, and add its figures to the step.
 
-    The failure is kept in the step: `raise_together` comes behind the last micro-batch.
+    It is zero if the term fails, so that all ranks run a backward. The failure is kept in the step:
+    `raise_together` comes behind the last micro-batch.
     """
+    inputs = LossInputs.of(micro, computed, global_step)
     try:
-        output: LossOutput = inputs.micro.term(inputs)
+        output: LossOutput = micro.term(inputs)
     except Exception as error:  # of a user's class: any
-        inputs.step.keep_failure(error)
-        return LossOutput(inputs.log_probs.sum() * 0.0, {})
-    return output
+        micro.step.keep_failure(error)
+        output = LossOutput(inputs.log_probs.sum() * 0.0, {})
+    micro.step.add_loss(micro, computed.values, output)
+    return micro.scale * output.loss
 
 
 class PolicyGradient(LossTerm):
@@ -152,6 +165,7 @@ class PolicyGradient(LossTerm):
         importance: Weights pi_trainer / pi_engine; None: no weights.
         is_repeated: Whether an iteration updates the policy several times: the ratio is then to the policy
             at its start.
+        credit: What each token gains.
     """
 
     with_entropy = True
@@ -161,10 +175,12 @@ class PolicyGradient(LossTerm):
         policy_loss: PolicyLoss,
         importance: TruncatedImportanceSampling | None,
         is_repeated: bool = False,
+        credit: Credit = REWARD,
     ) -> None:
         self.policy_loss = policy_loss
         self.importance = importance
         self.is_repeated = is_repeated
+        self.credit = credit
 
     @property
     def maker(self) -> object:
@@ -172,34 +188,31 @@ class PolicyGradient(LossTerm):
         return self.policy_loss
 
     def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
-        """Return the reference's log-probs, if there is a KL penalty, and those of the policy as it is."""
+        """Return passes of the reference, if there is a KL penalty, of the old policy and of the credit."""
         passes = {"reference": build_sampled_pass(REFERENCE, rollout)} if self.policy_loss.kl_coef else {}
-        return passes | ({OLD: build_sampled_pass(POLICY, rollout)} if self.is_repeated else {})
+        passes |= {OLD: build_sampled_pass(POLICY, rollout)} if self.is_repeated else {}
+        return passes | self.credit.scoring_passes(rollout)
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the sampled tokens."""
         return build_sampled_pass(POLICY, rollout)
 
-    def advantages(self, inputs: LossInputs) -> Tensor:
-        """Return the advantages of n rows, (n,), or those of their tokens, (n, T)."""
-        return inputs.advantages
-
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """See `PolicyLoss`."""
-        micro, log_probs = inputs.micro, inputs.log_probs
+        micro, log_probs, num_scored = inputs.micro, inputs.log_probs, inputs.num_scored
         old_log_probs, weights, mismatch = compare_with_engine(inputs, self.importance)
         loss, metrics = self.policy_loss(
             log_probs=log_probs,
             old_log_probs=old_log_probs,
             ref_log_probs=inputs.pad_column("reference") if self.policy_loss.kl_coef else None,
             importance_weights=weights,
-            advantages=self.advantages(inputs),
+            advantages=self.credit(inputs),
             token_mask=inputs.token_mask,
-            num_tokens=micro.num_tokens,
+            num_tokens=num_scored,
             num_sequences=micro.num_sequences,
         )
         assert inputs.computed.entropy is not None
-        entropy = inputs.computed.entropy.detach().sum() / micro.num_tokens
+        entropy = inputs.computed.entropy.detach().sum() / num_scored
         metrics |= {"policy/loss": loss.detach(), "policy/entropy": entropy}
         return LossOutput(loss, metrics, mismatch)
 

@@ -3,10 +3,11 @@
     training_step
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
       ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
+      ├ runner.run          `SampledDistillation`: the teacher's log-probs of judged tokens, their credit
       ├ runner.updates      the shard's micro-batches; for each:
-      │   ├ forward         the teacher's states before each judged token, without gradient, and those of
-      │   │                 the student; the divergence of both distributions there, or both log-probs
-      │   └ compute_loss    `Distillation`: their sum → manual_backward, the last one sums gradients*
+      │   ├ forward         `Distillation`: the teacher's states before each judged token, without gradient,
+      │   │                 those of the student, and the divergence there; else the student's log-probs
+      │   └ compute_loss    their sum → manual_backward, the last one sums gradients*
       ├ finish_update*      no rank has failed; clip, AdamW (base.py)
       ├ step.share*         all ranks get the numbers of all answers
       └ log_step*           means over ranks → metrics.csv, W&B
@@ -16,7 +17,9 @@ Ranks wait for each other in what is marked *; with sharded weights in each forw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -30,16 +33,16 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.modules.credits import RatioCredit
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compare_with_engine, compute_loss
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, PolicyGradient, compute_loss
 from rlt_lightning.modules.passes import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
-from rlt_lightning.numerics.divergence import Divergence, sampled_advantages
+from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
-from rlt_lightning.numerics.packing import from_padded
-from rlt_lightning.numerics.spans import Span
+from rlt_lightning.numerics.losses import DAPOLoss
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch, name_column
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
 # The student itself as the teacher, in scoring passes.
@@ -58,7 +61,7 @@ class OPDModule(OnPolicyModule):
         pretrained: The student, which is trained: local folder, hub id, or a name such as miniature.
         teacher: Frozen model that judges, such as an RLT teacher; None: the student itself.
         teacher_weights: Of oneself as teacher: "frozen" at the start, "live", or "averaged" by ReferenceSync.
-        divergence: Which divergence, over all words or the likeliest.
+        divergence: Which divergence.
         estimator: "full": over words. "sampled": reverse KL by the log-ratio of sampled tokens, or spans.
         temperature: Divides the logits of both; None: the temperature of sampling.
         group_size: Answers per problem.
@@ -100,8 +103,7 @@ class OPDModule(OnPolicyModule):
                 f"model.teacher_weights {teacher_weights} are the student's own, but model.teacher is "
                 f"{teacher}. Set one of them back: teacher to null, or teacher_weights to frozen."
             )
-        bounded = divergence.top_k is not None or divergence.clip is not None
-        if estimator == "sampled" and (divergence.kind != "reverse" or bounded):
+        if estimator == "sampled" and divergence.kind != "reverse":
             raise InputError(
                 "model.estimator sampled estimates reverse KL over all words, but model.divergence is "
                 f"{divergence}. Leave it out, or set the estimator to full."
@@ -165,32 +167,32 @@ class OPDModule(OnPolicyModule):
         shards = self.build_shards()
         step = StepBatch.of_request(request, shards)
         step.divide(range(len(step)))
+        runner, term = self.build_runner(), self.term
+        if isinstance(term, SampledDistillation):
+            with self.phase("score") as stats:
+                runner.run(step, step.shard, term.scoring_passes, stats)  # by the teacher
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.runner.updates(step, step.shard, [self.term], self, stats):
-                computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
-                output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
-                self.manual_backward(micro.scale * output.loss)
-                step.add_loss(micro, computed.values, output)
+            for micro in runner.updates(step, step.shard, [term], stats):
+                computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                loss = compute_loss(micro, computed, self.global_step)
+                self.manual_backward(loss)
             metrics = self.finish_update(step)
-        step.share(self.sum_tensor_over_ranks)
+        step.share(self.ranks.sum_tensor)
         counts = score_answers(step)
         rollouts = batch.rollouts = step.list_rollouts(step.logged)
         batch.step = step
-        metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.sum_over_ranks)
+        metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.ranks.sum)
         metrics |= self.measure_rollouts(rollouts, shards)
         self.log_step(metrics, len(rollouts.rollouts))
 
     @property
-    def term(self) -> Distillation:
+    def term(self) -> Distillation | SampledDistillation:
         """Return the loss."""
         teacher = self.teacher_name or ("reference" if self.copies_student else TEACHER)
         if self.estimator == "full":
             return Distillation(teacher, self.temperature, self.views.exchanged, self.divergence)
-        has_bytes = self.views.byte_tokenizers is not None
-        return SampledDistillation(
-            teacher, self.temperature, self.views.exchanged, self.importance_weights, has_bytes
-        )
+        return SampledDistillation(teacher, self.temperature, self.importance_weights)
 
     def list_models(self) -> dict[str, Model]:
         """Add the teacher."""
@@ -224,11 +226,10 @@ class OPDModule(OnPolicyModule):
         self.require_fresh(rollouts.policy_version)
         step, term = StepBatch.of_rollouts(rollouts), self.term
         with self.phase("score"):
-            self.runner.run(step, step.shard, lambda rollout: {"judged": term.scoring_pass(rollout)})
-            values = term.measure(step)
-        judged = step.tokens["judged"]
-        step.put_numbers([*judged], add_up(values, [len(part) for part in judged.values()]))
-        score_answers(step)
+            self.build_runner().run(step, step.shard, term.held_out_passes, recompute=True)
+            divergences = term.measure(step)  # (n,)
+        step.put_numbers(step.shard, build_numbers(divergences, rollouts.rollouts))
+        num_judged = int(score_answers(step).sum())
         batch.step = step
         lengths = rollout_metrics(rollouts)
         figures = {
@@ -237,8 +238,8 @@ class OPDModule(OnPolicyModule):
         }
         self.held_out.add(figures, len(step), {})
         # 0 if nothing is judged, as in training.
-        figures = {"distill/val_divergence": float(values.sum()) / max(1, len(values))}
-        self.held_out.add(figures, len(values), {})
+        figures = {"distill/val_divergence": float(divergences.sum()) / max(1, num_judged)}
+        self.held_out.add(figures, num_judged, {})
 
 
 class Distillation(LossTerm):
@@ -248,7 +249,7 @@ class Distillation(LossTerm):
         teacher: The teacher's name in scoring passes.
         temperature: Divides the logits of both; None: that of sampling.
         exchanged: The first tokens of the two models' closing tags, which change places.
-        divergence: Which divergence; None: the log-probs of both.
+        divergence: Which divergence.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class Distillation(LossTerm):
         teacher: str,
         temperature: float | None,
         exchanged: tuple[int, int] | None,
-        divergence: Divergence | None,
+        divergence: Divergence,
     ) -> None:
         self.teacher = teacher
         self.temperature = temperature
@@ -268,105 +269,79 @@ class Distillation(LossTerm):
 
         Of an answer that the teacher cannot judge: its first token, and the teacher's context.
         """
-        prompt, start, num = rollout.problem.teacher_prompt, find_first_judged(rollout), count_judged(rollout)
-        context = rollout.problem.teacher_view
+        judged, context = build_judged_pass(rollout, self.temperature), rollout.problem.teacher_view
         shown = (rollout.views[0].token_ids if rollout.views else []) or context[-1:]
-        judged = len(context), len(context) + (len(shown) if num else 0)
-        row, what = rollout.problem.row, "divergence of student and teacher"
-        return ScoringPass(
-            POLICY,
-            prompt,
-            rollout.completion.token_ids[: max(1, start + num)],
-            (len(prompt) + start, len(prompt) + start + num),
-            family=row,
-            temperature=self.temperature,
-            what=what,
-            sampled=(start, start + num),
-            compared_with=ScoringPass(self.teacher, context, shown, judged, row, self.temperature, what),
-            divergence=self.divergence,
-            exchanged=self.exchanged,
+        scored = len(context), len(context) + (len(shown) if judged.num_scored else 0)
+        what = "divergence of student and teacher"
+        other = ScoringPass(self.teacher, context, shown, scored, judged.family, self.temperature, what)
+        return replace(
+            judged, what=what, compared_with=other, divergence=self.divergence, exchanged=self.exchanged
         )
+
+    def held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return what is computed of a held-out answer."""
+        return {"judged": self.scoring_pass(rollout)}
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the sum over judged tokens, divided by their number in the step."""
-        loss = inputs.computed.values.sum() / count_scored(inputs)
-        return self.build_output(inputs, loss, inputs.computed.values.detach(), {}, {})
-
-    def build_output(
-        self,
-        inputs: LossInputs,
-        loss: Tensor,
-        values: Tensor,
-        metrics: dict[str, Tensor],
-        mismatch: dict[str, Tensor],
-    ) -> LossOutput:
-        """Return the output of a micro-batch with these divergences, (M,)."""
-        metrics |= {"policy/loss": loss.detach(), "distill/divergence": values.sum() / count_scored(inputs)}
+        values = inputs.computed.values
+        loss = values.sum() / inputs.num_scored
         lengths = [scoring.num_scored for scoring in inputs.micro.passes]
-        return LossOutput(loss, metrics, mismatch, add_up(values, lengths))
+        divergences = torch.stack([part.sum() for part in values.detach().split(lengths)])
+        metrics = {"policy/loss": loss.detach(), "distill/divergence": loss.detach()}
+        return LossOutput(loss, metrics, numbers=build_numbers(divergences, inputs.rollouts))
 
     def measure(self, step: StepBatch) -> Tensor:
-        """Return the divergences at the judged tokens of held-out answers, (M,)."""
-        return torch.cat(list(step.tokens["judged"].values()))
+        """Return the sum of the divergences of each held-out answer, (n,)."""
+        return add_up_judged(step)
 
 
-class SampledDistillation(Distillation):
-    """The policy gradient of the sampled tokens' log-ratio, which estimates the reverse KL.
+class SampledDistillation(PolicyGradient):
+    """The policy gradient of the judged tokens' log-ratio, which estimates the reverse KL.
 
     Args:
         teacher: See `Distillation`.
         temperature: See `Distillation`.
-        exchanged: See `Distillation`.
         importance: Weights pi_trainer / pi_engine; None: no weights.
-        on_spans: Whether the models have other tokens, and are compared on spans of text.
     """
 
-    with_entropy = True
-
     def __init__(
-        self,
-        teacher: str,
-        temperature: float | None,
-        exchanged: tuple[int, int] | None,
-        importance: TruncatedImportanceSampling | None,
-        on_spans: bool,
+        self, teacher: str, temperature: float | None, importance: TruncatedImportanceSampling | None
     ) -> None:
-        super().__init__(teacher, temperature, exchanged, None)
-        self.importance = importance
-        self.on_spans = on_spans
+        # A mean over tokens without a clip.
+        loss = DAPOLoss(clip_eps_low=1.0, clip_eps_high=math.inf, kl_coef=0.0)
+        self.ratio = RatioCredit(teacher, temperature=temperature)
+        super().__init__(loss, importance, credit=self.ratio)
 
-    def list_spans(self, rollouts: Sequence[Rollout]) -> list[Span] | None:
-        """Return the spans of answers, one after the other; None: token by token."""
-        spans = [span for rollout in rollouts for view in rollout.views for span in view.spans or ()]
-        return spans if self.on_spans else None
+    def scoring_pass(self, rollout: Rollout) -> ScoringPass:
+        """Return the answer up to the last judged token."""
+        return build_judged_pass(rollout, self.ratio.temperature)
+
+    def held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """See `Distillation.held_out_passes`."""
+        return {"judged": self.scoring_pass(rollout)} | self.scoring_passes(rollout)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return minus the weighted advantages of the judged tokens."""
-        computed, spans = inputs.computed, self.list_spans(inputs.rollouts)
-        assert computed.others is not None
-        assert computed.entropy is not None
-        advantages = sampled_advantages(computed.values, computed.others, spans)
-        lengths, log_probs = [scoring.num_scored for scoring in inputs.micro.passes], inputs.log_probs
-        old, weights, mismatch = compare_with_engine(inputs, self.importance)
-        log_ratio = log_probs - old
-        ratio = from_padded(log_ratio, lengths).exp()  # (M,)
-        weight = ratio if weights is None else from_padded(weights, lengths) * ratio
-        loss = (-weight * advantages).sum() / count_scored(inputs)
-        metrics = {"policy/entropy": computed.entropy.detach().sum() / count_scored(inputs)}
-        values = -per_token(advantages, spans).detach()
-        return self.build_output(inputs, loss, values, metrics, mismatch)
+        """See `PolicyGradient`."""
+        output, own = super().__call__(inputs), inputs.log_probs.detach()
+        divergences = own.sum(dim=1) - self.sum_teacher(inputs.step, inputs.micro.rows, own)
+        output.metrics["distill/divergence"] = divergences.sum() / inputs.num_scored
+        return replace(output, numbers=build_numbers(divergences, inputs.rollouts))
+
+    def sum_teacher(self, step: StepBatch, rows: Sequence[int], like: Tensor) -> Tensor:
+        """Return the teacher's log-prob of what it judges in each row, (n,), nats, like `like`."""
+        log_probs = step.tokens.get(self.ratio.name, {})
+        return torch.stack([log_probs[row].sum() if row in log_probs else like.new_zeros(()) for row in rows])
 
     def measure(self, step: StepBatch) -> Tensor:
         """See `Distillation.measure`."""
-        ours, theirs = (torch.cat(list(step.tokens[n].values())) for n in ("judged", "judged/other"))
-        spans = self.list_spans(step.rollouts(step.tokens["judged"]))
-        return -per_token(sampled_advantages(ours, theirs, spans), spans)
+        own = add_up_judged(step)
+        return own - self.sum_teacher(step, step.shard, own)
 
 
-def add_up(values: Tensor, lengths: list[int]) -> dict[str, Tensor]:
-    """Return the sum of each answer's divergences, (M,) of all, and how many they are: its judged tokens."""
-    divergences = torch.stack([part.sum() for part in values.split(lengths)]).float()
-    return {"divergence": divergences, "judged": upload(lengths, values.device, torch.float32)}
+def add_up_judged(step: StepBatch) -> Tensor:
+    """Return the sum of the policy's values at the judged tokens of each held-out answer, (n,)."""
+    return torch.stack([step.tokens["judged"][row].sum() for row in step.shard])
 
 
 def score_answers(step: StepBatch) -> Tensor:
@@ -376,13 +351,29 @@ def score_answers(step: StepBatch) -> Tensor:
     """
     counts = step.table["judged"]
     rewards = -step.table["divergence"] / counts.clamp(min=1)
-    step.set_scores({"reward": rewards, "record/judged_tokens": counts})
+    step.set_scores({"reward": rewards, name_column("record", "judged_tokens"): counts})
     return counts
 
 
-def count_scored(inputs: LossInputs) -> float:
-    """Return the judged tokens of the step, 1 if there is none."""
-    return max(1.0, inputs.micro.num_scored)
+def build_numbers(divergences: Tensor, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """Return the divergences of answers, (n,), and how many tokens of each are judged, by name."""
+    judged = upload([count_judged(rollout) for rollout in rollouts], divergences.device, torch.float32)
+    return {"divergence": divergences.float(), "judged": judged}
+
+
+def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPass:
+    """Return the answer up to the last judged token; of one without any its first token, none scored."""
+    prompt, start, num = rollout.problem.teacher_prompt, find_first_judged(rollout), count_judged(rollout)
+    return ScoringPass(
+        POLICY,
+        prompt,
+        rollout.completion.token_ids[: max(1, start + num)],
+        (len(prompt) + start, len(prompt) + start + num),
+        family=rollout.problem.row,
+        temperature=temperature,
+        what="log-prob of a judged token",
+        sampled=(start, start + num),
+    )
 
 
 def count_judged(row: Rollout) -> int:
@@ -393,14 +384,6 @@ def count_judged(row: Rollout) -> int:
 def find_first_judged(row: Rollout) -> int:
     """Return the first of an answer's tokens that the teacher judges; 0 if it judges none."""
     return sum(view.start for view in row.views)
-
-
-def per_token(values: Tensor, spans: Sequence[Span] | None) -> Tensor:
-    """Divide the value of each of the student's tokens, (M,), by the number of tokens in its span."""
-    if spans is None:
-        return values
-    sizes = torch.tensor([span[1] for span in spans], dtype=torch.long, device="cpu")
-    return values / upload(sizes.repeat_interleave(sizes), values.device).to(values.dtype)
 
 
 def judged_metrics(

@@ -15,9 +15,9 @@ same groups, and a rank that has nothing in one runs two tokens as a dummy. Scor
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +29,22 @@ from rlt_lightning.models.packed import (
     call_model,
     compute_log_probs,
     head_divergence,
+    head_log_probs,
     scored_hidden_states,
-    states_and_log_probs,
 )
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.numerics.packing import MicroBatch, PackedSequences, ScoredSequence, SequenceLengths
+from rlt_lightning.numerics.packing import (
+    Layout,
+    MicroBatch,
+    PackedSequences,
+    ScoredSequence,
+    SequenceLengths,
+    micro_batches,
+    split_to,
+)
 from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
@@ -79,36 +88,24 @@ class Item:
         return True
 
     @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return the scored ranges of all targets, sorted, overlaps joined."""
-        joined: list[tuple[int, int]] = []
-        for first, end in sorted(target.scoring.scored for target in self.targets):
-            if joined and first <= joined[-1][1]:
-                joined[-1] = joined[-1][0], max(end, joined[-1][1])
-            else:
-                joined.append((first, end))
-        return joined
+    def mask(self) -> Sequence[int]:
+        """Return 1 for each token that a target scores, else 0; made without Python code for each."""
+        if self.scoring.mask is not None:
+            return self.scoring.mask
+        mask = bytearray(len(self.scoring.prefix) + len(self.scoring.rest))
+        for target in self.targets:
+            first, end = target.scoring.scored
+            mask[first:end] = bytes([1]) * (end - first)
+        return mask
 
     def build_sequence(self) -> ScoredSequence:
         """Return the tokens, of which those of all targets are scored."""
-        if self.scoring.mask is not None:
-            return self.scoring.build_sequence()
-        mask: list[bool] = []
-        for first, end in self.ranges:
-            mask += [False] * (first - len(mask)) + [True] * (end - first)
-        mask += [False] * (len(self.scoring.prefix) + len(self.scoring.rest) - len(mask))
-        return ScoredSequence(self.scoring.prefix, self.scoring.rest, mask)
+        return ScoredSequence(self.scoring.prefix, self.scoring.rest, self.mask)
 
     def find_place(self, scoring: ScoringPass) -> slice:
         """Return where a target's tokens lie among the item's scored tokens."""
-        if self.scoring.mask is not None:
-            return slice(0, self.scoring.num_scored)
-        before = 0
-        for first, end in self.ranges:
-            if first <= scoring.scored[0] and scoring.scored[1] <= end:
-                return slice(before + scoring.scored[0] - first, before + scoring.scored[1] - first)
-            before += end - first
-        raise AssertionError("a target's range is one of the item's")
+        before = 0 if scoring.mask is not None else self.mask[: scoring.scored[0]].count(1)
+        return slice(before, before + scoring.num_scored)
 
     @property
     def compared(self) -> ScoringPass:
@@ -116,17 +113,46 @@ class Item:
         return next(target.scoring for target in self.targets if target.scoring.compared_with is not None)
 
 
+class Compared(NamedTuple):
+    """What a micro-batch is compared with: the tokens of another model, whose head may be the same.
+
+    Attributes:
+        packed: Its tokens.
+        run: Runs it.
+        temperature: Divides its logits.
+        divergence: Which divergence from it.
+        exchanged: Two of its words that change places.
+        shares_head: Whether both are the policy: a model computes one forward at a time.
+    """
+
+    packed: PackedSequences
+    run: RunModel
+    temperature: float
+    divergence: Divergence
+    exchanged: tuple[int, int] | None
+    shares_head: bool
+
+
+class Packed(NamedTuple):
+    """A micro-batch: its sequences by their indices, what they are compared with, its weight."""
+
+    indices: list[int]
+    packed: PackedSequences
+    compared: Compared | None
+    weight: float
+    is_last: bool
+
+
 class Micro(NamedTuple):
     """A micro-batch of an update: rows of a loss term's passes, in one packed row.
 
     Attributes:
+        step: The step.
         term: The loss term.
         rows: The rows of the step.
         passes: The policy's pass over each.
         packed: Their tokens.
-        compared_with: The tokens for the model that the policy is compared with; None without one.
-        run_other: Runs that model.
-        shares_head: Whether its head is the policy's.
+        compared: What the policy is compared with; None: nothing.
         temperature: Divides the logits.
         scale: The factor of the loss: the strategy averages gradients over ranks, so each rank's part
             counts world_size times. 0: computed only because other ranks compute one.
@@ -135,13 +161,12 @@ class Micro(NamedTuple):
         num_scored: Tokens that the term scores in the whole update.
     """
 
+    step: StepBatch
     term: Any
     rows: list[int]
     passes: list[ScoringPass]
     packed: PackedSequences
-    compared_with: PackedSequences | None
-    run_other: RunModel | None
-    shares_head: bool
+    compared: Compared | None
     temperature: float
     scale: float
     num_sequences: float
@@ -150,37 +175,24 @@ class Micro(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The policy's values of a micro-batch's M scored tokens.
+    """A model's values of a micro-batch's M scored tokens.
 
     Attributes:
-        values: Log-probs, or divergences, (M,), nats: the only ones with gradient.
-        entropy: Entropies there, (M,), nats; None if the term asks for none.
-        others: Log-probs of the other model, (M,); None if none is wanted.
+        log_probs: Log-probs, (M,), nats; None if only divergences are wanted.
+        entropy: Entropies there, (M,), nats; None if nobody asks for them.
+        divergences: Divergences from the model that it is compared with, (M,) or fewer; None without one.
     """
 
-    values: Tensor
+    log_probs: Tensor | None = None
     entropy: Tensor | None = None
-    others: Tensor | None = None
+    divergences: Tensor | None = None
 
-
-class Term(Protocol):
-    """A term of the loss, as far as the runner knows it; see `LossTerm` in modules/losses.py."""
-
-    def scoring_pass(self, row: Any) -> ScoringPass:
-        """Return the policy's pass over a row, with gradient."""
-
-
-class Trained(Protocol):
-    """The part of a PolicyModule that the updates use."""
-
-    sharding: Any
-    trainer: Any
-
-    def sum_over_ranks(self, *numbers: float) -> list[float]:
-        """Return the sums over all ranks."""
-
-    def raise_together(self, step: StepBatch) -> None:
-        """Raise an error on all ranks if one of them has failed."""
+    @property
+    def values(self) -> Tensor:
+        """Return what a loss reads: divergences, where models are compared, else log-probs."""
+        found = self.log_probs if self.divergences is None else self.divergences
+        assert found is not None
+        return found
 
 
 class PassKey(NamedTuple):
@@ -190,7 +202,7 @@ class PassKey(NamedTuple):
     temperature: float
     compared_with: str = ""
     other_temperature: float = 0.0
-    divergence: Divergence | None = None
+    divergence: Divergence = Divergence()
     exchanged: tuple[int, int] | None = None
 
     def build_dummy(self) -> Item:
@@ -211,23 +223,22 @@ class PassRunner:
 
     Args:
         models: The models by the names that scoring passes use.
-        plan: plan(lengths, all_ranks) divides sequences into micro-batches with weights. If a forward waits
-            for all ranks, they get equally many: a rank with fewer repeats one with weight 0.
         device: Where models compute.
         head: How log-probs are computed from hidden states.
-        together: Whether the forwards of all ranks meet, because weights are sharded.
-        on_any_rank: on_any_rank(flag) is whether any rank has it set; only asked where `together`.
-        gather: gather(keys) returns the keys of every rank; only asked where `together`.
+        micro_batch_tokens: Tokens of a forward; a longer sequence gets one by itself.
+        layout: How sequences share a forward.
+        ranks: The ranks. With sharded weights their forwards meet.
+        splits: Whether a rank may split a micro-batch to have as many as the others.
         recompute: Ask the policy also where the engine reported log-probs.
     """
 
     models: Mapping[str, Model]
-    plan: Callable[[list[SequenceLengths], bool], list[tuple[MicroBatch, float]]]
     device: torch.device
     head: HeadOptions = HeadOptions()
-    together: bool = False
-    on_any_rank: Callable[[bool], bool] = bool
-    gather: Callable[[list[PassKey]], list[list[PassKey]]] = lambda keys: [keys]
+    micro_batch_tokens: int = 16384
+    layout: Layout = "auto"
+    ranks: Ranks = field(default_factory=Ranks)
+    splits: bool = True
     recompute: bool = False
 
     @torch.no_grad()
@@ -243,7 +254,7 @@ class PassRunner:
 
         Where other ranks have rows of the step too, values that are not finite stay in `step.checks`, and
         what `declare` raises, or a completion without room in a context, in `step.failure`: all ranks raise
-        together what failed on one of them (`PolicyModule.raise_together`).
+        together what failed on one of them (`Ranks.raise_together`).
 
         Args:
             step: The step.
@@ -268,8 +279,8 @@ class PassRunner:
         for item in items:
             groups.setdefault(self.build_key(item, step), []).append(item)
         keys = list(groups)
-        if self.together:
-            keys = sorted({key for part in self.gather(keys) for key in part}, key=repr)
+        if self.ranks.sharded:
+            keys = sorted({key for part in self.ranks.gather(keys) for key in part}, key=repr)
         for key in keys:
             self.run_group(step, key, groups.get(key) or [key.build_dummy()], stats)
         if step.shards is None:
@@ -325,7 +336,7 @@ class PassRunner:
         if any(isinstance(rollout, SFTExample) for rollout in rollouts.values()):
             return True  # no engine has sampled them
         unknown = any(rollout.completion.log_probs is None for rollout in rollouts.values())
-        return self.on_any_rank(unknown) if self.together else unknown
+        return self.ranks.any(unknown) if self.ranks.sharded else unknown
 
     def merge(self, step: StepBatch, passes: list[tuple[str, int, ScoringPass]]) -> list[Item]:
         """Return the sequences that must be run, group by group; fill in values that the step already has."""
@@ -366,28 +377,29 @@ class PassRunner:
                 step.keep_failure(error)
                 items = [key.build_dummy()]  # other ranks may wait for this one's forward
             sequences = [item.build_sequence() for item in items]
-            others = [item.compared_with.build_sequence() for item in items if item.compared_with is not None]
-            lengths = measure_lengths([item.scoring for item in items], sequences, others or sequences)
-            run_other = (
-                stack.enter_context(self.models[key.compared_with].loaded_on(self.device))
-                if key.compared_with
-                else None
-            )
-            for micro_batch, _ in self.plan(lengths, self.together):
-                packed = self.pack(sequences, micro_batch, stats)
-                chosen = [items[i] for i in micro_batch.indices]
-                counts = [sum(sequences[i].scored) for i in micro_batch.indices]
-                other = None if run_other is None else self.pack(others, micro_batch, stats)
-                values, compared = self.compute(run, run_other, packed, other, chosen, counts, key)
+            whole, counts = [item.scoring for item in items], [sum(sequence.scored) for sequence in sequences]
+            passes = [item.compared for item in items] if key.compared_with else []
+            for batch in self.pack(key, whole, sequences, passes, self.ranks.sharded, stats):
+                if stats is not None and batch.compared is not None:
+                    stats.tokens += batch.compared.packed.input_ids.shape[1]
+                chosen = [(items[i], counts[i]) for i in batch.indices]
+                places, before = [], 0
+                for item, count in chosen if batch.compared else ():
+                    place = item.find_place(item.compared)
+                    places += range(before + place.start, before + place.stop)
+                    before += count
+                values = compute(run, batch.packed, key.temperature, self.head, False, batch.compared, places)
+                assert values.log_probs is not None
+                log_probs = values.log_probs.split([count for _, count in chosen])
+                divergences: Sequence[Tensor] = ()
+                if values.divergences is not None:
+                    divergences = values.divergences.split([passes[i].num_scored for i in batch.indices])
                 targets: list[tuple[Target, Tensor]] = []
-                for place, (item, of_item) in enumerate(zip(chosen, values.split(counts), strict=True)):
+                for number, (item, _) in enumerate(chosen):
                     for target in item.targets:
-                        value = of_item[item.find_place(target.scoring)]
-                        if target.scoring.compared_with is not None and target.scoring.divergence is not None:
-                            value = compared[place]
-                        elif target.scoring.compared_with is not None:
-                            targets.append((target._replace(name=f"{target.name}/other"), compared[place]))
-                        targets.append((target, value))
+                        is_compared = target.scoring.compared_with is not None
+                        of_target = log_probs[number][item.find_place(target.scoring)]
+                        targets.append((target, divergences[number] if is_compared else of_target))
                 for target, value in targets:
                     for row in target.rows:
                         step.tokens.setdefault(target.name, {})[row] = value
@@ -395,72 +407,67 @@ class PassRunner:
                         step.known[(key.model, key.temperature, target.scoring.once)] = value
                 add_checks(step, targets)
 
-    def compute(
+    def pack(
         self,
-        run: RunModel,
-        run_other: RunModel | None,
-        packed: PackedSequences,
-        other: PackedSequences | None,
-        items: Sequence[Item],
-        counts: list[int],
         key: PassKey,
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Run a micro-batch of items, which have these numbers of scored tokens.
+        passes: Sequence[ScoringPass],
+        sequences: Sequence[ScoredSequence],
+        compared: Sequence[ScoringPass],
+        all_ranks: bool,
+        stats: PhaseStats | None,
+    ) -> Iterator[Packed]:
+        """Yield the micro-batches of a group's sequences, each in one row.
 
-        Returns:
-            The log-probs of all scored tokens, (M,); and of each item the divergence from the other model, or
-            that model's log-probs.
+        Args:
+            key: The group.
+            passes: The pass of each sequence, which names its family.
+            sequences: The sequences.
+            compared: The pass of each that has another model's; empty without one.
+            all_ranks: Whether all ranks get equally many.
+            stats: Counts the tokens.
         """
-        if run_other is None or other is None:
-            return run(compute_log_probs, packed, key.temperature, self.head)[0], []
-        hidden, values = run(states_and_log_probs, packed, key.temperature, self.head)
-        passes = [item.compared for item in items]
-        places = [item.find_place(scoring) for item, scoring in zip(items, passes, strict=True)]
+        others = [scoring.compared_with.build_sequence() for scoring in compared if scoring.compared_with]
+        planned = self.plan(measure_lengths(passes, sequences, others or sequences), all_ranks)
+        with ExitStack() as stack:
+            other = self.models[key.compared_with] if key.compared_with else None
+            # Once for all micro-batches: the model may lie in main memory.
+            run_other = stack.enter_context(other.loaded_on(self.device)) if other else None
+            for number, (micro_batch, weight) in enumerate(planned, 1):
+                packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+                against = None
+                if other is not None and run_other is not None:
+                    against = Compared(
+                        PackedSequences.from_sequences(others, micro_batch.families, self.device),
+                        run_other,
+                        key.other_temperature,
+                        key.divergence,
+                        key.exchanged,
+                        shares_head=other.is_policy and self.models[key.model].is_policy,
+                    )
+                if stats is not None:
+                    stats.tokens += packed.input_ids.shape[1]
+                yield Packed(micro_batch.indices, packed, against, weight, number == len(planned))
 
-        def choose(scored: Tensor) -> Tensor:
-            parts = zip(scored.split(counts), places, strict=True)
-            return torch.cat([part[place] for part, place in parts])
+    def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
+        """Divide sequences into micro-batches, each for one forward; return them with their weights.
 
-        if passes[0].divergence is None:
-            other = exchange_targets(other, choose(packed.targets), passes[0].exchanged)
-            compared, _ = run_other(compute_log_probs, other, key.other_temperature, self.head)
-        else:
-            compared = self.compare(run, run_other, choose(hidden), other, key, passes[0])
-        return values, compared.split([scoring.num_scored for scoring in passes])
-
-    def compare(
-        self,
-        run: RunModel,
-        run_other: RunModel,
-        states: Tensor,
-        other: PackedSequences,
-        key: PassKey,
-        scoring: ScoringPass,
-    ) -> Tensor:
-        """Return the divergence of a model, whose states are given, from another one, (M,), nats."""
-        assert scoring.divergence is not None
-        divergence, same = (
-            scoring.divergence,
-            self.models[key.model].is_policy and self.models[key.compared_with].is_policy,
-        )
-
-        def with_other(model: Any) -> Tensor:
-            hidden = scored_hidden_states(model, other)
-            theirs = ModelHead(model, key.other_temperature)
-
-            def with_first(model: Any) -> Tensor:
-                ours = ModelHead(model, key.temperature)
-                return head_divergence(ours, states, theirs, hidden, divergence, scoring.exchanged, self.head)
-
-            # A model computes one forward at a time.
-            return with_first(model) if same else run(with_first)
-
-        return run_other(with_other)
+        Args:
+            lengths: The lengths of the sequences.
+            all_ranks: Whether a forward waits for all ranks. Each then needs equally many micro-batches:
+                a rank with fewer splits its largest. If none can be split, it repeats its last with weight 0.
+        """
+        planned = micro_batches(lengths, self.micro_batch_tokens, self.layout)
+        if not all_ranks:
+            return [(micro_batch, 1.0) for micro_batch in planned]
+        [most] = map(int, self.ranks.max(len(planned)))
+        if self.splits:
+            planned = split_to(planned, most, lengths)
+        return [(planned[min(i, len(planned) - 1)], float(i < len(planned))) for i in range(most)]
 
     # With gradient
 
     def updates(
-        self, step: StepBatch, rows: Sequence[int], terms: Sequence[Term], module: Trained, stats: PhaseStats
+        self, step: StepBatch, rows: Sequence[int], terms: Sequence[Any], stats: PhaseStats
     ) -> Iterator[Micro]:
         """Yield the micro-batches of all loss terms, each inside the strategy's context for its backward.
 
@@ -469,81 +476,57 @@ class PassRunner:
         Args:
             step: The step.
             rows: This rank's part of the rows that the update learns from.
-            terms: The terms of the loss.
-            module: The module that trains.
+            terms: The terms of the loss (`LossTerm`).
             stats: Counts the tokens that the policy computes.
         """
-        rollouts = step.rollouts(rows)
+        rollouts, keys = step.rollouts(rows), list[PassKey]()
         try:
             passes_of_terms = [[term.scoring_pass(rollout) for rollout in rollouts] for term in terms]
             for term, passes in zip(terms, passes_of_terms, strict=True):
-                self.require_alike(term, passes, step)
+                keys.append(self.find_key(term, passes, step))
         except Exception as error:  # of a user's class: any
             step.keep_failure(error)
             passes_of_terms = [[] for _ in terms]
         counts = [sum(scoring.num_scored for scoring in passes) for passes in passes_of_terms]
         # Losses divide by these, so that micro-batches of all ranks add up.
         num_tokens = sum(len(step.token_ids(row)) for row in rows)
-        totals = module.sum_over_ranks(len(rows), num_tokens, *counts, step.failure is not None)
+        totals = self.ranks.sum(len(rows), num_tokens, *counts, step.failure is not None)
         if totals[-1]:
-            module.raise_together(step)
-        for number, (term, passes) in enumerate(zip(terms, passes_of_terms, strict=True)):
+            self.ranks.raise_together(step)
+        for number, (term, key, passes) in enumerate(zip(terms, keys, passes_of_terms, strict=True)):
             sequences = [scoring.build_sequence() for scoring in passes]
-            others = [
-                scoring.compared_with.build_sequence()
-                for scoring in passes
-                if scoring.compared_with is not None
-            ]
-            planned = self.plan(measure_lengths(passes, sequences, others or sequences), True)
-            other = (
-                self.models[passes[0].compared_with.model]
-                if passes and passes[0].compared_with is not None
-                else None
-            )
-            # Once for all micro-batches: the model may lie in main memory.
-            with nullcontext() if other is None else other.loaded_on(self.device) as run_other:
-                for place, (micro_batch, weight) in enumerate(planned):
-                    is_last = number == len(terms) - 1 and place == len(planned) - 1
-                    packed = self.pack(sequences, micro_batch, stats)
-                    with module.sharding.micro_batch(last=is_last):
-                        yield Micro(
-                            term,
-                            [rows[i] for i in micro_batch.indices],
-                            [passes[i] for i in micro_batch.indices],
-                            packed,
-                            self.pack(others, micro_batch) if others else None,
-                            run_other,
-                            other is not None and other.is_policy,
-                            self.find_temperature(passes[0], step),
-                            weight * module.trainer.world_size,
-                            totals[0],
-                            totals[1],
-                            totals[2 + number],
-                        )
+            compared = passes if key.compared_with else []
+            for batch in self.pack(key, passes, sequences, compared, True, stats):
+                with self.ranks.micro_batch(last=batch.is_last and number == len(terms) - 1):
+                    yield Micro(
+                        step,
+                        term,
+                        [rows[i] for i in batch.indices],
+                        [passes[i] for i in batch.indices],
+                        batch.packed,
+                        batch.compared,
+                        key.temperature,
+                        batch.weight * self.ranks.world_size,
+                        totals[0],
+                        totals[1],
+                        totals[2 + number],
+                    )
 
-    def require_alike(self, term: Term, passes: Sequence[ScoringPass], step: StepBatch) -> None:
-        """Check that any of a term's passes can go into the same micro-batch.
+    def find_key(self, term: Any, passes: Sequence[ScoringPass], step: StepBatch) -> PassKey:
+        """Return the settings that all of a term's passes share, so that any go into the same micro-batch.
 
         Raises:
             InputError: If not all are the policy's, at one temperature, compared with one model in one way.
         """
         items = (Item(scoring, [Target("", [], scoring)], scoring.compared_with) for scoring in passes)
-        keys = dict.fromkeys(self.build_key(item, step) for item in items)
+        keys = list(dict.fromkeys(self.build_key(item, step) for item in items))
         if len(keys) > 1 or any(key.model != POLICY for key in keys):
             raise InputError(
                 f"{type(term).__name__}.scoring_pass must be a pass of the policy, at one temperature and "
                 f"compared with one model in one way, but returned {', '.join(map(str, keys))}. Write a term "
                 "of the loss for each."
             )
-
-    def pack(
-        self, sequences: list[ScoredSequence], micro_batch: MicroBatch, stats: PhaseStats | None = None
-    ) -> PackedSequences:
-        """Return one row with the sequences of a micro-batch, and count its tokens."""
-        packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
-        if stats is not None:
-            stats.tokens += packed.input_ids.shape[1]
-        return packed
+        return keys[0]
 
 
 def declare_passes(step: StepBatch, rollout: Rollout, declare: Declare) -> Mapping[str, ScoringPass]:
@@ -596,51 +579,57 @@ def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
     try:
         require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))
     except NonFiniteError:
-        for name, values in columns_of(step.table, "term/").items():
+        for name, values in columns_of(step.table, "term").items():
             require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
         raise
 
 
-def forward(run: RunModel, micro: Micro, head: HeadOptions, with_entropy: bool = False) -> Values:
-    """Run the policy on a micro-batch, with gradient, and the model that it is compared with."""
-    if micro.compared_with is None:
-        return Values(*run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy))
-    assert micro.run_other is not None
-    divergence, exchanged, run_other = micro.passes[0].divergence, micro.passes[0].exchanged, micro.run_other
-    if divergence is None:
-        with torch.no_grad():
-            other = exchange_targets(micro.compared_with, micro.packed.targets, exchanged)
-            others, _ = run_other(compute_log_probs, other, micro.temperature, head)
-        values, entropy = run(compute_log_probs, micro.packed, micro.temperature, head, with_entropy)
-        return Values(values, entropy, others)
-    with torch.no_grad():
-        other_hidden = run_other(scored_hidden_states, micro.compared_with)  # (M, H)
+def forward(run: RunModel, micro: Micro, head: HeadOptions) -> Values:
+    """Run the policy on a micro-batch, with gradient, and the model that it is compared with, without."""
+    return compute(run, micro.packed, micro.temperature, head, micro.term.with_entropy, micro.compared)
 
-    def with_policy(policy: Any) -> Tensor:
-        hidden = scored_hidden_states(policy, micro.packed)  # (M, H)
+
+def compute(
+    run: RunModel,
+    packed: PackedSequences,
+    temperature: float,
+    head: HeadOptions,
+    with_entropy: bool = False,
+    compared: Compared | None = None,
+    places: Sequence[int] | None = None,
+) -> Values:
+    """Run a model on a packed row, and the one that it is compared with, which gets no gradient.
+
+    Args:
+        run: Runs the model.
+        packed: Its tokens.
+        temperature: Divides its logits.
+        head: How its head is computed.
+        with_entropy: Whether entropies are wanted, where nothing is compared.
+        compared: The other model; None: none.
+        places: The scored tokens that are compared, where log-probs are wanted too; None: all are compared.
+    """
+    if compared is None:
+        return Values(*run(compute_log_probs, packed, temperature, head, with_entropy))
+    with torch.no_grad():
+        other_hidden = compared.run(scored_hidden_states, compared.packed)  # (M, H)
+
+    def with_model(model: Any) -> tuple[Tensor | None, Tensor]:
+        hidden, log_probs = scored_hidden_states(model, packed), None
+        if places is not None:
+            log_probs, _ = head_log_probs(model, hidden, packed.targets, temperature, head)
+            hidden = hidden[upload(places, hidden.device)]
 
         def with_other(other: Any) -> Tensor:
-            ours, theirs = ModelHead(policy, micro.temperature), ModelHead(other, micro.temperature)
-            return head_divergence(ours, hidden, theirs, other_hidden, divergence, exchanged, head)
+            ours, theirs = ModelHead(model, temperature), ModelHead(other, compared.temperature)
+            return head_divergence(
+                ours, hidden, theirs, other_hidden, compared.divergence, compared.exchanged, head
+            )
 
-        return with_other(policy) if micro.shares_head else run_other(with_other)
+        return log_probs, with_other(model) if compared.shares_head else compared.run(with_other)
 
-    return Values(run(with_policy))
-
-
-def exchange_targets(
-    packed: PackedSequences, sampled: Tensor, exchanged: tuple[int, int] | None
-) -> PackedSequences:
-    """Return what another model reads, scored at the M sampled tokens as in a divergence with `exchanged`.
-
-    A student that samples the teacher's own closing tag gets no credit for an end: the exchange holds for
-    each of both words, wherever it stands.
-    """
-    if exchanged is None:
-        return packed
-    first, second = (sampled == word for word in exchanged)
-    targets = torch.where(first, exchanged[1], torch.where(second, exchanged[0], sampled))
-    return replace(packed, targets=targets)
+    log_probs, divergences = run(with_model)
+    return Values(log_probs, None, divergences)
 
 
 def add_checks(step: StepBatch, targets: Sequence[tuple[Target, Tensor]]) -> None:

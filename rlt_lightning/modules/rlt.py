@@ -17,7 +17,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ advantages            compare within each group → (N,)
       ├ runner.updates        an update's micro-batches of each loss term, equally many on all ranks:
       │   ├ forward           log-probs with gradient, (M,)
-      │   ├ compute_loss      LossInputs → micro.term → LossOutput (modules/losses.py)
+      │   ├ compute_loss      micro.term: LossInputs → LossOutput, whose figures the step keeps (losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
       ├ finish_update*        no rank has failed; `optimizer_step_now`: clip, AdamW (base.py)
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.step
@@ -47,10 +47,10 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.modules.credits import Credit, RewardCredit
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
     AnswerTerm,
-    LossInputs,
     LossTerm,
     PolicyGradient,
     build_sampled_pass,
@@ -111,6 +111,9 @@ class RLTModule(OnPolicyModule):
         InputError: If group_size is below 2, since a group of one has no baseline, or if settings contradict
             each other.
     """
+
+    # What each sampled token gains; a subclass may have another one (credits.py).
+    credit: Credit = RewardCredit()
 
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (
         *(TeacherRLData, ScoringData),
@@ -206,7 +209,7 @@ class RLTModule(OnPolicyModule):
     @property
     def needs_reference(self) -> bool:
         """Return whether the reference, the initial model, is needed."""
-        in_loss = self.trainer.training and self.policy_loss.kl_coef
+        in_loss = self.trainer.training and (self.policy_loss.kl_coef or REFERENCE in self.credit.models)
         return bool(in_loss) or self.students.model == REFERENCE
 
     @property
@@ -230,30 +233,31 @@ class RLTModule(OnPolicyModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Run one RL iteration: sample, score with the student, compare within groups, step the teacher."""
-        sampler, self.loss_terms = self.require_sampler(), self.losses
-        step = self.collect(sampler.request(batch.problems))  # sampled, read and scored; alike on all ranks
+        sampler, runner, self.loss_terms = self.require_sampler(), self.build_runner(), self.losses
+        # Sampled, read and scored; alike on all ranks.
+        step = self.collect(runner, sampler.request(batch.problems))
         for _ in range(sampler.max_rounds):  # of dynamic sampling; 0 without it
             others = sampler.request_others(step.find_flat_groups())
             if others is None:
                 break
-            step.replace(self.collect(others), others.places)
+            step.replace(self.collect(runner, others), others.places)
         sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
         updates = [step.shard]
         if self.divides_again:
             with self.phase("score") as stats:
                 updates = step.split(self.updates_per_rollout, self.build_shards)
-                self.runner.run(step, step.shard, self.list_loss_passes, stats)
+                runner.run(step, step.shard, self.list_loss_passes, stats)
+                step.share_tokens(self.credit.columns, self.ranks.sum_tensor)
         with self.phase("train") as stats:
             step.advantages = self.advantages(step.rewards, self.group_size)  # (N,), alike on every rank
             step.check_made(step.advantages, "advantage", self.advantages, range(len(step)))
             metrics = []
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
                 self.optimizers().zero_grad()  # type: ignore[union-attr]
-                for micro in self.runner.updates(step, rows, self.loss_terms, self, stats):
-                    computed = forward(self.run, micro, self.head, micro.term.with_entropy)  # with gradient
-                    output = compute_loss(LossInputs.of(step, micro, computed, self.global_step))
-                    self.manual_backward(micro.scale * output.loss)
-                    step.add_loss(micro, computed.values, output)
+                for micro in runner.updates(step, rows, self.loss_terms, stats):
+                    computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                    loss = compute_loss(micro, computed, self.global_step)
+                    self.manual_backward(loss)
                 metrics.append(self.finish_update(step, counts=number == self.num_updates))
         self.log_iteration(batch, step, average_metrics(metrics))
 
@@ -273,27 +277,36 @@ class RLTModule(OnPolicyModule):
     @property
     def losses(self) -> list[LossTerm]:
         """Return the terms of the loss."""
-        gradient = PolicyGradient(self.policy_loss, self.importance_weights, self.num_updates > 1)
+        gradient = PolicyGradient(
+            self.policy_loss, self.importance_weights, self.num_updates > 1, self.credit
+        )
         score = self.reward.find_answer()
         if score is None or not self.answer_weight:
             return [gradient]
         [policy] = self.students
         return [gradient, AnswerTerm(score, self.policy_loss, policy, self.answer_weight)]
 
-    def collect(self, request: RolloutRequest) -> StepBatch:
+    def collect(self, runner: PassRunner, request: RolloutRequest) -> StepBatch:
         """Return completions, which were read and scored as they came; all ranks get all rewards."""
         sampler, step = self.require_sampler(), StepBatch.of_request(request, self.build_shards())
         for chunk in sampler.stream(request):  # rows, alike on every rank
             with self.phase("score") as stats:
-                self.measure(step, step.divide(chunk), chunk[:1], stats)
+                self.measure(runner, step, step.divide(chunk), chunk[:1], stats)
         self.require_fresh(request.policy_version)
         with self.phase("score"):
-            self.raise_together(step)
-            step.share(self.sum_tensor_over_ranks)
+            self.ranks.raise_together(step)
+            step.share(self.ranks.sum_tensor)
             score_groups(step, self.reward, self.students)
         return step
 
-    def measure(self, step: StepBatch, part: Sequence[int], dummy: Sequence[int], stats: PhaseStats) -> None:
+    def measure(
+        self,
+        runner: PassRunner,
+        step: StepBatch,
+        part: Sequence[int],
+        dummy: Sequence[int],
+        stats: PhaseStats,
+    ) -> None:
         """Let models read a part of the shard, and the reward measure it.
 
         A rank without a part reads a dummy, since with sharded weights all ranks run a forward, and so that
@@ -302,7 +315,7 @@ class RLTModule(OnPolicyModule):
         """
         rows = part or dummy
         declare = self.list_reward_passes if self.divides_again else self.list_passes
-        self.runner.run(step, rows, declare, stats)
+        runner.run(step, rows, declare, stats)
         try:
             with torch.no_grad():
                 numbers = self.reward.measure(step, rows, self.students)
@@ -340,10 +353,9 @@ class RLTModule(OnPolicyModule):
         metrics |= self.measure_rollouts(rollouts, step.shards)
         self.log_step(metrics, len(rollouts.rollouts))
 
-    @property
-    def runner(self) -> PassRunner:
-        """See `PolicyModule.runner`."""
-        return replace(super().runner, recompute=self.teacher_log_probs == "recompute")
+    def build_runner(self) -> PassRunner:
+        """See `PolicyModule.build_runner`."""
+        return replace(super().build_runner(), recompute=self.teacher_log_probs == "recompute")
 
     def list_models(self) -> dict[str, Model]:
         """Add the students and the reference."""
@@ -365,7 +377,8 @@ class RLTModule(OnPolicyModule):
                 then has those of all tokens.
         """
         declare = self.list_held_out_passes if recompute else self.list_reward_passes
-        return score_rollouts(self.runner, self.reward, self.students, rollouts, declare, recompute or None)
+        runner = self.build_runner()
+        return score_rollouts(runner, self.reward, self.students, rollouts, declare, recompute or None)
 
     def list_held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Return the scoring passes of a held-out completion."""
@@ -409,7 +422,7 @@ class RLTModule(OnPolicyModule):
             return
         firsts = {rollout.completion.worker or "": rollout for rollout in reversed(rollouts.rollouts)}
         step = StepBatch.of_rollouts(replace(rollouts, rollouts=[*firsts.values()]))
-        self.runner.run(
+        self.build_runner().run(
             step, step.shard, lambda rollout: {"sampled": build_sampled_pass(POLICY, rollout)}, recompute=True
         )
         for row, worker in enumerate(firsts):

@@ -13,7 +13,7 @@ from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.rewards.base import CountedTokens
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import StepBatch, columns_of
+from rlt_lightning.rollouts.step import StepBatch, columns_of, name_column
 from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, Problem, PromptBatch
@@ -29,8 +29,8 @@ def score_rows(step: StepBatch, rows: Sequence[int]) -> list[dict[str, float]]:
     columns: dict[str, list[float]] = {}
     for label in ("", *step.labels):
         table, end = step.choose(rows, label), f"/{label}" if label else ""
-        terms = {f"{name}_reward": values for name, values in columns_of(table, "term/").items()}
-        levels, others = columns_of(table, "level/"), columns_of(table, "record/")
+        terms = {f"{name}_reward": values for name, values in columns_of(table, "term").items()}
+        levels, others = columns_of(table, "level"), columns_of(table, "record")
         for name, values in dict(reward=table["reward"], **terms, **levels, **others).items():
             if not (label and name == "format_reward"):  # the same for all students
                 columns[f"{name}{end}"] = values.tolist()
@@ -80,7 +80,8 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
         if turn:
             columns = data.format.build_conversation(replace(problem, solution=solution), thought)
         if isinstance(data, StudentRLData):
-            correct = step.table["level/correct"][row - number : row - number + step.group_size]
+            column, first = step.table[name_column("level", "correct")], row - number
+            correct = column[first : first + step.group_size]
             columns |= read_reference(problem)
             columns |= {"pass_rate": fmean(correct.tolist()), "found_answer": step.texts["answers"][row]}
         columns |= {

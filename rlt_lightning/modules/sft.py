@@ -13,7 +13,7 @@ from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compute_loss
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.passes import forward
 from rlt_lightning.numerics.packing import Layout
@@ -64,12 +64,11 @@ class SFTModule(PolicyModule):
         step = batch.step = StepBatch.of_examples(examples := batch.examples)
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.runner.updates(step, step.shard, [CompletionLoss()], self, stats):
-                computed = forward(self.run, micro, self.head)  # with gradient
-                output = micro.term(LossInputs.of(step, micro, computed, 0))
-                self.manual_backward(micro.scale * output.loss)
-                step.add_loss(micro, computed.values, output)
-            self.raise_together(step)
+            for micro in self.build_runner().updates(step, step.shard, [CompletionLoss()], stats):
+                computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                loss = compute_loss(micro, computed, self.global_step)
+                self.manual_backward(loss)
+            self.ranks.raise_together(step)
             step.set_scores(step.table)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
@@ -81,7 +80,7 @@ class SFTModule(PolicyModule):
         """Keep the mean loss per completion token of held-out rows."""
         step = batch.step = StepBatch.of_examples(batch.examples)
         with self.phase("score"):
-            self.runner.run(
+            self.build_runner().run(
                 step, step.shard, lambda example: {"completion": CompletionLoss().scoring_pass(example)}
             )
         by_row = step.tokens["completion"]

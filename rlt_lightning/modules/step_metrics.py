@@ -48,10 +48,10 @@ def reward_means(step: StepBatch, rows: Sequence[int], held_out: bool = False) -
     for label in ("", *step.labels):
         table, end = step.choose(rows, label), f"/{label}" if label else ""
         # A name that is taken raises an error, here and above.
-        terms = dict(mean=table["reward"], **columns_of(table, "term/"), **columns_of(table, "level/"))
+        terms = dict(mean=table["reward"], **columns_of(table, "term"), **columns_of(table, "level"))
         columns = {prefix + name: v for name, v in terms.items() if not (label and name == "format")}
         if not held_out:
-            columns = dict(**columns, **columns_of(table, "log/"))
+            columns = dict(**columns, **columns_of(table, "log"))
         means |= {f"{name}{end}": values.mean() for name, values in columns.items()}
     return means
 

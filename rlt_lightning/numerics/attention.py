@@ -4,6 +4,9 @@ Every segment attends to itself, causally. A segment that continues a prefix att
 Its two parts are computed separately and merged by their log-sum-exps, so a prefix is stored once, nothing is
 copied or repeated, and no L x L mask exists. The backward pass of an attention kernel needs only the queries,
 keys and values of a part and the log-sum-exp of the whole, so each part's gradient is exact.
+
+Layers that see only a window of the last tokens, where a sequence is longer, and layers that cap their scores
+attend segment by segment, with a mask: a window reaches from a segment back into the prefix.
 """
 
 from __future__ import annotations
@@ -34,7 +37,15 @@ class Segments(NamedTuple):
     shared: tuple[SharedPrefix, ...] = ()
 
 
-def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Return causal attention within segments and from segments to the prefix that they continue.
 
     A CPU and, in half precision, an NVIDIA GPU use `MergedAttention` with the device's kernel in `KERNELS`;
@@ -46,10 +57,14 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         value: (B, L, D).
         segments: The segments of the row.
         scale: Multiplies the products of queries and keys, usually D ** -0.5.
+        window: How many tokens a token attends to, itself included; None: all before it.
+        cap: Bounds the scores z softly, cap * tanh(z / cap); None: no bound.
 
     Returns:
         (A, L, D), of the queries' type, with gradient.
     """
+    if cap is not None or (window is not None and window < longest_sequence(segments)):
+        return looped_attention(query, key, value, segments, scale, window, cap)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     kernel = KERNELS.get(query.device.type)
     size = query.shape[-1]
@@ -62,20 +77,59 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     return MergedAttention.apply(query, key, value, segments, scale, kernel)
 
 
-def looped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Compute `segment_attention` segment by segment with PyTorch's public attention, on any device."""
+def looped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Compute `segment_attention` segment by segment with PyTorch's public attention, on any device.
+
+    With a window, so many queries at a time: then no mask is wider than two windows.
+    """
     key = key.repeat_interleave(len(query) // len(key), dim=0)
     value = value.repeat_interleave(len(query) // len(value), dim=0)
     outputs = []
     for start, end in pairwise(segments.boundaries):
-        own = [slice(start, end)]
-        prefix = [slice(s.start, s.split) for s in segments.shared if s.split <= start < s.end]
-        keys, values = (torch.cat([t[:, part] for part in prefix + own], dim=1) for t in (key, value))
-        mask = torch.ones(end - start, keys.shape[1], dtype=torch.bool, device=query.device)
-        mask = mask.tril(keys.shape[1] - (end - start))
-        args = query[None, :, start:end], keys[None], values[None], mask
-        outputs.append(scaled_dot_product_attention(*args, scale=scale)[0])
+        prefix = [(s.start, s.split) for s in segments.shared if s.split <= start < s.end]
+        reach = end if window is None else window - 1  # how far a token sees before itself
+        for first in range(start, end, window or end - start):
+            last = min(first + (window or end), end)
+            seen = [(max(start, first - reach), last)]
+            missing = reach - (first - seen[0][0])
+            seen = [(max(a, b - missing), b) for a, b in prefix if missing > 0] + seen
+            keys, values = (torch.cat([t[:, a:b] for a, b in seen], dim=1) for t in (key, value))
+            before = keys.shape[1] - (last - first)
+            mask = torch.ones(last - first, keys.shape[1], dtype=torch.bool, device=query.device)
+            mask = mask.tril(before).triu(before - reach)
+            outputs.append(masked_attention(query[:, first:last], keys, values, mask, scale, cap))
     return torch.cat(outputs, dim=1)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None
+) -> Tensor:
+    """Return attention where the mask is True, with or without a soft cap; all have the same heads."""
+    if cap is None:
+        inputs = query[None], key[None], value[None], mask
+        return scaled_dot_product_attention(*inputs, scale=scale)[0]
+    scores = cap * (query @ key.transpose(-1, -2) * (scale / cap)).tanh()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(dim=-1, dtype=dtype).to(query.dtype) @ value
+
+
+@lru_cache(maxsize=64)
+def longest_sequence(segments: Segments) -> int:
+    """Return the tokens of the longest sequence of a row, with its prefix."""
+    lengths = [0]
+    for start, end in pairwise(segments.boundaries):
+        prefixes = [s.split - s.start for s in segments.shared if s.split <= start < s.end]
+        lengths.append(end - start + sum(prefixes))
+    return max(lengths)
 
 
 class Part(NamedTuple):

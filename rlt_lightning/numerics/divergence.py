@@ -1,7 +1,7 @@
 """How far two models' next-token distributions are from each other: r_KL, and the losses of distillation.
 
     from sampled tokens       log_ratio_kl (k1), schulman_kl (k3); sampled_advantages
-    over all or top k words   divergence, of full logits (M, V): short, for tests and for reading
+    over all words            divergence, of full logits (M, V): short, for tests and for reading
                               linear_divergence, of hidden states: tile by tile, never holding (M, V)
 
 In tiles a divergence is a sum over words, sum_v f(log S_v, log T_v), and needs one more sum for its gradient:
@@ -13,13 +13,9 @@ In tiles a divergence is a sum over words, sum_v f(log S_v, log T_v), and needs 
 
     d sum f / d z_S = f' - S sum f',  z_S the student's logits
 
-    With a clip f is min(f, clip), and f' is 0 where f is above.
-
-                   forward                                                          backward
-    reverse,       one pass: f is linear in the normalisers                         one pass, both heads
-    forward
-    jsd, clip      two passes: both normalisers, then the sums                      one pass, both heads
-    top k          one pass: k words, their logits and the sum over all others      one pass, student's head
+                        forward                                          backward
+    reverse, forward    one pass: f is linear in the normalisers         one pass, both heads
+    jsd                 two passes: both normalisers, then the sums      one pass, both heads
 """
 
 from __future__ import annotations
@@ -35,22 +31,18 @@ from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.head import (
     IMPOSSIBLE,
+    Exchanged,
     Head,
     HeadTiles,
     LogitScale,
     OnlineSoftmax,
-    TileGradient,
+    PullBack,
     block_size,
     choose_kernel,
-    impossible_as_inf,
     in_autocast_dtype,
-    places_in_block,
 )
 from rlt_lightning.numerics.log_probs import check_temperature, scaled_log_softmax
 from rlt_lightning.numerics.spans import Span, span_sums
-
-# Two words that change places in the teacher's distribution.
-Exchanged = tuple[int, int] | None
 
 
 def log_ratio_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -101,40 +93,20 @@ class Divergence:
     log 2 and never infinite. Divided by beta it tends to `forward` as beta tends to 0; divided by 1 - beta to
     `reverse` as beta tends to 1.
 
-    With `top_k` the sums run over k words instead of all, as if a vocabulary had these words and one further
-    word, the tail, that stands for all others (SDPO, arXiv:2601.20802; TA-OPD, arXiv:2608.14728). This is
-    never more than the divergence over all words, and equal to it if the others have the same ratio S / T.
-    Without the tail both sides are normalised over the k words: probability that the student moves to other
-    words then costs nothing.
-
-    With `clip` each word's summand is at most that many nats, so that words of style, on which both sides
-    differ much and always, do not dominate (OPSD, arXiv:2601.18734, in the code that was released later). The
-    sum may then be negative.
-
     Example:
-        `Divergence("jsd", beta=0.1)`; `Divergence(top_k=100)` is reverse KL over 100 words and the tail.
+        `Divergence("jsd", beta=0.1)`.
 
     Args:
         kind: reverse makes the student avoid what the teacher would not say; forward makes it say all that
             the teacher might; jsd is between the two.
         beta: Weight of the teacher in the mixture M of jsd, in (0, 1).
-        top_k: How many words; None: all.
-        top_k_of: Whose likeliest words. SDPO takes the student's: they have nearly all of the weights S_v of
-            reverse KL, and they are what the student samples.
-        tail: Whether all further words count as one.
-        clip: The most that a word adds, nats, above 0; None: no bound.
 
     Raises:
-        ValueError: If beta, `top_k` or `clip` is out of range, beta is set for another kind than jsd, or a
-            name is unknown.
+        ValueError: If beta is out of range or set for another kind than jsd, or the kind is unknown.
     """
 
     kind: Literal["reverse", "forward", "jsd"] = "reverse"
     beta: float = 0.5
-    top_k: int | None = None
-    top_k_of: Literal["student", "teacher"] = "student"
-    tail: bool = True
-    clip: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("reverse", "forward", "jsd"):
@@ -149,38 +121,15 @@ class Divergence:
                 f"beta is the weight of jsd and does nothing with kind {self.kind}, but it is {self.beta}. "
                 "Leave it out, or set kind to jsd."
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, but it is {self.top_k}. Leave it out for all words.")
-        if self.top_k_of not in ("student", "teacher"):
-            raise ValueError(f"top_k_of must be student or teacher, but it is '{self.top_k_of}'. Choose one.")
-        if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"clip must be above 0 nats, but it is {self.clip}. Leave it out for no bound.")
 
     def of_log_probs(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Return the divergence, (M,), nats, of the log-probs of the same words, (M, K) each."""
-        if self.clip is not None:
-            student, teacher = student.clamp(min=IMPOSSIBLE), teacher.clamp(min=IMPOSSIBLE)
-            return word_terms(student, teacher, self.kind, self.beta)[0].clamp(max=self.clip).sum(dim=-1)
         if self.kind == "reverse":
             return log_prob_kl(student, teacher)
         if self.kind == "forward":
             return log_prob_kl(teacher, student)
         mixture = log_mixture(student, teacher, self.beta)
         return self.beta * log_prob_kl(teacher, mixture) + (1 - self.beta) * log_prob_kl(student, mixture)
-
-
-def word_terms(student: Tensor, teacher: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Return f and f' of each word, of log-probs of one shape; see the head of this file."""
-    if kind == "forward":
-        t = teacher.exp()
-        return t * (teacher - student), -t
-    s = student.exp()
-    if kind == "reverse":
-        of_student = s * (student - teacher)
-        return of_student, of_student + s
-    mixture = log_mixture(student, teacher, beta)
-    of_student = (1 - beta) * s * (student - mixture)
-    return of_student + beta * teacher.exp() * (teacher - mixture), of_student
 
 
 def log_prob_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -235,21 +184,7 @@ def divergence(
     num_words = min(student_logits.shape[-1], teacher_logits.shape[-1])
     student = scaled_log_softmax(student_logits, student_temperature)[:, :num_words]  # (M, V)
     teacher = scaled_log_softmax(teacher_logits, teacher_temperature)[:, :num_words]  # (M, V)
-    if options.top_k is not None:
-        chooser = student if options.top_k_of == "student" else teacher
-        words = chooser.topk(min(options.top_k, num_words), dim=1).indices  # (M, k)
-        student, teacher = (chosen_log_probs(side, words, options.tail) for side in (student, teacher))
     return options.of_log_probs(student, teacher)
-
-
-def chosen_log_probs(log_probs: Tensor, words: Tensor, tail: bool) -> Tensor:
-    """Return the log-probs of k words, (M, k), from all, (M, V): with the tail, or normalised over the k."""
-    chosen = log_probs.gather(1, words)
-    if not tail:
-        return chosen.log_softmax(dim=1)
-    # logsumexp has no gradient where all are -inf.
-    others = log_probs.scatter(1, words, -torch.inf).clamp(min=IMPOSSIBLE)
-    return torch.cat([chosen, impossible_as_inf(others.logsumexp(dim=1, keepdim=True))], dim=1)
 
 
 def linear_divergence(
@@ -284,16 +219,11 @@ def linear_divergence(
     check_temperature(student.scale.temperature)
     check_temperature(teacher.scale.temperature)
     check_exchanged(exchanged, len(teacher.weight))
-    teacher = teacher._replace(scale=teacher.scale._replace(exchanged=exchanged))
     logits_mib = block_size(logits_mib, student_hidden)
-    pair = PairOptions(options, student.scale, teacher.scale, logits_mib, compiled)
+    pair = PairOptions(options, student.scale, teacher.scale, exchanged, logits_mib, compiled)
     of_student = in_autocast_dtype(student_hidden), student.weight, student.bias
     of_teacher = in_autocast_dtype(teacher_hidden), teacher.weight, teacher.bias
-    if options.top_k is None:
-        return LinearDivergence.apply(pair, *of_student, *of_teacher)
-    found = LinearTopLogits.apply(pair, *of_student, *of_teacher)
-    sides = TopLogits(*found[:3]), TopLogits(*found[3:])
-    return options.of_log_probs(*(top_log_probs(side, options.tail) for side in sides))
+    return LinearDivergence.apply(pair, *of_student, *of_teacher)
 
 
 def check_exchanged(exchanged: Exchanged, num_words: int) -> None:
@@ -311,6 +241,7 @@ class PairOptions(NamedTuple):
     divergence: Divergence
     student_scale: LogitScale
     teacher_scale: LogitScale
+    exchanged: Exchanged
     logits_mib: int
     compiled: bool
 
@@ -323,7 +254,7 @@ class PairOptions(NamedTuple):
         hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = inputs
         student = Head(weight, bias, self.student_scale)
         teacher = Head(teacher_weight, teacher_bias, self.teacher_scale)
-        return HeadTiles([(hidden, student), (teacher_hidden, teacher)], self.logits_mib)
+        return HeadTiles([(hidden, student), (teacher_hidden, teacher)], self.logits_mib, self.exchanged)
 
 
 class Totals(NamedTuple):
@@ -335,13 +266,12 @@ class Totals(NamedTuple):
 
 
 class LinearDivergence(torch.autograd.Function):
-    """See `linear_divergence`, over all words. The inputs are those of `PairOptions.tiles`."""
+    """See `linear_divergence`. The inputs are those of `PairOptions.tiles`."""
 
     @staticmethod
     def forward(ctx: Any, options: PairOptions, *inputs: Any) -> Tensor:
         """Add up over the vocabulary, tile by tile."""
-        in_two_passes = options.divergence.kind == "jsd" or options.divergence.clip is not None
-        compute = sums_and_totals if in_two_passes else kl_and_totals
+        compute = sums_and_totals if options.divergence.kind == "jsd" else kl_and_totals
         values, totals = compute(options.tiles(inputs), options.divergence, options.compiled)
         ctx.save_for_backward(*inputs, *totals)
         ctx.options = options
@@ -354,50 +284,46 @@ class LinearDivergence(torch.autograd.Function):
         options: PairOptions = ctx.options
         inputs, totals = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         gradient_of = choose_kernel(divergence_gradient, options.compiled)
-        chosen = options.divergence.kind, options.divergence.beta, options.divergence.clip
+        chosen = options.divergence.kind, options.divergence.beta
 
-        def tile_gradient(
-            finish: TileGradient, student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice
+        def differentiate_tile(
+            pull_back: PullBack, student_logits: Tensor, teacher_logits: Tensor, row: slice, block: slice
         ) -> Any:
             row_totals = Totals(*(values[row].unsqueeze(1) for values in totals))  # (m, 1) each
             row_grad = grad[row].unsqueeze(1)
-            return gradient_of(finish, student_logits, teacher_logits, row_totals, row_grad, *chosen)
+            return gradient_of(pull_back, student_logits, teacher_logits, row_totals, row_grad, *chosen)
 
-        of_student = options.tiles(inputs).gradients(ctx.needs_input_grad[1:4], tile_gradient)
+        of_student = options.tiles(inputs).differentiate(ctx.needs_input_grad[1:4], differentiate_tile)
         return (None, *of_student, None, None, None)
 
 
 def divergence_gradient(
-    finish: TileGradient,
+    pull_back: PullBack,
     student_logits: Tensor,
     teacher_logits: Tensor,
     totals: Totals,
     grad: Tensor,
     kind: str,
     beta: float,
-    clip: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `finish` of the gradient of a tile's logits of the student, f' - S sum f', (m, w_S).
+    """Return `pull_back` of the gradient of a tile's logits of the student, f' - S sum f', (m, w_S).
 
     Totals and the gradient of the divergence, `grad`, are (m, 1).
     """
     width = min(student_logits.shape[1], teacher_logits.shape[1])  # of the words that both have
     log_s, log_t = student_logits - totals.student, teacher_logits[:, :width] - totals.teacher
-    if clip is not None:
-        terms, slopes = word_terms(log_s[:, :width], log_t, kind, beta)
-        slopes = slopes.masked_fill(terms > clip, 0.0)
-    elif kind == "reverse":
+    if kind == "reverse":
         slopes = (log_s[:, :width] - log_t).add_(1)
     elif kind == "forward":
         slopes = -log_t.exp_()
     else:
         slopes = (log_s[:, :width] - log_mixture(log_s[:, :width], log_t, beta)).mul_(1 - beta)
     s = log_s.exp_()
-    if kind != "forward" and clip is None:
+    if kind != "forward":
         slopes.mul_(s[:, :width])
     gradient = s.mul_(-totals.slopes)
     gradient[:, :width] += slopes
-    return finish(gradient.mul_(grad), student_logits)
+    return pull_back(gradient.mul_(grad), student_logits)
 
 
 class KLSums(NamedTuple):
@@ -418,10 +344,10 @@ def kl_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tupl
         zeros = tiles.zeros(row)
         return KLSums(OnlineSoftmax.start(zeros), OnlineSoftmax.start(zeros), zeros, zeros)
 
-    def add_tile(sums: KLSums, student: Tensor, teacher: Tensor, row: slice, block: slice) -> KLSums:
+    def add_to_sums(sums: KLSums, student: Tensor, teacher: Tensor, row: slice, block: slice) -> KLSums:
         return add(sums, *((student, teacher) if reverse else (teacher, student)))
 
-    sums: KLSums = tiles.fold(add_tile, start)
+    sums: KLSums = tiles.add_up(add_to_sums, start)
     p, q = sums.p.log_normaliser(), sums.q.log_normaliser()
     ratio, common = sums.ratio / sums.p.normaliser, sums.common / sums.p.normaliser
     kl = ratio - common * (p - q)
@@ -440,23 +366,24 @@ def add_kl_block(sums: KLSums, p_logits: Tensor, q_logits: Tensor) -> KLSums:
 
 
 def sums_and_totals(tiles: HeadTiles, options: Divergence, compiled: bool) -> tuple[Tensor, Totals]:
-    """Return a jsd, or what is clipped, (M,), in two passes: mixture and bound need both normalisers."""
+    """Return a jsd, (M,), in two passes: the mixture needs both normalisers."""
     normalise, add = choose_kernel(add_normalisers, compiled), choose_kernel(tile_sums, compiled)
 
     def start(row: slice) -> tuple[OnlineSoftmax, OnlineSoftmax]:
         return OnlineSoftmax.start(tiles.zeros(row)), OnlineSoftmax.start(tiles.zeros(row))
 
-    def add_tile(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
+    def add_to_normalisers(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
         return normalise(sums, student, teacher)
 
-    student_normaliser, teacher_normaliser = (s.log_normaliser() for s in tiles.fold(add_tile, start))  # (M,)
+    sides = tiles.add_up(add_to_normalisers, start)
+    student_normaliser, teacher_normaliser = (side.log_normaliser() for side in sides)  # (M,)
 
-    def add_parts(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
+    def add_to_sums(sums: Any, student: Tensor, teacher: Tensor, row: slice, block: slice) -> Any:
         normalisers = student_normaliser[row].unsqueeze(1), teacher_normaliser[row].unsqueeze(1)
-        values, slopes = add(student, teacher, *normalisers, options.kind, options.beta, options.clip)
+        values, slopes = add(student, teacher, *normalisers, options.beta)
         return sums[0] + values, sums[1] + slopes
 
-    values, slopes = tiles.fold(add_parts, lambda row: (tiles.zeros(row), tiles.zeros(row)))  # (M,)
+    values, slopes = tiles.add_up(add_to_sums, lambda row: (tiles.zeros(row), tiles.zeros(row)))  # (M,)
     return values, Totals(student_normaliser, teacher_normaliser, slopes)
 
 
@@ -472,158 +399,14 @@ def tile_sums(
     teacher_logits: Tensor,
     student: Tensor,
     teacher: Tensor,
-    kind: str,
     beta: float,
-    clip: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a tile's sums of f and f', (m,) each; `student` and `teacher` are log-normalisers, (m, 1)."""
+    """Return the sums of a jsd's f and f' in a tile, (m,) each, given both log-normalisers, (m, 1)."""
     width = min(student_logits.shape[1], teacher_logits.shape[1])
     log_s, log_t = student_logits[:, :width] - student, teacher_logits[:, :width] - teacher
-    if clip is not None:
-        terms, slopes = word_terms(log_s, log_t, kind, beta)
-        return terms.clamp(max=clip).sum(dim=1), slopes.masked_fill(terms > clip, 0.0).sum(dim=1)
     log_m = log_mixture(log_s, log_t, beta)
     of_student = (1 - beta) * torch.linalg.vecdot(log_s.exp(), log_s - log_m)
     return of_student + beta * torch.linalg.vecdot(log_t.exp(), log_t - log_m), of_student
-
-
-class TopLogits(NamedTuple):
-    """What one side gives the words that were chosen, and all others; nats before normalisation.
-
-        words               │ k that one side likes best │ others of both │ of this side only │
-        kept of each side   │ k logits: top              │ one sum: rest  │ one sum: beyond   │
-
-    `rest` and `beyond` are log-sums of exponentials, so nothing is lost by subtracting a sum of k
-    probabilities from 1.
-
-    Attributes:
-        top: The logits of the k chosen words, (m, k).
-        rest: log-sum of exp over the other words that both sides have, (m,).
-        beyond: The same over the words that only this side has, (m,).
-    """
-
-    top: Tensor
-    rest: Tensor
-    beyond: Tensor
-
-
-class LinearTopLogits(torch.autograd.Function):
-    """Finds k words: returns the student's `TopLogits`, with gradients, and the teacher's, without.
-
-    The inputs are those of `PairOptions.tiles`. All words that both have are chosen if there are no more than
-    k; of equal logits any may be.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, options: PairOptions, *inputs: Any) -> tuple[Tensor, ...]:
-        """Choose among each tile's words and those chosen before: the top of all is the top of the tops."""
-        add = choose_kernel(add_top_block, options.compiled)
-        tiles, of_teacher = options.tiles(inputs), options.divergence.top_k_of == "teacher"
-        num_common = min(len(head.weight) for _, head in tiles.sides)
-        top_k = min(options.divergence.top_k or 0, num_common)
-
-        def start(row: slice) -> TopSums:
-            top = torch.full_like(tiles.zeros(row), -torch.inf).unsqueeze(1).repeat(1, top_k)
-            side = TopLogits(top, top[:, 0], top[:, 0])
-            return TopSums(torch.zeros_like(top, dtype=torch.long), side, side)
-
-        def add_tile(sums: TopSums, student: Tensor, teacher: Tensor, row: slice, block: slice) -> TopSums:
-            return add(sums, student, teacher, block.start, of_teacher)
-
-        sums: TopSums = tiles.fold(add_tile, start)
-        ctx.save_for_backward(*inputs[:3], sums.words, sums.student.rest, sums.student.beyond)
-        ctx.options, ctx.num_common = options, num_common
-        teacher = tuple(map(impossible_as_inf, sums.teacher))
-        ctx.mark_non_differentiable(*teacher)
-        return (*map(impossible_as_inf, sums.student), *teacher)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, top_grad: Tensor, rest_grad: Tensor, beyond_grad: Tensor, *_: Any
-    ) -> tuple[Any, ...]:
-        """Compute each of the student's tiles again."""
-        hidden, weight, bias, words, rest, beyond = ctx.saved_tensors
-        options: PairOptions = ctx.options
-        gradient_of = choose_kernel(top_gradient, options.compiled)
-
-        def tile_gradient(finish: TileGradient, logits: Tensor, row: slice, block: slice) -> Any:
-            sums = TopLogits(words[row] - block.start, rest[row], beyond[row])
-            grads = TopLogits(top_grad[row], rest_grad[row], beyond_grad[row])
-            return gradient_of(finish, logits, sums, grads, max(0, ctx.num_common - block.start))
-
-        tiles = HeadTiles([(hidden, Head(weight, bias, options.student_scale))], options.logits_mib)
-        return (None, *tiles.gradients(ctx.needs_input_grad[1:4], tile_gradient), None, None, None)
-
-
-class TopSums(NamedTuple):
-    """The words chosen so far, (m, k), and what both sides give them and all others so far.
-
-    Before k words have come, there are places without a word: their logits are -inf.
-    """
-
-    words: Tensor
-    student: TopLogits
-    teacher: TopLogits
-
-
-def add_top_block(
-    sums: TopSums, student_logits: Tensor, teacher_logits: Tensor, start: int, of_teacher: bool
-) -> TopSums:
-    """Return the sums with one more tile, whose first word is `start`; student or teacher chooses."""
-    top_k = sums.words.shape[1]
-    width = min(student_logits.shape[1], teacher_logits.shape[1])
-    logits, side = (teacher_logits, sums.teacher) if of_teacher else (student_logits, sums.student)
-    places = torch.cat([side.top, logits[:, :width]], dim=1).topk(top_k, dim=1).indices  # (m, k)
-    known = sums.words.gather(1, places.clamp(max=top_k - 1))
-    words = torch.where(places < top_k, known, places - top_k + start)
-    student = add_to_side(sums.student, student_logits, width, places)
-    return TopSums(words, student, add_to_side(sums.teacher, teacher_logits, width, places))
-
-
-def add_to_side(side: TopLogits, logits: Tensor, width: int, places: Tensor) -> TopLogits:
-    """Return one side with one more tile, whose first `width` words both sides have.
-
-    `places`, (m, k), are those of the chosen words among the words chosen before and the tile's.
-    """
-    seen = torch.cat([side.top, logits[:, :width]], dim=1)
-    top = seen.gather(1, places)
-    rest = seen.scatter_(1, places, -torch.inf).logsumexp(dim=1)
-    beyond = logits[:, width:].logsumexp(dim=1)
-    return TopLogits(top, torch.logaddexp(side.rest, rest), torch.logaddexp(side.beyond, beyond))
-
-
-def top_gradient(
-    finish: TileGradient, logits: Tensor, sums: TopLogits, grads: TopLogits, num_common: int
-) -> tuple[Tensor, Tensor | None]:
-    """Return `finish` of the gradient of a tile's logits, (m, w).
-
-    g_top at a chosen word, g_rest exp(z - rest) at the others, g_beyond exp(z - beyond) where only this side
-    has the word.
-
-    Args:
-        finish: Its input to the backward products.
-        logits: The tile's, (m, w).
-        sums: The places of the chosen words counted from the tile's first, (m, k), and both sums.
-        grads: The gradients of the three.
-        num_common: How many of the tile's words both sides have; the tile's width or more: all.
-    """
-    places = sums.top
-    found, places = places_in_block(places, logits)
-    others = logits.scatter_add(1, places, torch.where(found, -torch.inf, 0.0).to(logits.dtype))
-    # Without a rest -inf - -inf would be NaN.
-    rest, beyond = (values.clamp(min=IMPOSSIBLE).unsqueeze(1) for values in (sums.rest, sums.beyond))
-    gradient = (others - rest).exp_() * grads.rest.unsqueeze(1)
-    gradient[:, num_common:] = (others[:, num_common:] - beyond).exp() * grads.beyond.unsqueeze(1)
-    return finish(gradient.scatter_add_(1, places, torch.where(found, grads.top, 0.0)), logits)
-
-
-def top_log_probs(logits: TopLogits, tail: bool) -> Tensor:
-    """Return `chosen_log_probs` from sums over the vocabulary."""
-    if not tail:
-        return logits.top.log_softmax(dim=1)
-    every = torch.cat([logits.top, logits.rest.unsqueeze(1), logits.beyond.unsqueeze(1)], dim=1)
-    return every.log_softmax(dim=1)[:, :-1]
 
 
 def sampled_advantages(

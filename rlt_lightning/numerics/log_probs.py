@@ -18,7 +18,7 @@ from rlt_lightning.numerics.head import (
     HeadTiles,
     LogitScale,
     OnlineSoftmax,
-    TileGradient,
+    PullBack,
     add_in_block_,
     block_size,
     choose_kernel,
@@ -92,10 +92,10 @@ class LinearLogProbs(torch.autograd.Function):
         logits_of = HeadTiles([(hidden, Head(weight, bias, options.scale))], options.logits_mib)
         add = choose_kernel(add_block, options.compiled)
 
-        def add_tile(sums: LogProbSums, logits: Tensor, row: slice, block: slice) -> LogProbSums:
+        def add_to_sums(sums: LogProbSums, logits: Tensor, row: slice, block: slice) -> LogProbSums:
             return add(sums, logits, targets[row] - block.start, options.with_entropy)
 
-        sums = logits_of.fold(add_tile, lambda row: LogProbSums.start(logits_of.zeros(row)))  # (M,) each
+        sums = logits_of.add_up(add_to_sums, lambda row: LogProbSums.start(logits_of.zeros(row)))  # (M,) each
         log_normaliser = sums.softmax.log_normaliser()
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser)
         ctx.options = options
@@ -110,11 +110,11 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, log_normaliser = ctx.saved_tensors
         gradient_of = choose_kernel(log_prob_gradient, ctx.options.compiled)
 
-        def tile_gradient(finish: TileGradient, logits: Tensor, row: slice, block: slice) -> Any:
-            return gradient_of(finish, logits, targets[row] - block.start, log_normaliser[row], grad[row])
+        def differentiate_tile(pull_back: PullBack, logits: Tensor, row: slice, block: slice) -> Any:
+            return gradient_of(pull_back, logits, targets[row] - block.start, log_normaliser[row], grad[row])
 
         logits_of = HeadTiles([(hidden, Head(weight, bias, ctx.options.scale))], ctx.options.logits_mib)
-        return (None, *logits_of.gradients(ctx.needs_input_grad[1:4], tile_gradient), None)
+        return (None, *logits_of.differentiate(ctx.needs_input_grad[1:4], differentiate_tile), None)
 
 
 class LogProbSums(NamedTuple):
@@ -150,11 +150,11 @@ def add_block(sums: LogProbSums, logits: Tensor, places: Tensor, with_entropy: b
 
 
 def log_prob_gradient(
-    finish: TileGradient, logits: Tensor, places: Tensor, log_normaliser: Tensor, grad: Tensor
+    pull_back: PullBack, logits: Tensor, places: Tensor, log_normaliser: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `finish` of the gradient of a block's logits, (m, w): g (1[v = target] - p_v)."""
+    """Return `pull_back` of the gradient of a block's logits, (m, w): g (1[v = target] - p_v)."""
     p = (logits - log_normaliser.unsqueeze(1)).exp_()
-    return finish(add_in_block_(p.mul_(-grad.unsqueeze(1)), places, grad), logits)
+    return pull_back(add_in_block_(p.mul_(-grad.unsqueeze(1)), places, grad), logits)
 
 
 def check_temperature(temperature: float) -> None:

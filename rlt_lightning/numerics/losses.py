@@ -90,7 +90,8 @@ class PolicyLoss(ABC):
         old = log_probs.detach() if old_log_probs is None else old_log_probs.masked_fill(padding, 0.0)
         mask = token_mask.to(log_probs.dtype)  # (N, T), 1 on tokens and 0 on padding
         ratio = self.ratio(log_probs - old, mask)  # (N, T)
-        advantages = advantages.view(len(advantages), -1).masked_fill(padding, 0.0)  # (N, T)
+        advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)  # (N, T) or (N, 1)
+        advantages = advantages.masked_fill(padding, 0.0)  # (N, T)
         mean_weights = self.mean_weights(mask, num_tokens, num_sequences)  # (N, T)
         weights = mask if importance_weights is None else importance_weights.masked_fill(padding, 0.0)
         token_loss = -weights * self.surrogate(ratio, advantages, log_probs)  # (N, T)

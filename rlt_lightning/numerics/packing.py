@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -34,7 +34,7 @@ class ScoredSequence(NamedTuple):
 
     prefix: list[int]
     rest: list[int]
-    scored: list[bool]
+    scored: Sequence[int]
 
 
 class SequenceLengths(NamedTuple):
@@ -301,12 +301,6 @@ def to_padded(values: Tensor, num_tokens_per_row: list[int]) -> tuple[Tensor, Te
     places = upload(find_places(token_mask), values.device)
     padded = values.new_zeros(token_mask.numel()).index_copy(0, places, values)
     return padded.view(token_mask.shape), upload(token_mask, values.device)
-
-
-def from_padded(values: Tensor, num_tokens_per_row: list[int]) -> Tensor:
-    """Undo `to_padded`: (N, T) -> (M,), with gradient."""
-    places = find_places(mask_tokens(num_tokens_per_row))
-    return values.flatten().index_select(0, upload(places, values.device))
 
 
 def mask_tokens(num_tokens_per_row: list[int]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlt_lightning.numerics.students import combine_tables
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of_student, name_column
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Problem, Rollout
 
@@ -148,7 +148,7 @@ class Reward(ABC):
 def build_table(terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a table with the terms and the reward that they add up to, in this order."""
     reward = sum(terms.values(), start=torch.zeros_like(next(iter(terms.values()))))
-    return {"reward": reward, **{f"term/{name}": values for name, values in terms.items()}}
+    return {"reward": reward, **{name_column("term", name): values for name, values in terms.items()}}
 
 
 class StudentReward(Reward):
@@ -158,5 +158,5 @@ class StudentReward(Reward):
         """Return the table of one student, or that of several by `Students.reduction` with each one's."""
         if len(students.names) == 1:
             return table
-        found = [columns_of(table, student.prefix) for student in students]
+        found = [columns_of_student(table, student.label) for student in students]
         return combine_tables(found, students.weights, students.reduction) | table

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import StepBatch, columns_of
+from rlt_lightning.rollouts.step import StepBatch, columns_of, name_column
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, Rollout
 
@@ -38,7 +38,7 @@ class TextReward(Reward, ABC):
     def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
         """Return the table; keep the findings in the texts."""
         table = self(step.rollouts(rows), students.formats[0].tags)
-        for name, values in columns_of(table, "text/").items():
+        for name, values in columns_of(table, "text").items():
             step.texts.setdefault(name, {}).update(zip(rows, values, strict=True))
         return {name: values for name, values in table.items() if not name.startswith("text/")}
 
@@ -83,14 +83,14 @@ class CorrectnessReward(TextReward):
         assert self.judge is not None
         verdicts = self.judge.judge_all((r.text, r.problem.reference) for r in rollouts)
         levels = {
-            f"level/{name}": torch.tensor([float(getattr(verdict, name)) for verdict in verdicts])
+            name: torch.tensor([float(getattr(verdict, name)) for verdict in verdicts])
             for name in ("correct", "formatted", "timed_out")
         }
-        judged = torch.where(levels["level/correct"] > 0, self.right, self.wrong)
+        judged = torch.where(levels["correct"] > 0, self.right, self.wrong)
         return {
-            "reward": torch.where(levels["level/formatted"] > 0, judged, self.unformatted),
-            **levels,
-            "text/answers": [verdict.answer for verdict in verdicts],
+            "reward": torch.where(levels["formatted"] > 0, judged, self.unformatted),
+            **{name_column("level", name): values for name, values in levels.items()},
+            name_column("text", "answers"): [verdict.answer for verdict in verdicts],
         }
 
     def open(self, tags: TagStyle) -> None:

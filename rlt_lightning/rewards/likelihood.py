@@ -43,7 +43,14 @@ from rlt_lightning.rewards.explanations import (
 )
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.students import Student, Students
-from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of, pad_rows
+from rlt_lightning.rollouts.step import (
+    ScoringPass,
+    StepBatch,
+    columns_of,
+    columns_of_student,
+    name_column,
+    pad_rows,
+)
 from rlt_lightning.types import Rollout
 
 
@@ -139,8 +146,8 @@ class LikelihoodReward(StudentReward, ABC):
                 mean = mean_of_tokens(scores.log_probs, scores.token_mask)
                 lengths = upload([float(r.views[0].num_tokens) for r in rollouts], mean.device)
                 closed = scores.closed.to(mean.dtype)
-                own = {"group/mean": mean, "group/closed": closed, "group/length": lengths}
-                table |= student.name_columns(own)
+                own = {"mean": mean, "closed": closed, "length": lengths}
+                table |= student.name_columns({name_column("group", name): v for name, v in own.items()})
         return table
 
     def build_scores(self, step: StepBatch, rows: Sequence[int], student: Student) -> SolutionScores:
@@ -164,18 +171,19 @@ class LikelihoodReward(StudentReward, ABC):
     def score(self, table: dict[str, Tensor], group_size: int, students: Students) -> dict[str, Tensor]:
         """See `Reward.score`; thoughts of whole groups are compared by one number of each."""
         for student in students if self.compares else ():
-            compared = self.compare(columns_of(table, student.prefix), group_size)
+            compared = self.compare(columns_of_student(table, student.label), group_size)
             table = table | student.name_columns(compared)
         return super().score(table, group_size, students)
 
     def compare(self, table: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
         """Return the columns of one scorer that depend on the whole group, (N,) each."""
-        mean = table["group/mean"].unsqueeze(1)  # (N, 1)
+        figures = columns_of(table, "group")
+        mean = figures["mean"].unsqueeze(1)  # (N, 1)
         # By place, not by row: one problem may have two groups in a step.
         groups = torch.arange(len(mean), device=mean.device) // group_size
         every = torch.ones_like(mean, dtype=torch.bool)
-        scores = SolutionScores(mean, every, table["group/closed"] > 0, table["group/length"], groups)
-        terms = columns_of(table, "term/") | {"solution": self.score_solution(scores)}
+        scores = SolutionScores(mean, every, figures["closed"] > 0, figures["length"], groups)
+        terms = columns_of(table, "term") | {"solution": self.score_solution(scores)}
         efficiency = self.score_efficiency(scores)
         return build_table(terms if efficiency is None else terms | {"efficiency": efficiency})
 
@@ -234,8 +242,8 @@ class LikelihoodReward(StudentReward, ABC):
             terms["kl"] = -self.kl_weight * details["kl_mean"]
         table = build_table(terms | {"format": self.score_format(scores)})
         for name, values in details.items():
-            table |= {f"log/student/{name}": values, f"record/{name}": values}
-        return table if baseline is None else table | {"level/baseline": baseline}
+            table |= {name_column("log", f"student/{name}"): values, name_column("record", name): values}
+        return table if baseline is None else table | {name_column("level", "baseline"): baseline}
 
 
 @dataclass(frozen=True)

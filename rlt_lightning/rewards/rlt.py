@@ -36,7 +36,7 @@ from rlt_lightning.rewards.explanations import (
     list_views,
 )
 from rlt_lightning.rewards.students import Student, Students
-from rlt_lightning.rollouts.step import ScoringPass, StepBatch, pad_rows
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, name_column, pad_rows
 from rlt_lightning.types import InputError, Rollout
 
 TERMS = ("solution", "kl", "format")
@@ -255,9 +255,9 @@ class RLTReward(StudentReward):
         raw = list_statistics(solution_log_probs, solution_mask, kl, kl_mask)
         table = build_table(terms)
         for name, values in processed.items():
-            table |= {f"log/reward/{name}": values, f"record/{name}": values}
-            table[f"log/student/{name}"] = raw[name]
-        return table if baseline is None else table | {"level/baseline": baseline}
+            table |= {name_column("log", f"reward/{name}"): values, name_column("record", name): values}
+            table[name_column("log", f"student/{name}")] = raw[name]
+        return table if baseline is None else table | {name_column("level", "baseline"): baseline}
 
     def compute_baseline(self, empty_log_probs: Tensor | None, solution_mask: Tensor) -> Tensor | None:
         """Return r_SS of an empty explanation, (N,), from its log-probs, (N, S); None without a baseline."""

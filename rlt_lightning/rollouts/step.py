@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -47,8 +47,9 @@ from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # The models that are no frozen ones by name: the weights that train, and the initial ones.
 POLICY, REFERENCE = "policy", "reference"
-# The kinds of a table's columns.
-KINDS = ("term", "level", "log", "record", "group")
+# The kinds of a table's columns, beside the reward; `text` is what a `TextReward` found in each text.
+Kind = Literal["term", "level", "log", "record", "group", "text"]
+KINDS = tuple(kind for kind in get_args(Kind) if kind != "text")
 COLUMN_NAME = re.compile(rf"(of/\w+/)?(reward|({'|'.join(KINDS)})/.+)")
 
 
@@ -73,8 +74,7 @@ class ScoringPass:
             log-probs at this temperature, no model is asked.
         compared_with: Another model's pass over as many tokens: the values are then not log-probs, but
             the divergence between both models before each of them.
-        divergence: Which, where `compared_with` is set; its student is `model`. None: the log-probs of
-            both, of the tokens that `model` scores.
+        divergence: Which, where `compared_with` is set; its student is `model`.
         exchanged: Two words that change places in the `compared_with` model's distribution.
         mask: The scored tokens in place of `scored`, where they are no range.
         retokenized: Whether the model has other tokens than the policy: no earlier check knows their number.
@@ -90,7 +90,7 @@ class ScoringPass:
     once: Hashable = None
     sampled: tuple[int, int] | None = None
     compared_with: ScoringPass | None = None
-    divergence: Divergence | None = Divergence("forward")
+    divergence: Divergence = Divergence("forward")
     exchanged: tuple[int, int] | None = None
     mask: list[bool] | None = None
     retokenized: bool = False
@@ -361,6 +361,29 @@ class StepBatch:
         for name, column in zip(names, table, strict=True):
             self.table[name] = column.to(self.table[name].dtype)
 
+    def put_tokens(self, name: str, rows: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Keep a reward's values of each sampled token of these rows, (T,) each.
+
+        Raises:
+            InputError: If a completion has another number of tokens.
+        """
+        for row, column in zip(rows, values, strict=True):
+            if len(column) != (num_tokens := len(self.token_ids(row))):
+                raise InputError(
+                    f"The token column {name} of a reward must have a value for each sampled token, but has "
+                    f"{len(column)} for a completion of {num_tokens}. Correct the reward's `measure`."
+                )
+            self.tokens.setdefault(name, {})[row] = column
+
+    def share_tokens(self, names: Iterable[str], sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Let all ranks have token columns that `put_tokens` has kept, for rows that are divided again."""
+        lengths = [len(self.token_ids(row)) for row in range(len(self))]
+        for name in names:
+            own = {row: self.tokens[name][row].double().cpu() for row in self.measured}
+            nothing = torch.zeros(max(lengths), dtype=torch.float64, device="cpu")
+            parts = [own.get(row, nothing[:length]) for row, length in enumerate(lengths)]
+            self.tokens[name] = dict(enumerate(sum_over_ranks(torch.cat(parts)).split(lengths)))
+
     def check_made(self, values: Tensor, what: str, maker: object, rows: Sequence[int]) -> None:
         """Let all ranks check together an object's values of n rows, (n,)."""
         numbers, what = [self.row_number(row) for row in rows], f"{what} of {type(maker).__name__}"
@@ -397,13 +420,13 @@ class StepBatch:
     def choose(self, rows: Sequence[int], label: str = "") -> dict[str, Tensor]:
         """Return the table of some rows, in this order, by all students or by one of several."""
         place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
-        table = columns_of(self.table, f"of/{label}/") if label else self.table
+        table = columns_of_student(self.table, label)
         return {name: values[place_on(values.device)] for name, values in table.items()}
 
     @property
     def labels(self) -> list[str]:
         """Return the labels of several students that have columns in the table; none with one student."""
-        return list(dict.fromkeys(name.split("/")[0] for name in columns_of(self.table, "of/")))
+        return list(dict.fromkeys(name.split("/")[1] for name in self.table if name.startswith("of/")))
 
     # The update
 
@@ -452,7 +475,22 @@ class StepBatch:
         self.counts.dropped_groups += len(places)
 
 
-def columns_of(table: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def name_column(kind: Kind, name: str) -> str:
+    """Return the name of a table's column."""
+    return f"{kind}/{name}"
+
+
+def columns_of(table: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
+    """Return the columns of a kind, by the rest of the name."""
+    return select_columns(table, name_column(kind, ""))
+
+
+def columns_of_student(table: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
+    """Return the columns by one of several students, named as those of a table; by the only one, all."""
+    return select_columns(table, f"of/{label}/") if label else dict(table)
+
+
+def select_columns(table: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the columns of a table whose names begin so, by the rest of the name."""
     return {name.removeprefix(prefix): v for name, v in table.items() if name.startswith(prefix)}
 

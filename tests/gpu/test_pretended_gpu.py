@@ -52,7 +52,7 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
 WAITS = {
     "modules/phases.py:synchronise": 16,  # at either end of eight phases
     "modules/rollout_rows.py:score_rows": 8,  # one for each column of rollouts.jsonl
-    "modules/base.py:raise_together": 2,  # that log-probs are finite: of all passes, and of the update
+    "modules/ranks.py:raise_together": 2,  # that log-probs are finite: of all passes, and of the update
     "numerics/transfers.py:download": 1,  # recorded tokens
     "callbacks/recorder.py:_build_rows": 1,  # rewards, of which the extremes are recorded with tokens
     "numerics/rewards.py:require_tokens": 1,
@@ -73,7 +73,7 @@ COUNTED_STEP = [
 WAITS_OF_TWO = WAITS | {
     "run/ranks.py:gather_from_ranks": 8,  # four for each of two gathers: problems and completions
     "run/ranks.py:gather_rows": 8,
-    "modules/base.py:reduce_numbers": 5,
+    "modules/ranks.py:reduce": 5,
     "run/interrupt.py:on_any_rank": 2,  # whether a callback of one rank, or a signal to it, stops the run
     "trainer.py:run": 6,  # Lightning's own
 }

@@ -14,10 +14,10 @@ from grpo import Witness, data, module, rollout_callback, slow_log_probs
 from trainers import bare_trainer
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules import TeacherRLData
+from rlt_lightning.datamodules import StudentRLData, TeacherRLData
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.numerics import GRPOLoss
+from rlt_lightning.rewards import TextReward
 from rlt_lightning.rewards.students import Student
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 
@@ -25,7 +25,7 @@ from rlt_lightning.rollouts.step import StepBatch, columns_of
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    names = ("hurdle_reward", "joint_stage", "masked_ratio_loss", "preference_pairs")
+    names = ("hurdle_reward", "joint_stage", "masked_ratio_loss", "preference_pairs", "step_reward")
     for name in names:
         sys.modules.pop(name, None)
 
@@ -94,7 +94,7 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
         assert float(step.table["term/hurdles"][number]) == pytest.approx(sum(each) / 2, abs=1e-5)
         of_students = [float(step.table[f"of/{label}/term/hurdles"][number]) for label in step.labels]
         assert of_students == pytest.approx(each, abs=1e-5)
-        total = sum(values[number] for values in columns_of(step.table, "term/").values())
+        total = sum(values[number] for values in columns_of(step.table, "term").values())
         assert float(step.rewards[number]) == pytest.approx(float(total), abs=1e-4)
     assert batch.step.table["term/hurdles"].std() > 0
     assert float(metrics["reward/hurdles"]) < 0
@@ -111,31 +111,77 @@ def shifted(model: str, folder: Path) -> str:
     return str(folder / "shifted")
 
 
-def test_a_model_teaches_and_learns_in_one_step(tiny_model: str, tmp_path: Path) -> None:
-    from joint_stage import JointModule
+class EvenLength(TextReward):
+    """1 for an answer of an even number of tokens, which random models sample as often as others."""
 
-    options = {"policy_loss": GRPOLoss(kl_coef=0.0), "optimizer": OptimizerConfig(1e-3, max_grad_norm=0)}
-    rlt = JointModule(tiny_model, distillation_weight=0.5, group_size=4, micro_batch_tokens=300, **options)
-    batch, metrics, witness = fit(rlt, tiny_model, tmp_path)
-    assert rlt.models == {}
+    judges = ("answers",)
+
+    def __call__(self, rollouts: list[Any], tags: Any) -> dict[str, Any]:
+        return {"reward": torch.tensor([float(len(row.completion.token_ids) % 2 == 0) for row in rollouts])}
+
+
+@pytest.mark.parametrize("plus", [0.0, 1.0], ids=["JOLT", "JOLT+"])
+def test_both_roles_have_the_gradient_of_jolt(plus: float, tiny_model: str, tmp_path: Path) -> None:
+    from joint_stage import JOLTModule, TwoViewData
+
+    texts = [{"question": f"What is {n} + 4?", "solution": f"\\boxed{{{n + 4}}}"} for n in range(8)]
+    rows = TwoViewData(texts, tokenizer=tiny_model, prompts_per_step=2, output_dir=str(tmp_path))
+    options = {"optimizer": OptimizerConfig(1e-3, max_grad_norm=0), "reward": EvenLength()}
+    ratios = {"teacher_ratio": 0.3, "student_ratio": 0.7, "student_reward": plus}
+    jolt = JOLTModule(tiny_model, group_size=4, micro_batch_tokens=300, **ratios, **options)
+    batch, _, witness = fit(jolt, tiny_model, tmp_path, rows)
     policy = module(tiny_model).load(tiny_model, "float32").model
     policy.load_state_dict(witness.weights_before, strict=False)
-    rows, gradient, divergences = batch.rollouts.rollouts, torch.zeros(()), []
-    for row, advantage in zip(rows, batch.step.advantages, strict=True):
-        problem, think, ids = row.problem, row.views[0].compared, row.completion.token_ids
-        log_probs = slow_log_probs(policy, problem.teacher_prompt, ids, 0.7)
-        gradient = gradient - advantage * log_probs.mean() / len(rows)
+    rollouts, loss = batch.rollouts.rollouts, torch.zeros(())
+    roles = [row.problem.row < 0 for row in rollouts]
+    assert roles == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
+    num_tokens = sum(len(row.completion.token_ids) for row in rollouts)
+    groups = batch.step.rewards.view(4, 4)
+    advantages = (groups - groups.mean(1, keepdim=True)).view(-1)
+    assert advantages.abs().max() > 0
+    for row, is_teacher, advantage in zip(rollouts, roles, advantages, strict=True):
+        tokens = row.completion.token_ids
+        own = slow_log_probs(policy, row.problem.teacher_prompt, tokens, 0.7)
+        with torch.no_grad():
+            other = slow_log_probs(policy, row.problem.teacher_view, tokens, 0.7)
+        # Eqs. 19 and 20, with log p_teacher - log p_student = own - other where the teacher sampled.
+        delta = own.detach() - other if is_teacher else other - own.detach()
+        weights = advantage - 0.3 * delta if is_teacher else plus * advantage + 0.7 * delta
+        loss = loss - (weights * own).sum() / num_tokens
+    loss.backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None
+        bound = 1e-3 * float(parameter.grad.abs().max()) + 1e-7
+        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
 
-        def read(prefix: list[int], tokens: list[int] = think) -> torch.Tensor:
-            logits = policy(input_ids=torch.tensor([prefix + tokens])).logits[0, len(prefix) - 1 : -1]
-            return (logits / 0.7).log_softmax(-1)
 
-        teacher = read(problem.teacher_prompt).detach()
-        student = read(problem.student_prefix + problem.think_prefix)
-        divergences.append((teacher.exp() * (teacher - student)).sum(dim=1))
-    mean = torch.cat(divergences).mean()
-    assert float(metrics["policy/self_divergence"]) == pytest.approx(float(mean), rel=1e-4)
-    (gradient + 0.5 * mean).backward()
+@pytest.mark.parametrize("updates", [1, 2])
+def test_steps_are_credited_to_their_tokens(updates: int, miniature: str, tmp_path: Path) -> None:
+    from step_reward import StepModule, StepReward, judge_steps
+
+    texts = ["4", " times", " 3", " is", " 2", ",", " 2", " add", " 5", " is", " 8"]
+    assert judge_steps(texts).tolist() == [0] * 4 + [1] + [0] * 5 + [-1]
+    options = {"optimizer": OptimizerConfig(1e-3, max_grad_norm=0), "reward": StepReward()}
+    steps = StepModule(miniature, None, group_size=4, updates_per_rollout=updates, **options)
+    kinds = {"tags": "r1", "student_system_prompt": "", "num_embedded_rows": 8, "prompts_per_step": 2}
+    rows = StudentRLData(tokenizer=miniature, output_dir=str(tmp_path), **kinds)
+    witness = Witness()
+    trainer = bare_trainer(tmp_path, rollout_callback(length=40), witness)
+    trainer.fit(steps, datamodule=rows)
+    [step] = [batch.step for batch in witness.batches]
+    assert sorted(step.tokens["steps"]) == list(range(8))
+    assert any(values.any() for values in step.tokens["steps"].values())
+    if updates > 1:
+        return  # other weights have sampled than those before the last update
+    policy = module(miniature).load(miniature, "float32").model
+    policy.load_state_dict(witness.weights_before, strict=False)
+    loss = torch.zeros(())
+    for row, rollout in enumerate(step.rollouts(range(8))):
+        tokens = rollout.completion.token_ids
+        own = slow_log_probs(policy, rollout.problem.teacher_prompt, tokens, 0.7)
+        credit = step.advantages[row] + 0.3 * step.tokens["steps"][row]
+        loss = loss - (credit * own).mean() / 8
+    loss.backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is not None
         bound = 1e-3 * float(parameter.grad.abs().max()) + 1e-7

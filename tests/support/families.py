@@ -144,7 +144,7 @@ FAMILIES = {
     ),
     "falcon_mamba": Family("single", "padded", {"state_size": 16}),
     "gemma": Family("auto", "slots", HEAD),
-    "gemma2": Family("single", "padded", HEAD | WINDOW | CAPS),
+    "gemma2": Family("auto", "padded", HEAD | WINDOW | CAPS),
     "gemma3": Family(
         "single", "padded",
         {
@@ -155,7 +155,7 @@ FAMILIES = {
             },
         },
     ),
-    "gemma3_text": Family("single", "padded", HEAD | WINDOW | {"query_pre_attn_scalar": 24}),
+    "gemma3_text": Family("auto", "padded", HEAD | WINDOW | {"query_pre_attn_scalar": 24}),
     "gemma4_text": Family(
         "single", "padded",
         HEAD | WINDOW | {
@@ -265,7 +265,7 @@ FAMILIES = {
     ),
     "ministral3": Family("auto", "slots", HEAD | {"rope_parameters": YARN}),
     "mistral": Family("auto", "slots", HEAD | {"sliding_window": None}),
-    "mistral, windows": Family("single", "padded", HEAD | WINDOW),
+    "mistral, windows": Family("auto", "padded", HEAD | WINDOW),
     "mixtral": Family("auto", "slots", LOCAL_EXPERTS | {"sliding_window": None}),
     "modernbert-decoder": Family(
         "single", "padded",
@@ -304,7 +304,7 @@ FAMILIES = {
     ),
     "qwen2": Family("auto", "slots"),
     "qwen2, windows": Family(
-        "single", "padded", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
+        "auto", "padded", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
     ),
     "qwen2_moe": Family("auto", "slots", SHARED_EXPERT),
     "qwen3": Family("auto", "slots", {"head_dim": 32}),

@@ -36,6 +36,7 @@ from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.numerics.advantages import LeaveOneOutAdvantages
 from rlt_lightning.numerics.losses import DrGRPOLoss
 from rlt_lightning.numerics.packing import MicroBatch, SequenceLengths, micro_batches
@@ -129,10 +130,17 @@ class Counted(OnPolicyModule):
 
     counts: ClassVar[list[int]] = []
 
-    def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
-        if torch.is_grad_enabled():  # of the policy update
-            self.counts.append(len(micro_batches(lengths, self.micro_batch_tokens, self.layout)))
-        return super().plan(lengths, all_ranks)
+    def build_runner(self) -> PassRunner:
+        runner = super().build_runner()
+        right = runner.plan
+
+        def plan(lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
+            if torch.is_grad_enabled():  # of the policy update
+                self.counts.append(len(micro_batches(lengths, self.micro_batch_tokens, self.layout)))
+            return right(lengths, all_ranks)
+
+        runner.plan = plan  # type: ignore[method-assign]
+        return runner
 
 
 class Counting(Counted, RLTModule):

@@ -64,7 +64,6 @@ OPTIONS = {
     "reverse": Divergence("reverse"),
     "forward": Divergence("forward"),
     "jsd": Divergence("jsd", beta=0.3),
-    "top": Divergence(top_k=9),
 }
 EXCHANGED = 3, 1050
 

@@ -29,7 +29,7 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.students import combine_tables
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import StepBatch, columns_of
+from rlt_lightning.rollouts.step import StepBatch, columns_of, columns_of_student
 from rlt_lightning.tags import STRATOS
 from rlt_lightning.types import InputError, PromptBatch
 
@@ -62,7 +62,7 @@ def test_mean_weighted_mean_and_min_by_hand() -> None:
     found.append(combine_tables(both, [1, 1], "min"))
     assert [one["reward"].item() for one in found] == pytest.approx([-4.501, -4.314666, -5.06])
     # The terms add up, with the format term once: (-2.03 - 1.015)/2, -3 * (0.304 + 1.015)/2, -1.
-    parts = [{name: value.item() for name, value in columns_of(one, "term/").items()} for one in found]
+    parts = [{name: value.item() for name, value in columns_of(one, "term").items()} for one in found]
     assert parts[0] == pytest.approx({"solution": -1.5225, "kl": -1.9785, "format": -1.0})
     assert parts[1] == pytest.approx({"solution": -1.691666, "kl": -1.623, "format": -1.0})
     assert parts[2] == pytest.approx({"solution": -1.015, "kl": -3.045, "format": -1.0})
@@ -134,7 +134,7 @@ def test_real_students_combine_as_single_runs_do_by_hand(options: dict[str, Any]
         scores, metrics = scores_of(tmp_path, students=several, student_reduction=reduction, **options)
         torch.testing.assert_close(scores.rewards, expected, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(
-            sum(columns_of(scores.table, "term/").values()), expected, atol=1e-5, rtol=1e-5
+            sum(columns_of(scores.table, "term").values()), expected, atol=1e-5, rtol=1e-5
         )
         for label, terms in zip(scores.labels, single, strict=True):
             torch.testing.assert_close(
@@ -172,7 +172,7 @@ def test_a_student_in_other_tokens_reads_a_view_of_its_own(
     label = next(label for label in both.labels if label.startswith("renumbered"))
     assert [*both.labels].index(label) == place
     own = both.table[f"of/{label}/reward"]
-    ours = columns_of(both.table, f"of/{label}/")
+    ours = columns_of_student(both.table, label)
     assert ours.keys() == single.table.keys()
     for name, values in single.table.items():
         torch.testing.assert_close(ours[name], values, atol=1e-4, rtol=1e-4)

@@ -9,7 +9,6 @@ import torch
 
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
-from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.students import Students
 from rlt_lightning.rollouts.step import POLICY
@@ -34,11 +33,8 @@ def score(score_given: bool, teacher_runs: list[int]) -> Any:
     completion = Completion([7, 8, 4], [TEACHER[7], TEACHER[8], -0.3], "stop")
     view = ModelView(problem, completion, [7, 8], num_tokens=2, num_own=2)
     rollout = Rollout(problem, completion, text="So.", closed=True, views=(view,))
-    runner = PassRunner(
-        {"fake": Model(student), POLICY: Model(teacher)},
-        lambda lengths, all_ranks: [(row, 1.0) for row in micro_batches(lengths, max_tokens=100)],
-        torch.device("cpu"),
-    )
+    models = {"fake": Model(student), POLICY: Model(teacher)}
+    runner = PassRunner(models, torch.device("cpu"), micro_batch_tokens=100)
     chat_format: Any = None  # without a baseline it writes nothing
     students = Students.of("fake", None).with_formats([chat_format])
     reward = RLTReward(score_given=score_given)

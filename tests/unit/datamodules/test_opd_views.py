@@ -106,6 +106,20 @@ def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
     assert letters[0] not in made.closing
 
 
+def test_a_thought_ends_at_either_closing_tag(miniature: str) -> None:
+    made = build_views(AutoTokenizer.from_pretrained(miniature), "r1")
+    assert made.closing is not None
+    own, teacher = made.closing
+    assert own != teacher
+    begun = made.student.tokenizer.encode("<think>\n7\n", add_special_tokens=False)
+    problem = answered(made, "7").problem
+    for ids in ([own], [teacher], [teacher, begun[1], own]):
+        [view] = made.build_rollout(problem, Completion([*begun, *ids], None, "length")).views
+        # The one is read as the other, and nothing behind it is judged.
+        assert view.token_ids == [*begun[1:], own if ids[0] == teacher else teacher]
+        assert view.num_tokens == len(view.token_ids)
+
+
 def test_a_hint_judges_all_tokens_with_the_end(tokenizer: Any) -> None:
     made = build_views(tokenizer, "r1", "hint")
     row = answered(made, turn(TAG_STYLES["r1"], "数学"))

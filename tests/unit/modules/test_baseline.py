@@ -147,7 +147,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     step, packed = StepBatch.of_rollouts(batch.rollouts), PhaseStats()
     counts = []
     for places in ([1, 6], [0, 4, 5], [2, 3, 7]):
-        rlt.runner.run(step, places, rlt.list_reward_passes, packed)
+        rlt.build_runner().run(step, places, rlt.list_reward_passes, packed)
         counts.append(len(step.known))
     assert counts == [2, 2, 2]
     with torch.no_grad():

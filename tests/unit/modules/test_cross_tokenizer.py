@@ -31,7 +31,6 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
-from rlt_lightning.numerics.packing import micro_batches
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.explanations import build_explanation_pass
 from rlt_lightning.rewards.students import Student, Students
@@ -151,12 +150,9 @@ def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature
 
 
 def score(teacher: Any, student: Any, rows: list[Rollout], chat: Any, **options: Any) -> StepBatch:
-    def plan(lengths: Any, all_ranks: bool) -> Any:
-        return [(row, 1.0) for row in micro_batches(lengths, max_tokens=3000, layout="packed")]
-
     reward, students = RLTReward(**options), Students.of("student", None).with_formats([chat])
     models = {"student": Model(ModelEntry(student)), POLICY: Model(ModelEntry(teacher))}
-    runner = PassRunner(models, plan, torch.device("cpu"))
+    runner = PassRunner(models, torch.device("cpu"), micro_batch_tokens=3000, layout="packed")
     return score_rollouts(runner, reward, students, Rollouts(rows, 1, 0, 0.7))
 
 

@@ -89,8 +89,6 @@ MISCOMPILED: list[tuple[Divergence, str, Callable[[Any], Any]]] = [
     ),
     (Divergence("jsd"), "tile_sums", lambda parts: (1.1 * parts[0], parts[1])),
     (Divergence("jsd"), "divergence_gradient", times_1_1),
-    (Divergence(top_k=9), "add_top_block", lambda sums: sums._replace(words=sums.words + 1)),
-    (Divergence(top_k=9), "top_gradient", times_1_1),
 ]
 
 

@@ -273,8 +273,8 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
             values = own - other if estimator == "k1" else (other - own).expm1() - (other - own)
         expected.append(-2.0 * values.mean())
     torch.testing.assert_close(step.table["term/kl"], torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
-    assert columns_of(step.table, "term/").keys() == {"solution", "format", "kl"}
-    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term/").values()))
+    assert columns_of(step.table, "term").keys() == {"solution", "format", "kl"}
+    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term").values()))
     assert "kl_reward" in likelihood.reward.columns()
 
 
@@ -301,7 +301,7 @@ def test_the_policy_reads_thoughts_once_for_all_scorers(tmp_path: Path) -> None:
     of_teacher, of_itself = (step.table[f"of/{label}/term/kl"] for label in step.labels)
     torch.testing.assert_close(of_itself, torch.zeros(8), atol=1e-5, rtol=0)
     assert float(of_teacher.abs().max()) > 0.01
-    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term/").values()))
+    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term").values()))
 
 
 # Bad input
@@ -378,7 +378,7 @@ def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> 
     plain, adapted = Watch(), Watch()
     fit(tmp_path / "plain", module(student=scorer), plain)
     fit(tmp_path / "lora", module(student=scorer, lora=LoRA(rank=2)), adapted)
-    ours, theirs = (columns_of(one.batches[0].step.table, "record/") for one in (adapted, plain))
+    ours, theirs = (columns_of(one.batches[0].step.table, "record") for one in (adapted, plain))
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name], values, atol=1e-5, rtol=0)
     assert adapted.trained

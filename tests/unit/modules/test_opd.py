@@ -62,13 +62,6 @@ def closing_ids(tokenizer: Any) -> tuple[int, int]:
 
 def slow_divergence(options: Divergence, own: Tensor, theirs: Tensor) -> Tensor:
     """The divergence at each token, (T,), from the definition."""
-    if options.top_k is not None:
-        words = own.topk(options.top_k, dim=1).indices
-        others = torch.ones_like(own).scatter(1, words, 0.0)
-        rest = [(side.exp() * others).sum(dim=1, keepdim=True).log() for side in (own, theirs)]
-        own, theirs = (
-            torch.cat([side.gather(1, words), r], 1) for side, r in zip((own, theirs), rest, strict=True)
-        )
     s, t = own.exp(), theirs.exp()
     if options.kind == "reverse":
         return (s * (own - theirs)).sum(dim=1)
@@ -96,10 +89,9 @@ def require_same_gradients(witness: Witness, student: Any) -> None:
         (Divergence(), EXPLANATION),
         (Divergence("forward"), EXPLANATION),
         (Divergence("jsd", beta=0.3), EXPLANATION),
-        (Divergence(top_k=4), EXPLANATION),
         (Divergence(), HINT),
     ],
-    ids=["reverse", "forward", "jsd", "top_k", "hint"],
+    ids=["reverse", "forward", "jsd", "hint"],
 )
 def test_one_step_equals_full_logits(
     options: Divergence, view: View, miniature: str, teacher: str, tmp_path: Path

@@ -11,7 +11,7 @@ import torch
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.passes import PassKey, PassRunner
-from rlt_lightning.numerics.packing import micro_batches
+from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rollouts.sampler import RolloutRequest
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, Shards, StepBatch
@@ -33,11 +33,27 @@ class Fake:
         return -packed.targets.float() / temperature, None
 
 
+class Sharded(Ranks):
+    """This rank among others that have these keys, and whose flags are this one."""
+
+    def __init__(self, others: list[PassKey] | None = None, flag: bool = False) -> None:
+        super().__init__()
+        self.sharded, self.others, self.flag, self.asked = True, others, flag, list[bool]()
+
+    def any(self, flag: bool) -> bool:
+        self.asked.append(flag)
+        return flag or self.flag
+
+    def gather(self, value: Any) -> Any:
+        return [value] if self.others is None else [value, self.others]
+
+
 def read(
     reads: Mapping[str, ScoringPass] | Any,
     log_probs: list[float] | None = None,
     step: StepBatch | None = None,
     rows: Any = range(2),
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> tuple[StepBatch, list[tuple[str, list[int]]]]:
     """What a step has after it was read, and what models scored, pass by pass."""
@@ -51,8 +67,10 @@ def read(
     models = {name: Model(Fake(name, calls)) for name in (POLICY, "student")}
     runner = PassRunner(
         models,
-        lambda lengths, all_ranks: [(row, 1.0) for row in micro_batches(lengths, 100, "packed")],
         torch.device("cpu"),
+        micro_batch_tokens=100,
+        layout="packed",
+        ranks=ranks or Ranks(),
         **options,
     )
     runner.run(step, rows, reads)
@@ -115,7 +133,7 @@ def test_what_rows_share_is_read_once_in_a_step() -> None:
         (None, {}, True),
         ([-0.1, -0.2, -0.3], {"recompute": True}, True),
         # Another rank lacks them, and all must run the policy together.
-        ([-0.1, -0.2, -0.3], {"together": True, "on_any_rank": lambda flag: True}, True),
+        ([-0.1, -0.2, -0.3], {"ranks": Sharded(flag=True)}, True),
     ],
     ids=["reported", "unknown", "recompute", "another rank"],
 )
@@ -161,7 +179,7 @@ def test_a_rank_without_a_read_that_others_have_runs_a_dummy(rows: list[int]) ->
         return {"whole": of_completion(rollout, model="student", temperature=1.0)}
 
     others = [PassKey(POLICY, 0.5), PassKey("student", 1.0)]
-    step, calls = read(reads, rows=rows, together=True, gather=lambda keys: [keys, others])
+    step, calls = read(reads, rows=rows, ranks=Sharded(others))
     assert calls == [(POLICY, [0]), ("student", [5, 6, 7] if rows else [0])]
     assert list(step.tokens) == ["whole"][: len(rows)]
 
@@ -173,7 +191,7 @@ def test_a_rank_that_knows_a_read_runs_a_dummy_for_the_others() -> None:
             "given": ScoringPass(POLICY, [], PROMPT, (1, 2), 9, once=("given", 9)),
         }
 
-    together = {"together": True, "gather": lambda keys: [keys, [PassKey(POLICY, 0.5)]]}
+    together = {"ranks": Sharded([PassKey(POLICY, 0.5)])}
     step, calls = read(reads, rows=[0], **together)
     assert calls == [(POLICY, [2]), ("student", [5, 6, 7])]
     step, calls = read(reads, step=step, rows=[1], **together)
@@ -182,18 +200,9 @@ def test_a_rank_that_knows_a_read_runs_a_dummy_for_the_others() -> None:
 
 
 def test_all_ranks_ask_who_lacks_log_probs_whatever_their_rows_declare() -> None:
-    asked: list[bool] = []
-
-    def on_any_rank(flag: bool) -> bool:
-        asked.append(flag)
-        return True
-
-    read(
-        lambda rollout: {"student": of_completion(rollout, model="student")},
-        together=True,
-        on_any_rank=on_any_rank,
-    )
-    assert asked == [True]
+    ranks = Sharded(flag=True)
+    read(lambda rollout: {"student": of_completion(rollout, model="student")}, ranks=ranks)
+    assert ranks.asked == [True]
 
 
 def test_what_is_not_finite_is_named_with_its_row() -> None:

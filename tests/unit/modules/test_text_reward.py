@@ -16,13 +16,15 @@ from lightning.pytorch import Callback
 from trainers import bare_trainer
 
 from rlt_lightning.datamodules import StratosDataModule, StudentRLData
+from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.rollout_rows import rollout_rows
 from rlt_lightning.modules.step_metrics import reward_metrics
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward
-from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.rollouts.sampler import RolloutRequest
+from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.tags import R1, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
 
@@ -273,3 +275,22 @@ def test_a_column_may_not_take_the_name_of_another() -> None:
     for name in ("term_std", "level_mean", "term_group_std"):
         with pytest.raises(TypeError, match="multiple values for keyword argument"):
             reward_metrics(scored(**{name: torch.zeros(2)}))
+
+
+def test_ranks_share_the_tokens_of_a_reward() -> None:
+    def build(rank: int) -> StepBatch:
+        request = RolloutRequest([9], [[1]], [0], 0, Sampling(temperature=1.0), 2, "")
+        request.completions = {i: Completion([5] * (i + 1), None, "stop") for i in (0, 1)}
+        return StepBatch.of_request(request, Shards(rank, 2, 2, True))
+
+    steps = [build(rank) for rank in (0, 1)]
+    for step, row in zip(steps, (0, 1), strict=True):
+        step.put_tokens("steps", [row], [torch.full((row + 1,), row + 3.0)])
+        step.measured = [row]
+    steps[1].put_tokens("steps", [0], [torch.full((1,), 99.0)])  # of a dummy, which rank 0 has measured too
+    shared: list[Any] = []
+    steps[0].share_tokens(["steps"], lambda flat: shared.append(flat) or flat)
+    steps[1].share_tokens(["steps"], lambda flat: flat + shared[0])
+    assert {row: values.tolist() for row, values in steps[1].tokens["steps"].items()} == {0: [3], 1: [4, 4]}
+    with pytest.raises(InputError, match="steps of a reward must have a value for each sampled token"):
+        steps[0].put_tokens("steps", [1], [torch.zeros(1)])

@@ -58,18 +58,18 @@ def test_rounding_of_a_deep_model_is_no_fault_and_a_small_leak_is():
     assert fault(exact=True, packed=0.002) == "they differ by 0.002 nats"
 
 
-def leaking(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+def leaking(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *_: Any) -> Tensor:
     """Attends to the sequence before."""
     whole = Segments((0, segments.boundaries[-1]))
     return looped_attention(query, key, value, whole, scale)
 
 
-def forgetful(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+def forgetful(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *_: Any) -> Tensor:
     """Does not attend to the prefix."""
     return looped_attention(query, key, value, Segments(segments.boundaries), scale)
 
 
-def lopsided(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+def lopsided(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *_: Any) -> Tensor:
     """Gives prefix and continuation equal weights."""
     ours = looped_attention(query, key, value, segments, scale)
     return ours.lerp(forgetful(query, key, value, segments, scale), 0.5)

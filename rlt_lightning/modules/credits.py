@@ -1,0 +1,139 @@
+"""Credits: how much each sampled token gains, in place of one advantage of the whole completion.
+
+    RewardCredit             the completion's advantage, alike at each token
+    RatioCredit(by, weight)  how much likelier it is to another model or in another view: log p_by - log p
+    TokenCredit(name)        what the reward says of the token: its column of this name
+    a + b, 0.1 * a           their sum, and a multiple
+
+A `PolicyGradient` has one; `RLTModule.credit` is the one of RLT.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlt_lightning.numerics.divergence import sampled_advantages
+from rlt_lightning.rollouts.step import POLICY, ScoringPass
+from rlt_lightning.types import Rollout
+
+if TYPE_CHECKING:
+    from rlt_lightning.modules.losses import LossInputs
+
+
+class Credit(ABC):
+    """A part of the advantages of tokens, without gradient."""
+
+    # The reward's token columns that it reads, and the models that it asks.
+    columns: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+
+    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return what is computed before the update, without gradient."""
+        return {}
+
+    @abstractmethod
+    def __call__(self, inputs: LossInputs) -> Tensor:
+        """Return the credit of n completions, (n,), or of their tokens, (n, T)."""
+
+    def __add__(self, other: Credit) -> Credit:
+        return SumOfCredits((self, 1.0), (other, 1.0))
+
+    def __rmul__(self, weight: float) -> Credit:
+        return SumOfCredits((self, weight))
+
+
+class SumOfCredits(Credit):
+    """A sum of credits with their weights."""
+
+    def __init__(self, *parts: tuple[Credit, float]) -> None:
+        self.parts = parts
+        self.columns = tuple(name for part, _ in parts for name in part.columns)
+        self.models = tuple(name for part, _ in parts for name in part.models)
+
+    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """See `Credit`."""
+        passes = [part.scoring_passes(rollout) for part, _ in self.parts]
+        return {name: scoring for found in passes for name, scoring in found.items()}
+
+    def __call__(self, inputs: LossInputs) -> Tensor:
+        """See `Credit`."""
+        total = torch.zeros_like(inputs.log_probs)
+        for part, weight in self.parts:
+            values = part(inputs)
+            total = total + weight * (values if values.dim() == 2 else values.unsqueeze(1))
+        return total
+
+
+class RewardCredit(Credit):
+    """The completion's advantage."""
+
+    def __call__(self, inputs: LossInputs) -> Tensor:
+        """See `Credit`."""
+        return inputs.advantages
+
+
+class RatioCredit(Credit):
+    """How much likelier each token is to another model, which reads it after `Problem.teacher_view`.
+
+    The mean gradient is that of the reverse KL from that model, one token at a time (`sampled_advantages`).
+    The policy's log-probs are those at the start of the iteration. A token that nobody judges gets 0.
+
+    Args:
+        by: The model that reads: "policy" in another view, "reference", or the name of a frozen model.
+        weight: Of a nat.
+        temperature: Divides the other's logits; None: that of sampling.
+    """
+
+    def __init__(self, by: str = POLICY, weight: float = 1.0, temperature: float | None = None) -> None:
+        self.by, self.weight, self.temperature = by, weight, temperature
+        self.models = (by,)
+        self.name = f"by/{by}"  # of the other's token column
+
+    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+        """Return the judged tokens as the other model reads them."""
+        if not rollout.views:
+            return {}
+        view, context = rollout.views[0], rollout.problem.teacher_view
+        scoring = ScoringPass(
+            self.by,
+            context,
+            view.token_ids,
+            (len(context), len(context) + len(view.token_ids)),
+            family=(self.name, rollout.problem.row),
+            temperature=self.temperature,
+            what=f"log-prob by {self.by}",
+            retokenized=view.spans is not None,
+        )
+        return {self.name: scoring}
+
+    def __call__(self, inputs: LossInputs) -> Tensor:
+        """See `Credit`."""
+        own, credit = inputs.old_log_probs, torch.zeros_like(inputs.log_probs)
+        theirs = inputs.step.tokens.get(self.name, {})
+        for i, (row, rollout) in enumerate(zip(inputs.micro.rows, inputs.rollouts, strict=True)):
+            if row in theirs:
+                view, sampled = rollout.views[0], inputs.micro.passes[i].sampled
+                first = view.start - (sampled[0] if sampled else 0)
+                part = slice(first, first + view.num_tokens)
+                credit[i, part] = sampled_advantages(own[i, part], theirs[row], view.spans)
+        return self.weight * credit
+
+
+class TokenCredit(Credit):
+    """What the reward says of each token, such as whether a step is right.
+
+    Args:
+        name: The reward's token column (`StepBatch.put_tokens`).
+        weight: Of its values.
+    """
+
+    def __init__(self, name: str, weight: float = 1.0) -> None:
+        self.columns, self.weight = (name,), weight
+
+    def __call__(self, inputs: LossInputs) -> Tensor:
+        """See `Credit`."""
+        return self.weight * inputs.pad_column(self.columns[0]).to(inputs.log_probs)
