@@ -383,7 +383,8 @@ class PassRunner:
                 if stats is not None and batch.compared is not None:
                     stats.tokens += batch.compared.packed.input_ids.shape[1]
                 chosen = [(items[i], counts[i]) for i in batch.indices]
-                places, before = [], 0
+                places: list[int] = []
+                before = 0
                 for item, count in chosen if batch.compared else ():
                     place = item.find_place(item.compared)
                     places += range(before + place.start, before + place.stop)
