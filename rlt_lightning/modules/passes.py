@@ -619,7 +619,7 @@ def compute(
         hidden, log_probs = scored_hidden_states(model, packed), None
         if places is not None:
             log_probs, _ = head_log_probs(model, hidden, packed.targets, temperature, head)
-            hidden = hidden[upload(places, hidden.device)]
+            hidden = hidden[upload(places, hidden.device, torch.long)]
 
         def with_other(other: Any) -> Tensor:
             ours, theirs = ModelHead(model, temperature), ModelHead(other, compared.temperature)
