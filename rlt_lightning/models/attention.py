@@ -122,4 +122,4 @@ def has_window(module: nn.Module) -> bool:
     if not getattr(config, "sliding_window", None):
         return False
     kinds = getattr(config, "layer_types", None)
-    return kinds is None or kinds[module.layer_idx] == "sliding_attention"  # type: ignore[index]
+    return kinds is None or kinds[module.layer_idx] == "sliding_attention"

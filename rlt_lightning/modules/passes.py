@@ -383,7 +383,8 @@ class PassRunner:
                 if stats is not None and batch.compared is not None:
                     stats.tokens += batch.compared.packed.input_ids.shape[1]
                 chosen = [(items[i], counts[i]) for i in batch.indices]
-                places, before = [], 0
+                places: list[int] = []
+                before = 0
                 for item, count in chosen if batch.compared else ():
                     place = item.find_place(item.compared)
                     places += range(before + place.start, before + place.stop)
@@ -618,7 +619,7 @@ def compute(
         hidden, log_probs = scored_hidden_states(model, packed), None
         if places is not None:
             log_probs, _ = head_log_probs(model, hidden, packed.targets, temperature, head)
-            hidden = hidden[upload(places, hidden.device)]
+            hidden = hidden[upload(places, hidden.device, torch.long)]
 
         def with_other(other: Any) -> Tensor:
             ours, theirs = ModelHead(model, temperature), ModelHead(other, compared.temperature)

@@ -97,7 +97,7 @@ FAMILIES = {
     "bloom": Family("single", "padded"),
     "codegen": Family("single", "padded", {"rotary_dim": 8}),
     "cohere": Family("auto", "slots", {"logit_scale": 0.25, "use_qk_norm": True}),
-    "cohere2": Family("single", "padded", HEAD | WINDOW | {"logit_scale": 0.25, "num_hidden_layers": 4}),
+    "cohere2": Family("auto", "padded", HEAD | WINDOW | {"logit_scale": 0.25, "num_hidden_layers": 4}),
     "cwm": Family("single", "padded", HEAD | WINDOW),
     "deepseek_v2": Family("single", "padded", DEEPSEEK | {"topk_method": "greedy"}),
     "deepseek_v3": Family("single", "padded", DEEPSEEK),
@@ -129,10 +129,10 @@ FAMILIES = {
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
     ),
     "exaone4": Family(
-        "single", "padded",
+        "auto", "padded",
         WINDOW | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),
-    "exaone_moe": Family("single", "padded", EXPERTS | HEAD | WINDOW),
+    "exaone_moe": Family("auto", "padded", EXPERTS | HEAD | WINDOW),
     "falcon": Family("single", "padded", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon, alibi": Family(
         "single", "padded", {"alibi": True, "multi_query": False}, reference="sdpa",
@@ -146,7 +146,7 @@ FAMILIES = {
     "gemma": Family("auto", "slots", HEAD),
     "gemma2": Family("auto", "padded", HEAD | WINDOW | CAPS),
     "gemma3": Family(
-        "single", "padded",
+        "auto", "padded",
         {
             "text_config": BASE | HEAD | WINDOW | {"query_pre_attn_scalar": 24}, "mm_tokens_per_image": 4,
             "vision_config": {
@@ -157,7 +157,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family("auto", "padded", HEAD | WINDOW | {"query_pre_attn_scalar": 24}),
     "gemma4_text": Family(
-        "single", "padded",
+        "auto", "padded",
         HEAD | WINDOW | {
             "global_head_dim": 32, "num_hidden_layers": 2, "vocab_size_per_layer_input": 500,
             "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 16,
@@ -260,7 +260,7 @@ FAMILIES = {
         note="padding on the left would move the borders of its blocks",
     ),
     "ministral": Family(
-        "single", "padded",
+        "auto", "padded",
         HEAD | WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "ministral3": Family("auto", "slots", HEAD | {"rope_parameters": YARN}),
@@ -285,7 +285,7 @@ FAMILIES = {
     ),
     "olmo": Family("auto", "slots", {"clip_qkv": 8.0}),
     "olmo2": Family("auto", "slots"),
-    "olmo3": Family("single", "padded", WINDOW | {"num_hidden_layers": 4}),
+    "olmo3": Family("auto", "padded", WINDOW | {"num_hidden_layers": 4}),
     "olmoe": Family("auto", "slots", {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": Family("auto", "slots", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.1}),
     "phi": Family("auto", "slots", {"partial_rotary_factor": 0.5}),
