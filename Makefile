@@ -81,7 +81,7 @@ test-oldest:
 benchmarks: setup
 	scripts/benchmarks.sh
 
-# On a machine with one GPU, 20 minutes: research/gpu.md. Options: CALL=check|peers|vllm|smollm2, OUT=DIR, LIMIT=SECONDS,
+# On a machine with one GPU, 13 minutes: research/gpu.md. Options: CALL=check|peers|vllm|turns|smollm2, OUT=DIR, LIMIT=SECONDS,
 # PYTHON=FILE, VLLM=FILE, REHEARSE=1 (at tiny size on a CPU).
 gpu-minutes:
 	scripts/gpu_minutes.sh $(or $(CALL),all)

@@ -2,7 +2,8 @@
 
 __version__ = "0.1.0"
 
-# Tests run a real worker of the first. For the second we compared the parts that we use in its sources.
+# Tests run a real worker of the first, which the extra vllm installs. For the second, which only a worker
+# that was started by hand can be, we compared the parts that we use in its sources.
 VLLM_MINORS = ("0.32", "0.33")
 
 

@@ -11,6 +11,7 @@ vLLM calls it through its weight-transfer routes: init, start, update, finish (d
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,11 +20,9 @@ import torch
 import vllm
 from torch.distributed import PrefixStore, TCPStore
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from rlt_lightning.gloo import build_broadcast_options, join_group
 from rlt_lightning.ipc import JSON, TensorReader, open_buffer
@@ -57,8 +56,8 @@ class BucketInfo(WeightTransferUpdateInfo):
     num_bytes: int = 0  # of what is broadcast
 
 
-class BucketEngine(WeightTransferEngine):
-    """Weights bucket by bucket: vLLM's reload, layer by layer, and a repair of what it misses."""
+class BucketEngine(IPCWeightTransferEngine):
+    """Weights bucket by bucket; vLLM's engine starts and ends the reload, and we repair what it misses."""
 
     init_info_cls = MeetingInfo
     update_info_cls = BucketInfo
@@ -78,20 +77,19 @@ class BucketEngine(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Make the model ready to take a checkpoint's tensors, in any order."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
+        # An update that broke off has left layers half loaded, whose old tensors would count as new ones.
+        super().finish_weight_update()
         self.let_go()
         self.reader = TensorReader(self.device)
-        initialize_layerwise_reload(self.model)
+        super().start_weight_update()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Load a bucket; afterwards the trainer fills its buffer again."""
         if self.reader is None:
             raise RuntimeError("start_weight_update must come before update_weights. Call it.")
         content = self.open(update_info) if update_info.buffer else self.receive(update_info.num_bytes)
-        self.model.load_weights(self.reader.read(content, update_info.parts))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        with disable_mtp_completeness_check():  # a bucket is a part of the model
+            self.model.load_weights(self.reader.read(content, update_info.parts))
 
     def open(self, info: BucketInfo) -> torch.Tensor:
         """Return the bytes of the trainer's buffer, the same one in a whole update."""
@@ -109,9 +107,7 @@ class BucketEngine(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         """Put what was loaded in place."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self.model, self.model_config)
+        super().finish_weight_update()
         repack_tied_heads(self.model)
         self.let_go()
 
@@ -123,6 +119,7 @@ class BucketEngine(WeightTransferEngine):
         """Leave the group."""
         self.let_go()
         self.group = None
+        super().shutdown()
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
@@ -135,12 +132,11 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 
     if not current_platform.is_cpu():
         return
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 class WorkerExtension:
@@ -157,17 +153,9 @@ class WorkerExtension:
         }
 
     def abandon_weight_update(self) -> None:
-        """Forget an update that its trainer did not finish, so that another may start, of any backend.
-
-        It left layers half loaded, and vLLM would count their old tensors as new ones.
-        """
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        self._weight_update_active = False
-        for layer in self.get_model().modules():  # type: ignore[attr-defined]
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.load_numel, info.loaded_weights = 0, []
+        """End an update that its trainer did not finish, so that another may start, of any backend."""
+        with suppress(RuntimeError):  # none is under way
+            self.finish_weight_update()  # type: ignore[attr-defined]
 
     def name_gpu(self) -> str:
         """Return the UUID of this process's GPU; empty if it has none."""
@@ -175,5 +163,4 @@ class WorkerExtension:
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-if "rlt" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("rlt", BucketEngine)
+WeightTransferEngineFactory.register_engine("rlt", BucketEngine)

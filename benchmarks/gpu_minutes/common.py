@@ -57,7 +57,15 @@ def attempt(check: str, function: Callable[[], Finding]) -> bool:
     return passed is not False
 
 
-def median_seconds(function: Callable[[], Any], rounds: int = 3, warm_up: int = 1) -> float:
+def find_vllm() -> bool:
+    """Tell whether VLLM's command is there; note it if not."""
+    if not Path(os.environ["VLLM"]).exists():
+        note("vllm", why=f"skipped: {os.environ['VLLM']} is not there; the extra vllm brings it")
+        return False
+    return True
+
+
+def time_call(function: Callable[[], Any], rounds: int = 3, warm_up: int = 1) -> float:
     """Return the median time of a call."""
     times = []
     for _ in range(warm_up + rounds):

@@ -15,7 +15,7 @@ from typing import Any
 
 import gpu
 import torch
-from common import DEVICE, HALF, ON_CPU, OUT, TINY, Finding, attempt, median_seconds, note
+from common import DEVICE, HALF, ON_CPU, OUT, TINY, Finding, attempt, note, time_call
 from torch.profiler import ProfilerActivity
 
 from rlt_lightning.models.kernels import Kernels
@@ -47,7 +47,7 @@ def ceilings() -> Finding:
     """Measure the two ceilings: matrix products, and a large copy, bytes read and written."""
     source = torch.randn(2**20 if TINY else 2**30, device=DEVICE, dtype=HALF)
     target = torch.empty_like(source)
-    copy_gb_s = 2 * source.nbytes / median_seconds(partial(target.copy_, source)) / 1e9
+    copy_gb_s = 2 * source.nbytes / time_call(partial(target.copy_, source)) / 1e9
     return None, {"tflops": gpu.matmul_rate(DEVICE, HALF) / 1e12, "copy_gb_s": copy_gb_s}
 
 
@@ -59,9 +59,9 @@ def phases(name: str, shape: str, options: str) -> Finding:
         mixed="mixed" in options, lora=LoRA() if "LoRA" in options else None,
     )  # fmt: skip
     reset_peak_memory(DEVICE)  # that of the checks at the start does not count
-    optimise_s = median_seconds(group.optimise)
+    optimise_s = time_call(group.optimise)
     fields: dict[str, Any] = {"optimise_s": optimise_s, "peak_gib": peak_memory(DEVICE) / 2**30}
-    score_s, peak = median_seconds(group.score), gpu.matmul_rate(DEVICE, HALF)
+    score_s, peak = time_call(group.score), gpu.matmul_rate(DEVICE, HALF)
     fields |= {"mfu": group.optimise_flops() / optimise_s / peak, "score_s": score_s}
     fields["score_mfu"] = gpu.forward_flops(group.policy, group.packed) / score_s / peak
     return None, fields | profile(name, group) | {"kernels": group.kernels}

@@ -2,7 +2,7 @@
 
 Every arm trains the same student in the same way, on other explanations of the same problems:
 
-    rlt_t07, rlt_t0    the warm-up teacher after RLT (40 iterations of 8 x 16, half the learning rate), by T
+    rlt_t07, rlt_t0    the warm-up teacher after RLT (24 iterations of 8 x 16, half the learning rate), by T
     warm_t07, warm_t0  the warm-up teacher itself
     best_of_4          the same, the best of four by the reward: more samples than RLT has
     own                greedy answers of a student that knows the form, from uneven traces
@@ -40,7 +40,7 @@ SAMPLE |= {"rollouts__engine__init_args__max_sequences": 1024}
 # Compiling a head takes longer than these runs save by it.
 TRAIN = CARD | {"model__head__compiled": "false", "checkpoint__save_top_k": 0}
 TRAIN |= {"trainer__precision": "32-true" if ON_CPU else "bf16-mixed"}
-STEPS, PROMPTS, GROUP = (1, 2, 2) if TINY else (40, 8, 16)
+STEPS, PROMPTS, GROUP = (1, 2, 2) if TINY else (24, 8, 16)
 RLT: Options = {"trainer__max_steps": STEPS, "data__prompts_per_step": PROMPTS, "model__group_size": GROUP}
 RLT |= {"model__optimizer__lr": 1e-5}
 PER_STEP: Options = {"data__prompts_per_step": 8 if TINY else 1024}  # of what is only sampled

@@ -19,7 +19,8 @@ from rlt_lightning.run.shipped import list_shipped_configs
 
 # Lines of jsonargparse's messages that say nothing of a setting.
 NOISE = re.compile(r"\n\s*(Does not validate|Subtypes:|Errors:|Given value|- Expected a .*NoneType).*")
-# Of jsonargparse 4: it keeps what fits of the arguments of a class that another one replaces.
+# It keeps what fits of the arguments of a class that another one replaces, also its defaults, which nobody
+# set (https://github.com/mauvilsa/jsonargparse/issues/460, open). No setting of jsonargparse changes that.
 keep_arguments = typehints.discard_init_args_on_class_path_change
 
 

@@ -280,11 +280,11 @@ class Engine(ABC):
         return
 
     def health(self) -> None:
-        """Bring back lost workers and wake all; raise EngineError if none can serve."""
+        """Bring back lost workers; raise EngineError if none can serve."""
         return
 
     def put_to_sleep(self) -> None:
-        """Leave the GPUs to training until the next `health`, if the engine takes turns."""
+        """Leave the GPUs to training until the next push, if the engine takes turns."""
         return
 
     def close(self) -> None:

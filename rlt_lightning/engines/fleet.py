@@ -119,7 +119,7 @@ class Fleet:
     # Workers that come and go
 
     def health(self) -> None:
-        """Look after every worker, and wake it; bring back what was lost.
+        """Look after every worker; bring back what was lost.
 
         Raises:
             EngineError: If they do not come back.
@@ -205,12 +205,11 @@ class Fleet:
         return self.logs / f"worker-{index}.log"
 
     async def _look_after(self, worker: Worker) -> None:
-        """Raise if a worker does not answer, or was restarted; wake it."""
+        """Raise if a worker does not answer, or was restarted."""
         if self.policy_version >= 0:
             await self.require_current(worker)
         else:
             await worker.probe(self.call_timeout_s)
-        await self._wake(worker)
 
     async def _greet(self, worker: Worker) -> None:
         """Take a worker into service if it answers.
@@ -225,7 +224,8 @@ class Fleet:
             is_well = True
             max_model_len = await worker.fetch_context(self.call_timeout_s)
             await worker.describe(self.call_timeout_s, self.sleeps)
-            await self._wake(worker)  # another run may have left it asleep
+            if not worker.own_weights:
+                await self._wake(worker)  # another run may have left it asleep
         except WorkerError as error:
             if not error.retryable or (is_well and error.refused and not self.started):
                 raise
@@ -234,9 +234,8 @@ class Fleet:
         worker.max_model_len, worker.greeted = max_model_len, True
 
     async def _wake(self, worker: Worker) -> None:
-        """Wake a worker, or find it awake."""
-        if self.sleeps:
-            await worker.call("POST", "/wake_up", None, self.weights.timeout_s)
+        """Wake a worker, or find it awake: vLLM ends if an update begins while it sleeps."""
+        await worker.call("POST", "/wake_up", None, self.weights.timeout_s)
 
     async def _wait(self) -> None:
         """Wait until all workers are greeted.
@@ -272,9 +271,11 @@ class Fleet:
     # Weights
 
     def push(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Push to all workers. If one fails, all need another push when it is back."""
+        """Wake all workers and push to them. If one fails, all need another push when it is back."""
         self.policy_version, self.pushed = -1, policy_version
         with waiting_for(f"vLLM worker {self.urls} to take the weights"), self._losing():
+            if self.sleeps:
+                self._call_all(self._wake)
             self.weights.push(named_tensors, list(self.workers), self.version_name)
             self.policy_version = policy_version
 

@@ -32,6 +32,8 @@ from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.types import InputError
 
 EXTENSION = "rlt_lightning.vllm_worker.WorkerExtension"
+# The head's products stay in float32, as the trainer's do: vLLM would round them to the type of the weights.
+FLOAT32_LOGITS = ["--hf-overrides", '{"head_dtype": "float32"}']
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -97,6 +99,8 @@ class Launch:
         if backend is not None:
             words += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
             words += ["--worker-extension-cls", EXTENSION]
+            if torch.cuda.is_available():  # without CUDA vLLM would copy the whole head for it at every token
+                words += FLOAT32_LOGITS
         for name in ("max_model_len", "tensor_parallel_size", "data_parallel_size"):
             value = getattr(self, name)
             if value not in (None, 1):

@@ -162,9 +162,9 @@ class BucketPush(WeightPush):
                     while tensors:  # keep none of them while the next are gathered
                         self.put(next(names), tensors.pop(0), workers)
                 self.send_all(workers)
+                call_each(workers, partial(self.finish, version=version))
             finally:
-                self.free()
-            call_each(workers, partial(self.finish, version=version))
+                self.free()  # when the workers have let go of it: a GPU's memory stays taken until then
             call_each(workers, self.resume)
 
     def put(self, name: str, tensor: Tensor, workers: list[WorkerClient]) -> None:

@@ -195,7 +195,7 @@ class VLLMEngine(Engine):
     # Workers and their weights
 
     def health(self) -> None:
-        """Look after every worker, and wake it; bring back what was lost."""
+        """Look after every worker; bring back what was lost."""
         self.fleet.health()
 
     def put_to_sleep(self) -> None:
@@ -203,7 +203,7 @@ class VLLMEngine(Engine):
         self.fleet.put_to_sleep()
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Push to all workers. If one fails, all need another push when it is back."""
+        """Wake all workers and push to them. If one fails, all need another push when it is back."""
         self.fleet.push(named_tensors, policy_version)
 
     def gather_weights(self, named_tensors: list[NamedTensor]) -> None:

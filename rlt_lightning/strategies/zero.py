@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
@@ -54,7 +53,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     """DeepSpeed ZeRO-1, 2 or 3, on GPUs and, by gloo, on CPUs.
 
     Args:
-        stage: 1 shards optimizer states, 2 gradients too, 3 weights too. 2 warns: it has had wrong gradients.
+        stage: 1 shards optimizer states, 2 gradients too, 3 weights too.
         logging_batch_size_per_gpu: The batch size in DeepSpeed's own reports, and nowhere else.
         kwargs: Options of Lightning's strategy, such as offload_optimizer and offload_parameters.
     """
@@ -67,12 +66,6 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             raise InputError(
                 f"offload_parameters is for stage 3, which has weights in shards, but stage is {stage}. Use "
                 "only offload_optimizer, or stage 3."
-            )
-        if stage == 2:
-            rank_zero_warn(
-                "DeepSpeed's ZeRO-2 has computed wrong gradients without an error "
-                "(https://github.com/deepspeedai/DeepSpeed/issues/8224, closed, and /issues/7718, "
-                "open). Use stage 1 or 3, or FSDP2; or compare policy/grad_norm with theirs."
             )
         super().__init__(stage=stage, logging_batch_size_per_gpu=logging_batch_size_per_gpu, **kwargs)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,7 @@ def test_checks_pass_at_tiny_size(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_peers_compute_the_same_at_tiny_size(tmp_path: Path) -> None:
     found = run_calls(tmp_path, "peers")
+    assert {"head, 32 to 500, ours", "head, 32 to 500, TRL"} <= found.keys()
     for side in SIDES:
         assert found[f"optimise, miniature, tiny rows 2 shortest 4, {side}"]["seconds"] > 0
     assert found["optimise, miniature, tiny rows 2 shortest 4, TRL"]["gradient_cosine"] > 0.999
@@ -73,13 +76,41 @@ def test_the_comparison_of_smollm2_ends_at_tiny_size(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_a_real_worker_is_met_at_tiny_size(tmp_path: Path) -> None:
-    found = run_calls(tmp_path, "vllm", VLLM=forked_vllm(tmp_path))
+    vllm = forked_vllm(tmp_path)
+    found = run_calls(tmp_path, "vllm", VLLM=vllm)
     assert found["vllm, push of other weights"]["passed"]
     old, new = found["vllm, push of other weights"]["nats_to_versions"]
     assert new < 1e-3 < old
-    turns = found["vllm, turns with a killed worker"]
+    assert {"vllm, mismatch", "vllm without float32 logits, mismatch"} <= found.keys()
+    turns = run_calls(tmp_path, "turns", VLLM=vllm)["vllm, turns with a killed worker"]
     assert turns["steps"] == 2
     assert " kill " in turns["events"]
+
+
+def test_a_kit_that_comes_in_parts_is_put_together(tmp_path: Path) -> None:
+    sources = {"site": "trl/__init__.py", "vllm": "vllm/entrypoints/cli/main.py"}
+    programs = {"site": "", "vllm": "import sys, trl\ndef main(): print('vllm', *sys.argv[1:])\n"}
+    for number in (1, 2):
+        (tmp_path / "kit" / str(number)).mkdir(parents=True)
+    for name, source in sources.items():
+        file = tmp_path / name / source
+        file.parent.mkdir(parents=True)
+        file.write_text(programs[name])
+        with tarfile.open(tmp_path / f"{name}.tar.xz", "w:xz") as archive:
+            archive.add(tmp_path / name, ".")
+    (tmp_path / "site.tar.xz").rename(tmp_path / "kit" / "1" / "site.tar.xz")
+    content = (tmp_path / "vllm.tar.xz").read_bytes()
+    store = tmp_path / "a store"
+    environment = os.environ | {"KIT": str(tmp_path / "kit"), "STORE": str(store), "OUT": str(tmp_path)}
+    environment |= {"REHEARSE": "1", "PYTHON": sys.executable, "PYTHONPATH": "", "CALL": "none"}
+    for number, part in ((1, content[:100]), (2, content[100:])):
+        (tmp_path / "kit" / str(number) / f"vllm.tar.xz.{number}").write_bytes(part)
+        subprocess.run([ROOT / "scripts" / "gpu_minutes.sh"], env=environment, capture_output=True)
+        assert (store / "vllm").exists() is (number == 2)
+    command = [store / "run_vllm", "serve", "a model"]
+    paths = {"PYTHONPATH": str(store / "site")}
+    printed = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, check=True)
+    assert printed.stdout == "vllm serve a model\n"
 
 
 def test_results_become_tables(tmp_path: Path) -> None:

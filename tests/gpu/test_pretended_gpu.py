@@ -211,7 +211,8 @@ from rlt_lightning.engines import IPCPush
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.ipc import TensorReader, open_buffer
 
-gpu, buffers, arrived = torch.device("cuda:0"), [], {}
+gpu, buffers, arrived, freed = torch.device("cuda:0"), [], {}, []
+torch.cuda.ipc_collect = lambda: freed.append(all(w.version == "1" for w in workers))
 
 class OnTheGPU(FakeWorker):
     def answer(self, path, body):
@@ -232,6 +233,7 @@ with OnTheGPU() as worker, OnTheGPU() as other:
         assert len({buffer["memory"] for buffer in buffers}) == len(workers)  # the same one again
         assert all(tensor.is_cuda and torch.equal(tensor, weights[name]) for name, tensor in arrived.items())
         assert arrived.keys() == weights.keys()
+        assert freed.pop() and not freed  # once, when the workers have let go of it
 print("shared")
 """
 

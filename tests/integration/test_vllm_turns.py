@@ -66,8 +66,8 @@ def undisturbed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_turns_are_verified_after_each_wake_and_give_memory_back(undisturbed: Path) -> None:
     log = (undisturbed / "workers" / "worker-0.log").read_text()
     calls = [line.partition('"')[2] for line in log.splitlines() if '"POST /' in line]
-    # A wake finds it asleep, the next awake. Two calls compare log-probs, eight bring the step's completions.
-    assert re.fullmatch(r"w(wpwc{10}s){6}", turns(calls)), turns(calls)
+    # Two calls compare log-probs, eight bring the step's completions.
+    assert re.fullmatch(r"w(wpc{10}s){6}", turns(calls)), turns(calls)
     assert Counter((row["event"], row["asleep"]) for row in events(undisturbed)) == {
         ("verify", False): STEPS,
         ("awake", False): STEPS,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx2
@@ -38,7 +39,7 @@ from rlt_lightning.engines import (
     build_requests,
     sample_all,
 )
-from rlt_lightning.engines.launch import find_free_port, start_server, stop_server
+from rlt_lightning.engines.launch import FLOAT32_LOGITS, find_free_port, start_server, stop_server
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
 
@@ -188,6 +189,32 @@ def test_a_worker_killed_within_a_bucket_gets_the_next_push(tiny_model: str, tmp
         assert engine.fleet.losses == 1
         engine.verify(text, {trainer.version: trainer.log_probs(text)})
     assert not any("memfd:rlt-" in os.readlink(file) for file in list_open_files())
+
+
+def test_float32_logits_follow_every_push(tiny_model: str, tmp_path: Path) -> None:
+    """The worker's weights are in bfloat16, and so are those that the trainer's logits come from."""
+    trainer = Trainer(tiny_model, tmp_path)
+    trainer.model.bfloat16()
+    assert trainer.model.config.tie_word_embeddings
+    text = trainer.prompt("The probe, a text of a few words, and some more of them")
+    nats: dict[str, list[float]] = {}
+    for name, arguments in (("rounded", []), ("float32", FLOAT32_LOGITS)):
+        options = {"executable": forked_vllm(tmp_path), "dtype": "bfloat16"}
+        launch = Launch(**LAUNCH | options | {"arguments": ["--enforce-eager", *arguments]})
+        with closing(VLLMEngine(launch=launch, push=IPCPush(timeout_s=60))) as engine:
+            engine.start(trainer.model, trainer.tokenizer, tmp_path / name)
+            nats[name] = []
+            for _ in range(2):
+                trainer.step(size=0.05)
+                trainer.push(engine)
+                scores = asyncio.run(engine.fleet.workers[0].score(text, 60.0))
+                with torch.no_grad():
+                    states = trainer.model.base_model(torch.tensor([text])).last_hidden_state[0, :-1]
+                logits = states.float() @ trainer.model.get_output_embeddings().weight.float().T
+                own = logits.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
+                nats[name].append(fmean(abs(a - b) for a, b in zip(scores, own, strict=True)))
+    print(f"figure: nats from float32 logits: {nats}")
+    assert max(nats["float32"]) < 0.5 * min(nats["rounded"])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])

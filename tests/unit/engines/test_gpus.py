@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fake_worker import fake_vllm
 
 from rlt_lightning.allocator import ALLOCATOR, grow_segments
@@ -64,6 +65,17 @@ main()
     environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout == "{'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}\n", done.stderr
+
+
+@pytest.mark.parametrize(("cuda", "backend", "told"), [(True, "rlt", 1), (False, "rlt", 0), (True, None, 0)])
+def test_trained_workers_on_gpus_keep_float32_logits(
+    cuda: bool, backend: str | None, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    launch = Launch(executable=fake_vllm(tmp_path), arguments=["--hf-overrides", "{}"])
+    command = launch.build_command(0, 8000, "model", backend, "teacher")
+    assert command.count('{"head_dtype": "float32"}') == told
+    assert command[-1] == "{}"  # the last one counts: it can be taken back
 
 
 def run_worker(program: str, environment: dict[str, str], folder: Path) -> str:

@@ -33,9 +33,18 @@ def test_workers_wake_for_the_push_and_sleep_once_all_is_sampled(start: Any) -> 
         assert all(worker.asleep for worker in workers)
         assert engine.policy_version == -1  # the weights are gone: a push follows
     engine.health()
-    assert not any(worker.asleep for worker in workers)
+    assert all(worker.asleep for worker in workers)
     for worker in workers:
-        assert re.fullmatch(r"w+p(w+pc*s){2}w", turns(worker.calls)), turns(worker.calls)
+        assert re.fullmatch(r"wwp(wpc*s){2}", turns(worker.calls)), turns(worker.calls)
+
+
+def test_every_push_wakes_the_workers_first(start: Any) -> None:
+    worker = FakeWorker()  # refuses an update while it sleeps, by which vLLM would end
+    engine = start(worker, sleep=True)
+    engine.put_to_sleep()
+    engine.update_weights(WEIGHTS, 1)  # without a look at its health
+    assert engine.policy_version == 1
+    assert turns(worker.calls) == "wwpswp"
 
 
 def test_a_worker_that_dropped_its_weights_is_verified_again(start: Any) -> None:
@@ -49,10 +58,11 @@ def test_a_worker_that_dropped_its_weights_is_verified_again(start: Any) -> None
     assert engine.unverified
 
 
-def test_a_worker_that_another_run_left_asleep_is_woken(start: Any) -> None:
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_worker_that_another_run_left_asleep_is_woken(sleeps: bool, start: Any) -> None:
     worker = FakeWorker()
     worker.asleep = True
-    engine = start(worker, sleep=True)
+    engine = start(worker, sleep=sleeps)
     assert ids(generate(engine)) == undisturbed()
 
 
@@ -105,5 +115,5 @@ def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> N
         assert result.returncode == 0, result.stderr
         assert "Lost vLLM worker" not in result.stderr  # what a sleeping one is asked for, it refuses
         # Step, validation with the weights after it, step, validation: each wakes a worker without weights.
-        assert re.fullmatch(r"w(wpwc+s){4}", turns(worker.calls)), worker.calls
+        assert re.fullmatch(r"w(wpc+s){4}", turns(worker.calls)), worker.calls
         assert worker.asleep

@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    CodeGenConfig,
-    CodeGenForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -56,7 +56,7 @@ FAMILIES = {
     "cohere": (CohereConfig, CohereForCausalLM),  # scaled logits
     "bloom": (BloomConfig, BloomForCausalLM),  # its positions are no argument of the forward
     "mamba": (MambaConfig, MambaForCausalLM),  # its state runs from one sequence into the next
-    "codegen": (CodeGenConfig, CodeGenForCausalLM),  # masks by itself, so ours would see the future
+    "gpt_neo": (GPTNeoConfig, GPTNeoForCausalLM),  # masks by itself, so ours would see the future
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),  # convolutions over neighbouring tokens
 }
 OWN = ("llama", "qwen2", "qwen3", "cohere", "mistral", "gemma2")  # families that our attention is right for
@@ -89,8 +89,9 @@ def tiny_models(tmp_path_factory):
             sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
         if family == "bloom":
             sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-        if family == "codegen":
-            sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+        if family == "gpt_neo":
+            sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+            sizes["attention_types"] = [[["global"], 2]]
         if family in ("mistral", "gemma2"):
             sizes |= {"sliding_window": 4}  # shorter than sequences, and than a prefix
         if family == "lfm2":
@@ -155,7 +156,7 @@ def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
 
 
 def test_other_attentions_run_one_by_one(tiny_models):
-    family = "codegen"
+    family = "gpt_neo"
     model = load_model(tiny_models[family])
     assert model.config._attn_implementation != SEGMENT_ATTENTION
     with pytest.warns(UserWarning, match=r"'single' .* would mix sequences of a row"):
