@@ -101,7 +101,7 @@ def packed_attention(
             mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
             mask = mask.tril(key.shape[2] - query.shape[2])
         key, value = (t.repeat_interleave(heads, dim=1) for t in (key, value))
-        return masked_attention(query, key, value, mask, scale, softcap).transpose(1, 2), None
+        return masked_attention(query, key, value, mask, scale, softcap).transpose(1, 2).contiguous(), None
     if packed_row is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # Under autocast rotations leave fp32 queries beside bf16 values.
@@ -113,7 +113,8 @@ def packed_attention(
     output = segment_attention(
         query[0], key[0], value[0], packed_row.segments, scale, sliding_window, softcap
     )  # (heads, L, D)
-    return output.transpose(0, 1).unsqueeze(0), None
+    # Some models view the result, which no kernel's output needs a copy for.
+    return output.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
 def has_window(module: nn.Module) -> bool:

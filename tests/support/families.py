@@ -98,7 +98,7 @@ FAMILIES = {
     "codegen": Family("single", "padded", {"rotary_dim": 8}),
     "cohere": Family("auto", "slots", {"logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": Family("auto", "padded", HEAD | WINDOW | {"logit_scale": 0.25, "num_hidden_layers": 4}),
-    "cwm": Family("single", "padded", HEAD | WINDOW),
+    "cwm": Family("auto", "padded", HEAD | WINDOW),
     "deepseek_v2": Family("single", "padded", DEEPSEEK | {"topk_method": "greedy"}),
     "deepseek_v3": Family("single", "padded", DEEPSEEK),
     "deepseek_v32": Family(
@@ -204,7 +204,7 @@ FAMILIES = {
             "linear_head_dim": 16, "linear_num_heads": 4,
         },
     ),
-    "laguna": Family("single", "padded", EXPERTS | HEAD | WINDOW),
+    "laguna": Family("auto", "slots", EXPERTS | HEAD | WINDOW),
     "lfm2": Family(
         "single", "padded", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
     ),
@@ -324,7 +324,7 @@ FAMILIES = {
     "solar_open": Family("auto", "slots", ROUTED | HEAD),
     "stablelm": Family("single", "padded", {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
     "starcoder2": Family("auto", "slots", {"sliding_window": None, "residual_dropout": 0.1}),
-    "vaultgemma": Family("single", "padded", HEAD | WINDOW | CAPS),
+    "vaultgemma": Family("auto", "padded", HEAD | WINDOW | CAPS),
     "xlstm": Family("single", "uncached", {"num_heads": 4, "num_blocks": 2}),
     "youtu": Family("single", "padded", LATENT),
     "zamba2": Family(
