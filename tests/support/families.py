@@ -238,7 +238,7 @@ FAMILIES = {
         "single", "padded",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16},
     ),
-    "mellum": Family("single", "padded", EXPERTS | HEAD | WINDOW),
+    "mellum": Family("auto", "slots", EXPERTS | HEAD | WINDOW),
     "mimo_v2_flash": Family("single", "padded", EXPERTS | HEAD | WINDOW | {"n_routed_experts": 4}),
     "minicpm3": Family("single", "padded", LATENT),
     "minimax": Family(
