@@ -89,7 +89,7 @@ UNCLAMPED = (
 )
 # By model type; what follows a comma tells apart families of one type.
 FAMILIES = {
-    "afmoe": Family("single", "padded", EXPERTS | HEAD | WINDOW | {"num_dense_layers": 1}),
+    "afmoe": Family("auto", "padded", EXPERTS | HEAD | WINDOW | {"num_dense_layers": 1}),
     "apertus": Family("auto", "slots"),
     "arcee": Family("auto", "slots"),
     "bamba": Family("single", "padded", MAMBA | {"attn_layer_indices": [1]}),
