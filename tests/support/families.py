@@ -89,7 +89,7 @@ UNCLAMPED = (
 )
 # By model type; what follows a comma tells apart families of one type.
 FAMILIES = {
-    "afmoe": Family("single", "padded", EXPERTS | HEAD | WINDOW | {"num_dense_layers": 1}),
+    "afmoe": Family("auto", "padded", EXPERTS | HEAD | WINDOW | {"num_dense_layers": 1}),
     "apertus": Family("auto", "slots"),
     "arcee": Family("auto", "slots"),
     "bamba": Family("single", "padded", MAMBA | {"attn_layer_indices": [1]}),
@@ -238,7 +238,7 @@ FAMILIES = {
         "single", "padded",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16},
     ),
-    "mellum": Family("single", "padded", EXPERTS | HEAD | WINDOW),
+    "mellum": Family("auto", "slots", EXPERTS | HEAD | WINDOW),
     "mimo_v2_flash": Family("single", "padded", EXPERTS | HEAD | WINDOW | {"n_routed_experts": 4}),
     "minicpm3": Family("single", "padded", LATENT),
     "minimax": Family(
