@@ -204,9 +204,13 @@ class Arms:
             model__teacher=self.warm_up(),
             model__student=student or self.student_base,
             data__source=self.data_file(source),
-            trainer__max_steps=self.setting.num_iterations,
-            model__group_size=self.setting.group_size,
-            **{**self.weight, **self.seeds, **options},
+            **{
+                "trainer__max_steps": self.setting.num_iterations,
+                "model__group_size": self.setting.group_size,
+                **self.weight,
+                **self.seeds,
+                **options,
+            },
         )
         return folder / "model"
 

@@ -30,7 +30,7 @@ Arms that use RLT's reward without RL; all but best_of_8 and the filtered ones s
 
 Arms of RL, and the bound:
 
-    rlt                 RLT of the warm-up teacher
+    rlt                 RLT of the warm-up teacher; rlt_long: of twice as many iterations
     shuffled            the same with advantages shuffled within each group
     solution_only       the same without r_KL (lambda 0)
     wrong               the same with wrong solutions
@@ -109,11 +109,11 @@ def build_setting(
 
 
 KNOWLEDGE = build_setting("knowledge", 1024, 32, 0.10, (0.02, 0.15))
-# Rows a name is in: 24, 6, 2. Right raw traces for a warm-up teacher with about 10, 3 and 1 % right ones.
+# Rows that a name is in: 24, 6, 2. Right raw traces that leave a teacher with about 10, 3 and 1 % right ones.
 MAP = [
     build_setting(f"rows_{num_rows}_right_{share}", num_rows, 256, right, (0, 1))
     for num_rows in (1024, 256, 86)
-    for share, right in ((10, 0.10), (3, 0.07), (1, 0.04))
+    for share, right in ((10, 0.1), (3, 0.03), (1, 0.012))
 ]
 # Tokens of explanations, and of answers: an explanation with all steps right has 52.
 LENGTHS = {
@@ -126,7 +126,7 @@ REWARDS = {"verifree": "VeriFreeReward", "log_prob": "LogProbReward"}  # of lapt
 OWN = {"own_t0": (1, 0.0), "own_right_8": (8, 0.7)}  # number of answers, temperature
 TEACHERS = (
     *("warmup", "filtered", "filtered_above", "expert", "expert_above"),
-    *("rlt", "shuffled", "solution_only", "wrong"),
+    *("rlt", "rlt_long", "shuffled", "solution_only", "wrong"),
 )
 TEACHER = re.compile(rf"(?P<teacher>{'|'.join(TEACHERS)})(?P<greedy>_t0)?")
 BEST = re.compile(r"best_of_(equal|8)")
@@ -254,6 +254,8 @@ class Knowledge(Finding):
         """Return the model of a teacher."""
         if arm == "wrong":
             return self.run_rlt(arm, source="wrong")
+        if arm == "rlt_long":
+            return self.run_rlt(arm, trainer__max_steps=2 * self.setting.num_iterations)
         what, _, how = arm.partition("_")
         if what not in ("filtered", "expert"):
             return super().train_teacher(arm)
@@ -261,7 +263,8 @@ class Knowledge(Finding):
             traces = self.score("warmup/scores", self.data_file("warmup"))
             start, num_steps = Path(self.base), FILTERED_STEPS
         else:
-            traces = [row for rows in self.list_samples("equal") for row in rows[:2]]
+            # All but one of each row: as many as RLT samples in its iterations.
+            traces = [row for rows in self.list_samples("equal") for row in rows[:-1]]
             start, num_steps = self.warm_up(), EXPERT_STEPS
         best = self.take_above(traces) if how else self.take_best(traces, len(traces) // 8)
         batch = min(STUDENT_BATCH, len(best))
@@ -323,6 +326,7 @@ class Knowledge(Finding):
             f"{arm}/answers",
             self.student_base,
             "rlt",
+            data__max_rows=self.setting.num_traces,
             rollouts__num_samples=num_answers,
             rollouts__sampling__temperature=temperature,
             rollouts__seed=self.seed,
@@ -348,10 +352,8 @@ class Knowledge(Finding):
         epochs: int | None = None,
     ) -> Path:
         """Fine-tune the untrained student on traces (stage 4), for as many steps whatever their number."""
-        most = STUDENT_STEPS * STUDENT_BATCH
-        return super().fine_tune(
-            arm, traces, start, lr, epochs or min(MOST_EPOCHS, most // len(read(traces)))
-        )
+        passes = STUDENT_STEPS * STUDENT_BATCH // len(read(traces))
+        return super().fine_tune(arm, traces, start, lr, epochs or min(MOST_EPOCHS, max(1, passes)))
 
     def train_student(self, arm: str) -> Path | str:
         """Return the student of an arm; one that has nothing to learn from stays as it is."""

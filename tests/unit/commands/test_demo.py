@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import time
@@ -13,6 +14,7 @@ import yaml
 
 from rlt_lightning.commands import demo
 from rlt_lightning.commands.demo import Stage
+from rlt_lightning.run.jsonl import read_json_rows
 from rlt_lightning.run.shipped import list_shipped_configs
 from rlt_lightning.types import InputError
 
@@ -59,15 +61,32 @@ def test_every_stage_reads_what_one_before_it_writes(tmp_path: Path) -> None:
     stages = {stage.name: stage for stage in demo.list_stages(tmp_path)}
     for stage in stages.values():
         words = shlex.split(stage.command)
-        paths = [Path(word) for word in words if word.startswith(str(tmp_path))]
+        texts = [word.strip('[]"') for word in words]
+        paths = [Path(text) for text in texts if text.startswith(str(tmp_path))]
         read = {"/".join(path.relative_to(tmp_path).parts[:2]) for path in paths} - {stage.name}
         assert read & stages.keys() == {stage.needs} - {""}, stage
 
 
-def test_the_best_are_chosen_from_as_many_explanations_as_rlt_samples() -> None:
-    [config] = [path for name, path in list_shipped_configs().items() if name == "laptop/rlt"]
-    options = yaml.safe_load(config.read_text())
-    model, data = (options[section]["init_args"] for section in ("model", "data"))
-    assert options["trainer"]["max_steps"] == demo.NUM_ITERATIONS
-    num_sampled = demo.NUM_ITERATIONS * data["prompts_per_step"] * model["group_size"]
-    assert num_sampled + demo.NUM_EXPLAINED == demo.NUM_CANDIDATES * demo.NUM_EXPLAINED
+def test_every_way_samples_as_much_as_rlt() -> None:
+    read = {name: yaml.safe_load(path.read_text()) for name, path in list_shipped_configs().items()}
+
+    def count(config: str, num_steps: int) -> int:
+        model, data = (read[config][section]["init_args"] for section in ("model", "data"))
+        return int(num_steps * data["prompts_per_step"] * model["group_size"])
+
+    num_sampled = demo.NUM_CANDIDATES * demo.NUM_ROWS
+    assert count("laptop/rlt", demo.NUM_ITERATIONS) + demo.NUM_ROWS == num_sampled
+    assert count("laptop/grpo", demo.NUM_REWARDED) == num_sampled
+
+
+def test_the_best_are_those_with_the_highest_reward(tmp_path: Path) -> None:
+    rows = [{"row": i // 3, "trace": i % 3, "reward": -i / 1000} for i in range(3 * demo.NUM_ROWS)]
+    (tmp_path / "traces.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    demo.choose_traces(tmp_path)
+    before, best, expert = (
+        [*read_json_rows(tmp_path / f"{name}.jsonl")] for name in ("before", "best", "expert")
+    )
+    assert before == rows[::3]
+    assert best == rows[:256]
+    # Two of each row, above -0.7: rows 0 to 232 have both, row 233 only its first.
+    assert expert == [row for row in rows[:700] if row["trace"] < 2]
