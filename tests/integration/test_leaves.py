@@ -111,13 +111,13 @@ def shifted(model: str, folder: Path) -> str:
     return str(folder / "shifted")
 
 
-class EvenLength(TextReward):
-    """1 for an answer of an even number of tokens, which random models sample as often as others."""
+class EvenSum(TextReward):
+    """1 for an answer whose token ids have an even sum, which random models sample as often as an odd one."""
 
     judges = ("answers",)
 
     def __call__(self, rollouts: list[Any], tags: Any) -> dict[str, Any]:
-        return {"reward": torch.tensor([float(len(row.completion.token_ids) % 2 == 0) for row in rollouts])}
+        return {"reward": torch.tensor([float(sum(row.completion.token_ids) % 2 == 0) for row in rollouts])}
 
 
 @pytest.mark.parametrize("plus", [0.0, 1.0], ids=["JOLT", "JOLT+"])
@@ -126,7 +126,7 @@ def test_both_roles_have_the_gradient_of_jolt(plus: float, tiny_model: str, tmp_
 
     texts = [{"question": f"What is {n} + 4?", "solution": f"\\boxed{{{n + 4}}}"} for n in range(8)]
     rows = TwoViewData(texts, tokenizer=tiny_model, prompts_per_step=2, output_dir=str(tmp_path))
-    options = {"optimizer": OptimizerConfig(1e-3, max_grad_norm=0), "reward": EvenLength()}
+    options = {"optimizer": OptimizerConfig(1e-3, max_grad_norm=0), "reward": EvenSum()}
     ratios = {"teacher_ratio": 0.3, "student_ratio": 0.7, "student_reward": plus}
     jolt = JOLTModule(tiny_model, group_size=4, micro_batch_tokens=300, **ratios, **options)
     batch, _, witness = fit(jolt, tiny_model, tmp_path, rows)
