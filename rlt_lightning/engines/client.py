@@ -233,7 +233,7 @@ class WorkerClient:
     async def complete(self, request: CompletionRequest, deadline_s: float) -> Completion:
         """Sample a request's completion. Its log-probs are as the worker reports them."""
         sampling = request.sampling
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "prompt": request.prompt,
             "seed": request.seed,
@@ -249,7 +249,8 @@ class WorkerClient:
             "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,
         }
-        body |= {"logit_bias": request.logit_bias} if request.logit_bias else {}
+        if request.logit_bias:
+            body["logit_bias"] = request.logit_bias
         answer = await self.call("POST", "/v1/completions", body, deadline_s)
         with self.require_form(answer, "a completion with token ids and log-probs, whole to its end"):
             completion = parse_completion(answer, request, self.url)

@@ -104,8 +104,8 @@ class Parsed:
 def read_answer(text: str) -> Parsed:
     """Return the structure of a normalised text."""
     text = text.strip()
-    if SET_OPERATION.search(text) and (members := read_set(text)) is not None:
-        return replace(members, text=text)
+    if SET_OPERATION.search(text) and (combined := read_set(text)) is not None:
+        return replace(combined, text=text)
     parts = split_parts(text)
     if len(parts) > 1:
         connectives = read_connectives(text)
@@ -556,10 +556,10 @@ def expand_sums(*formulas: Any) -> list[Any]:
     from sympy import Add, Integral, Limit, Mul, Product, Sum
 
     def expand(total: Any) -> Any:
-        term, (name, low, high) = total.function, *total.limits
+        [(name, low, high)] = total.limits
         if not (low.is_Integer and high.is_Integer and high - low < MAX_TERMS):
             raise ValueError(f"not written out: {total}")
-        terms = [term.xreplace({name: low + i}) for i in range(int(high - low) + 1)]
+        terms = [total.function.xreplace({name: low + i}) for i in range(int(high - low) + 1)]
         return (Add if isinstance(total, Sum) else Mul)(*terms)
 
     if any(formula.has(Integral, Limit) for formula in formulas):

@@ -139,7 +139,7 @@ def load_model(
     announce_model(name, dtype, role)
     require_intact(Path(resolve(name)), weights=True)
     with naming_choices("model", name), quiet_transformers():
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve(name),
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             # Never unpickle a stranger's file.
@@ -149,6 +149,7 @@ def load_model(
             ignore_mismatched_sizes=True,
             **options,
         )
+    model, loading = loaded
     require_weights(name, loading["missing_keys"] | {key for key, *_ in loading["mismatched_keys"]})
     return model
 
