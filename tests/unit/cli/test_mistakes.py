@@ -62,7 +62,7 @@ MISTAKES = {
     f"{FIT} --seed -1": ("seed", "v>=0"),
     "test --config laptop/rlt": ("RLTModule", "model"),
     f"{FIT} --lr_scheduler StepLR --lr_scheduler.step_size 1": ("lr_scheduler must", "Set optimizer"),
-    f"{FIT} --optimizer SGD --lr_scheduler ReduceLROnPlateau --lr_scheduler.monitor x": (
+    f"{FIT} --optimizer torch.optim.SGD --lr_scheduler ReduceLROnPlateau --lr_scheduler.monitor x": (
         "lr_scheduler must",
     ),
     f"{FIT} --optimizer Mouon": ("optimizer", "Mouon"),
