@@ -233,7 +233,7 @@ def test_processes_that_end_as_soon_as_they_begin_stop_the_run(monkeypatch: pyte
     monkeypatch.setattr("rlt_lightning.judging.judge.enter_worker", os._exit)  # with status memory_gib
     with (
         Judge(num_workers=1, memory_gib=1) as judge,
-        pytest.raises(InputError, match=r"must start, but end at once\..* memory_gib=1"),
+        pytest.raises(InputError, match=r"must start, but did not.* memory_gib=1"),
     ):
         judge.judge(r"\boxed{17}", {"answer": "17"})
 
