@@ -25,9 +25,9 @@ from rlt_lightning.types import InputError
 
 def test_selection_takes_a_part_or_all_above(tmp_path: Path) -> None:
     one = Knowledge(Stages(tmp_path), KNOWLEDGE, 0)
-    traces = [{"reward": reward} for reward in (-1.5, -0.3, -0.8, -3.0)]
+    traces = [{"reward": reward} for reward in (-1.5, -0.3, -0.6, -3.0)]
     assert one.take_best(traces, 1) == [{"reward": -0.3}]
-    assert one.take_above(traces) == [{"reward": -0.3}, {"reward": -0.8}]
+    assert one.take_above(traces) == [{"reward": -0.3}, {"reward": -0.6}]
     assert one.take_above(traces[:1]) == traces[:1]  # the best one, if none is above
 
 
@@ -68,7 +68,7 @@ def test_a_name_is_to_be_copied_from_nearby() -> None:
     example = make_miniature.NamedCorpus(tokenizer, 0).draw(Phase(1, twice=1), at=0.0)
     ids, mask = example.token_ids, example.loss_mask
     places = [place for place, counts in enumerate(mask) if counts]
-    assert len(places) == make_miniature.NUM_LISTED
+    assert len(places) == make_miniature.NUM_LISTED - 1  # without a space before it, the first is bytes
     assert all(ids[place] == ids[place - 2] for place in places)
 
 
