@@ -25,9 +25,9 @@ from rlt_lightning.types import InputError
 
 def test_selection_takes_a_part_or_all_above(tmp_path: Path) -> None:
     one = Knowledge(Stages(tmp_path), KNOWLEDGE, 0)
-    traces = [{"reward": reward} for reward in (-1.5, -0.3, -0.8, -3.0)]
+    traces = [{"reward": reward} for reward in (-1.5, -0.3, -0.6, -3.0)]
     assert one.take_best(traces, 1) == [{"reward": -0.3}]
-    assert one.take_above(traces) == [{"reward": -0.3}, {"reward": -0.8}]
+    assert one.take_above(traces) == [{"reward": -0.3}, {"reward": -0.6}]
     assert one.take_above(traces[:1]) == traces[:1]  # the best one, if none is above
 
 
@@ -68,7 +68,7 @@ def test_a_name_is_to_be_copied_from_nearby() -> None:
     example = make_miniature.NamedCorpus(tokenizer, 0).draw(Phase(1, twice=1), at=0.0)
     ids, mask = example.token_ids, example.loss_mask
     places = [place for place, counts in enumerate(mask) if counts]
-    assert len(places) == make_miniature.NUM_LISTED
+    assert len(places) == make_miniature.NUM_LISTED - 1  # without a space before it, the first is bytes
     assert all(ids[place] == ids[place - 2] for place in places)
 
 
@@ -121,7 +121,7 @@ def test_every_arm_runs_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["quarter"]["rows"] == [8]
     assert found["best_of_equal"]["rows"] == found["rlt_t0"]["rows"] == [32]
     assert found["quarter"]["reward"][0] >= found["best_of_equal"]["reward"][0]
-    # Two of five explanations of each row, of which the teacher learns from the best eighth.
-    assert len(read(one.data_file("expert"))) == 8
+    # All but one of five explanations of each row, of which the teacher learns from the best eighth.
+    assert len(read(one.data_file("expert"))) == 16
     assert found["oracle"]["traces"][0]["steps"] == 100
     assert sum(row["number"] for row in figures["tables"][next(iter(figures["tables"]))].values()) == 32
