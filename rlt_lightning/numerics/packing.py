@@ -179,7 +179,7 @@ class PackedSequences:
     @classmethod
     def from_sequences(
         cls,
-        sequences: list[ScoredSequence],
+        sequences: Sequence[ScoredSequence],
         families: tuple[tuple[int, ...], ...] | None = None,
         device: torch.device | str | None = None,
     ) -> PackedSequences:
@@ -221,7 +221,7 @@ class RowInProgress:
     # The members, and the number of their tokens.
     members: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, family: tuple[int, ...], sequences: list[ScoredSequence]) -> None:
+    def add(self, family: tuple[int, ...], sequences: Sequence[ScoredSequence]) -> None:
         """Append a family: its prefix once, then the rest of each member."""
         for i in family:
             check_sequence(i, sequences[i])
