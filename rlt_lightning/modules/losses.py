@@ -11,93 +11,26 @@ distillation (modules/opd.py), supervised fine-tuning (modules/sft.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from rlt_lightning.modules.credits import Credit, RewardCredit
+from rlt_lightning.modules.credits import OLD, Credit, LossInputs, RewardCredit
 from rlt_lightning.modules.passes import Micro, Values
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling, measure_mismatch
 from rlt_lightning.numerics.losses import PolicyLoss
-from rlt_lightning.numerics.packing import mask_tokens, to_padded
+from rlt_lightning.numerics.packing import mask_tokens
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import AnswerScore
 from rlt_lightning.rewards.explanations import build_solution_pass
 from rlt_lightning.rewards.students import Student
-from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
+from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass
 from rlt_lightning.types import Rollout
 
 REWARD = RewardCredit()
-# The token column of the policy's log-probs at the start of an iteration with several updates.
-OLD = "old"
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """A micro-batch of n rows: the policy's values, and everything that was known before.
-
-    Attributes:
-        micro: The micro-batch.
-        computed: The policy's values, (M,), the only ones with gradient.
-        log_probs: The same, (n, T), padded with 0: log-probs, or divergences.
-        token_mask: True where the policy has computed something, (n, T).
-        stale: Whether older weights sampled.
-    """
-
-    micro: Micro
-    computed: Values
-    log_probs: Tensor
-    token_mask: Tensor
-    stale: bool
-
-    @classmethod
-    def of(cls, micro: Micro, computed: Values, global_step: int) -> LossInputs:
-        """Return the inputs of a micro-batch's loss."""
-        padded, token_mask = to_padded(computed.values, [scoring.num_scored for scoring in micro.passes])
-        return cls(micro, computed, padded, token_mask, micro.step.policy_version < global_step)
-
-    @property
-    def step(self) -> StepBatch:
-        """Return the step."""
-        return self.micro.step
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        """Return the completions."""
-        return self.step.rollouts(self.micro.rows)
-
-    @property
-    def advantages(self) -> Tensor:
-        """Return the advantages, (n,)."""
-        assert self.step.advantages is not None
-        return self.step.advantages[upload(self.micro.rows, self.step.advantages.device)]
-
-    @property
-    def num_scored(self) -> float:
-        """Return how many tokens the term scores in the whole update; 1 if there is none."""
-        return max(1.0, self.micro.num_scored)
-
-    def pad_column(self, name: str) -> Tensor:
-        """Return a token column of these rows, (n, T)."""
-        return self.step.pad(name, self.micro.rows)[0]
-
-    @property
-    def old_log_probs(self) -> Tensor:
-        """Return the policy's log-probs at the start of the iteration, (n, T), without gradient.
-
-        These are `log_probs` unless the iteration updates the policy several times.
-        """
-        return self.pad_column(OLD) if OLD in self.step.tokens else self.log_probs.detach()
-
-    @property
-    def engine_log_probs(self) -> Tensor | None:
-        """Return the log-probs with which the engine sampled, (n, T); None if it did not report them."""
-        parts = [slice(*scoring.sampled) if scoring.sampled else slice(None) for scoring in self.micro.passes]
-        return pad_engine_log_probs(self.rollouts, self.log_probs, parts)
 
 
 @dataclass(frozen=True)
@@ -295,27 +228,3 @@ def compare_with_engine(
         mask = inputs.token_mask & own
         mismatch[worker] = measure_mismatch(old_log_probs, engine_log_probs, mask, weights)
     return engine_log_probs if inputs.stale and weights is None else old_log_probs, weights, mismatch
-
-
-def pad_engine_log_probs(
-    rollouts: Sequence[Rollout], like: Tensor, parts: Sequence[slice] | None = None
-) -> Tensor | None:
-    """Return the engine's log-probs of the sampled tokens, (n, T), padded with 0 like `like`.
-
-    Args:
-        rollouts: n completions.
-        like: A tensor of the type and on the device that are wanted.
-        parts: Which tokens of each; None: all.
-
-    Returns:
-        None if the engine did not send all of them.
-    """
-    values = [rollout.completion.log_probs for rollout in rollouts]
-    if any(value is None for value in values):
-        return None
-    parts = parts or [slice(None)] * len(rollouts)
-    tensors = [
-        torch.tensor((value or [])[part], dtype=like.dtype, device="cpu")
-        for value, part in zip(values, parts, strict=True)
-    ]
-    return upload(pad_sequence(tensors, batch_first=True), like.device)

@@ -47,7 +47,7 @@ from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.base import OnPolicyModule
-from rlt_lightning.modules.credits import Credit, RewardCredit
+from rlt_lightning.modules.credits import Credit, RewardCredit, pad_engine_log_probs
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
     AnswerTerm,
@@ -55,7 +55,6 @@ from rlt_lightning.modules.losses import (
     PolicyGradient,
     build_sampled_pass,
     compute_loss,
-    pad_engine_log_probs,
 )
 from rlt_lightning.modules.passes import PassRunner, forward, score_groups, score_rollouts
 from rlt_lightning.modules.phases import PhaseStats

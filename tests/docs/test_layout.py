@@ -40,7 +40,7 @@ WRAPPERS = {
     "vllm": {"vllm_worker.py"},
     "trl": set(),  # TRL calls us; only a test and a benchmark import it
     "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
-    "wandb": set(),  # by Lightning's logger
+    "wandb": {"trainer.py"},  # asks for the login before a run; Lightning's logger does the rest
 }
 
 

@@ -16,12 +16,15 @@ NOTICED = {
     "stale_weights": (1, r"must hold the trainer's weights of step 1, but .* later pushes have not arrived"),
     "missing_weights": (1, r"weights of step 1, but its log-probs differ by .* and fit no earlier step"),
     "raw_log_probs": (0, "must report log-probs at the sampling temperature, but reports raw ones"),
-    "coarse_engine": (0, "Step 1: engine and trainer may differ by model.mismatch_limit 0.5 of the variance"),
+    "coarse_engine": (
+        0,
+        r"Step 1, http\S+: engine and trainer may differ by model.mismatch_limit 0.5 of the variance",
+    ),
     "hanging_push": (1, "^Lost vLLM worker.* POST /update_weights must be answered within 2 s, but was not"),
     "wrong_template": (0, "The chat template must render the user message, but it leaves it out"),
     "replayed_data": (2, r"After step 2 the data must go on with batch 2, .* position is batch 1, item 2"),
     "skipped_data": (2, r"After step 2 the data must go on with batch 2, .* position is batch 3, item 6"),
-    "accumulated_batches": (0, "gradient accumulation is not supported for manual optimization"),
+    "accumulated_batches": (0, "trainer.accumulate_grad_batches must not be set"),
 }
 
 

@@ -96,6 +96,8 @@ def test_a_kit_that_comes_in_parts_is_put_together(tmp_path: Path) -> None:
         file = tmp_path / name / source
         file.parent.mkdir(parents=True)
         file.write_text(programs[name])
+        for folder in [parent for parent in file.parents if tmp_path / name in parent.parents]:
+            (folder / "__init__.py").touch()  # else an installed package of this name wins
         with tarfile.open(tmp_path / f"{name}.tar.xz", "w:xz") as archive:
             archive.add(tmp_path / name, ".")
     (tmp_path / "site.tar.xz").rename(tmp_path / "kit" / "1" / "site.tar.xz")
