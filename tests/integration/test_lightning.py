@@ -172,7 +172,7 @@ def test_callbacks_log_and_read_in_every_hook(tmp_path: Path, recwarn: Any) -> N
 
 
 def test_two_ranks_weigh_what_callbacks_log(tmp_path: Path) -> None:
-    options = ["--data.num_embedded_rows=9", "--data.val_rows=3", "--data.val_batch_size=2"]
+    options = ["--data.num_embedded_rows=12", "--data.val_rows=6", "--data.val_batch_size=4"]
     options += ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.devices=2"]
     options += ["--data.prompts_per_step=2", "--trainer.callbacks+=hooks.EveryHook"]
     options += ["--rollouts.sampling.max_completion_length=8", "--model.group_size=2"]
@@ -228,7 +228,7 @@ def test_a_named_optimizer_trains_and_resumes_exactly(tmp_path: Path) -> None:
     assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))
     state = tmp_path / "part" / "checkpoints" / "step=000003.ckpt"
     assert (state / "momentum_buffer").is_dir()  # Muon's
-    other = ["--optimizer=SGD", "--optimizer.lr=1e-3", "--trainer.max_steps=4", "--resume=true"]
+    other = ["--optimizer=torch.optim.SGD", "--optimizer.lr=1e-3", "--trainer.max_steps=4", "--resume=true"]
     refused = rlt("fit", *options[:2], *options[6:], *other, f"--output_dir={tmp_path / 'part'}")
     assert refused.returncode == 2
     assert "must have the same optimizer" in refused.stderr

@@ -201,7 +201,7 @@ def test_a_set_without_a_right_answer_is_refused_and_its_answers_stay(tmp_path: 
     assert result.returncode == 2
     assert "traces.jsonl can be one" in result.stderr
     assert len(read(folder / "traces.jsonl")) == PROBLEMS * ANSWERS
-    assert not (folder / "distillation.jsonl").exists()
+    assert not (folder / "distillation.jsonl").read_text()
 
 
 def test_a_reward_without_verdicts_keeps_no_answers(tiny_model: str, tmp_path: Path) -> None:

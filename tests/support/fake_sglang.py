@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 JSON = dict[str, Any]
 # All that SGLang 0.5 knows: it refuses others.
 PARAMS = {"max_new_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p"}
-PARAMS |= {"repetition_penalty", "sampling_seed"}
+PARAMS |= {"repetition_penalty", "sampling_seed", "logit_bias"}
 
 
 class Refused(Exception):
@@ -161,6 +161,8 @@ class FakeSGLang:
         reason: JSON | None = None
         while reason is None:
             logits = self.model(torch.tensor([prompt + output])).logits[0, -1].float() / temperature
+            for word, bias in params["logit_bias"].items():
+                logits[int(word)] += bias
             probs = logits.softmax(-1)
             token = int(
                 probs.multinomial(1, generator=generator) if params["temperature"] else probs.argmax()
