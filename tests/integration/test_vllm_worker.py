@@ -192,7 +192,7 @@ def test_a_worker_killed_within_a_bucket_gets_the_next_push(tiny_model: str, tmp
 
 
 def test_float32_logits_follow_every_push(tiny_model: str, tmp_path: Path) -> None:
-    """The worker's weights are in bfloat16, and so are those that the trainer's logits come from."""
+    """The head is tied and in bfloat16: a copy of it in float32 that no push refreshed would be nats off."""
     trainer = Trainer(tiny_model, tmp_path)
     trainer.model.bfloat16()
     assert trainer.model.config.tie_word_embeddings
@@ -214,7 +214,7 @@ def test_float32_logits_follow_every_push(tiny_model: str, tmp_path: Path) -> No
                 own = logits.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
                 nats[name].append(fmean(abs(a - b) for a, b in zip(scores, own, strict=True)))
     print(f"figure: nats from float32 logits: {nats}")
-    assert max(nats["float32"]) < 0.5 * min(nats["rounded"])
+    assert max(nats["float32"] + nats["rounded"]) < 0.02
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
