@@ -473,7 +473,7 @@ def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
     log = (tmp_path / "run" / "workers" / "worker-0.log").read_text()
     calls = re.findall(r"POST /(sleep|wake_up|update_weights)\b", log)
     turns = "".join(call[0] for call in calls)  # a sleeping vLLM, on a CPU too, samples nothing
-    assert re.fullmatch(r"w(wuws){8}" if sleep else "u{5}", turns), turns  # 4 steps and 4 validations
+    assert re.fullmatch(r"w(wuws){8}" if sleep else "wu{5}", turns), turns  # 4 steps and 4 validations
     assert worker_pids(tmp_path / "run") == []
 
 
