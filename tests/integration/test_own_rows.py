@@ -146,7 +146,7 @@ def test_first_rungs_survive_a_kill_in_any_folder(tmp_path: Path) -> None:
     ladder = Ladder(
         tmp_path / "rows", number=60, OWN="--data.prompts_per_step 8", UNTIL="evaluate_own_sampled"
     )
-    name = '#1: it\'s {mine}, "so"'
+    name = '#1 it\'s {mine}, "so"'
     ladder.kill(name, "own/traces.jsonl", "own/distillation.jsonl")
     run = ladder.climb(name)
     train, test = read(run / "rows/train.jsonl"), read(run / "rows/test.jsonl")
