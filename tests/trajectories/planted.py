@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from rlt_lightning.callbacks import ReferenceSync
-from rlt_lightning.modules import losses as loss_terms
+from rlt_lightning.modules import credits
 from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.numerics import TruncatedImportanceSampling, advantages, losses, students
 from rlt_lightning.rewards import RLTReward
@@ -42,7 +42,7 @@ def turn_kl(patch: Patch) -> None:
 
 def shift_mask(patch: Patch) -> None:
     """Count a completion's tokens without its first one."""
-    right = loss_terms.to_padded
+    right = credits.to_padded
 
     def to_padded(values: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         padded, mask = right(values, lengths)
@@ -50,7 +50,7 @@ def shift_mask(patch: Patch) -> None:
         mask[:, 0] = False
         return padded, mask
 
-    patch.setattr(loss_terms, "to_padded", to_padded)
+    patch.setattr(credits, "to_padded", to_padded)
 
 
 def compare_across_problems(patch: Patch) -> None:
