@@ -8,7 +8,7 @@ from rlt_lightning.version import __version__
 
 # By verb: what it does, then an example and what most people set. Lines fit into 80 columns.
 VERBS = {
-    "demo": """Show where only a teacher helps a student, in miniature: three minutes.
+    "demo": """Show where only a teacher helps a student, in miniature: some minutes.
 
   rlt demo [--output_dir DIR]
 """,
@@ -111,7 +111,7 @@ The run, model folder or hub id that is named first writes the explanation.
 
 STAGES = """First see what RLT does for a student, then make a run of your own:
 
-  rlt demo                                 three minutes on two CPU cores
+  rlt demo                                 some minutes on two CPU cores
   rlt fit --config laptop/rlt              stage 2 in miniature, half a minute
 
 The stages, in their order:
