@@ -34,6 +34,10 @@ Further arms show what decoding and selection give without RLT, and what they ad
     best_of_equal    the same, with as many explanations in all as RLT samples: 6 a problem, 2 in `filler`
     best_of_N_tN     the same at another temperature
     majority_of_N    by the warm-up teacher, the most frequent of N
+    quarter          of as many explanations as RLT samples the best ones, a quarter as many as there are
+                     problems, whichever problems they explain
+    expert           by a teacher that has learned from the best eighth of these explanations but one of each
+                     problem: expert iteration
     rlt_ARM          any of these by the teacher after RLT
 
 The temperature is 0.7 unless a name says otherwise. A teacher samples once at each temperature, and the best
@@ -122,7 +126,7 @@ TRAINED: dict[str, dict[str, Any]] = {  # what an arm's RLT differs in
 }
 DECODED = (
     re.compile(  # how the warm-up teacher, or RLT's, writes traces, and which of a problem's is selected
-        r"(warmup|(?P<rlt>rlt))_t(?P<at>[\d.]+)"
+        r"(warmup|(?P<rlt>rlt)|(?P<expert>expert))_t(?P<at>[\d.]+)"
         r"|(?P<after>rlt_)?((?P<how>best|majority)_of_(?P<number>4|16|equal))(_t(?P<sampled_at>[\d.]+))?"
     )
 )
@@ -130,6 +134,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {  # the untrained student's own an
     "own_t0": ("traces.jsonl", {"rollouts__num_traces": 1, "rollouts__sampling__temperature": 0}),
     "own_right_8": ("distillation.jsonl", {"rollouts__num_traces": 8}),
 }
+EXPERT_STEPS, EXPERT_BATCH = 128, 16  # of a teacher that learns from selected explanations
 NUM_SAMPLED = 16  # traces of a problem, of which the best of 4 and of 16 are selected
 NUM_GROUPS = 16  # of ranked traces, as in the paper's Figure 4b
 GROUP = re.compile(r"group_((?P<by>solution|kl)_)?(?P<number>[1-9]|1[0-6])")
@@ -159,7 +164,7 @@ class Finding(Arms):
     @classmethod
     def check_arm(cls, arm: str) -> None:
         """Raise InputError if there is no such arm."""
-        known = (*cls.ARMS, *cls.WITHOUT_TRACES, *OWN, *TRAINED)
+        known = (*cls.ARMS, *cls.WITHOUT_TRACES, *OWN, *TRAINED, "quarter", "expert")
         if arm not in known and not GROUP.fullmatch(arm) and not DECODED.fullmatch(arm):
             raise InputError(f"--arms may name those that --help lists, but names {arm}. Correct it.")
 
@@ -193,7 +198,38 @@ class Finding(Arms):
 
     def train_teacher(self, arm: str) -> Path:
         """Return the model that writes an arm's traces; stage 2 trains it if the arm has RLT."""
+        if arm == "expert":
+            traces = self.list_expert_samples()
+            return self.teach(arm, self.warm_up(), take_best(traces, len(traces) // 8), EXPERT_STEPS)
         return self.run_rlt(arm, **TRAINED[arm]) if arm in TRAINED else self.warm_up()
+
+    def list_samples(self, number: int) -> list[list[Row]]:
+        """Return explanations of every problem by the warm-up teacher, at temperature 0.7."""
+        several = {"rollouts__num_traces": number, "distillation__select": "all"}
+        options = {"rollouts__sampling__temperature": 0.7, **several}
+        folder = self.explain(f"warmup/traces_{number}_t0.7", self.warm_up(), **options)
+        rows = read(folder / "traces.jsonl")
+        return [rows[i : i + number] for i in range(0, len(rows), number)]
+
+    def list_expert_samples(self) -> list[Row]:
+        """Return what expert iteration selects from: as much as RLT samples in its iterations."""
+        return [row for rows in self.list_samples(self.setting.num_equal) for row in rows[:-1]]
+
+    def teach(self, arm: str, start: Path | str, traces: list[Row], num_steps: int) -> Path:
+        """Fine-tune a teacher on selected traces, for as many steps whatever their number; return it."""
+        batch = min(EXPERT_BATCH, len(traces))
+        folder = self.stage(
+            f"{arm}/teacher",
+            "fit",
+            "laptop/warmup",
+            model__pretrained=start,
+            data__source=self.write_rows(arm, traces),
+            data__prompts_per_step=batch,
+            trainer__max_epochs=max(1, round(num_steps * batch / len(traces))),
+            data__seed=self.seed,
+            model__seed=self.seed,
+        )
+        return folder / "model"
 
     def make_traces(self, arm: str) -> Path:
         """Return the file that an arm's student learns from."""
@@ -202,15 +238,18 @@ class Finding(Arms):
         if arm in OWN:
             which, options = OWN[arm]
             return self.answer(f"{arm}/answers", self.student_base, **options) / which
-        if arm in TRAINED:
+        if arm in (*TRAINED, "expert"):
             return self.explain(f"{arm}/traces", self.train_teacher(arm)) / "distillation.jsonl"
+        if arm == "quarter":
+            traces = [row for rows in self.list_samples(self.setting.num_equal) for row in rows]
+            return self.write_rows(arm, take_best(traces, self.setting.num_traces // 4))
         if decoded := DECODED.fullmatch(arm):
             return self.decode(arm, decoded)
         return super().make_traces(arm)
 
     def decode(self, arm: str, decoded: re.Match[str]) -> Path:
         """Return the file of an arm whose traces are written at another temperature or are selected."""
-        by = "rlt" if decoded["rlt"] or decoded["after"] else "warmup"
+        by = "rlt" if decoded["rlt"] or decoded["after"] else decoded["expert"] or "warmup"
         at = {"rollouts__sampling__temperature": decoded["at"] or decoded["sampled_at"] or 0.7}
         if decoded["at"]:
             return self.explain(f"{arm}/traces", self.train_teacher(by), **at) / "distillation.jsonl"
@@ -318,6 +357,11 @@ def select(rows: list[Row], number: int, by_count: bool) -> list[Row]:
         ranks = [counts[row["reasoning_trace"]] if by_count else row["reward"] for row in traces]
         selected.append(traces[ranks.index(max(ranks))])
     return selected
+
+
+def take_best(traces: list[Row], number: int) -> list[Row]:
+    """Return the traces with the highest rewards, the best first."""
+    return sorted(traces, key=lambda row: -row["reward"])[:number]
 
 
 def take_group(rows: list[Row], by: str | None, number: int) -> list[Row]:

@@ -53,7 +53,7 @@ from typing import Any, ClassVar
 
 import driver
 from arms import PROMPTS_PER_STEP, TERMS, Arms, Row, Setting, Table, read
-from finding import Finding
+from finding import EXPERT_STEPS, Finding, take_best
 from trace_kinds import list_names, named_chain_kind
 
 from rlt_lightning.tags import R1
@@ -121,7 +121,7 @@ LENGTHS = {
     **dict.fromkeys(("laptop/grpo", "laptop/evaluate"), 108),
 }
 STUDENT_STEPS, STUDENT_BATCH, MOST_EPOCHS = 128, 16, 32  # of a student, however many rows it has
-FILTERED_STEPS, EXPERT_STEPS = 48, 128  # of a teacher that learns from selected traces
+FILTERED_STEPS = 48  # of a teacher that learns from filtered raw traces
 REWARDS = {"verifree": "VeriFreeReward", "log_prob": "LogProbReward"}  # of laptop/likelihood
 OWN = {"own_t0": (1, 0.0), "own_right_8": (8, 0.7)}  # number of answers, temperature
 TEACHERS = (
@@ -263,40 +263,14 @@ class Knowledge(Finding):
             traces = self.score("warmup/scores", self.data_file("warmup"))
             start, num_steps = Path(self.base), FILTERED_STEPS
         else:
-            # All but one of each row: as many as RLT samples in its iterations.
-            traces = [row for rows in self.list_samples("equal") for row in rows[:-1]]
-            start, num_steps = self.warm_up(), EXPERT_STEPS
-        best = self.take_above(traces) if how else self.take_best(traces, len(traces) // 8)
-        batch = min(STUDENT_BATCH, len(best))
-        folder = self.stage(
-            f"{arm}/teacher",
-            "fit",
-            "laptop/warmup",
-            model__pretrained=start,
-            data__source=self.write_rows(arm, best),
-            data__prompts_per_step=batch,
-            trainer__max_epochs=max(1, round(num_steps * batch / len(best))),
-            data__seed=self.seed,
-            model__seed=self.seed,
-        )
-        return folder / "model"
-
-    def list_samples(self, number: str) -> list[list[Row]]:
-        """Return explanations of every row by the warm-up teacher, at temperature 0.7."""
-        num_traces = self.setting.num_equal if number == "equal" else int(number)
-        several = {"rollouts__num_traces": num_traces, "distillation__select": "all"}
-        rows = read(self.explain(f"warmup/traces_{num_traces}", self.warm_up(), **several) / "traces.jsonl")
-        return [rows[i : i + num_traces] for i in range(0, len(rows), num_traces)]
-
-    @staticmethod
-    def take_best(traces: list[Row], number: int) -> list[Row]:
-        """Return the traces with the highest rewards, the best first."""
-        return sorted(traces, key=lambda row: -row["reward"])[:number]
+            traces, start, num_steps = self.list_expert_samples(), self.warm_up(), EXPERT_STEPS
+        best = self.take_above(traces) if how else take_best(traces, len(traces) // 8)
+        return self.teach(arm, start, best, num_steps)
 
     def take_above(self, traces: list[Row]) -> list[Row]:
         """Return the traces above the threshold, the best first; the best one if none is."""
         number = sum(row["reward"] > self.setting.threshold for row in traces)
-        return self.take_best(traces, max(1, number))
+        return take_best(traces, max(1, number))
 
     def make_traces(self, arm: str) -> Path:
         """Return the file that an arm's student learns from."""
@@ -305,14 +279,13 @@ class Knowledge(Finding):
         if arm in OWN:
             return self.answer_rows(arm, *OWN[arm])
         if best := BEST.fullmatch(arm):
-            return self.write_rows(
-                arm, [max(rows, key=rank_by_reward) for rows in self.list_samples(best[1])]
-            )
+            number = self.setting.num_equal if best[1] == "equal" else int(best[1])
+            return self.write_rows(arm, [take_best(rows, 1)[0] for rows in self.list_samples(number)])
         if arm in ("quarter", "above"):
-            traces = [row for rows in self.list_samples("equal") for row in rows]
+            traces = [row for rows in self.list_samples(self.setting.num_equal) for row in rows]
             quarter = self.setting.num_traces // 4
             return self.write_rows(
-                arm, self.take_above(traces) if arm == "above" else self.take_best(traces, quarter)
+                arm, self.take_above(traces) if arm == "above" else take_best(traces, quarter)
             )
         if found := TEACHER.fullmatch(arm):
             greedy = {"rollouts__sampling__temperature": 0} if found["greedy"] else {}
@@ -413,11 +386,6 @@ class Knowledge(Finding):
                 for kind, rows in sorted(by_kind.items())
             }
         }
-
-
-def rank_by_reward(row: Row) -> float:
-    """Return the reward of a trace."""
-    return float(row["reward"])
 
 
 if __name__ == "__main__":
