@@ -32,7 +32,7 @@ finding knowledge ways rounds likelihood finding-smollm2: setup
 	$(RUN)/python research/$(subst -,_,$@).py --seeds "$(SEEDS)" --arms "$(ARMS)" --settings "$(SETTINGS)" \
 		--output_dir $(or $(OUT),runs/$(subst -,_,$@))
 
-# Makes the embedded models from scratch, some minutes each.
+# Makes the embedded models from scratch, some minutes each; those of named chains 13 (`--corpus knowledge`).
 miniature: setup
 	$(RUN)/python research/make_miniature.py --output_dir $(or $(OUT),runs/miniature)
 
