@@ -30,13 +30,14 @@ Arms that use RLT's reward without RL; all but best_of_8 and the filtered ones s
 
 Arms of RL, and the bound:
 
-    rlt                 RLT of the warm-up teacher; rlt_long: of twice as many iterations
+    rlt                 RLT of the warm-up teacher
     shuffled            the same with advantages shuffled within each group
     solution_only       the same without r_KL (lambda 0)
     wrong               the same with wrong solutions
     oracle              a right explanation of every row
 
-Any teacher's name takes `_t0`. Before RLT gates are checked.
+Any teacher's name takes `_t0`. Before RLT gates are checked. In setting `knowledge_64` RLT has twice as many
+iterations, and the other ways as many more samples.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -109,6 +110,7 @@ def build_setting(
 
 
 KNOWLEDGE = build_setting("knowledge", 1024, 32, 0.10, (0.02, 0.15))
+LONGER = replace(KNOWLEDGE, name="knowledge_64", num_iterations=64)
 # Rows that a name is in: 24, 6, 2. Right raw traces that leave a teacher with about 10, 3 and 1 % right ones.
 MAP = [
     build_setting(f"rows_{num_rows}_right_{share}", num_rows, 256, right, (0, 1))
@@ -126,7 +128,7 @@ REWARDS = {"verifree": "VeriFreeReward", "log_prob": "LogProbReward"}  # of lapt
 OWN = {"own_t0": (1, 0.0), "own_right_8": (8, 0.7)}  # number of answers, temperature
 TEACHERS = (
     *("warmup", "filtered", "filtered_above", "expert", "expert_above"),
-    *("rlt", "rlt_long", "shuffled", "solution_only", "wrong"),
+    *("rlt", "shuffled", "solution_only", "wrong"),
 )
 TEACHER = re.compile(rf"(?P<teacher>{'|'.join(TEACHERS)})(?P<greedy>_t0)?")
 BEST = re.compile(r"best_of_(equal|8)")
@@ -138,7 +140,7 @@ MOST_DIGITS = 0.2  # right after bare solutions; 0.1 by chance
 class Knowledge(Finding):
     """The arms of one seed."""
 
-    SETTINGS: ClassVar[dict[str, Setting]] = {setting.name: setting for setting in (KNOWLEDGE, *MAP)}
+    SETTINGS: ClassVar[dict[str, Setting]] = {setting.name: setting for setting in (KNOWLEDGE, LONGER, *MAP)}
     ARMS = (
         *("base", "own_t0", "own_right_8", "grpo", "warm_grpo", "verifree", "log_prob", "bare", "raw"),
         *("warmup", "warmup_t0", "best_of_equal", "best_of_8", "quarter", "above"),
@@ -254,8 +256,6 @@ class Knowledge(Finding):
         """Return the model of a teacher."""
         if arm == "wrong":
             return self.run_rlt(arm, source="wrong")
-        if arm == "rlt_long":
-            return self.run_rlt(arm, trainer__max_steps=2 * self.setting.num_iterations)
         what, _, how = arm.partition("_")
         if what not in ("filtered", "expert"):
             return super().train_teacher(arm)
