@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.bad_rows import list_rows
-from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, keep_columns
+from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, find_tag, keep_columns
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.modules.rlt import RLTModule
@@ -51,6 +51,7 @@ class DistillationWriter(Callback):
         select: Which traces of a problem to take. `first`, `best_reward`, `shortest` and `all` mean what they
             say; `fits_context` takes the best trace that fits a student or, if none fits, the shortest. A
             choice needs several traces; one greedy trace costs less (docs/pipeline.md, what to do first).
+            A trace that is empty or holds a tag, which stage 4 refuses, is never taken.
         per_problem: Most traces of a problem; `all` takes all.
         min_reward: Least reward of a selected trace, nats. With it only traces that fit a student are
             selected; a problem without one is left out.
@@ -139,7 +140,8 @@ class DistillationWriter(Callback):
             return
         folder, is_answers = self.path.parent, isinstance(data, StudentRLData)
         rows = list(read_json_rows(self.path))
-        candidates = [row for row in rows if is_usable(row)] if is_answers else rows
+        is_candidate = is_usable if is_answers else partial(is_readable, data)
+        candidates = [row for row in rows if is_candidate(row)]
         if self.min_reward is not None:
             candidates = [row for row in candidates if row["fits"] and row["reward"] >= self.min_reward]
         # Without candidates the file is written too: it must not have the rows of an earlier selection.
@@ -239,6 +241,12 @@ def is_trace_of(row: Row, problem: Problem) -> bool:
 def is_answer_to(row: Row, problem: Problem) -> bool:
     """Return whether an answer was written for a problem with the same question and reference."""
     return has_columns(row, {"row": problem.row, "question": problem.question, **read_reference(problem)})
+
+
+def is_readable(data: TeacherRLData, row: Row) -> bool:
+    """Return whether stage 4 takes an explanation, be it cut off: it has text, and no tag in it."""
+    trace, chat_format = row["reasoning_trace"], data.format
+    return bool(trace.strip()) and find_tag(trace, chat_format.tags, chat_format.student_tags) is None
 
 
 def is_usable(row: Row) -> bool:

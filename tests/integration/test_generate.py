@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rlt_lightning.datamodules import ScoringData, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
+from rlt_lightning.run.jsonl import format_line, rewrite
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.types import Completion, InputError, SFTExample
 
@@ -100,6 +102,17 @@ def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_mode
         max(row["reward"] for row in rows[i : i + TRACES]) for i in range(0, len(rows), TRACES)
     ]
     assert rlt(*command(tiny_model, generated, "--resume=true")).returncode == 0  # as the others expect it
+
+
+def test_what_stage_4_refuses_is_not_selected(generated: Path, tiny_model: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(generated, tmp_path / "run")
+    rows = read(folder / "traces.jsonl")
+    for row, trace in zip(rows, ["One.\n</think>\n\n<solution>\n2", " ", "Words."], strict=False):
+        row["reasoning_trace"] = trace
+    rewrite(folder / "traces.jsonl", map(format_line, rows))
+    result = rlt(*command(tiny_model, folder, "--resume=true"))
+    assert result.returncode == 0, result.stderr
+    assert read(folder / "distillation.jsonl") == rows[2:]
 
 
 def test_selections_take_what_they_say() -> None:
