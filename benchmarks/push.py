@@ -26,9 +26,9 @@ from side_by_side import benchmark_parser, finish, read_options
 from torch.distributed import TCPStore
 
 from rlt_lightning.engines import GlooPush, IPCPush, Launch, VLLMEngine
-from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
-from rlt_lightning.ipc import HostBuffer, open_buffer
 from rlt_lightning.models.load import load_model, load_tokenizer
+from rlt_lightning.worker.gloo import LOOPBACK, build_broadcast_options, join_group
+from rlt_lightning.worker.ipc import HostBuffer, open_buffer
 
 ROOT = Path(__file__).parents[1]
 GOAL = 1.5

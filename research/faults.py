@@ -44,15 +44,15 @@ from rlt_lightning import (
 )
 from rlt_lightning.checkpoints.folder import STATE, find_checkpoint
 from rlt_lightning.datamodules import TeacherRLData
-from rlt_lightning.digests import SUFFIX, write_digests
 from rlt_lightning.engines import EngineError, HFEngine, IPCPush, SampleRequest, VLLMEngine
-from rlt_lightning.ipc import TensorReader, open_buffer
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.rewards import RLTReward
+from rlt_lightning.run.digests import SUFFIX, write_digests
 from rlt_lightning.types import InputError
-from rlt_lightning.version import VLLM_MINORS
+from rlt_lightning.worker import VLLM_MINORS
+from rlt_lightning.worker.ipc import TensorReader, open_buffer
 
 JSON = dict[str, Any]
 

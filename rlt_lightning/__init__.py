@@ -9,8 +9,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rlt_lightning.allocator import grow_segments
-from rlt_lightning.version import __version__ as __version__
+from rlt_lightning.run import __version__ as __version__
+from rlt_lightning.run.allocator import grow_segments
 
 if TYPE_CHECKING:
     from rlt_lightning.callbacks import ResponseCallback, RolloutCallback

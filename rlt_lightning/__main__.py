@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 
-from rlt_lightning.allocator import grow_segments
 from rlt_lightning.cli.configs import run_configs
 from rlt_lightning.cli.help import build_parser
 from rlt_lightning.commands.demo import run_demo
+from rlt_lightning.run.allocator import grow_segments
 from rlt_lightning.types import InputError
 
 # Verbs that import nothing heavy; they return the exit status.

@@ -23,7 +23,6 @@ from typing_extensions import override
 from rlt_lightning.callbacks.predictions import warn_of_foreign_traces
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import list_model_contexts
-from rlt_lightning.console import make_printable
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
@@ -36,6 +35,7 @@ from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rewards.base import CountedTokens
 from rlt_lightning.rewards.students import Student, StudentNames, split_student_setting
 from rlt_lightning.rollouts.step import StepBatch, columns_of
+from rlt_lightning.run.console import make_printable
 from rlt_lightning.tags import TagStyle, decode_each
 from rlt_lightning.trainer import TRAINER_DEFAULTS, quiet_third_parties
 from rlt_lightning.types import FinishReason, InputError, PromptBatch, Rollout

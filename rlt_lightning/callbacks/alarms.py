@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from rlt_lightning.console import announce
+from rlt_lightning.run.console import announce
 
 PATIENCE = 5  # iterations in a row with a negative KL: the mean of a few samples may be negative by chance
 

@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.callbacks.evaluation_results import render
-from rlt_lightning.console import announce, waiting_for
 from rlt_lightning.datamodules.evaluation import (
     EvaluationBatch,
     EvaluationDataModule,
@@ -39,6 +38,7 @@ from rlt_lightning.models.load import context_length, count_ids
 from rlt_lightning.models.packed import sequence_log_probs
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.responses import CalledTogether, require_responses_fit, sample_responses
+from rlt_lightning.run.console import announce, waiting_for
 from rlt_lightning.run.jsonl import keep_rows, rewrite
 from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError

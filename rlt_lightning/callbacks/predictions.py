@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
+from rlt_lightning.checkpoints.card import CARD, write_data_card
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, find_tag, keep_columns
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
@@ -29,14 +30,13 @@ from rlt_lightning.modules.rollout_rows import (
     read_reference,
     resume_rows,
 )
-from rlt_lightning.run.data_card import write_data_card
 from rlt_lightning.run.jsonl import Row, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError, Problem
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
 WRITTEN = (ScoringData, TeacherRLData, StudentRLData)  # the data whose rows are written
-SELECTED, CARD = "distillation.jsonl", "README.md"
+SELECTED = "distillation.jsonl"
 
 
 class DistillationWriter(Callback):

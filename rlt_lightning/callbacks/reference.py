@@ -9,11 +9,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import replace_folder
-from rlt_lightning.digests import require_digests, write_digests
 from rlt_lightning.models.lora import merge_weights, unadapted_name
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
 from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.run.digests import require_digests, write_digests
 from rlt_lightning.types import InputError
 
 

@@ -28,7 +28,6 @@ from rlt_lightning.callbacks.rollout_checks import (
     require_room,
     require_trainable,
 )
-from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Placement, Sampling
@@ -38,6 +37,7 @@ from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
+from rlt_lightning.run.console import announce
 from rlt_lightning.types import InputError
 
 

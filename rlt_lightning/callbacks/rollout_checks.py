@@ -9,7 +9,6 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from rlt_lightning.console import announce
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Placement, Sampling
@@ -18,6 +17,7 @@ from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
+from rlt_lightning.run.console import announce
 from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError, Problem
 

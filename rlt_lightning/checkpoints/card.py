@@ -1,4 +1,4 @@
-"""Write the card of a trained model."""
+"""Write the card of a trained model, and that of a distillation set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from rlt_lightning.models.load import is_local
-from rlt_lightning.version import __version__
+from rlt_lightning.run import __version__
 
 CARD = "README.md"
 # A path from the root or the home folder; its last two parts say enough, and a card may be published.
@@ -30,16 +30,33 @@ def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
         tags=["rlt_lightning", "reasoning"],
         base_model=None if is_local(pretrained) else pretrained,  # the hub takes only its own ids
     )
-    lines = [
-        f"---\n{header.to_yaml()}\n---",
-        f"# Trained from {pretrained}",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in training.items()),
-        f"| made with | rlt_lightning {__version__} |",
-        "",
+    text = (
+        f"{format_card(header, f'Trained from {pretrained}', training)}\n"
         "In the run folder, `metrics.csv` has the figures of every step, and `config.yaml` the resolved "
-        "configuration of a run of `rlt`.",
-    ]
-    return PLACE.sub(r"…/\1", "\n".join(lines) + "\n")
+        "configuration of a run of `rlt`.\n"
+    )
+    return PLACE.sub(r"…/\1", text)
+
+
+def write_data_card(title: str, metadata: dict[str, Any], file_name: str) -> str:
+    """Return the card of a set, with the header by which `datasets.load_dataset(FOLDER)` finds the rows.
+
+    Args:
+        title: What the rows are.
+        metadata: Settings that the rows were made with, by name.
+        file_name: File of the set, beside the card.
+    """
+    from huggingface_hub import DatasetCardData
+
+    header = DatasetCardData(
+        configs=[{"config_name": "default", "data_files": file_name}],
+        tags=["rlt_lightning", "reasoning", "distillation"],
+    )
+    return format_card(header, title, metadata)
+
+
+def format_card(header: Any, title: str, metadata: dict[str, Any]) -> str:
+    """Return a card as Markdown: the hub's header, the title, and a table."""
+    table = metadata | {"made with": f"rlt_lightning {__version__}"}
+    rows = [f"| {name} | {value} |" for name, value in table.items()]
+    return "\n".join([f"---\n{header.to_yaml()}\n---", f"# {title}", "", "| | |", "|---|---|", *rows]) + "\n"

@@ -18,7 +18,6 @@ from rlt_lightning.checkpoints.folder import (
     read_whole_state,
     replace_folder,
 )
-from rlt_lightning.digests import write_digests
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.format import (
@@ -45,6 +44,7 @@ from rlt_lightning.models.weights import (
     trained_tensors,
     write_weights,
 )
+from rlt_lightning.run.digests import write_digests
 from rlt_lightning.types import InputError, as_list, naming_full_disk
 
 Adapter = Literal["merged", "separate"]

@@ -51,7 +51,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from rlt_lightning.digests import require_digests, write_digests
+from rlt_lightning.run.digests import require_digests, write_digests
 from rlt_lightning.types import InputError
 
 # Who only looks for checkpoints needs no PyTorch: the first line of `rlt demo` appears at once.

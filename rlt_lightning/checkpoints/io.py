@@ -14,7 +14,7 @@ passes sharded tensors by name instead, and `write_checkpoint` gathers them one 
 
 A strategy overrides `weights`, `moments` and `restore_moments` where its library keeps them elsewhere.
 
-A resume, in order: the run chooses the newest finished checkpoint and locks its folder (run/folder.py), reads
+A resume, in order: the run chooses the newest finished checkpoint and locks its folder (run_folder.py), reads
 the rows, and loads the models. Lightning restores weights, callbacks' states, counters, moments, schedule and
 the position in the data. Then the callbacks load the reference, cut `metrics.csv` and `rollouts.jsonl` to the
 checkpoint's step, and start the engine, which gets the weights; each worker's copy is verified.

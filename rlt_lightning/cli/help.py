@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlt_lightning.version import __version__
+from rlt_lightning.run import __version__
 
 # By verb: what it does, then an example and what most people set. Lines fit into 80 columns.
 VERBS = {

@@ -1,7 +1,7 @@
 """Run `rlt fit|validate|predict|test` by Lightning's command line, in this order.
 
 parse_arguments               read the configs and options; --seed sets the seeds
-before_instantiate_classes    choose and make the run folder (run/folder.py)
+before_instantiate_classes    choose and make the run folder (checkpoints/run_folder.py)
 instantiate_trainer           make the Trainer (trainer.py)
 SaveConfig                    write config.yaml, before the models are loaded; of a run that resumes, once
                               its checkpoint is
@@ -33,12 +33,7 @@ from lightning.pytorch.cli import (
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from rlt_lightning.cli.parser import ConfigParser
-from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
-from rlt_lightning.models.weights import trained_parameters
-from rlt_lightning.modules import EvaluationModule
-from rlt_lightning.modules.base import PolicyModule
-from rlt_lightning.run.folder import (
+from rlt_lightning.checkpoints.run_folder import (
     RunFolder,
     choose_run_folder,
     compare_settings,
@@ -46,12 +41,17 @@ from rlt_lightning.run.folder import (
     open_run_folder,
     read_settings,
 )
+from rlt_lightning.cli.parser import ConfigParser
+from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
+from rlt_lightning.models.weights import trained_parameters
+from rlt_lightning.modules import EvaluationModule
+from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.run import __version__
 from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
 from rlt_lightning.types import InputError, as_list, first_line, naming_full_disk
-from rlt_lightning.version import __version__
 
 TRAINER_VERBS = LightningCLI.subcommands()
 # Settings of the data that the run sets from those of its module or engine; with their defaults.

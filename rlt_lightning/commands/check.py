@@ -18,7 +18,6 @@ from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.console import announce
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
@@ -28,6 +27,7 @@ from rlt_lightning.modules.base import PolicyModule, count_steps
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rewards import CorrectnessReward, RLTReward
 from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.run.console import announce
 from rlt_lightning.teacher import score_problems
 from rlt_lightning.types import BadRowError, BadRowReason, InputError, Problem
 

@@ -25,13 +25,13 @@ from string import Template
 
 import yaml
 
+from rlt_lightning.checkpoints.run_folder import read_settings
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
-from rlt_lightning.run.folder import read_settings
+from rlt_lightning.run import __version__
 from rlt_lightning.run.jsonl import Row, read_json_rows
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.types import InputError
-from rlt_lightning.version import __version__
 
 MARKER = "<!doctype html><!-- rlt report -->"  # first line of a file that we may overwrite
 DOCUMENTS = ("evaluation.md",)

@@ -40,8 +40,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.console import make_printable
 from rlt_lightning.models.weights import NamedTensor
+from rlt_lightning.run.console import make_printable
 from rlt_lightning.types import Completion, InputError, require_limits
 
 # Workers are verified by the first tokens of a prompt: this many.

@@ -20,7 +20,7 @@ import httpx2
 from rlt_lightning.engines.base import EngineError, Sampling
 from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, FinishReason, InputError
-from rlt_lightning.version import VLLM_MINORS
+from rlt_lightning.worker import VLLM_MINORS
 
 ADDRESS = r"https?://[^@/]+/?"  # of a server, without user and path: messages show it
 JSON = dict[str, Any]

@@ -24,12 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlt_lightning.console import waiting_for
 from rlt_lightning.engines.base import AGREEMENT, EngineError, NamedTensor, find_disagreement
 from rlt_lightning.engines.client import WorkerClient, WorkerError
 from rlt_lightning.engines.launch import EXTENSION, Launch, read_last_error, start_server, stop_server
 from rlt_lightning.engines.push import WeightPush
 from rlt_lightning.engines.threads import run_coroutine
+from rlt_lightning.run.console import waiting_for
 from rlt_lightning.run.interrupt import is_terminated
 
 log = logging.getLogger(__name__)

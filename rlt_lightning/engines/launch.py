@@ -25,13 +25,13 @@ from shutil import which
 
 import torch
 
-from rlt_lightning.allocator import ALLOCATOR_NAMES
-from rlt_lightning.console import make_printable, waiting_for
 from rlt_lightning.engines import guard
-from rlt_lightning.gloo import LOOPBACK
+from rlt_lightning.run.allocator import ALLOCATOR_NAMES
+from rlt_lightning.run.console import make_printable, waiting_for
 from rlt_lightning.types import InputError
+from rlt_lightning.worker.gloo import LOOPBACK
 
-EXTENSION = "rlt_lightning.vllm_worker.WorkerExtension"
+EXTENSION = "rlt_lightning.worker.vllm.WorkerExtension"
 # The head's products stay in float32, as the trainer's do: vLLM would round them to the type of the weights.
 FLOAT32_LOGITS = ["--hf-overrides", '{"head_dtype": "float32"}']
 VARIABLE = "CUDA_VISIBLE_DEVICES"

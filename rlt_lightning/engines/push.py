@@ -34,10 +34,10 @@ from torch.distributed import PrefixStore, TCPStore
 from rlt_lightning.engines.base import NamedTensor
 from rlt_lightning.engines.client import JSON, WorkerClient, WorkerError
 from rlt_lightning.engines.threads import run_in_background
-from rlt_lightning.gloo import LOOPBACK, build_broadcast_options, join_group
-from rlt_lightning.ipc import GPUBuffer, HostBuffer
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import InputError
+from rlt_lightning.worker.gloo import LOOPBACK, build_broadcast_options, join_group
+from rlt_lightning.worker.ipc import GPUBuffer, HostBuffer
 
 T = TypeVar("T")
 

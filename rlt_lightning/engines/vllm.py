@@ -36,12 +36,12 @@ from rlt_lightning.engines.fleet import Fleet, Worker
 from rlt_lightning.engines.launch import Launch, find_free_port
 from rlt_lightning.engines.push import GlooPush, IPCPush, WeightPush
 from rlt_lightning.engines.threads import iterate_in_thread
-from rlt_lightning.gloo import LOOPBACK
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.tags import StopWatcher
 from rlt_lightning.types import Completion, InputError
+from rlt_lightning.worker.gloo import LOOPBACK
 
 # A model's vocabulary exceeds its tokenizer's by less: it is rounded up to a size that suits the hardware.
 # vLLM takes a bias for so many words of a request.

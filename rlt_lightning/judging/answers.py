@@ -31,9 +31,9 @@ from typing import Any, Literal
 from rlt_lightning.judging.compare import same_answer, same_numbers
 from rlt_lightning.judging.normalise import normalise, read_characters
 from rlt_lightning.judging.quantities import LONG, read_quantity
+from rlt_lightning.run import __version__
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
-from rlt_lightning.version import __version__
 
 AnswerKind = Literal["math", "choice", "countdown"]
 # A row with `answer` or `solution`, `kind` and, for countdown, `numbers` and `target`.

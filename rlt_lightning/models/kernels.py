@@ -25,7 +25,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from rlt_lightning.console import announce
 from rlt_lightning.models.attention import SEGMENT_ATTENTION
 from rlt_lightning.models.packed import HeadOptions, call_model, compute_log_probs, computing_dtype
 from rlt_lightning.numerics.attention import (
@@ -40,6 +39,7 @@ from rlt_lightning.numerics.head import Head, full_precision
 from rlt_lightning.numerics.log_probs import linear_log_probs
 from rlt_lightning.numerics.packing import PackedSequences, ScoredSequence
 from rlt_lightning.numerics.varlen import FlashAttnKernel, TorchKernel
+from rlt_lightning.run.console import announce
 from rlt_lightning.types import InputError, first_line, missing_package
 
 AttentionKernel = Literal["flash_attn", "torch"]

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from rlt_lightning.console import announce
-from rlt_lightning.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
 from rlt_lightning.models.embedded import (
     DEFAULT_MODEL,
@@ -26,6 +24,8 @@ from rlt_lightning.models.format import FORMAT_FILE, ModelFormat, without_defaul
 from rlt_lightning.models.packed import LIMITS
 from rlt_lightning.models.template import fix_date
 from rlt_lightning.models.weights import Read, WeightFiles, require_weights
+from rlt_lightning.run.console import announce
+from rlt_lightning.run.digests import SUFFIX, read_digests, require_digests
 from rlt_lightning.types import InputError, first_line
 
 # Tokenizers differ in digits, apostrophes, line breaks, tags, scripts, and composed and decomposed letters.

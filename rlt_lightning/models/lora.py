@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlt_lightning.console import announce
 from rlt_lightning.models.quantised import dequantised_weights, quantise
 from rlt_lightning.models.weights import Deferred, NamedTensor, Read, full_shape, whole_tensors
+from rlt_lightning.run.console import announce
 from rlt_lightning.types import InputError, first_line, require_limits
 
 # peft's name for an adapter that is the only one.

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.evaluation import Response
 from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
 from rlt_lightning.datamodules.formats import ChatFormat
@@ -21,6 +20,7 @@ from rlt_lightning.engines.base import Engine, SampleRequest, Sampling, build_re
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.numerics.seeds import mix_seed
+from rlt_lightning.run.console import waiting_for
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.tags import decode, escape_half_pairs
 from rlt_lightning.types import Completion, FinishReason, InputError

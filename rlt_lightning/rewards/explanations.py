@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlt_lightning.console import announce
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.numerics.spans import span_kl
 from rlt_lightning.rewards.base import KLOptions, Reward
 from rlt_lightning.rewards.students import Student, Students
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
+from rlt_lightning.run.console import announce
 from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
 
 announce_once = cache(announce)

@@ -57,7 +57,6 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from rlt_lightning.console import waiting_for
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import (
     Engine,
@@ -72,6 +71,7 @@ from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.weight_sync import Policy, WeightSync
+from rlt_lightning.run.console import waiting_for
 from rlt_lightning.run.ranks import Collectives, gather_from_ranks
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
 

@@ -1,1 +1,3 @@
-"""What a run leaves on disk: rows, results, cards, and the folder that holds them."""
+"""What a run leaves on disk (rows, figures, digests), what it prints, and how its processes end together."""
+
+__version__ = "0.1.0"  # of this package; output files record it

@@ -26,9 +26,9 @@ from lightning.pytorch.plugins.environments import (
 )
 from torch import distributed
 
-from rlt_lightning.gloo import LOOPBACK, LOOPBACK_INTERFACE
 from rlt_lightning.run.jsonl import Row, append_rows
 from rlt_lightning.types import InputError
+from rlt_lightning.worker.gloo import LOOPBACK, LOOPBACK_INTERFACE
 
 T = TypeVar("T")
 

@@ -33,9 +33,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rlt_lightning.console import announce, size_text
 from rlt_lightning.models.kernels import find_blocks
 from rlt_lightning.models.weights import GROUP_NUMEL, Read, fill_in_place, stored_once
+from rlt_lightning.run.console import announce, size_text
 from rlt_lightning.strategies.fsdp2 import measure_free_bytes, whole_gradients_fit
 
 

@@ -2,7 +2,7 @@
 
 The layers, from low to high; a module may import from its own layer and those below:
 
-    types gloo ipc version allocator → tags numerics → models judging → checkpoints strategies → run → metrics
+    types worker → tags numerics → run → models judging → checkpoints strategies → metrics
     → datamodules tasks engines → rollouts → rewards → modules → callbacks → trainer → teacher → commands
     → cli → __main__ and __init__, which exports what scripts use
 """
@@ -18,13 +18,13 @@ from commands import ROOT
 from imported import PACKAGE, imported, imports, module_name, trees
 
 LAYERS = [
-    {"types", "gloo", "ipc", "version", "allocator", "console", "digests"},
+    {"types", "worker"},
     {"tags", "numerics"},
+    {"run"},
     {"models", "judging"},
     {"checkpoints", "strategies"},
-    {"run"},
     {"metrics"},
-    {"datamodules", "tasks", "engines", "vllm_worker"},
+    {"datamodules", "tasks", "engines"},
     {"rollouts"},
     {"rewards"},
     {"modules"},
@@ -37,7 +37,7 @@ LAYERS = [
 ]
 # The only files that import these packages, so that a laptop without them runs all the rest.
 WRAPPERS = {
-    "vllm": {"vllm_worker.py"},
+    "vllm": {"worker/vllm.py"},
     "trl": set(),  # TRL calls us; only a test and a benchmark import it
     "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
     "wandb": {"trainer.py"},  # asks for the login before a run; Lightning's logger does the rest
@@ -62,7 +62,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     [
         ("rlt_lightning", "torch"),
         ("rlt_lightning.judging.judge", "torch"),
-        ("rlt_lightning.ipc", "lightning"),
+        ("rlt_lightning.worker.ipc", "lightning"),
     ],
 )
 def test_some_modules_load_little(module: str, absent: str) -> None:

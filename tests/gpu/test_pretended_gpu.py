@@ -209,7 +209,7 @@ import torch
 from fake_worker import FakeWorker
 from rlt_lightning.engines import IPCPush
 from rlt_lightning.engines.client import WorkerClient
-from rlt_lightning.ipc import TensorReader, open_buffer
+from rlt_lightning.worker.ipc import TensorReader, open_buffer
 
 gpu, buffers, arrived, freed = torch.device("cuda:0"), [], {}, []
 torch.cuda.ipc_collect = lambda: freed.append(all(w.version == "1" for w in workers))

@@ -30,9 +30,9 @@ from rlt_lightning import (
     Trainer,
 )
 from rlt_lightning.callbacks import Checkpoint, ModelExporter, RolloutCallback
+from rlt_lightning.checkpoints.run_folder import RunFolder
 from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.modules import SFTModule
-from rlt_lightning.run.folder import RunFolder
 from rlt_lightning.types import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -397,7 +397,7 @@ def join_gloo(name: str, info: JSON) -> None:
 
     from torch.distributed import PrefixStore, TCPStore
 
-    from rlt_lightning.gloo import join_group
+    from rlt_lightning.worker.gloo import join_group
 
     timeout_s, size = info["timeout_s"], info["world_size"]
     server = TCPStore(info["host"], info["port"], None, False, timedelta(seconds=timeout_s))
@@ -412,8 +412,8 @@ def receive(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
     """The whole tensors of one /update_weights; the process ends when it gets to one of them."""
     import torch
 
-    from rlt_lightning.gloo import build_broadcast_options
-    from rlt_lightning.ipc import TensorReader, open_buffer
+    from rlt_lightning.worker.gloo import build_broadcast_options
+    from rlt_lightning.worker.ipc import TensorReader, open_buffer
 
     if "buffer" in info:
         content = open_buffer(info["buffer"], torch.device("cpu"))

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from rlt_lightning import vllm_worker
+from rlt_lightning.worker import vllm as worker
 
 
-class TrapExtension(vllm_worker.WorkerExtension):
+class TrapExtension(worker.WorkerExtension):
     """Our extension, with switches."""
 
     def hash_weights(self) -> str:
@@ -46,10 +46,10 @@ class TrapExtension(vllm_worker.WorkerExtension):
 
     def leave_tied_heads_stale(self, stale: bool) -> None:
         """Bring back, or take away, vLLM's own behaviour after a reload."""
-        vllm_worker.repack_tied_heads = ignore if stale else REPAIR
+        worker.repack_tied_heads = ignore if stale else REPAIR
 
 
-REPAIR = vllm_worker.repack_tied_heads
+REPAIR = worker.repack_tied_heads
 
 
 def ignore(model: object) -> None:

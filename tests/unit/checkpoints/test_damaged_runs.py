@@ -16,7 +16,7 @@ from rlt_lightning.checkpoints.folder import (
     list_checkpoints,
     replace_folder,
 )
-from rlt_lightning.run.folder import choose_run_folder
+from rlt_lightning.checkpoints.run_folder import choose_run_folder
 from rlt_lightning.run.metrics_csv import MetricsCSV, read_metrics
 
 # metrics.csv

@@ -10,8 +10,8 @@ from damage import build_checkpoint, build_model, count_unnoticed
 
 from rlt_lightning.checkpoints.folder import read_state, read_whole_state, write_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.digests import SUFFIX
 from rlt_lightning.models.load import empty_model, load_model, load_tokenizer
+from rlt_lightning.run.digests import SUFFIX
 from rlt_lightning.types import InputError
 
 

@@ -28,6 +28,7 @@ from rlt_lightning import __main__ as program
 from rlt_lightning.callbacks.evaluation import ResponseCallback
 from rlt_lightning.callbacks.predictions import DistillationWriter
 from rlt_lightning.callbacks.rollout_checks import require_trainable
+from rlt_lightning.checkpoints.run_folder import choose_run_folder
 from rlt_lightning.engines import GlooPush, HFEngine, Launch, NoPush, Sampling, VLLMEngine
 from rlt_lightning.models.load import require_model_name
 from rlt_lightning.models.lora import LoRA
@@ -35,7 +36,6 @@ from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.base import count_steps
 from rlt_lightning.numerics import TruncatedImportanceSampling
-from rlt_lightning.run.folder import choose_run_folder
 from rlt_lightning.types import InputError
 
 CONFIGS = {

@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
+from rlt_lightning.checkpoints.card import write_data_card
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.run.data_card import write_data_card
 from rlt_lightning.types import InputError
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from fake_worker import fake_vllm
 
-from rlt_lightning.allocator import ALLOCATOR, grow_segments
 from rlt_lightning.engines import Launch
 from rlt_lightning.engines.launch import choose_worker_gpus, start_server, stop_server
+from rlt_lightning.run.allocator import ALLOCATOR, grow_segments
 from rlt_lightning.types import InputError
 
 UUID = "GPU-1f8d4b1c-0f0a-4b6e-9c52-8d6a3f1f7a10"

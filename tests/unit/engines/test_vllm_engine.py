@@ -67,9 +67,9 @@ from rlt_lightning.engines.base import find_disagreement
 from rlt_lightning.engines.launch import start_server, stop_server
 from rlt_lightning.engines.push import BucketPush, split_pieces
 from rlt_lightning.engines.threads import run_in_background as run_in_thread
-from rlt_lightning.ipc import open_buffer
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import Completion, InputError
+from rlt_lightning.worker.ipc import open_buffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lost vLLM worker")
 TRAINER_SCORES = [-1.0, -2.0, -3.0]
@@ -459,7 +459,7 @@ def test_a_worker_opens_no_other_file(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_is_killed_leaves_no_memory() -> None:
-    code = "from rlt_lightning.ipc import HostBuffer; b = HostBuffer(2**20); b.tensor.fill_(7); "
+    code = "from rlt_lightning.worker.ipc import HostBuffer; b = HostBuffer(2**20); b.tensor.fill_(7); "
     code += "import json, time; print(json.dumps(b.share('')), flush=True); time.sleep(600)"
     with Popen([sys.executable, "-c", code], stdout=PIPE, text=True) as trainer:
         assert trainer.stdout is not None

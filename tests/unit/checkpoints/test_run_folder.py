@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import Running, wait_until
 
-from rlt_lightning.run.folder import RunFolder, choose_run_folder, open_run_folder
+from rlt_lightning.checkpoints.run_folder import RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.types import InputError
 
 LAST, FIRST = "checkpoints/step=000002.ckpt", "checkpoints/step=000001.ckpt"
@@ -125,7 +125,9 @@ def test_overwriting_deletes_a_run_and_keeps_its_config(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from rlt_lightning.run.folder import lock_folder; "
+    code = (
+        "import sys; from pathlib import Path; from rlt_lightning.checkpoints.run_folder import lock_folder; "
+    )
     code += f"lock_folder(Path({str(tmp_path)!r})); print('locked', flush=True); sys.stdin.read()"
     other = Running((), None, tmp_path, None, {}, code)
     wait_until(lambda: bool(other.stdout))

@@ -3,7 +3,7 @@
 The trainer never imports this file, and it needs none of our dependencies. Install this package without them
 into the environment that has vLLM (`pip install --no-deps`), then
 
-    vllm serve MODEL --worker-extension-cls rlt_lightning.vllm_worker.WorkerExtension \
+    vllm serve MODEL --worker-extension-cls rlt_lightning.worker.vllm.WorkerExtension \
         --weight-transfer-config '{"backend": "rlt"}'
 
 vLLM calls it through its weight-transfer routes: init, start, update, finish (docs/rollouts.md).
@@ -24,13 +24,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-from rlt_lightning.gloo import build_broadcast_options, join_group
-from rlt_lightning.ipc import JSON, TensorReader, open_buffer
-from rlt_lightning.version import VLLM_MINORS, get_minor
+from rlt_lightning.worker import VLLM_MINORS, get_minor
+from rlt_lightning.worker.gloo import build_broadcast_options, join_group
+from rlt_lightning.worker.ipc import JSON, TensorReader, open_buffer
 
 if get_minor(vllm.__version__) not in VLLM_MINORS:
     raise ImportError(
-        f"rlt_lightning.vllm_worker must run in vLLM {' or '.join(VLLM_MINORS)}, but this is "
+        f"rlt_lightning.worker.vllm must run in vLLM {' or '.join(VLLM_MINORS)}, but this is "
         f"{vllm.__version__}. Install one of these."
     )
 

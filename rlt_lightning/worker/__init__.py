@@ -1,6 +1,7 @@
-"""The version of this package, which its output files record, and the versions of vLLM that it works with."""
+"""What vLLM's worker processes import: memory and a process group that they share with the trainer.
 
-__version__ = "0.1.0"
+It needs only torch. Here are the versions of vLLM that it works with.
+"""
 
 # Tests run a real worker of the first, which the extra vllm installs. For the second, which only a worker
 # that was started by hand can be, we compared the parts that we use in its sources.
