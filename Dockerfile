@@ -1,10 +1,10 @@
-# A machine made ready, as docs/hardware.md installs it; `rlt` is the entry point.
+# A machine made ready, as docs/install.md installs it; `rlt` is the entry point.
 #   docker build -t rlt_lightning .
 #   docker run --gpus all --shm-size 16g -v "$PWD/runs:/data" rlt_lightning fit --config laptop/rlt --output_dir /data/q
 # Arguments, by --build-arg NAME=VALUE:
 #   BASE       any Debian or Ubuntu with Python 3.11 to 3.13; PyPI's PyTorch and vLLM bring their own CUDA libraries
 #   EXTRAS     what to install; without vllm for a machine without GPUs
-#   PIP_EXTRA_INDEX_URL    of other builds of PyTorch, such as https://download.pytorch.org/whl/cu126 (docs/hardware.md)
+#   PIP_EXTRA_INDEX_URL    of other builds of PyTorch, such as https://download.pytorch.org/whl/cu126 (docs/install.md)
 ARG BASE=nvidia/cuda:13.0.2-base-ubuntu24.04
 FROM ${BASE}
 

@@ -1,6 +1,6 @@
 """The Python part of examples/own_rows.sh: split the rows, choose those of a stage, tabulate the results.
 
-python examples/own_rows.py split ROWS FOLDER             train.jsonl, held_out.jsonl, test.jsonl
+python examples/own_rows.py split ROWS FOLDER             train.jsonl, validation.jsonl, test.jsonl
 python examples/own_rows.py choose WAY FILE OUTPUT LIKE   the rows that a stage learns from
 python examples/own_rows.py table RUN                     own_rows.md: accuracies and costs of the rungs
 """
@@ -32,8 +32,8 @@ from rlt_lightning.run.metrics_csv import read_metrics
 from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import BadRowError, InputError
 
-Part = Literal["train", "held_out", "test"]
-PARTS: dict[Part, float] = {"test": 0.1, "held_out": 0.1, "train": 0.8}  # shares of the questions
+Part = Literal["train", "validation", "test"]
+PARTS: dict[Part, float] = {"test": 0.1, "validation": 0.1, "train": 0.8}  # shares of the questions
 TABLE = "own_rows.md"
 WARMUP = "explain warmup"
 # The rungs of the script, by the end of their folders' names: what a student learned from, and the stages
@@ -76,7 +76,7 @@ def choose_part(question: str) -> Part:
 
 
 def split_rows(source: str, folder: Path) -> dict[Part, int]:
-    """Write a source's rows as `train.jsonl`, `held_out.jsonl` and `test.jsonl`; return their numbers.
+    """Write a source's rows as `train.jsonl`, `validation.jsonl` and `test.jsonl`; return their numbers.
 
     Rows that cannot be read are left out; rows without a question come into `train`, whose run names them. Of
     the test rows those stay that an answer can be compared with.
@@ -84,7 +84,7 @@ def split_rows(source: str, folder: Path) -> dict[Part, int]:
     Raises:
         InputError: If a part is empty, no test row has an answer, or the folder has other rows.
     """
-    parts: dict[Part, list[dict[str, Any]]] = {"train": [], "held_out": [], "test": []}
+    parts: dict[Part, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
     for _, columns in read_rows(source):
         if isinstance(columns, dict):
             parts[choose_part(read_row_question(columns))].append(columns)
@@ -352,7 +352,7 @@ def main(words: Iterable[str] | None = None) -> int:
     """Run `split`, `choose` or `table`, and return the exit status."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    split = verbs.add_parser("split", help="write train.jsonl, held_out.jsonl and test.jsonl")
+    split = verbs.add_parser("split", help="write train.jsonl, validation.jsonl and test.jsonl")
     split.add_argument("rows", help="a file, a folder or a hub id, as data.source takes it")
     split.add_argument("folder", type=Path)
     choose = verbs.add_parser("choose", help="write the rows that a stage learns from")

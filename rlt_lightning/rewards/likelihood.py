@@ -9,7 +9,7 @@
 
 Each is a pure function of the solution's log-probs, the lengths of the thoughts and their groups. Who
 computes the log-probs, the scorer, is `model.student` of `RLTModule`: the policy itself, its reference or a
-frozen model. docs/method.md says where paper and released code differ; the code is followed.
+frozen model. docs/objectives.md says where paper and released code differ; the code is followed.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ RUN: dict[str, list[str]] = {
         "--data.num_embedded_rows=10",
         "--checkpoint.every_n_train_steps=1",
     ],
+    "rlt fit --config laptop/rlt --trainer.callbacks+ mine.Shortest": [],
     "rlt export --ckpt_path": [],
     "rlt validate --config laptop/smollm2_rlt": ["--data.num_embedded_rows=4"],
     "rlt predict --config recipe_7b/rank --data.source FILE": [],
@@ -260,7 +261,11 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
             check(arguments, files)
 
 
-@pytest.mark.parametrize("name", ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh", "own_rows.sh rows.jsonl"])
+PIPELINES = ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh", "own_rows.sh rows.jsonl"]
+PIPELINES += ["pipeline_8gpu.sh  # FAITHFUL=1 STRATEGY=zero3"]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
 def test_the_stages_of_a_pipeline_are_right(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,10 +275,13 @@ def test_the_stages_of_a_pipeline_are_right(
     )
     prepare += "; cd runs; mkdir -p rounds/round0/traces rounds/round0/evaluation"
     prepare += "; touch rounds/round0/traces/distillation.jsonl rounds/round0/evaluation/evaluation.md; cd .."
-    script = f"{prepare}; touch runs/released/evaluate_rlt/evaluation.md; examples/{name}"
+    command, _, variables = name.partition("  # ")
+    script = f"{prepare}; touch runs/released/evaluate_rlt/evaluation.md; {variables} examples/{command}"
     calls = calls_of(Block(name, 1, "sh", script), tmp_path)
     stages = [words for program, *words in calls if program in (".venv/bin/rlt", "programs/rlt")]
     assert len(stages) >= 5
+    undone = [words for words in stages if any(word.startswith("add/faithful") for word in words)]
+    assert len(undone) == (len([w for w in stages if w[0] != "test"]) if variables else 0)
     for words in stages:
         check_rlt(words, tmp_path)
 
@@ -381,6 +389,7 @@ def documented(start: str, folder: Path) -> list[str]:
 def test_a_documented_command_runs(
     start: str, runs: Path, rows: Path, tiny_model: str, tmp_path: Path
 ) -> None:
+    page_files("README.md", runs)  # a callback
     run_rlt(documented(start, tmp_path), RUN[start], runs, rows, tiny_model)
 
 

@@ -30,7 +30,7 @@ ONE_OF_EACH_KIND = ("warmup", "sft", "opd", "grpo", "generate", "rejection", "ra
 ELSEWHERE = {
     **dict.fromkeys(("fsdp2", "zero3", "lora", "evaluate_every"), "tests/gpu/test_pretended_gpu.py"),
     **dict.fromkeys(("tensorboard", "wandb"), "where metrics are logged"),
-    **dict.fromkeys(("countdown", "traces_1k", "opsd", "sdft"), "other data or settings"),
+    **dict.fromkeys(("countdown", "traces_1k", "opsd", "sdft", "faithful", "faithful_sft"), "other settings"),
     "student_32b": "another model, by zero3",
     "evaluate_8gpu": "its trainer is on a CPU, and loads no model",
     "multinode": "two nodes",

@@ -52,6 +52,8 @@ def test_where_sampler_and_trainer_differ_tokens_are_weighed() -> None:
         options = settings.get("model", {}).get("init_args", {})
         if settings.get("rollouts", {}).get("asynchronous"):
             assert options["importance_sampling"] == weights, path
+        elif name_of(path) == "add/faithful":
+            assert options["importance_sampling"] is None  # as released
         else:
             assert "importance_sampling" not in options, path  # the default chooses by the engine
 
@@ -133,6 +135,14 @@ def test_the_released_recipes_figures_are_in_the_configs() -> None:
         "scheduler": "cosine",
         "warmup_frac": 0.05,
     }
+
+
+def test_both_faithful_overlays_have_the_same_prompts() -> None:
+    sft, rl = (read_config(f"add/{name}")["data"]["init_args"] for name in ("faithful_sft", "faithful"))
+    assert sft.pop("long_traces") == "truncate"
+    assert sft == rl
+    assert len({*rl.values()}) == 2
+    assert all(r"'\n\n'" in prompt for prompt in rl.values())  # the letters, not line breaks
 
 
 def test_traditional_rl_has_the_papers_rewards_and_stage_2s_figures() -> None:

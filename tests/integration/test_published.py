@@ -1,6 +1,6 @@
 """Published checkpoints: tiny folders laid out like RLT-7B and Bespoke-Stratos-7B, with Qwen2.5's tokenizer.
 
-The commands of docs/pipeline.md for such models are run on them: evaluate, chat, score, continue training.
+The commands of docs/reproduce.md for such models are run on them: evaluate, chat, score, continue training.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ def test_a_part_depends_on_the_question_only() -> None:
     counts = Counter(map(choose_part, questions))
     # Of 5,000 draws with p 0.1 the standard deviation is sqrt(5000 * 0.1 * 0.9) = 21.
     assert abs(counts["test"] - 500) < 100
-    assert abs(counts["held_out"] - 500) < 100
-    assert counts["train"] == 5000 - counts["test"] - counts["held_out"]
+    assert abs(counts["validation"] - 500) < 100
+    assert counts["train"] == 5000 - counts["test"] - counts["validation"]
     for question in questions[:200]:
         assert choose_part(f"  {question.upper()}\n") == choose_part(question)
     # Python's own hash differs by process; these must hold for ever, or a second run trains on test rows.
     parts = [choose_part(f"question {n}") for n in range(16)]
     assert [n for n, part in enumerate(parts) if part == "test"] == [7, 13]
-    assert [n for n, part in enumerate(parts) if part == "held_out"] == [10]
+    assert [n for n, part in enumerate(parts) if part == "validation"] == [10]
 
 
 def test_parts_share_no_question_and_later_rows_move_none(tmp_path: Path) -> None:
