@@ -28,7 +28,7 @@ from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import Completion, ModelView, Problem, Rollout, Rollouts
@@ -91,7 +91,7 @@ def loop(policy: Any, student: Any, rollouts: Rollouts, reward: RLTReward, num_r
     found = []
     for start in range(0, len(rollouts.rollouts), num_rows):
         batch = rollouts.rollouts[start : start + num_rows]
-        problem, thinks = batch[0].problem, [rollout.views[0].token_ids for rollout in batch]
+        problem, thinks = batch[0].problem, [rollout.require_view().token_ids for rollout in batch]
         length, end = len(thinks[0]), problem.student_suffix + problem.solution_ids
         student_log_probs = log_softmax_of(
             student, [problem.student_prefix + think + end for think in thinks]
@@ -124,8 +124,8 @@ def build_scorer(
     models = {"student": Model(ModelEntry(student)), POLICY: Model(ModelEntry(policy))}
     runner = PassRunner(models, device, head, micro_batch_tokens=16384, recompute=recompute)
     chat_format: Any = None  # without a baseline it writes nothing
-    students = Students.of("student", None).with_formats([chat_format])
-    return lambda rollouts: score_rollouts(runner, reward, students, rollouts).rewards
+    student = Student.of("student", chat_format=chat_format)
+    return lambda rollouts: score_rollouts(runner, reward, student, rollouts).rewards
 
 
 def main() -> None:

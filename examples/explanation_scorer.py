@@ -21,10 +21,9 @@ from rlt_lightning.models.packed import HeadOptions, verify_layout
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.numerics.packing import Layout
-from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards import Reward, RLTReward
 from rlt_lightning.rewards.explanations import require_scorable
-from rlt_lightning.rewards.students import StudentNames, Students, split_student_setting
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
@@ -32,19 +31,17 @@ from rlt_lightning.types import BadRowError, Completion, InputError, Problem, Ro
 
 
 class ExplanationScorer:
-    """Score explanations with a frozen student, or with several.
+    """Score explanations with a frozen student.
 
     Args:
-        student: Frozen model that scores: local folder, hub id, or a name such as miniature; or several, as a
-            list or as weights by name.
+        student: Frozen model that scores: local folder, hub id, or a name such as miniature.
         teacher: The model that is trained, as it is when training starts: its tokenizer and its format.
         reward: The RLT reward and its options, or another one that judges explanations.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none.
         student_system_prompt: None: as the student was trained, else the row's, else ours; '' for none.
         force_format: Use these settings although a model records that it was trained in others.
-        student_reduction: How the rewards of several students become one: "mean", or the smallest, "min".
-        student_dtype: Type of the students' weights.
+        student_dtype: Type of the student's weights.
         micro_batch_tokens: Tokens per forward; a longer sequence gets a forward by itself.
         layout: How sequences share a forward; see `PolicyModule`.
         trust_remote_code: Run code that comes with a model.
@@ -58,14 +55,13 @@ class ExplanationScorer:
 
     def __init__(
         self,
-        student: str | StudentNames,
+        student: str,
         teacher: str,
         reward: Reward = RLTReward(),
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
         student_system_prompt: str | None = None,
         force_format: bool = False,
-        student_reduction: Reduction = "mean",
         student_dtype: Dtype = "float32",
         micro_batch_tokens: int = 16384,
         layout: Layout = "auto",
@@ -77,11 +73,9 @@ class ExplanationScorer:
                 f"{type(reward).__name__} judges {' or '.join(reward.judges)}. Pass another one; rlt fit "
                 "trains with this one too."
             )
-        students = Students.of(*split_student_setting(student), student_reduction)
-        names = students.names
         self.data = self.data_type(
             tokenizer=teacher,
-            student_tokenizer=[*names],
+            student_tokenizer=student,
             tags=tags,
             teacher_system_prompt=teacher_system_prompt,
             student_system_prompt=student_system_prompt,
@@ -91,12 +85,11 @@ class ExplanationScorer:
             max_prompt_length=sys.maxsize,
             max_length=sys.maxsize,
         )
-        self.data.load_formats()
-        self.student_views, self.format = self.data.student_views, self.data.format
-        self.tokenizer = self.format.tokenizer
-        self.students = students.with_formats(self.student_views.formats)
-        require_scorable(reward, self.students)
-        self.student_views.warn_of_guesses()
+        self.data.load_format()
+        self.format, self.tokenizer = self.data.format, self.data.format.tokenizer
+        self.student = Student.of(student, chat_format=self.format)
+        require_scorable(reward, self.student)
+        self.data.chosen.warn_of_guesses()
         self.teacher_name = teacher
         self.reward = reward
         self.student_dtype: Dtype = student_dtype
@@ -145,8 +138,8 @@ class ExplanationScorer:
         return decode(self.tokenizer, problem.teacher_prompt)
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """Attach a completion to its problem, as every student reads it."""
-        return self.student_views.build_rollout(problem, completion)
+        """Attach a completion to its problem, as the student reads it."""
+        return self.data.build_rollout(problem, completion)
 
     def score(
         self, rollouts: Sequence[Rollout], teacher: RunModel, device: torch.device, group_size: int = 1
@@ -157,7 +150,7 @@ class ExplanationScorer:
             rollouts: N explanations, made by `build_rollout`; those of one problem share its prompt's
                 computation.
             teacher: Calls the teacher: teacher(function, *arguments) is function(model, *arguments).
-            device: The teacher's device; the students move there.
+            device: The teacher's device; the student moves there.
             group_size: Completions of a group, in adjacent rows; only a reward that compares them needs it.
 
         Raises:
@@ -168,7 +161,7 @@ class ExplanationScorer:
         models = self.models | {POLICY: Model(teacher)}
         runner = PassRunner(models, device, self.head, self.micro_batch_tokens, self.layout)
         groups = Rollouts(list(rollouts), group_size, 0, self.temperature)
-        return score_rollouts(runner, self.reward, self.students, groups)
+        return score_rollouts(runner, self.reward, self.student, groups)
 
     @property
     def temperature(self) -> float:
@@ -178,8 +171,8 @@ class ExplanationScorer:
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
-        """Return the names of the students that have weights of their own."""
-        return self.students.frozen_names
+        """Return the name of the student, if it has weights of its own."""
+        return self.student.frozen_names
 
     def _prepare_models(self, teacher: RunModel, device: torch.device) -> None:
         """Move the models that score to a device; the first time, load them, and check all models."""

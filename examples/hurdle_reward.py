@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.rewards.students import Student
 from rlt_lightning.rollouts.step import StepBatch
 
 
@@ -31,8 +30,8 @@ class HurdleReward(RLTReward):
     hurdle_weight: float = 1.0
     threshold: float = -3.0
 
-    def extra_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+    def extra_terms(self, step: StepBatch, rows: Sequence[int]) -> dict[str, Tensor]:
         """See `RLTReward.extra_terms`."""
-        log_probs, mask = step.pad(student.name("solution"), rows)  # (n, S)
+        log_probs, mask = step.pad("solution", rows)  # (n, S)
         hurdles = (mask & (log_probs < self.threshold)).sum(dim=1) / mask.sum(dim=1)
         return {"hurdles": -self.hurdle_weight * hurdles}

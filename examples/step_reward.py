@@ -19,7 +19,7 @@ from torch import Tensor
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.credits import RewardCredit, TokenCredit
 from rlt_lightning.rewards import CorrectnessReward
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.tags import decode_each
 
@@ -29,12 +29,12 @@ STEP = re.compile(r"(\d) ?(times|add) ?(\d) ?is ?(\d)")
 class StepReward(CorrectnessReward):
     """The correctness reward, and a value of the last token of each step."""
 
-    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
         """See `Reward.measure`."""
-        tokenizer = students.formats[0].tokenizer
+        tokenizer = student.format.tokenizer
         texts = [decode_each(tokenizer, step.token_ids(row)) for row in rows]
         step.put_tokens("steps", rows, list(map(judge_steps, texts)))
-        return super().measure(step, rows, students)
+        return super().measure(step, rows, student)
 
 
 def judge_steps(texts: list[str]) -> Tensor:

@@ -75,9 +75,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         problems = [self.build_problem(number, row) for number, row in enumerate(rows, start=1)]
         default = self.format.student_system_prompt
         prompts = (p.student_system_prompt for p in problems)
-        self.student_views.chosen[0].check_rows(
-            Counter(default if prompt is None else prompt for prompt in prompts)
-        )
+        self.data.chosen.check_rows(Counter(default if prompt is None else prompt for prompt in prompts))
         return [p.columns | {"question": p.question, "prompt": self.build_prompt(p)} for p in problems]
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -227,7 +225,6 @@ class LikelihoodRewardFunction(RLTRewardFunction):
         layout: Layout = "auto",
         trust_remote_code: bool = False,
     ) -> None:
-        self.scored_by = scorer
         super().__init__(
             student=pretrained if scorer == POLICY else scorer,
             teacher=pretrained,
@@ -246,17 +243,12 @@ class LikelihoodRewardFunction(RLTRewardFunction):
                 "TRL's own KL penalty is GRPOConfig.beta."
             )
         if scorer == POLICY:
-            self.students = replace(self.students, model=POLICY)
+            self.student.model = POLICY
 
     @property
     def temperature(self) -> float:
         """See `ExplanationScorer.temperature`."""
         return self.args.temperature
-
-    @property
-    def frozen_names(self) -> tuple[str, ...]:
-        """See `ExplanationScorer.frozen_names`."""
-        return () if self.scored_by == POLICY else super().frozen_names
 
     def find_group_size(self, rollouts: Sequence[Rollout], training: bool) -> int:
         """See `RLTRewardFunction.find_group_size`.

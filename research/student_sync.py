@@ -91,7 +91,7 @@ class StudentSync(Callback):
         with torch.enable_grad():
             for _ in range(self.num_updates):
                 chosen = torch.randperm(len(self.best), generator=generator)[: self.batch_size].tolist()
-                loss = compute_sft_loss(model, [self.best[number].views[0] for number in chosen])
+                loss = compute_sft_loss(model, [self.best[number].require_view() for number in chosen])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

@@ -9,7 +9,7 @@ score_problems              rows ─▶ their completions, or sampled ones ─�
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,10 +30,8 @@ from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards import RLTReward, TextReward
-from rlt_lightning.rewards.base import CountedTokens
-from rlt_lightning.rewards.students import Student, StudentNames, split_student_setting
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 from rlt_lightning.run.console import make_printable
 from rlt_lightning.tags import TagStyle, decode_each
@@ -71,8 +69,6 @@ class Score:
         solution_ids: The S tokens of the solution, which r_ss counts.
         solution_tokens: Their texts.
         solution_log_probs: The student's log-probs of them, nats, likewise.
-        by_student: The score by each of several students, by a short name of it; empty with one. The figures
-            above then are combined, and the tokens are the first student's.
     """
 
     reward: float
@@ -85,30 +81,18 @@ class Score:
     solution_ids: list[int] = field(repr=False)
     solution_tokens: list[str] = field(repr=False)
     solution_log_probs: list[float] = field(repr=False)
-    by_student: dict[str, Score] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        step: StepBatch,
-        row: int,
-        reward: RLTReward,
-        students: Sequence[Student],
-        tokens: Sequence[CountedTokens],
-        label: str = "",
-    ) -> Score:
+    def of(cls, step: StepBatch, row: int, reward: RLTReward, student: Student) -> Score:
         """Return the score of one rollout of a step.
 
         Args:
             step: The step.
             row: Its row there.
             reward: What scored it.
-            students: Who read it.
-            tokens: What each student read.
-            label: Which of several students' score; '': that of all.
+            student: Who read it.
         """
-        student, read = students[0], tokens[0]
-        table = step.choose([row], label)
+        table, read = step.choose([row]), reward.list_tokens(step, row)
         columns = {name: float(values) for name, values in columns_of(table, "record").items()}
         solution = columns["solution_log_prob_mean"] + reward.min_coef * columns["solution_log_prob_min"]
         return cls(
@@ -122,10 +106,6 @@ class Score:
             solution_ids=read.solution,
             solution_tokens=decode_each(student.format.student_tokenizer, read.solution),
             solution_log_probs=read.solution_log_probs,
-            by_student={
-                other: cls.of(step, row, reward, students[number:], tokens[number:], other)
-                for number, other in enumerate([] if label else step.labels)
-            },
         )
 
 
@@ -157,10 +137,9 @@ class Teacher:
 
     Args:
         teacher: Run, or local folder, hub id, or a name such as miniature.
-        student: The frozen student, or several as a list, or as weights by name; None: explain without a
-            reward. With another tokenizer than the teacher's it needs a `reward` with kl_estimator k1 or k3.
+        student: The frozen student; None: explain without a reward. With another tokenizer than the
+            teacher's it needs a `reward` with kl_estimator k1 or k3.
         reward: The reward and its options.
-        student_reduction: How the rewards of several students become one: "mean", or the smallest, "min".
         sampling: Temperature and limits of explanations, which also end with the models' contexts.
         tags: "stratos", "r1" or a TagStyle; None: as the models were trained, else stratos.
         teacher_system_prompt: None: as the teacher was trained, else ours; '' for none.
@@ -174,10 +153,9 @@ class Teacher:
     def __init__(
         self,
         teacher: str | Path,
-        student: str | StudentNames | None = None,
+        student: str | None = None,
         *,
         reward: RLTReward = EXACT,
-        student_reduction: Reduction = "mean",
         sampling: Sampling = Sampling(),
         tags: str | TagStyle | None = None,
         teacher_system_prompt: str | None = None,
@@ -198,12 +176,9 @@ class Teacher:
             "trust_remote_code": trust_remote_code,
         }
         of_run = Path(teacher).expanduser() / "model"
-        one, several = split_student_setting(student)
         self.module = RLTModule(
             str(of_run if of_run.is_dir() else teacher),
-            one,
-            students=several,
-            student_reduction=student_reduction,
+            student,
             reward=NoReward() if student is None else reward,
             dtype=dtype,
             student_dtype=dtype,
@@ -234,7 +209,7 @@ class Teacher:
         Raises:
             InputError: If there is no student, or a row cannot be used.
         """
-        if not self.module.students.names:
+        if self.module.student.name is None:
             raise InputError(
                 "A score needs a student, but this Teacher has none. Name it as second argument."
             )
@@ -255,16 +230,12 @@ class Teacher:
         rollouts = RolloutCallback(HFEngine(), sampling=self.sampling, seed=seed)
         settings = TRAINER_DEFAULTS | {"accelerator": self.accelerator}
         steps = score_problems(self.module, data, rollouts, **settings)
-        students = list(self.module.students)
-        scored: list[tuple[Rollout, Score | None]] = []
-        for step in steps:
-            for row, rollout in enumerate(step.rollouts(step.shard)):
-                score = None
-                if students:
-                    tokens = self.reward.list_tokens(step, row, self.module.students)
-                    score = Score.of(step, row, self.reward, students, tokens)
-                scored.append((rollout, score))
-        return scored
+        student = self.module.student
+        return [
+            (rollout, None if student.name is None else Score.of(step, row, self.reward, student))
+            for step in steps
+            for row, rollout in enumerate(step.rollouts(step.shard))
+        ]
 
 
 def explain(
@@ -336,7 +307,7 @@ def score_problems(
     """Score completions of rows as `rlt predict` does, in one process, and leave no files.
 
     Args:
-        module: The teacher, its students and the reward.
+        module: The teacher, its student and the reward.
         data: The rows; those of ScoringData bring their completions. Of a TeacherRLData with one row
             completions end where the models' contexts do.
         rollouts: How completions are sampled, if the rows bring none.

@@ -248,25 +248,30 @@ class ModelView:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion attached to its problem, and as every other model reads it.
+    """A completion attached to its problem, and as another model reads it.
 
     Example:
-        Of a completion with the tokens `So`, separator and closing tag: closed True, and one view with
+        Of a completion with the tokens `So`, separator and closing tag: closed True, and a view with
         `So` and the separator as token_ids, num_tokens 1.
 
     Attributes:
-        problem: The problem, with the pieces of the first student.
+        problem: The problem, with the pieces of the student.
         completion: The completion.
         text: The explanation, or a student's whole answer, for people.
         closed: Whether it ended as it must: an explanation with its tag, an answer with its eos.
-        views: As each student reads it; in StudentOPDData as the teacher does, none if it can judge nothing.
+        view: As the student reads it; in StudentOPDData as the teacher does. None if nobody reads anything.
     """
 
     problem: Problem
     completion: Completion
     text: str
     closed: bool
-    views: tuple[ModelView, ...] = ()
+    view: ModelView | None = None
+
+    def require_view(self) -> ModelView:
+        """Return the view of an explanation or a thought, which always has one."""
+        assert self.view is not None, f"nobody reads the completion of row {self.problem.row}"
+        return self.view
 
     @property
     def empty(self) -> bool:

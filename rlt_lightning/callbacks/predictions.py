@@ -125,8 +125,8 @@ class DistillationWriter(Callback):
             module: Any = pl_module
             batch.step.bring_to_host(batch.step.shard)
             for i, row in enumerate(outputs):
-                tokens = module.reward.list_tokens(batch.step, i, module.students)
-                columns = build_token_columns(tokens, module.students)
+                tokens = module.reward.list_tokens(batch.step, i)
+                columns = build_token_columns(tokens, module.student)
                 outputs[i] = {**keep_columns(row, columns), **columns}
         append_from_ranks(trainer, self.path, outputs)
 

@@ -84,8 +84,8 @@ class RolloutRecorder(Callback):
         step.bring_to_host(chosen)
         for row, columns in zip(step.measured, rollout_rows(step, step.measured), strict=True):
             if row in chosen:
-                tokens = module.reward.list_tokens(step, row, module.students)
-                columns |= build_token_columns(tokens, module.students)
+                tokens = module.reward.list_tokens(step, row)
+                columns |= build_token_columns(tokens, module.student)
             rows.append((row, {"step": number, **columns}))
         return rows
 

@@ -191,23 +191,14 @@ def list_model_contexts(module: OnPolicyModule, data: StratosDataModule) -> Iter
         yield ModelContext("teacher", context(teacher), items.sum_columns("teacher_view"))
     if not isinstance(module, RLTModule):
         return
-    names = module.students.names
     yield ModelContext("teacher", context(module.pretrained), trained)
-    for name, fixed in zip(names, count_student_tokens(data), strict=False):
-        role = "student" if len(names) == 1 else f"student {name}"
-        yield ModelContext(role, context(name), fixed)
+    if module.student.name is not None:
+        yield ModelContext("student", context(module.student.name), count_student_tokens(data))
 
 
-def count_student_tokens(data: StratosDataModule) -> Iterator[np.ndarray]:
-    """Yield each student's tokens of all problems, beside the completion's; the held-out ones last."""
-    yield (first := data.all_items.sum_columns(*FIXED_PIECES["student"]))
-    for view in data.student_views.others:
-        if view is None:
-            yield first
-        else:
-            yield np.array(
-                [count_fixed_tokens(view.build_problem(problem), "student") for problem in data.problems]
-            )
+def count_student_tokens(data: StratosDataModule) -> np.ndarray:
+    """Return the student's tokens of all problems, beside the completion's; the held-out ones last."""
+    return data.all_items.sum_columns(*FIXED_PIECES["student"])
 
 
 def require_room(problems: StoredItems, model: ModelContext, max_completion_length: int) -> None:

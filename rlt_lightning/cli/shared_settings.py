@@ -45,7 +45,7 @@ class SettingsCommandLine(RLTCommandLine):
     def instantiate_classes(self) -> None:
         """Make module, data and engine, but no trainer: a command makes its own, if any."""
         self.made = self.parser.instantiate_classes(self.config)["fit"]
-        self.made.data.tokenizer_name, self.made.data.student_names = find_models(self.made.model)
+        self.made.data.tokenizer_name, self.made.data.reader_name = find_models(self.made.model)
 
     def _run_subcommand(self, subcommand: str) -> None:
         self.status = self.run(self.made, self.trainer_settings)

@@ -133,7 +133,7 @@ def check_run(
         return
     problems = draw_problems(data, options.rows)
     asked = data.with_rows([problem.columns for problem in problems])
-    asked.student_names = tuple(module.students.names)
+    asked.reader_name = module.student.name
     asked.val_batch_size = TOGETHER
     if isinstance(module.reward, RLTReward):
         module.reward = measure_gain(module.reward, data)
@@ -261,7 +261,7 @@ def measure_gain(reward: RLTReward, data: StratosDataModule) -> RLTReward:
     """Return the reward of stage 0: the gain over filler, with the exact KL, by which filler never gains."""
     if reward.baseline == "none":
         reward = replace(reward, baseline=FILLER)
-    foreign = any(isinstance(chat_format, CrossTokenizerFormat) for chat_format in data.student_views.formats)
+    foreign = isinstance(data.format, CrossTokenizerFormat)
     return reward if foreign else replace(reward, kl_estimator="exact")
 
 
@@ -294,7 +294,7 @@ def judge_own_answers(
         **options,
     )
     student = RLTModule(
-        module.students.names[0],
+        str(module.student.name),
         None,
         reward=CorrectnessReward(),
         dtype=module.student_dtype,

@@ -287,7 +287,8 @@ class Plan:
             source, data = "of the rows", copy.copy(data)
             data.output_dir, data.val_sources, data.val_rows = None, [], 0  # held-out rows may be elsewhere
             data.tokenizer_name = str(find_folder(str(data.tokenizer_name), scratch))
-            data.student_names = tuple(str(find_folder(name, scratch)) for name in data.student_names)
+            if data.reader_name is not None:
+                data.reader_name = str(find_folder(data.reader_name, scratch))
             data.setup("fit" if self.trains else "predict")
             items = data.all_items
             if items.is_examples:
@@ -300,7 +301,7 @@ class Plan:
             if isinstance(data, StudentOPDData):
                 self.scored_prompt = int(items.sum_columns("teacher_view").max())
             elif isinstance(data, StudentLikelihoodData):
-                self.scored_prompt = max(int(tokens.max()) for tokens in count_student_tokens(data))
+                self.scored_prompt = int(count_student_tokens(data).max())
         else:
             source = "given" if options.prompt_length else f"limits, for {missing} is not on this machine"
             prompt = options.prompt_length or (0 if limit is None else data.max_prompt_length)
@@ -330,15 +331,14 @@ class Plan:
         reference = [policy] if module.lora is None or moves else []
         longer = max(self.row_tokens, self.scored_prompt + self.completion_length)
         if isinstance(module, RLTModule):
-            copies = module.students.model == "reference" or (module.policy_loss.kl_coef and self.trains)
-            names = () if module.students.model else module.students.names
-            students = [read(name, module.student_dtype) for name in names]
+            copies = module.student.model == "reference" or (module.policy_loss.kl_coef and self.trains)
+            students = [read(name, module.student_dtype) for name in module.student.frozen_names]
             self.frozen = {"reference weights": reference if copies else [], "student weights": students}
             # A scorer that is no student's model reads thoughts with solutions, and may train on them.
-            if students or module.students.model:
+            if module.student.name is not None:
                 scored = self.row_tokens if students else longer
                 self.scorers = [(policy, scored), *((student, longer) for student in students)]
-            if module.answer_weight and module.students.model:
+            if module.answer_weight:
                 self.row_tokens = longer
         elif isinstance(module, OPDModule):
             teacher = read(module.teacher_name, module.teacher_dtype) if module.teacher_name else policy
@@ -647,7 +647,7 @@ def find_missing(data: StratosDataModule, scratch: Path) -> str | None:
         # A configuration's name may follow a file or a folder.
         if not any(Path(place).expanduser().exists() for place in (path, path.partition(":")[0])):
             return path
-    for name in filter(None, (data.tokenizer_name, *data.student_names)):
+    for name in filter(None, (data.tokenizer_name, data.reader_name)):
         if not (find_folder(name, scratch) / "tokenizer.json").is_file():
             return f"the tokenizer of {name}"
     return None

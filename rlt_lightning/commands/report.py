@@ -44,7 +44,7 @@ NEXT_FIGURES = (
     *("data/completion_tokens", "perf/tokens_per_s"),
 )
 NUM_CURVES = 6
-# Figures of a completion, beside the terms of its reward and those of each student, NAME/STUDENT.
+# Figures of a completion, beside the terms of its reward.
 FIGURES = {
     *("reward", "baseline", "solution_log_prob_mean", "solution_log_prob_min", "kl_mean", "kl_max"),
     *("correct", "formatted", "timed_out", "judged_tokens", "num_tokens", "student_tokens", "closed", "fits"),
@@ -312,7 +312,7 @@ def render_completion(row: Row) -> str:
     figures = [
         f"{escape(name)} {value:.4g}"
         for name, value in row.items()
-        if is_figure(name.partition("/")[0]) and isinstance(value, (int, float))
+        if is_figure(name) and isinstance(value, (int, float))
     ]
     return (
         f"<article><b>Question</b><pre>{escape(question)}</pre><b>Explanation</b><pre>{explanation}</pre>"

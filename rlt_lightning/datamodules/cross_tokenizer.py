@@ -127,7 +127,7 @@ class CrossTokenizerFormat(ChatFormat):
         end are in no span.
         """
         rollout = super().build_rollout(problem, completion)
-        [own] = rollout.views  # in the teacher's tokens
+        own = rollout.require_view()  # in the teacher's tokens
         text, ends = self.students_text.spellable(*self.teachers_text.decode_text(own.token_ids))
         token_ids, student_ends = self.students_text.encode(text, self.after_explanation)
         spans: list[Span] = []
@@ -146,12 +146,11 @@ class CrossTokenizerFormat(ChatFormat):
             spans=spans,
             num_left_out=max(0, own.num_tokens - num_tokens),
         )
-        return replace(rollout, views=(view,))
+        return replace(rollout, view=view)
 
     def count_read_tokens(self, problem: Problem, completion: Completion) -> int:
         """Return how many tokens of its own the student reads of a completion."""
-        [view] = self.build_rollout(problem, completion).views
-        return len(view.token_ids)
+        return len(self.build_rollout(problem, completion).require_view().token_ids)
 
     def build_student_sft_example(
         self,

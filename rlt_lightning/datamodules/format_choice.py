@@ -12,7 +12,6 @@ A setting that contradicts what a model was trained in is refused, unless `force
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,27 +117,8 @@ class ChosenFormat:
             )
 
 
-def choose_formats(
-    options: FormatOptions, teacher: str, students: Sequence[str], learns: bool = False
-) -> list[ChosenFormat]:
-    """Choose the format for each student of a run, at least one; the teacher writes for the first.
-
-    Raises:
-        InputError: See `choose_format`.
-    """
-    first = choose_format(options, teacher, students[0] if students else None, learns)
-    further = [choose_format(options, teacher, name, learns, first.tags) for name in students[1:]]
-    for chosen in further:  # the first student's format warns about the teacher
-        chosen.guessed.pop("teacher", None)
-    return [first, *further]
-
-
 def choose_format(
-    options: FormatOptions,
-    teacher: str | None,
-    student: str | None,
-    learns: bool = False,
-    written: TagStyle | None = None,
+    options: FormatOptions, teacher: str | None, student: str | None, learns: bool = False
 ) -> ChosenFormat:
     """Choose the format of a run.
 
@@ -147,7 +127,6 @@ def choose_format(
         teacher: Name of the model that explains; None if none does.
         student: Name of the model that answers, or that scores explanations; None if none does.
         learns: Whether the model is fine-tuned: it then may have been trained for the other role before.
-        written: The teacher's tags, if another student has decided them.
 
     Raises:
         InputError: If a setting contradicts what a model was trained in.
@@ -157,7 +136,7 @@ def choose_format(
     own_named = named if teacher is None or options.force_format else None
     teacher_format = None if teacher is None else load_recorded_format(teacher, "teacher", options, learns)
     student_format = None if student is None else load_recorded_format(student, "student", options, learns)
-    tags = named or written or find_tags(teacher_format, student_format) or STRATOS
+    tags = named or find_tags(teacher_format, student_format) or STRATOS
     student_tags = own_named or find_tags(student_format) or tags
     teacher_prompt, student_prompt = options.teacher_system_prompt, options.student_system_prompt
     if teacher_prompt is not None:

@@ -274,7 +274,7 @@ class ChatFormat:
         text = decode(self.tokenizer, body).strip()
         read = body[:num_think] if self._replaces_separator else body
         view = ModelView(problem, completion, read, num_tokens=num_think, num_own=num_think)
-        return Rollout(problem, completion, text, closed, (view,))
+        return Rollout(problem, completion, text, closed, view)
 
     def build_student_rollout(self, problem: Problem, completion: Completion) -> Rollout:
         """Attach a student's own answer, tags included, to its problem."""

@@ -25,7 +25,6 @@ from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load
 from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     choose_format,
-    choose_formats,
     require_model,
 )
 from rlt_lightning.datamodules.rows import (
@@ -56,7 +55,6 @@ from rlt_lightning.types import (
     Rollouts,
     SFTBatch,
     SFTExample,
-    as_list,
 )
 
 LongTraces = Literal["drop", "truncate"]
@@ -114,8 +112,8 @@ class TeacherSFTData(SFTData):
     role: ClassVar[Role] = "teacher"
 
     @override
-    def choose_formats(self, model: str) -> list[ChosenFormat]:
-        return [choose_format(self.format_options, model, None, learns=True)]
+    def choose_format(self, model: str) -> ChosenFormat:
+        return choose_format(self.format_options, model, None, learns=True)
 
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
@@ -130,8 +128,8 @@ class StudentSFTData(SFTData):
     role: ClassVar[Role] = "student"
 
     @override
-    def choose_formats(self, model: str) -> list[ChosenFormat]:
-        return [choose_format(self.format_options, None, model, learns=True)]
+    def choose_format(self, model: str) -> ChosenFormat:
+        return choose_format(self.format_options, None, model, learns=True)
 
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
@@ -148,37 +146,35 @@ class StudentSFTData(SFTData):
 
 
 class ReadData(StratosDataModule, ABC):
-    """Rows that become problems whose solution students, or scorers, read.
+    """Rows that become problems whose solution a student, or a scorer, reads.
 
     Args:
         source: The rows, with question and solution; see `StratosDataModule`.
-        student_tokenizer: Name of the model that reads, which may have another vocabulary, or of several;
-            None: those of the run's module.
+        student_tokenizer: Name of the model that reads, which may have another vocabulary; None: that of the
+            run's module.
         max_length: Most tokens of prompt and solution, with the completion if the row brings it; longer rows
             are left out.
         common: The settings of all stages; see `StratosDataModule`.
     """
 
+    student_reads = True
+
     def __init__(
         self,
         source: Rows = "chains",
         *,
-        student_tokenizer: str | list[str] | None = None,
+        student_tokenizer: str | None = None,
         max_length: int = 16384,
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
         require_sizes(max_length=max_length)
-        self.student_names = tuple(as_list(student_tokenizer))
+        self.reader_name = student_tokenizer
         self.max_length = max_length
 
     @override
-    def choose_formats(self, model: str) -> list[ChosenFormat]:
-        return choose_formats(self.format_options, model, self.student_names)
-
-    @override
-    def list_readers(self) -> tuple[str, ...]:
-        return self.student_names
+    def choose_format(self, model: str) -> ChosenFormat:
+        return choose_format(self.format_options, model, self.reader_name)
 
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
@@ -186,7 +182,7 @@ class ReadData(StratosDataModule, ABC):
 
 
 class TeacherRLData(ReadData):
-    """Stages 2 and 3: a teacher explains each problem, and its students score the explanation.
+    """Stages 2 and 3: a teacher explains each problem, and a student scores the explanation.
 
     Args:
         source: The rows, with question and solution; see `StratosDataModule`.
@@ -256,10 +252,9 @@ class StudentLikelihoodData(ReadData):
     samples = "thoughts"
 
     @override
-    def choose_formats(self, model: str) -> list[ChosenFormat]:
-        # Every scorer reads in the student's format.
-        chosen = replace(choose_format(self.format_options, None, model), thinks=True)
-        return [chosen] * max(1, len(self.student_names))
+    def choose_format(self, model: str) -> ChosenFormat:
+        # The scorer reads in the student's format.
+        return replace(choose_format(self.format_options, None, model), thinks=True)
 
 
 # Questions that the student answers
@@ -316,7 +311,7 @@ class StudentOPDData(StratosDataModule):
         common: The settings of all stages; see `StratosDataModule`.
 
     Attributes:
-        views: The teacher's contexts; set by `load_formats`.
+        views: The teacher's contexts; set by `load_format`.
     """
 
     role: ClassVar[Role] = "student"
@@ -333,28 +328,29 @@ class StudentOPDData(StratosDataModule):
         **common: Any,
     ) -> None:
         super().__init__(source, **common)
-        self.student_names = tuple(as_list(teacher_tokenizer))
+        self.reader_name = teacher_tokenizer
         self.view = view
 
     @override
-    def choose_formats(self, model: str) -> list[ChosenFormat]:
+    def choose_format(self, model: str) -> ChosenFormat:
         # With a hint a teacher answers as the student does, whatever it was trained for.
-        teacher = self.student_names[0] if self.student_names and self.view == "explanation" else None
-        return [choose_format(self.format_options, teacher, model)]
+        teacher = self.reader_name if self.view == "explanation" else None
+        return choose_format(self.format_options, teacher, model)
 
     @override
-    def load_formats(self) -> None:
-        super().load_formats()
-        teacher = self.student_names[0] if self.student_names else None
-        _, tokenizer = load_tokenizers(require_model(self.tokenizer_name), teacher, self.trust_remote_code)
-        own = self.format if tokenizer is None else self.student_views.chosen[0].build_format(tokenizer)
-        self.views = TeacherViews(self.format, own, self.view)
+    def load_format(self) -> None:
+        super().load_format()
+        model = require_model(self.tokenizer_name)
+        _, tokenizer = load_tokenizers(model, self.reader_name, self.trust_remote_code)
+        teacher = self.format if tokenizer is None else self.chosen.build_format(tokenizer)
+        self.views = TeacherViews(self.format, teacher, self.view)
 
     @override
     def list_vocabularies(self) -> list[tuple[str, Any, tuple[str, ...]]]:
-        tokenizer = self.views.teacher.tokenizer
-        teachers = ((name, tokenizer, ("teacher_view",)) for name in self.student_names[:1])
-        return [*super().list_vocabularies(), *teachers]
+        vocabularies = super().list_vocabularies()
+        if self.reader_name is not None:
+            vocabularies.append((self.reader_name, self.views.teacher.tokenizer, ("teacher_view",)))
+        return vocabularies
 
     @override
     def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:

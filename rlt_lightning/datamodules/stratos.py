@@ -23,6 +23,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from rlt_lightning.datamodules.bad_rows import BadRowReport, NumberedRow, write_reports
+from rlt_lightning.datamodules.cross_tokenizer import load_tokenizers
 from rlt_lightning.datamodules.format_choice import (
     ChosenFormat,
     FormatOptions,
@@ -60,7 +61,6 @@ from rlt_lightning.datamodules.token_cache import (
     hash_value,
     read_reports,
 )
-from rlt_lightning.datamodules.views import StudentViews
 from rlt_lightning.models.format import ModelFormat, Role
 from rlt_lightning.models.load import count_ids, require_model_name
 from rlt_lightning.tags import TagStyle, escape_half_pairs
@@ -77,6 +77,8 @@ from rlt_lightning.types import (
 
 # The columns of items that the trained model reads.
 TRAINED_COLUMNS = ("token_ids", "teacher_prefix", "think_prefix", "completion_ids")
+# Those that a student reads.
+READ_COLUMNS = ("student_prefix", "student_suffix", "solution_ids")
 # A file, folder, hub id or embedded task, rows themselves, or a list of such sources.
 Rows = str | Path | list[str] | Iterable[dict[str, Any]]
 
@@ -118,16 +120,20 @@ class StratosDataModule(LightningDataModule, ABC):
         samples: What the completions are: explanations, answers or thoughts; '' in fine-tuning.
         takes_completions: Whether a row may have a completion in place of a trace.
         solution_in_tags: Whether a model reads or writes the solution between tags.
-        student_views: The formats in which teacher and students read; set by `load_formats`.
+        student_reads: Whether a student reads the completions.
+        chosen: The settings of `format`; set by `load_format`, like it.
+        format: The contexts of the teacher and of the student.
     """
 
     role: ClassVar[Role]
     samples: ClassVar[str] = ""
     takes_completions: ClassVar[bool] = False
     solution_in_tags: ClassVar[bool] = True
-    student_views: StudentViews
+    student_reads: ClassVar[bool] = False
+    chosen: ChosenFormat
+    format: ChatFormat
     # Settings that some stages have, as `trace_columns`; in the others they have these values.
-    student_names: tuple[str, ...] = ()  # the frozen models that read
+    reader_name: str | None = None  # of the frozen model that reads completions
     student_context: int | None = None
     max_length: int = sys.maxsize
     num_finished = 0  # items that an interrupted prediction has finished
@@ -179,12 +185,12 @@ class StratosDataModule(LightningDataModule, ABC):
             if hasattr(module, "require_data"):
                 module.require_data(self)
             if self.follows_module:
-                self.tokenizer_name, self.student_names = find_models(self.trainer.lightning_module)
-        wanted = (stage, self.tokenizer_name, self.student_names)
+                self.tokenizer_name, self.reader_name = find_models(self.trainer.lightning_module)
+        wanted = (stage, self.tokenizer_name, self.reader_name)
         if self._prepared_for == wanted:
             return
         self.require_files()
-        self.load_formats()
+        self.load_format()
         items, self.reports = self._tokenize(self.sources, self.reader)
         val_items = items[:0]
         if stage != "predict":
@@ -218,7 +224,7 @@ class StratosDataModule(LightningDataModule, ABC):
             self.reader.open(source)
         for source in self.val_sources:
             replace(self.reader, split=self.val_split).open(source)
-        for name in filter(None, (self.tokenizer_name, *self.student_names)):
+        for name in filter(None, (self.tokenizer_name, self.reader_name)):
             require_model_name(name)
 
     def with_rows(self, rows: list[dict[str, Any]]) -> Self:
@@ -230,7 +236,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def train_dataloader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
         """Return batches of one optimizer step, resumable in the middle of an epoch."""
-        self.student_views.warn_of_guesses(self.system_prompts)
+        self.chosen.warn_of_guesses(self.system_prompts)
         return self.step_loader()
 
     def step_loader(self) -> StepLoader[Item, PromptBatch | SFTBatch]:
@@ -250,7 +256,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def predict_dataloader(self) -> DealtLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
-        self.student_views.warn_of_guesses(self.system_prompts)
+        self.chosen.warn_of_guesses(self.system_prompts)
         left = self.items[self.num_finished :]
         return DealtLoader(left, self.val_batch_size, self.collate, self._rank(), self._world_size())
 
@@ -260,23 +266,19 @@ class StratosDataModule(LightningDataModule, ABC):
 
     # What a stage says of its rows
 
-    def choose_formats(self, model: str) -> list[ChosenFormat]:
-        """Choose the format of each student; of a student that is trained, its own."""
-        return [choose_format(self.format_options, None, model)]
+    def choose_format(self, model: str) -> ChosenFormat:
+        """Choose the format; of a student that is trained, its own."""
+        return choose_format(self.format_options, None, model)
 
-    def load_formats(self) -> None:
-        """Choose the formats, and load the tokenizers.
+    def load_format(self) -> None:
+        """Choose the format, and load the tokenizers.
 
         Raises:
             InputError: If a setting contradicts what a model was trained in, or a tokenizer cannot be loaded.
         """
-        model = require_model(self.tokenizer_name)
-        formats = self.choose_formats(model)
-        self.student_views = StudentViews(formats, model, self.list_readers(), self.trust_remote_code)
-
-    def list_readers(self) -> Sequence[str]:
-        """Return the names of the students that read completions."""
-        return ()
+        model, student = require_model(self.tokenizer_name), self.reader_name if self.student_reads else None
+        self.chosen = self.choose_format(model)
+        self.format = self.chosen.build_format(*load_tokenizers(model, student, self.trust_remote_code))
 
     def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a row, with those that the stage can derive from the others."""
@@ -311,7 +313,7 @@ class StratosDataModule(LightningDataModule, ABC):
         return {
             "stage": f"{type(self).__module__}.{type(self).__qualname__}",
             "traces": self.trace_columns,
-            "row_prompts": self.student_views.chosen[0].keeps_row_prompts,
+            "row_prompts": self.chosen.keeps_row_prompts,
             **{name: getattr(self, name) for name in limits},
         }
 
@@ -323,8 +325,8 @@ class StratosDataModule(LightningDataModule, ABC):
         return self.format.end_tag
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """Attach a completion to its problem, as every student reads it."""
-        return self.student_views.build_rollout(problem, completion)
+        """Attach a completion to its problem, as the student reads it."""
+        return self.format.build_rollout(problem, completion)
 
     def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
         """Return thought and solution of the turn that stage 4 makes of a completion.
@@ -335,11 +337,6 @@ class StratosDataModule(LightningDataModule, ABC):
         return rollout.text, rollout.problem.solution
 
     # For all stages
-
-    @property
-    def format(self) -> ChatFormat:
-        """Return the contexts of the teacher and of the first student."""
-        return self.student_views.formats[0]
 
     def count_turn_tokens(self, rollout: Rollout) -> int | None:
         """Return the number of tokens of the example that stage 4 makes of a completion; None without one."""
@@ -386,12 +383,10 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def list_vocabularies(self) -> list[tuple[str, Any, tuple[str, ...]]]:
         """Return the run's models, each with its tokenizer and the columns of items that it reads."""
-        readers = zip(self.list_readers(), self.student_views.formats, strict=False)
-        read = "student_prefix", "student_suffix", "solution_ids"
-        return [
-            (require_model(self.tokenizer_name), self.format.tokenizer, TRAINED_COLUMNS),
-            *((name, own.student_tokenizer, read) for name, own in readers),
-        ]
+        vocabularies = [(require_model(self.tokenizer_name), self.format.tokenizer, TRAINED_COLUMNS)]
+        if self.student_reads and self.reader_name is not None:
+            vocabularies.append((self.reader_name, self.format.student_tokenizer, READ_COLUMNS))
+        return vocabularies
 
     def count_ids(self) -> int:
         """Return how many token ids every model has that reads what the first of them samples.
@@ -438,7 +433,7 @@ class StratosDataModule(LightningDataModule, ABC):
 
     def find_row_prompt(self, row: ParsedRow) -> str | None:
         """Return the row's own system prompt; None if it does not count."""
-        return row.system if self.student_views.chosen[0].keeps_row_prompts else None
+        return row.system if self.chosen.keeps_row_prompts else None
 
     def make_items(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[dict[str, Any]]:
         """Yield the items of a source, and then the rows that are not used, as fields of a table.
@@ -523,7 +518,7 @@ class StratosDataModule(LightningDataModule, ABC):
             report.check(self.max_bad_frac, path)
             for line in report.lines():
                 rank_zero_warn(line + (f"; see {path}" if path else ""))
-        self.student_views.chosen[0].check_rows(self.system_prompts)
+        self.chosen.check_rows(self.system_prompts)
 
 
 def get_stratos_data(trainer: Trainer) -> StratosDataModule:
@@ -605,8 +600,8 @@ def longest_sequence(problem: Problem, num_completion: int, num_read: int) -> in
     return max(len(problem.teacher_prompt) + num_completion, student)
 
 
-def find_models(module: Any) -> tuple[str | None, tuple[str, ...]]:
-    """Return the names of a module's trained or evaluated model, and of the frozen ones that read for it."""
-    students, teacher = getattr(module, "students", None), getattr(module, "teacher_name", None)
-    frozen = students.names if students else (teacher,) if teacher else ()
-    return getattr(module, "pretrained", None), frozen
+def find_models(module: Any) -> tuple[str | None, str | None]:
+    """Return the names of a module's trained or evaluated model, and of the frozen one that reads for it."""
+    student = getattr(module, "student", None)
+    reader = getattr(module, "teacher_name", None) if student is None else student.name
+    return getattr(module, "pretrained", None), reader

@@ -1,13 +1,6 @@
-"""How models read what another one wrote: students an explanation, a teacher a student's answer.
+"""How the teacher of StudentOPDData reads a student's answer: its contexts, and the tokens that it judges.
 
-    completion ─┬▶ format of student 1 ─▶ ModelView ─┬▶ Rollout.views
-                ├▶ format of student 2 ─▶ ModelView ─┤
-                └▶ student 3, as student 1 ──────────┘
-
-Problems are tokenised for the first student. A further one whose tokenizer, tags or system prompt differ
-reads every completion in its own format.
-
-The teacher of StudentOPDData sees the question with the solution, then the student's tokens:
+It sees the question with the solution, then the student's tokens:
 
     student   <user>question                     <think> first, second </think> <solution>...
     teacher   <user>question solution<explanation> first, second </explanation>       view explanation
@@ -20,128 +13,16 @@ decision to end it.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer, load_tokenizers
-from rlt_lightning.datamodules.format_choice import ChosenFormat
+from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import BLOCK_BREAK, SENTINEL, ChatFormat, encode, encode_pieces
-from rlt_lightning.datamodules.rows import ParsedRow, parse_row
-from rlt_lightning.datamodules.token_cache import describe_format
+from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.numerics.spans import split_spans
 from rlt_lightning.tags import decode, decode_each
 from rlt_lightning.types import Completion, ModelView, Problem, Rollout
-
-# Students
-
-
-@dataclass(frozen=True)
-class StudentView:
-    """How one student reads problems and completions.
-
-    Attributes:
-        format: The contexts of the teacher and of this student.
-        keeps_row_prompts: Whether a row's own system prompt replaces the student's.
-    """
-
-    format: ChatFormat
-    keeps_row_prompts: bool
-
-    def build_problem(self, problem: Problem) -> Problem:
-        """Return a problem with the pieces of this student; the teacher's prompt stays, token by token."""
-        system = None
-        if self.keeps_row_prompts:
-            system = parse_row(
-                problem.columns,
-                self.format.tags,
-                student_tags=self.format.student_tags,
-                solution_in_tags=False,  # those of the first student count
-            ).system
-        own = self.format.build_problem(problem.row, problem.question, problem.solution, system)
-        prompt, given = problem.teacher_prompt, own.think_prefix
-        student_prefix = own.student_prefix
-        if prompt[len(prompt) - len(given) :] != given:
-            student_prefix, given = student_prefix + given, []
-        return replace(
-            problem,
-            teacher_prefix=prompt[: len(prompt) - len(given)],
-            think_prefix=given,
-            student_prefix=student_prefix,
-            student_suffix=own.student_suffix,
-            solution_ids=own.solution_ids,
-            student_system_prompt=system,
-        )
-
-    def build_view(self, problem: Problem, completion: Completion) -> ModelView:
-        """Return a completion as this student reads it; `problem` has this student's pieces."""
-        [view] = self.format.build_rollout(problem, completion).views
-        return view
-
-
-class StudentViews:
-    """How each student of a run reads, at least one.
-
-    Args:
-        chosen: The format of each student; without a student, that of the model.
-        teacher: Name of the teacher, or of the only model.
-        students: Names of the students.
-        trust_remote_code: Run code that comes with a tokenizer.
-
-    Raises:
-        InputError: If a tokenizer cannot be loaded, or has not what a student needs.
-    """
-
-    def __init__(
-        self,
-        chosen: Sequence[ChosenFormat],
-        teacher: str,
-        students: Sequence[str] = (),
-        trust_remote_code: bool = False,
-    ) -> None:
-        self.chosen = list(chosen)
-        names: Sequence[str | None] = students or [None]
-        self.all = [
-            StudentView(
-                one.build_format(*load_tokenizers(teacher, name, trust_remote_code)), one.keeps_row_prompts
-            )
-            for one, name in zip(chosen, names, strict=True)
-        ]
-        keys = [(describe_format(view.format), view.keeps_row_prompts) for view in self.all]
-        # None: this student reads what the first one reads.
-        self.others = [None if key == keys[0] else view for view, key in zip(self.all, keys, strict=True)][1:]
-        # The problem of the last rollout, as the others read it: completions of a problem come together.
-        self._last: tuple[Problem, list[Problem]] | None = None
-
-    @property
-    def formats(self) -> list[ChatFormat]:
-        """Return the format of each student."""
-        return [view.format for view in self.all]
-
-    def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """Attach a completion to its problem, as every student reads it."""
-        rollout = self.formats[0].build_rollout(problem, completion)
-        if not self.others:
-            return rollout
-        if self._last is None or self._last[0] is not problem:
-            own = [view.build_problem(problem) if view else problem for view in self.others]
-            self._last = problem, own
-        views = list(rollout.views)
-        for view, own_problem in zip(self.others, self._last[1], strict=True):
-            views.append(view.build_view(own_problem, completion) if view else rollout.views[0])
-        return replace(rollout, views=tuple(views))
-
-    def warn_of_guesses(self, prompts: Counter[str] | None = None) -> None:
-        """Warn of each model of unknown format; `prompts` are those of the first student's rows, counted."""
-        first = self.chosen[0]
-        for one in self.chosen:
-            alike = one.keeps_row_prompts == first.keeps_row_prompts and one.recorded == first.recorded
-            one.warn_of_guesses(prompts if alike else None)
-
-
-# A teacher that judges
 
 HINT = (
     "{question}\n\nHere is the solution:\n\n{solution}\n\nAnswer the question in your own words, as if you "
@@ -207,7 +88,7 @@ class TeacherViews:
             view = self._build_view(problem, completion, *found)
         else:
             return rollout
-        return rollout if view is None else replace(rollout, views=(view,))
+        return replace(rollout, view=view)
 
     def _build_view(
         self, problem: Problem, completion: Completion, start: int, end: int, closes: bool

@@ -188,9 +188,9 @@ class RatioCredit(Credit):
 
     def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Return the judged tokens as the other model reads them."""
-        if not rollout.views:
+        if rollout.view is None:
             return {}
-        view, context = rollout.views[0], rollout.problem.teacher_view
+        view, context = rollout.view, rollout.problem.teacher_view
         scoring = ScoringPass(
             self.by,
             context,
@@ -208,8 +208,8 @@ class RatioCredit(Credit):
         own, credit = inputs.old_log_probs, torch.zeros_like(inputs.log_probs)
         theirs = inputs.step.tokens.get(self.name, {})
         for i, (row, rollout) in enumerate(zip(inputs.micro.rows, inputs.rollouts, strict=True)):
-            if row in theirs:
-                view, sampled = rollout.views[0], inputs.micro.passes[i].sampled
+            if row in theirs and (view := rollout.view) is not None:
+                sampled = inputs.micro.passes[i].sampled
                 first = view.start - (sampled[0] if sampled else 0)
                 part = slice(first, first + view.num_tokens)
                 credit[i, part] = sampled_advantages(own[i, part], theirs[row], view.spans)

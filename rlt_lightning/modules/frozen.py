@@ -1,4 +1,4 @@
-"""Models that score completions and are not trained: students, references, the policy without its adapter."""
+"""Models that score completions and are not trained: student, reference, the policy without adapter."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from rlt_lightning.numerics.packing import mask_tokens
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import AnswerScore
 from rlt_lightning.rewards.explanations import build_solution_pass
-from rlt_lightning.rewards.students import Student
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass
 from rlt_lightning.types import Rollout
 
@@ -173,7 +173,7 @@ class AnswerTerm(LossTerm):
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the solution after the thought."""
-        return build_solution_pass(self.student, rollout.views[self.student.number], self.score.temperature)
+        return build_solution_pass(self.student, rollout.require_view(), self.score.temperature)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return minus the weighted scores."""

@@ -270,7 +270,7 @@ class Distillation(LossTerm):
         Of an answer that the teacher cannot judge: its first token, and the teacher's context.
         """
         judged, context = build_judged_pass(rollout, self.temperature), rollout.problem.teacher_view
-        shown = (rollout.views[0].token_ids if rollout.views else []) or context[-1:]
+        shown = (rollout.view.token_ids if rollout.view else []) or context[-1:]
         scored = len(context), len(context) + (len(shown) if judged.num_scored else 0)
         what = "divergence of student and teacher"
         other = ScoringPass(self.teacher, context, shown, scored, judged.family, self.temperature, what)
@@ -378,12 +378,12 @@ def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPas
 
 def count_judged(row: Rollout) -> int:
     """Return how many of an answer's tokens the teacher judges."""
-    return sum(view.num_tokens for view in row.views)
+    return row.view.num_tokens if row.view else 0
 
 
 def find_first_judged(row: Rollout) -> int:
     """Return the first of an answer's tokens that the teacher judges; 0 if it judges none."""
-    return sum(view.start for view in row.views)
+    return row.view.start if row.view else 0
 
 
 def judged_metrics(

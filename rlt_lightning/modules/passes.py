@@ -48,7 +48,7 @@ from rlt_lightning.numerics.packing import (
 from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch, columns_of
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
@@ -543,7 +543,7 @@ def declare_passes(step: StepBatch, rollout: Rollout, declare: Declare) -> Mappi
 def score_rollouts(
     runner: PassRunner,
     reward: Reward,
-    students: Students,
+    student: Student,
     rollouts: Rollouts,
     declare: Declare | None = None,
     recompute: bool | None = None,
@@ -553,7 +553,7 @@ def score_rollouts(
     Args:
         runner: Runs the models.
         reward: The reward.
-        students: Its students, with their formats.
+        student: Its student, with the format.
         rollouts: The completions.
         declare: Returns the scoring passes; None: those that the reward needs.
         recompute: See `PassRunner.run`.
@@ -562,20 +562,20 @@ def score_rollouts(
         NonFiniteError: If a log-prob or reward is NaN or infinite.
     """
     step = StepBatch.of_rollouts(rollouts)
-    declare = declare or (lambda rollout: reward.scoring_passes(rollout, students))
+    declare = declare or (lambda rollout: reward.scoring_passes(rollout, student))
     runner.run(step, step.shard, declare, recompute=recompute)
-    step.put_numbers(step.shard, reward.measure(step, step.shard, students))
-    score_groups(step, reward, students)
+    step.put_numbers(step.shard, reward.measure(step, step.shard, student))
+    score_groups(step, reward)
     return step
 
 
-def score_groups(step: StepBatch, reward: Reward, students: Students) -> None:
+def score_groups(step: StepBatch, reward: Reward) -> None:
     """Reward whole groups from the table of their completions.
 
     Raises:
         NonFiniteError: If a reward is NaN or infinite; it names a term that is, and the class.
     """
-    step.set_scores(reward.score(step.table, step.group_size, students))
+    step.set_scores(reward.score(step.table, step.group_size))
     rows, maker = [step.row_number(row) for row in range(len(step))], type(reward).__name__
     try:
         require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))

@@ -63,11 +63,10 @@ from rlt_lightning.modules.step_metrics import held_out_metrics, require_agreeme
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
-from rlt_lightning.numerics.students import Reduction
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.explanations import require_scorable, require_student
 from rlt_lightning.rewards.rlt import RLTReward
-from rlt_lightning.rewards.students import StudentNames, Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.sampler import RolloutRequest
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
 from rlt_lightning.run.jsonl import Row
@@ -102,8 +101,6 @@ class RLTModule(OnPolicyModule):
         answer_weight: Weight of the answer term, the gradient of the solution's own score, where the policy
             is the student (`AnswerTerm`); None: 1 if the reward has the term, else 0. The term has neither
             advantages nor importance weights: for a control by ShuffledAdvantages set it to 0.
-        students: Several frozen models in place of `student`, with weights or without.
-        student_reduction: How their rewards become one: the weighted "mean", or the smallest, "min".
         options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
 
     Raises:
@@ -134,16 +131,14 @@ class RLTModule(OnPolicyModule):
         updates_per_rollout: int = 1,
         num_epochs: int = 1,
         answer_weight: float | None = None,
-        students: StudentNames | None = None,
-        student_reduction: Reduction = "mean",
         **options: Any,
     ) -> None:
         super().__init__(
             pretrained=teacher, group_size=group_size, importance_sampling=importance_sampling, **options
         )
-        self.students = Students.of(student, students, student_reduction, teacher)
-        require_student(reward, self.students.model or self.students.first)
-        self.answer_weight = choose_answer_weight(answer_weight, reward, self.students)
+        require_student(reward, student)
+        self.student = Student.of(student, teacher)
+        self.answer_weight = choose_answer_weight(answer_weight, reward, self.student)
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
@@ -181,8 +176,8 @@ class RLTModule(OnPolicyModule):
                 f"{self.trainer.world_size}. Lower it, or raise data.prompts_per_step."
             )
         self.reward.check(data.problems)
-        self.students = self.students.with_formats(data.student_views.formats)
-        require_scorable(self.reward, self.students)
+        self.student.format = data.format
+        require_scorable(self.reward, self.student)
         self.reward.open(data.format.tags)
 
     def require_data(self, data: Any) -> None:
@@ -196,7 +191,7 @@ class RLTModule(OnPolicyModule):
             )
 
     def load_frozen_models(self) -> None:
-        """Load the students and, where the loss has a KL penalty or it is the student, the reference."""
+        """Load the student and, where the loss has a KL penalty or it is the student, the reference."""
         super().load_frozen_models()
         for name in self.frozen_names:
             self.models[name] = self.load_frozen(name, self.student_dtype, "the frozen student")
@@ -209,19 +204,19 @@ class RLTModule(OnPolicyModule):
     def needs_reference(self) -> bool:
         """Return whether the reference, the initial model, is needed."""
         in_loss = self.trainer.training and (self.policy_loss.kl_coef or REFERENCE in self.credit.models)
-        return bool(in_loss) or self.students.model == REFERENCE
+        return bool(in_loss) or self.student.model == REFERENCE
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
-        """Return the names of the students that have weights of their own."""
-        return self.students.frozen_names
+        """Return the name of the student, if it has weights of its own."""
+        return self.student.frozen_names
 
     def build_card_metadata(self) -> dict[str, Any]:
         """Return the models and the reward of a prediction, for a data card."""
         options = {name: v for name, v in vars(self.reward).items() if isinstance(v, (int, float, str))}
         reward = ", ".join([type(self.reward).__name__, *(f"{name} {v}" for name, v in options.items())])
-        students = ", ".join(self.students.names)
-        models = {"teacher": self.pretrained, "student": students} if students else {"model": self.pretrained}
+        name = self.student.name
+        models = {"teacher": self.pretrained, "student": name} if name else {"model": self.pretrained}
         return models | {"reward": reward}
 
     def teardown(self, stage: str) -> None:
@@ -282,8 +277,7 @@ class RLTModule(OnPolicyModule):
         score = self.reward.find_answer()
         if score is None or not self.answer_weight:
             return [gradient]
-        [policy] = self.students
-        return [gradient, AnswerTerm(score, self.policy_loss, policy, self.answer_weight)]
+        return [gradient, AnswerTerm(score, self.policy_loss, self.student, self.answer_weight)]
 
     def collect(self, runner: PassRunner, request: RolloutRequest) -> StepBatch:
         """Return completions, which were read and scored as they came; all ranks get all rewards."""
@@ -295,7 +289,7 @@ class RLTModule(OnPolicyModule):
         with self.phase("score"):
             self.ranks.raise_together(step)
             step.share(self.ranks.sum_tensor)
-            score_groups(step, self.reward, self.students)
+            score_groups(step, self.reward)
         return step
 
     def measure(
@@ -317,7 +311,7 @@ class RLTModule(OnPolicyModule):
         runner.run(step, rows, declare, stats)
         try:
             with torch.no_grad():
-                numbers = self.reward.measure(step, rows, self.students)
+                numbers = self.reward.measure(step, rows, self.student)
         except Exception as error:  # of a user's class: any
             step.keep_failure(error)
             return
@@ -325,7 +319,7 @@ class RLTModule(OnPolicyModule):
 
     def list_reward_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Return the scoring passes of a completion for the reward."""
-        return self.reward.scoring_passes(rollout, self.students)
+        return self.reward.scoring_passes(rollout, self.student)
 
     def list_loss_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Return the scoring passes of a completion for the loss, without gradient: the reference's."""
@@ -357,7 +351,7 @@ class RLTModule(OnPolicyModule):
         return replace(super().build_runner(), recompute=self.teacher_log_probs == "recompute")
 
     def list_models(self) -> dict[str, Model]:
-        """Add the students and the reference."""
+        """Add the student and the reference."""
         return super().list_models() | self.models | {REFERENCE: self.reference_model}
 
     @property
@@ -377,7 +371,7 @@ class RLTModule(OnPolicyModule):
         """
         declare = self.list_held_out_passes if recompute else self.list_reward_passes
         runner = self.build_runner()
-        return score_rollouts(runner, self.reward, self.students, rollouts, declare, recompute or None)
+        return score_rollouts(runner, self.reward, self.student, rollouts, declare, recompute or None)
 
     def list_held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
         """Return the scoring passes of a held-out completion."""
@@ -444,19 +438,19 @@ def average_metrics(updates: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: sum(metrics[name] for metrics in updates) / len(updates) for name in updates[0]}
 
 
-def choose_answer_weight(weight: float | None, reward: Reward, students: Students) -> float:
+def choose_answer_weight(weight: float | None, reward: Reward, student: Student) -> float:
     """Return the weight of the answer term; None: 1 where there is one.
 
     Raises:
         InputError: If there is no such term for this reward and student.
     """
-    has_term = students.model == POLICY and reward.find_answer() is not None
+    has_term = student.model == POLICY and reward.find_answer() is not None
     if weight is None:
         return float(has_term)
     if weight < 0 or (weight and not has_term):
         raise InputError(
             "model.answer_weight must be 0 or, with model.student policy and a LogProbReward or "
-            f"VeriFreeReward, above: it is {weight}, with student {students.model or students.first} and "
+            f"VeriFreeReward, above: it is {weight}, with student {student.model or None} and "
             f"{type(reward).__name__}. Set it to 0."
         )
     return weight

@@ -12,7 +12,7 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN, keep_columns
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.rewards.base import CountedTokens
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import StepBatch, columns_of, name_column
 from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
 from rlt_lightning.tags import decode_each
@@ -25,16 +25,13 @@ MARKS = ("completion", "trace_column")  # by which scoring would take another te
 
 
 def score_rows(step: StepBatch, rows: Sequence[int]) -> list[dict[str, float]]:
-    """Return the reward and its terms, one dictionary per rollout; NAME/LABEL is by one of the students."""
-    columns: dict[str, list[float]] = {}
-    for label in ("", *step.labels):
-        table, end = step.choose(rows, label), f"/{label}" if label else ""
-        terms = {f"{name}_reward": values for name, values in columns_of(table, "term").items()}
-        levels, others = columns_of(table, "level"), columns_of(table, "record")
-        for name, values in dict(reward=table["reward"], **terms, **levels, **others).items():
-            if not (label and name == "format_reward"):  # the same for all students
-                columns[f"{name}{end}"] = values.tolist()
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    """Return the reward and its terms, one dictionary per rollout."""
+    table = step.choose(rows)
+    terms = {f"{name}_reward": values for name, values in columns_of(table, "term").items()}
+    levels, others = columns_of(table, "level"), columns_of(table, "record")
+    columns = dict(reward=table["reward"], **terms, **levels, **others)
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
 
 
 def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[Row]:
@@ -110,27 +107,22 @@ def read_reference(problem: Problem) -> Row:
     return reference
 
 
-def build_token_columns(tokens: Sequence[CountedTokens], students: Students) -> Row:
+def build_token_columns(tokens: CountedTokens, student: Student) -> Row:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
-        tokens: The result of `Reward.list_tokens`, by each student.
-        students: The students, with their formats.
+        tokens: The result of `Reward.list_tokens`.
+        student: The student, with its format.
 
     Returns:
-        `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`, of the first
-        student; those of further students as NAME/LABEL. Values are rounded to 1e-6.
+        `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`, rounded to 1e-6.
     """
-    columns: Row = {}
-    for student, counted in zip(students, tokens, strict=True):
-        label = f"/{student.label}" if student.number else ""
-        columns |= {
-            f"thought_tokens{label}": decode_each(student.format.tokenizer, counted.thought),
-            f"thought_kl{label}": [round(value, 6) for value in counted.kl],
-            f"solution_tokens{label}": decode_each(student.format.student_tokenizer, counted.solution),
-            f"solution_log_probs{label}": [round(value, 6) for value in counted.solution_log_probs],
-        }
-    return columns
+    return {
+        "thought_tokens": decode_each(student.format.tokenizer, tokens.thought),
+        "thought_kl": [round(value, 6) for value in tokens.kl],
+        "solution_tokens": decode_each(student.format.student_tokenizer, tokens.solution),
+        "solution_log_probs": [round(value, 6) for value in tokens.solution_log_probs],
+    }
 
 
 def resume_rows(

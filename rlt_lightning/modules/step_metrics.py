@@ -40,27 +40,21 @@ def reward_metrics(step: StepBatch) -> dict[str, Any]:
 
 
 def reward_means(step: StepBatch, rows: Sequence[int], held_out: bool = False) -> dict[str, Any]:
-    """Return the means of a scored step's columns by the names of their metrics.
-
-    Those of each of several students are NAME/LABEL; the format's term is the same for all.
-    """
-    prefix, means = "reward/val_" if held_out else "reward/", dict[str, Any]()
-    for label in ("", *step.labels):
-        table, end = step.choose(rows, label), f"/{label}" if label else ""
-        # A name that is taken raises an error, here and above.
-        terms = dict(mean=table["reward"], **columns_of(table, "term"), **columns_of(table, "level"))
-        columns = {prefix + name: v for name, v in terms.items() if not (label and name == "format")}
-        if not held_out:
-            columns = dict(**columns, **columns_of(table, "log"))
-        means |= {f"{name}{end}": values.mean() for name, values in columns.items()}
-    return means
+    """Return the means of a scored step's columns by the names of their metrics."""
+    prefix, table = "reward/val_" if held_out else "reward/", step.choose(rows)
+    # A name that is taken raises an error, here and above.
+    terms = dict(mean=table["reward"], **columns_of(table, "term"), **columns_of(table, "level"))
+    columns = {prefix + name: values for name, values in terms.items()}
+    if not held_out:
+        columns = dict(**columns, **columns_of(table, "log"))
+    return {name: values.mean() for name, values in columns.items()}
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Return lengths and endings of the sampled completions."""
     rows = rollouts.rollouts
     lengths = [len(r.completion.token_ids) for r in rows]
-    left_out = [r.views[0].num_left_out for r in rows if r.views]
+    left_out = [r.view.num_left_out for r in rows if r.view]
     cut_tokens = [number for number in left_out if number is not None]  # the student's tokens are others
     # Completions that end within a character, whose tokens r_KL leaves out.
     cut = {"rollout/half_character_frac": sum(number > 0 for number in cut_tokens) / len(rows)}

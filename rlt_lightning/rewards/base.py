@@ -18,9 +18,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.students import combine_tables
-from rlt_lightning.rewards.students import Students
-from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of_student, name_column
+from rlt_lightning.rewards.student import Student
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, name_column
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Problem, Rollout
 
@@ -62,7 +61,7 @@ class AnswerScore(Protocol):
 
 
 class CountedTokens(NamedTuple):
-    """The tokens of one completion that a reward by one student counts, with their raw values.
+    """The tokens of one completion that a reward by a student counts, with their raw values.
 
     Attributes:
         thought: K token ids of the policy, which r_KL counts.
@@ -91,27 +90,26 @@ class Reward(ABC):
     # Whether it tells which answers are right, in the columns of CorrectnessReward.
     judges_answers: ClassVar[bool] = False
 
-    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
         """Return the scoring passes of a completion, by the name of the token column."""
         return {}
 
     @abstractmethod
-    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
         """Return the table of n rows from their tokens and texts, (n,) each.
 
         Args:
             step: The step; it has the token columns of these rows.
             rows: Rows that this rank has read.
-            students: The models that score.
+            student: The model that scores.
         """
 
-    def score(self, table: dict[str, Tensor], group_size: int, students: Students) -> dict[str, Tensor]:
+    def score(self, table: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
         """Return the table of all N rows with their rewards, (N,) each.
 
         Args:
             table: The result of `measure` for all rows; those of a group are adjacent.
             group_size: Completions of a group.
-            students: The models that score.
         """
         return table
 
@@ -127,9 +125,9 @@ class Reward(ABC):
         """Return the score of the answer term, if it has one: the gradient of `score_answers`."""
         return None
 
-    def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[CountedTokens]:
-        """Return the tokens of a measured row with their values, by each student."""
-        return []
+    def list_tokens(self, step: StepBatch, row: int) -> CountedTokens:
+        """Return the tokens of a measured row with their values; only asked if it `has_tokens`."""
+        raise NotImplementedError
 
     def check(self, problems: Sequence[Problem]) -> None:  # noqa: B027
         """Raise an InputError for problems that it cannot judge; called before a model is loaded."""
@@ -149,14 +147,3 @@ def build_table(terms: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a table with the terms and the reward that they add up to, in this order."""
     reward = sum(terms.values(), start=torch.zeros_like(next(iter(terms.values()))))
     return {"reward": reward, **{name_column("term", name): values for name, values in terms.items()}}
-
-
-class StudentReward(Reward):
-    """A reward by students, each of which gives all terms: their rewards become one."""
-
-    def score(self, table: dict[str, Tensor], group_size: int, students: Students) -> dict[str, Tensor]:
-        """Return the table of one student, or that of several by `Students.reduction` with each one's."""
-        if len(students.names) == 1:
-            return table
-        found = [columns_of_student(table, student.label) for student in students]
-        return combine_tables(found, students.weights, students.reduction) | table

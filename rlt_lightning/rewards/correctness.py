@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.rewards.base import Reward
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import StepBatch, columns_of, name_column
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, Rollout
@@ -35,9 +35,9 @@ class TextReward(Reward, ABC):
             the CPU. A list `text/NAME` has what was found in each text.
         """
 
-    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
         """Return the table; keep the findings in the texts."""
-        table = self(step.rollouts(rows), students.formats[0].tags)
+        table = self(step.rollouts(rows), student.format.tags)
         for name, values in columns_of(table, "text").items():
             step.texts.setdefault(name, {}).update(zip(rows, values, strict=True))
         return {name: values for name, values in table.items() if not name.startswith("text/")}

@@ -13,10 +13,10 @@ from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.numerics.spans import span_kl
 from rlt_lightning.rewards.base import KLOptions, Reward
-from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.run.console import announce
-from rlt_lightning.types import Completion, InputError, ModelView, Problem, Rollout
+from rlt_lightning.types import Completion, InputError, ModelView, Problem
 
 announce_once = cache(announce)
 
@@ -64,12 +64,11 @@ def build_empty_solution_pass(
         temperature: Temperature of its log-probs.
         text: The explanation; '' for an empty one.
     """
-    latest = student.latest_empty.get(student.number)
+    latest = student.latest_empty
     if latest is None or latest[0] is not problem:  # completions of a problem come together
-        view = build_empty_view(problem, student.format, text)
-        latest = student.latest_empty[student.number] = problem, view
+        latest = student.latest_empty = problem, build_empty_view(problem, student.format, text)
     scoring = build_solution_pass(student, latest[1], temperature)
-    return replace(scoring, once=("empty", student.number, problem.row))
+    return replace(scoring, once=("empty", problem.row))
 
 
 def build_kl_passes(
@@ -98,24 +97,24 @@ def build_kl_passes(
     )
     if options.kl_estimator == "exact":
         teacher = replace(teacher, scored=(first - given, len(prompt) + end), sampled=None)
-        return {student.name("kl"): replace(explanation, compared_with=teacher, what="KL of the explanation")}
-    passes = {student.name("think"): explanation, student.name("teacher"): teacher}
+        return {"kl": replace(explanation, compared_with=teacher, what="KL of the explanation")}
+    passes = {"think": explanation, "teacher": teacher}
     if given:  # the separator at the end of the prompt, which no engine has sampled
         scored, once = (len(prompt) - given, len(prompt)), ("given", view.problem.row, given)
-        passes[student.name("given")] = ScoringPass(
+        passes["given"] = ScoringPass(
             POLICY, [], prompt, scored, view.problem.row, teacher_temperature, teacher.what, once
         )
     return passes
 
 
-def estimate_kl(step: StepBatch, row: int, student: Student, options: KLOptions) -> Tensor:
+def estimate_kl(step: StepBatch, row: int, options: KLOptions) -> Tensor:
     """Return r_KL's tokens of a row, (K,), nats; on spans where the student has other tokens."""
     if options.kl_estimator == "exact":
-        return step.tokens[student.name("kl")][row]
-    teacher, think = (step.tokens[student.name(name)][row] for name in ("teacher", "think"))
-    given = step.tokens.get(student.name("given"), {}).get(row)
+        return step.tokens["kl"][row]
+    teacher, think = (step.tokens[name][row] for name in ("teacher", "think"))
+    given = step.tokens.get("given", {}).get(row)
     teacher = teacher if given is None else torch.cat([given, teacher])
-    spans = step.rollout(row).views[student.number].spans
+    spans = step.rollout(row).require_view().spans
     if spans is None:
         return options.token_kl(teacher, think)
     return span_kl(options.token_kl, teacher, think, spans)
@@ -144,41 +143,35 @@ def build_empty_completion(problem: Problem, chat_format: ChatFormat, text: str 
 
 def build_empty_view(problem: Problem, chat_format: ChatFormat, text: str = "") -> ModelView:
     """Return an empty explanation, or one that says nothing, as a student reads it."""
-    [view] = chat_format.build_rollout(problem, build_empty_completion(problem, chat_format, text)).views
-    return view
+    completion = build_empty_completion(problem, chat_format, text)
+    return chat_format.build_rollout(problem, completion).require_view()
 
 
-def list_views(rollout: Rollout, students: Students) -> list[tuple[Student, ModelView]]:
-    """Return each student with its view of a completion."""
-    return [(student, rollout.views[student.number]) for student in students]
-
-
-def require_scorable(reward: Reward, students: Students) -> None:
-    """Check that a reward can be computed with students, and name each that reads explanations as text.
+def require_scorable(reward: Reward, student: Student) -> None:
+    """Check that a reward can be computed with a student; say so if it reads explanations as text.
 
     Raises:
         InputError: If it sums over a vocabulary that the models do not share, or compares the policy with
             itself.
     """
     kl_options = reward.find_kl(temperature=1.0)
-    if kl_options is not None and students.model == POLICY and "thoughts" in reward.judges:
+    if kl_options is not None and student.model == POLICY and "thoughts" in reward.judges:
         raise InputError(
             "model.reward.kl_weight must be 0 where model.student is policy: the KL of a thought "
             "from itself is 0. Set it to 0, or model.student to reference or a model."
         )
-    for student, chat_format in zip(students.names, students.formats, strict=False):
-        if not isinstance(chat_format, CrossTokenizerFormat):
-            continue
-        if kl_options is not None and kl_options.kl_estimator == "exact":
-            raise InputError(
-                "reward.kl_estimator exact sums over a vocabulary that teacher and student share, but the "
-                f"tokenizer of the student {student} is not the teacher's. Set it to k1 or k3, which compare "
-                "the models on spans of text; or choose models of one family."
-            )
-        announce_once(
-            f"the student {student} reads every explanation as text, in tokens of its own: its tokenizer is "
-            "not the teacher's"
+    if student.name is None or not isinstance(student.format, CrossTokenizerFormat):
+        return
+    if kl_options is not None and kl_options.kl_estimator == "exact":
+        raise InputError(
+            "reward.kl_estimator exact sums over a vocabulary that teacher and student share, but the "
+            f"tokenizer of the student {student.name} is not the teacher's. Set it to k1 or k3, which "
+            "compare the models on spans of text; or choose models of one family."
         )
+    announce_once(
+        f"the student {student.name} reads every explanation as text, in tokens of its own: its tokenizer is "
+        "not the teacher's"
+    )
 
 
 def require_student(reward: Reward, student: str | None) -> None:

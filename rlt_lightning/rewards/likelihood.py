@@ -33,21 +33,19 @@ from rlt_lightning.numerics.rewards import (
     student_kl_penalty,
 )
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rewards.base import StudentReward, build_table
+from rlt_lightning.rewards.base import Reward, build_table
 from rlt_lightning.rewards.explanations import (
     build_empty_solution_pass,
     build_kl_passes,
     build_solution_pass,
     estimate_kl,
-    list_views,
 )
 from rlt_lightning.rewards.rlt import RLTReward
-from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import (
     ScoringPass,
     StepBatch,
     columns_of,
-    columns_of_student,
     name_column,
     pad_rows,
 )
@@ -80,7 +78,7 @@ class SolutionScores:
 
 
 @dataclass(frozen=True)
-class LikelihoodReward(StudentReward, ABC):
+class LikelihoodReward(Reward, ABC):
     """A reward of the solution's log-probs after a thought.
 
     A subclass writes `score_solution` and `score_format` and, where it has them, the other terms. The KL term
@@ -120,63 +118,50 @@ class LikelihoodReward(StudentReward, ABC):
         columns = ("reward", "solution_reward", "format_reward")
         return (*columns, "kl_reward") if self.kl_weight else columns
 
-    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
-        """Return the solution after the thought as each scorer reads it and, with a KL term, the thought."""
-        passes: dict[str, ScoringPass] = {}
-        for student, view in list_views(rollout, students):
-            passes[student.name("solution")] = build_solution_pass(student, view, self.temperature)
-            if self.kl_weight:
-                passes |= build_kl_passes(
-                    student, view, self.kl_settings(1.0), self.temperature, self.temperature
-                )
+    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
+        """Return the solution after the thought as the scorer reads it and, with a KL term, the thought."""
+        view, temperature = rollout.require_view(), self.temperature
+        passes = {"solution": build_solution_pass(student, view, temperature)}
+        if self.kl_weight:
+            passes |= build_kl_passes(student, view, self.kl_settings(1.0), temperature, temperature)
         if self.baseline == "empty":
-            for student, view in list_views(rollout, students):
-                passes[student.name("empty")] = build_empty_solution_pass(
-                    student, view.problem, self.temperature
-                )
+            passes["empty"] = build_empty_solution_pass(student, view.problem, temperature)
         return passes
 
-    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return the terms by each scorer and, where thoughts are compared, the figures for `score`."""
-        rollouts, table = step.rollouts(rows), dict[str, Tensor]()
-        for student in students:
-            scores = self.build_scores(step, rows, student)
-            table |= student.name_columns(self(scores))
-            if self.compares:
-                mean = mean_of_tokens(scores.log_probs, scores.token_mask)
-                lengths = upload([float(r.views[0].num_tokens) for r in rollouts], mean.device)
-                closed = scores.closed.to(mean.dtype)
-                own = {"mean": mean, "closed": closed, "length": lengths}
-                table |= student.name_columns({name_column("group", name): v for name, v in own.items()})
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+        """Return the terms and, where thoughts are compared, the figures for `score`."""
+        scores = self.build_scores(step, rows)
+        table = self(scores)
+        if self.compares:
+            mean = mean_of_tokens(scores.log_probs, scores.token_mask)
+            figures = {"mean": mean, "closed": scores.closed.to(mean), "length": scores.lengths.float()}
+            table |= {name_column("group", name): values for name, values in figures.items()}
         return table
 
-    def build_scores(self, step: StepBatch, rows: Sequence[int], student: Student) -> SolutionScores:
-        """Return a scorer's values of n thoughts; each is its own group."""
+    def build_scores(self, step: StepBatch, rows: Sequence[int]) -> SolutionScores:
+        """Return the scorer's values of n thoughts; each is its own group."""
         rollouts = step.rollouts(rows)
-        log_probs, token_mask = step.pad(student.name("solution"), rows)
+        log_probs, token_mask = step.pad("solution", rows)
         device, kl, kl_mask = log_probs.device, None, None
         if self.kl_weight:
-            kl, kl_mask = pad_rows([estimate_kl(step, row, student, self.kl_settings(1.0)) for row in rows])
+            kl, kl_mask = pad_rows([estimate_kl(step, row, self.kl_settings(1.0)) for row in rows])
         return SolutionScores(
             log_probs=log_probs,
             token_mask=token_mask,
             closed=upload([r.closed for r in rollouts], device),
-            lengths=upload([r.views[0].num_tokens for r in rollouts], device),
+            lengths=upload([r.require_view().num_tokens for r in rollouts], device),
             groups=torch.arange(len(rows), device=device),
-            empty_log_probs=step.pad(student.name("empty"), rows)[0] if self.baseline == "empty" else None,
+            empty_log_probs=step.pad("empty", rows)[0] if self.baseline == "empty" else None,
             kl=kl,
             kl_mask=kl_mask,
         )
 
-    def score(self, table: dict[str, Tensor], group_size: int, students: Students) -> dict[str, Tensor]:
+    def score(self, table: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
         """See `Reward.score`; thoughts of whole groups are compared by one number of each."""
-        for student in students if self.compares else ():
-            compared = self.compare(columns_of_student(table, student.label), group_size)
-            table = table | student.name_columns(compared)
-        return super().score(table, group_size, students)
+        return table | self.compare(table, group_size) if self.compares else table
 
     def compare(self, table: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
-        """Return the columns of one scorer that depend on the whole group, (N,) each."""
+        """Return the columns that depend on the whole group, (N,) each."""
         figures = columns_of(table, "group")
         mean = figures["mean"].unsqueeze(1)  # (N, 1)
         # By place, not by row: one problem may have two groups in a step.

@@ -26,16 +26,15 @@ from rlt_lightning.numerics.rewards import (
     with_zero_for_empty_rows,
 )
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rewards.base import CountedTokens, StudentReward, build_table
+from rlt_lightning.rewards.base import CountedTokens, Reward, build_table
 from rlt_lightning.rewards.explanations import (
     build_empty_solution_pass,
     build_kl_passes,
     build_solution_pass,
     estimate_kl,
     list_think_tokens,
-    list_views,
 )
-from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import ScoringPass, StepBatch, name_column, pad_rows
 from rlt_lightning.types import InputError, Rollout
 
@@ -43,7 +42,7 @@ TERMS = ("solution", "kl", "format")
 
 
 @dataclass(frozen=True)
-class RLTReward(StudentReward):
+class RLTReward(Reward):
     """The reward of an explanation; its defaults are the released recipe's.
 
     r = solution_weight * r_SS - kl_weight * r_KL + format          (RLT, arXiv:2506.08388, section 3.3)
@@ -121,47 +120,37 @@ class RLTReward(StudentReward):
                     "Choose another."
                 )
 
-    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
-        """Return the solution and the explanation as each student reads them, and as the teacher does."""
-        passes: dict[str, ScoringPass] = {}
-        for student, view in list_views(rollout, students):
-            passes[student.name("solution")] = build_solution_pass(student, view, self.student_temperature)
-            passes |= build_kl_passes(student, view, self, self.student_temperature, self.teacher_temperature)
+    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
+        """Return the solution and the explanation as the student reads them, and as the teacher does."""
+        view, temperature = rollout.require_view(), self.student_temperature
+        passes = {"solution": build_solution_pass(student, view, temperature)}
+        passes |= build_kl_passes(student, view, self, temperature, self.teacher_temperature)
         if self.baseline != "none":
             text = "" if self.baseline == "empty" else self.baseline
-            for student, view in list_views(rollout, students):
-                scoring = build_empty_solution_pass(student, view.problem, self.student_temperature, text)
-                passes[student.name("empty")] = scoring
+            passes["empty"] = build_empty_solution_pass(student, view.problem, temperature, text)
         return passes
 
-    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
-        """Return the reward with its terms by each student."""
-        rollouts, table = step.rollouts(rows), dict[str, Tensor]()
-        for student in students:
-            solution, solution_mask = step.pad(student.name("solution"), rows)  # (n, S)
-            kl = [estimate_kl(step, row, student, self) for row in rows]
-            step.tokens.setdefault(student.name("kl"), {}).update(zip(rows, kl, strict=True))
-            kl_values, kl_mask = pad_rows(kl)  # (n, K)
-            closed = upload([r.closed and not r.empty for r in rollouts], solution.device)
-            extra = self.check_extra_terms(self.extra_terms(step, rows, student), closed)
-            options = {}
-            if self.baseline != "none":
-                options["empty_log_probs"] = step.pad(student.name("empty"), rows)[0]
-            own = self(solution, solution_mask, kl_values, kl_mask, closed, extra, **options)
-            table |= student.name_columns(own)
-        return table
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+        """Return the reward with its terms."""
+        rollouts = step.rollouts(rows)
+        solution, solution_mask = step.pad("solution", rows)  # (n, S)
+        kl = [estimate_kl(step, row, self) for row in rows]
+        step.tokens.setdefault("kl", {}).update(zip(rows, kl, strict=True))
+        kl_values, kl_mask = pad_rows(kl)  # (n, K)
+        closed = upload([r.closed and not r.empty for r in rollouts], solution.device)
+        extra = self.check_extra_terms(self.extra_terms(step, rows), closed)
+        empty = step.pad("empty", rows)[0] if self.baseline != "none" else None
+        return self(solution, solution_mask, kl_values, kl_mask, closed, extra, empty)
 
-    def list_tokens(self, step: StepBatch, row: int, students: Students) -> list[CountedTokens]:
+    def list_tokens(self, step: StepBatch, row: int) -> CountedTokens:
         """See `Reward.list_tokens`."""
-        return [
-            CountedTokens(
-                list_think_tokens(view, self.score_given),
-                step.tokens[student.name("kl")][row].tolist(),
-                view.problem.solution_ids,
-                step.tokens[student.name("solution")][row].tolist(),
-            )
-            for student, view in list_views(step.rollout(row), students)
-        ]
+        view = step.rollout(row).require_view()
+        return CountedTokens(
+            list_think_tokens(view, self.score_given),
+            step.tokens["kl"][row].tolist(),
+            view.problem.solution_ids,
+            step.tokens["solution"][row].tolist(),
+        )
 
     def find_kl(self, temperature: float) -> RLTReward:
         """See `Reward.find_kl`."""
@@ -171,19 +160,18 @@ class RLTReward(StudentReward):
         """See `Reward.columns`."""
         return ("reward", *(f"{name}_reward" for name in (*TERMS, *self.extra_names)))
 
-    def extra_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+    def extra_terms(self, step: StepBatch, rows: Sequence[int]) -> dict[str, Tensor]:
         """Return terms that are added to the reward, with their weight and sign; a subclass has some.
 
         A term is logged as reward/NAME and reward/val_NAME, and recorded as NAME_reward.
         `step.rollouts(rows)` are the completions with their `text` and `problem`;
-        `step.pad(student.name("solution"), rows)` the student's log-probs of the solution and their mask,
-        (n, S). Of the explanation, "think" and "teacher" are the log-probs, unless the KL is exact, and "kl"
-        is the KL. A subclass may declare further columns in `scoring_passes`.
+        `step.pad("solution", rows)` the student's log-probs of the solution and their mask, (n, S). Of the
+        explanation, "think" and "teacher" are the log-probs, unless the KL is exact, and "kl" is the KL. A
+        subclass may declare further columns in `scoring_passes`.
 
         Args:
             step: The step, with the token columns of these rows.
             rows: n rows that this rank has read.
-            student: One of the students; of several, each gives its own terms.
 
         Returns:
             One for each of `extra_names`, (n,), on any device.

@@ -11,7 +11,6 @@ table        what a reward made of these tokens and of texts: a number per row, 
                  log/METRIC      the mean is logged under this name, in training only
                  record/COLUMN   is written to files under this name
                  group/NAME      what `Reward.score` compares the completions of a group by
-                 of/LABEL/...    the same by one of several students
 
 Every rank has all completions of a step. Those that it computes are its shard; all ranks get about equally
 many tokens, and each finds all shards by itself:
@@ -50,7 +49,7 @@ POLICY, REFERENCE = "policy", "reference"
 # The kinds of a table's columns, beside the reward; `text` is what a `TextReward` found in each text.
 Kind = Literal["term", "level", "log", "record", "group", "text"]
 KINDS = tuple(kind for kind in get_args(Kind) if kind != "text")
-COLUMN_NAME = re.compile(rf"(of/\w+/)?(reward|({'|'.join(KINDS)})/.+)")
+COLUMN_NAME = re.compile(rf"reward|({'|'.join(KINDS)})/.+")
 
 
 @dataclass(frozen=True)
@@ -417,16 +416,10 @@ class StepBatch:
             )
         self.table, self.scored = table, True
 
-    def choose(self, rows: Sequence[int], label: str = "") -> dict[str, Tensor]:
-        """Return the table of some rows, in this order, by all students or by one of several."""
+    def choose(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Return the table of some rows, in this order."""
         place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
-        table = columns_of_student(self.table, label)
-        return {name: values[place_on(values.device)] for name, values in table.items()}
-
-    @property
-    def labels(self) -> list[str]:
-        """Return the labels of several students that have columns in the table; none with one student."""
-        return list(dict.fromkeys(name.split("/")[1] for name in self.table if name.startswith("of/")))
+        return {name: values[place_on(values.device)] for name, values in self.table.items()}
 
     # The update
 
@@ -482,16 +475,7 @@ def name_column(kind: Kind, name: str) -> str:
 
 def columns_of(table: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
     """Return the columns of a kind, by the rest of the name."""
-    return select_columns(table, name_column(kind, ""))
-
-
-def columns_of_student(table: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
-    """Return the columns by one of several students, named as those of a table; by the only one, all."""
-    return select_columns(table, f"of/{label}/") if label else dict(table)
-
-
-def select_columns(table: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the columns of a table whose names begin so, by the rest of the name."""
+    prefix = name_column(kind, "")
     return {name.removeprefix(prefix): v for name, v in table.items() if name.startswith(prefix)}
 
 

@@ -102,7 +102,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero3")
 JOBS: dict[str, dict[str, Any]] = {
     "scored early, uneven": {"early": True, "uneven": True, "tokens": 100},
     "dynamic sampling": {"early": True, "dynamic": 2, "prompts": 4, "rows": 11},
-    "two students": {"students": ["TINY", "miniature"], "uneven": True, "tokens": 280},
+    "another tokenizer": {"student": "miniature", "uneven": True, "tokens": 280},
     "LoRA, merged": {"lora": True, "adapter": "merged"},
     "baseline": {"baseline": "empty"},
     "OPD, uneven": {"opd": {"teacher": "TINY"}, "uneven": True, "tokens": 500},

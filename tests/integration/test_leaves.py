@@ -18,7 +18,6 @@ from rlt_lightning.datamodules import StudentRLData, TeacherRLData
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.rewards import TextReward
-from rlt_lightning.rewards.students import Student
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 
 
@@ -65,35 +64,29 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
     from hurdle_reward import HurdleReward
 
     reward = HurdleReward(hurdle_weight=0.5, threshold=-9.0)
-    student = Student("one", 0, None)  # type: ignore[arg-type]
     step: Any = StepBatch([], 1, 1.0, 0)
     step.tokens["solution"] = {2: torch.tensor([-1.0, -9.5, -9.0]), 5: torch.tensor([-10.0, -2.0])}
     # One of 3 tokens is below -9, and one of 2: padding is none.
-    terms = reward.extra_terms(step, [2, 5], student)
+    terms = reward.extra_terms(step, [2, 5])
     torch.testing.assert_close(terms["hurdles"], torch.tensor([-0.5 / 3, -0.5 / 2]))
 
-    students = [tiny_model, shifted(tiny_model, tmp_path)]
-    rlt = RLTModule(tiny_model, None, students=students, group_size=4, reward=reward)
-    options = {"prompts_per_step": 2, "tokenizer": tiny_model, "student_tokenizer": students}
+    student = shifted(tiny_model, tmp_path)
+    rlt = RLTModule(tiny_model, student, group_size=4, reward=reward)
+    options: Any = {"prompts_per_step": 2, "tokenizer": tiny_model, "student_tokenizer": student}
     texts = [
         {"question": f"What is {n} + 4?", "solution": f"So the answer is \\boxed{{{n + 4}}}."}
         for n in range(8)
     ]
     rows = TeacherRLData(texts, output_dir=str(tmp_path), **options)
     batch, metrics, _ = fit(rlt, tiny_model, tmp_path, rows)
-    models = [module(tiny_model).load(name, "float32").model for name in students]
+    model, step = module(tiny_model).load(student, "float32").model, batch.step
     for number, row in enumerate(batch.rollouts.rollouts):
-        each = []
-        for model in models:
-            problem, view = row.problem, row.views[0]
-            before = problem.student_prefix + problem.think_prefix + view.token_ids + problem.student_suffix
-            with torch.no_grad():
-                log_probs = slow_log_probs(model, before, problem.solution_ids, 0.7)
-            each.append(-0.5 * float((log_probs < -9.0).float().mean()))
-        step = batch.step
-        assert float(step.table["term/hurdles"][number]) == pytest.approx(sum(each) / 2, abs=1e-5)
-        of_students = [float(step.table[f"of/{label}/term/hurdles"][number]) for label in step.labels]
-        assert of_students == pytest.approx(each, abs=1e-5)
+        problem, view = row.problem, row.require_view()
+        before = problem.student_prefix + problem.think_prefix + view.token_ids + problem.student_suffix
+        with torch.no_grad():
+            log_probs = slow_log_probs(model, before, problem.solution_ids, 0.7)
+        expected = -0.5 * float((log_probs < -9.0).float().mean())
+        assert float(step.table["term/hurdles"][number]) == pytest.approx(expected, abs=1e-5)
         total = sum(values[number] for values in columns_of(step.table, "term").values())
         assert float(step.rewards[number]) == pytest.approx(float(total), abs=1e-4)
     assert batch.step.table["term/hurdles"].std() > 0

@@ -203,7 +203,12 @@ def test_the_frozen_student_is_asked_in_its_own_format(tiny_model: str, tmp_path
     assert text(problem.teacher_prompt) == chat.render("Explain.", QUESTION) + given
     completion = data.format.completion_from_trace(problem, "Four each.")
     rollout = data.format.build_rollout(problem, completion)
-    ours = problem.student_prefix + problem.think_prefix + rollout.views[0].token_ids + problem.student_suffix
+    ours = (
+        problem.student_prefix
+        + problem.think_prefix
+        + rollout.require_view().token_ids
+        + problem.student_suffix
+    )
     thought = "<|begin_of_thought|>\n\nFour each.\n\n<|end_of_thought|>\n\n"
     solution = "<|begin_of_solution|>\n\n12"
     # The student's thought has the student's separators, whatever the teacher's are.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.rewards.students import Student
 from rlt_lightning.rollouts.step import StepBatch
 
 
@@ -18,10 +17,10 @@ class Parity(RLTReward):
 
     extra_names = ("odd",)
 
-    def extra_terms(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+    def extra_terms(self, step: StepBatch, rows: Sequence[int]) -> dict[str, Tensor]:
         return {"odd": torch.tensor([float(r.problem.row % 2) for r in step.rollouts(rows)])}
 
     def __call__(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
-        *own, extra = arguments
-        table = super().__call__(*own, **options)
+        *own, extra, empty = arguments
+        table = super().__call__(*own, None, empty, **options)
         return table | {"term/odd": extra["odd"], "reward": table["reward"] * extra["odd"]}

@@ -207,7 +207,7 @@ def run_job(
     dynamic: int = 0,
     rows: int = 8,
     baseline: Literal["none", "empty"] = "none",
-    students: list[str] | None = None,
+    student: str | None = None,
     opd: dict[str, Any] | None = None,
     likelihood: bool = False,
     updates: int = 1,
@@ -237,7 +237,7 @@ def run_job(
         dynamic: Rounds of dynamic sampling, at most, with groups that are equal by construction.
         rows: Of the data.
         baseline: Of the reward.
-        students: In place of the one student; then the problems are short.
+        student: In place of the model itself; then the problems are short.
         opd: Settings of on-policy distillation, with a hint, in place of RLT.
         likelihood: Log-probs of the policy as rewards, with the answer term, in place of RLT.
         updates: Mini-batches of an RLT iteration.
@@ -301,15 +301,13 @@ def run_job(
         )
     elif opd is None:
         reward = Parity() if dynamic else RLTReward(baseline=baseline)
-        student = None if students else model
         repeats = {"updates_per_rollout": updates, "num_epochs": epochs}
-        models = {"teacher": model, "student": student, "students": students}
-        module = Counting(**models, reward=reward, **repeats, **shared)  # type: ignore[arg-type]
+        module = Counting(model, student or model, reward=reward, **repeats, **shared)  # type: ignore[arg-type]
     else:
         module = Distilling(model, **opd, **shared)
     # A miniature has no room for long prompts.
-    short = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""} if students else {}
-    of_stage = {"student_tokenizer": students or model}
+    short = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""} if student else {}
+    of_stage = {"student_tokenizer": student or model}
     if opd is not None:
         of_stage = {"teacher_tokenizer": model, "view": "hint"}
     kind = StudentLikelihoodData if likelihood else TeacherRLData if opd is None else StudentOPDData

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.modules import credits
 from rlt_lightning.modules.passes import PassRunner
-from rlt_lightning.numerics import TruncatedImportanceSampling, advantages, losses, students
+from rlt_lightning.numerics import TruncatedImportanceSampling, advantages, losses
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards import rlt as rlt_reward
 
@@ -110,12 +110,6 @@ def drop_format_penalty(patch: Patch) -> None:
     patch.setattr(RLTReward, "__call__", call)
 
 
-def weigh_students_alike(patch: Patch) -> None:
-    """Give every student the same weight."""
-    right = students.build_mean
-    patch.setattr(students, "build_mean", lambda weights: right([1.0] * len(weights)))
-
-
 def remove_cap(patch: Patch) -> None:
     """Let importance weights be as large as they are."""
     right = TruncatedImportanceSampling.__init__
@@ -137,6 +131,5 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     keep_reference: ("rlt_k1",),
     average_micro_batches: ("loss_dapo", "loss_dapo_symmetric"),
     drop_format_penalty: ("rlt_k1",),
-    weigh_students_alike: ("rlt_two_students",),
     remove_cap: ("rlt_importance_sampling",),
 }

@@ -138,7 +138,7 @@ def data(tokenizer: str, kind: type[StratosDataModule] = TeacherRLData, **option
 
 def rlt(
     *,
-    students: str | dict[str, float] = STUDENT,
+    student: str = STUDENT,
     recording: str = "rlt",
     rollouts: dict[str, Any] | None = None,
     placement: Placement = Placement.SHARED_WEIGHTS,
@@ -147,11 +147,9 @@ def rlt(
 ) -> Setup:
     """Return RLT of the warmed-up teacher."""
     scored = reward(teacher_temperature=TEMPERATURE, student_temperature=TEMPERATURE)
-    names = [students] if isinstance(students, str) else list(students)
-    own = {"student": students} if isinstance(students, str) else {"student": None, "students": students}
     return Setup(
-        RLTModule(TEACHER, group_size=4, reward=scored, **own, **UPDATE | options),
-        data(TEACHER, student_tokenizer=names, tags="r1", student_system_prompt=""),
+        RLTModule(TEACHER, student, group_size=4, reward=scored, **UPDATE | options),
+        data(TEACHER, student_tokenizer=student, tags="r1", student_system_prompt=""),
         {"sampling": Sampling(temperature=TEMPERATURE, max_completion_length=30)} | (rollouts or {}),
         recording,
         placement,
@@ -246,8 +244,7 @@ KINDS: dict[str, Callable[[], Setup]] = {
     "rlt_exact": lambda: rlt(reward=partial(RLTReward, kl_estimator="exact")),
     "rlt_baseline": lambda: rlt(reward=partial(RLTReward, baseline="empty")),
     "rlt_recomputed": lambda: rlt(teacher_log_probs="recompute"),
-    "rlt_two_students": lambda: rlt(students={STUDENT: 1.0, OTHER_STUDENT: 0.5}),
-    "rlt_other_tokenizer": lambda: rlt(students=OTHER_TOKENIZER),
+    "rlt_other_tokenizer": lambda: rlt(student=OTHER_TOKENIZER),
     "rlt_lora": lambda: rlt(lora=LoRA(rank=4, alpha=8.0)),
     "rlt_dynamic_sampling": lambda: rlt(
         recording="dynamic", reward=Parity, rollouts={"dynamic_sampling": DynamicSampling(max_rounds=2)}

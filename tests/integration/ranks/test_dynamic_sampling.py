@@ -54,7 +54,7 @@ def build_step(rows: Sequence[int], rewards: Sequence[float], shard: Sequence[in
     step.tokens["kl"] = {row: -values[row : row + 1] for row in shard}
     step.texts["answers"] = {row: str(rewards[row]) for row in shard}
     step.put_numbers(shard, {"reward": values[[*shard]]})
-    step.set_scores({"reward": values, "of/a/reward": values + 1})
+    step.set_scores({"reward": values, "term/a": values + 1})
     return step
 
 
@@ -63,7 +63,7 @@ def test_every_part_of_a_step_is_replaced() -> None:
     step = build_step((3, 5, 7), (0, 1, 2, 3, 4, 5), shard=(0, 2, 4))
     step.replace(build_step((9, 11), (6, 7, 8, 9), shard=(1, 2)), [2, 0])
     assert step.rewards.tolist() == [8, 9, 2, 3, 6, 7]
-    assert step.table["of/a/reward"].tolist() == [9, 10, 3, 4, 7, 8]
+    assert step.table["term/a"].tolist() == [9, 10, 3, 4, 7, 8]
     assert [step.row_number(row) for row in range(6)] == [11, 11, 5, 5, 9, 9]
     assert [step.token_ids(row) for row in range(6)] == [[8], [9], [2], [3], [6], [7]]
     # What this rank has read moves with its row.
@@ -275,7 +275,7 @@ def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model:
             p.row for p in batch.problems
         ]
         assert batch.step.table["term/odd"].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
-        thoughts = [rollout.views[0].compared for rollout in batch.rollouts.rollouts]
+        thoughts = [rollout.require_view().compared for rollout in batch.rollouts.rollouts]
         assert [len(batch.step.tokens["kl"][i]) for i in range(len(thoughts))] == [*map(len, thoughts)]
 
 

@@ -111,7 +111,7 @@ def log_probs(model: Any, prompt: list[int], rest: list[int]) -> Tensor:
 
 def slow_span_loss(student: Any, judge: Any, row: Rollout) -> Tensor:
     """Of each judged token -A log p_S, (T,), with A the log-ratio of the token's span."""
-    [view] = row.views
+    view = row.require_view()
     assert view.spans is not None
     start, end = view.start, view.start + view.num_tokens
     own = log_probs(student, row.problem.teacher_prompt, row.completion.token_ids[:end])[start:]
@@ -134,8 +134,8 @@ def test_another_tokenizer_by_spans_equals_plain_forwards(view: View, miniature:
     judge = AutoModelForCausalLM.from_pretrained(PIECES, dtype=torch.float64)
     [batch] = witness.batches
     assert batch.rollouts is not None
-    judged = [row for row in batch.rollouts.rollouts if row.views]
-    assert any(max(span) > 1 for row in judged for span in row.views[0].spans or [])
+    judged = [row for row in batch.rollouts.rollouts if row.view]
+    assert any(max(span) > 1 for row in judged for span in row.require_view().spans or [])
     torch.cat([slow_span_loss(student, judge, row) for row in judged]).mean().backward()
     for name, parameter in student.named_parameters():
         assert parameter.grad is not None

@@ -91,6 +91,15 @@ def test_scoring_while_others_are_sampled_does_not_change_the_result(
     assert largest_difference(weights(folder), weights(uneven_single)) < 1e-5
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_student_of_other_tokens_scores_alike(strategy: str, tiny_model: str, tmp_path: Path) -> None:
+    options = {"student": "miniature", "steps": 2, "tokens": 100, "early": True, "uneven": True}
+    run(tiny_model, tmp_path / "one", "single", **options)
+    run(tiny_model, tmp_path / "two", strategy, **options)
+    assert largest_difference(weights(tmp_path / "one"), weights(tmp_path / "two")) < 1e-5
+
+
 @pytest.mark.parametrize("strategy", [full("fsdp2"), slow("zero3")])
 def test_four_ranks_train_as_two_and_one(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     options = {"tokens": 280, "uneven": True, "prompts": 4, "steps": 3}

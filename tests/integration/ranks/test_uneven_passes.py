@@ -15,8 +15,8 @@ from torch import Tensor, distributed
 from trainers import bare_trainer
 
 from rlt_lightning.rewards import Reward
-from rlt_lightning.rewards.explanations import build_solution_pass, list_views
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.explanations import build_solution_pass
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.strategies import FSDP2
 from rlt_lightning.types import InputError, Rollout
@@ -27,20 +27,19 @@ class OfOneRank(Reward):
 
     judges = ("explanations",)
 
-    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
         if distributed.get_rank() == 0:
             return {}
-        [(student, view)] = list_views(rollout, students)
         prompt, ids = rollout.problem.teacher_prompt, rollout.completion.token_ids
         first, end = len(prompt), len(prompt) + len(ids)
         return {
-            "solution": build_solution_pass(student, view, 1.0),
+            "solution": build_solution_pass(student, rollout.require_view(), 1.0),
             "mine": ScoringPass(
                 POLICY, prompt, ids, (first, end), rollout.problem.row, sampled=(0, len(ids))
             ),
         }
 
-    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
         columns = [step.tokens.get(name, {}) for name in ("solution", "mine")]
         values = [sum(float(column[row].mean()) for column in columns if row in column) for row in rows]
         read = torch.tensor(values, dtype=torch.float32)
@@ -67,9 +66,8 @@ def test_ranks_whose_rows_declare_different_reads_meet(tiny_model: str, tmp_path
 class TooLongOnOneRank(OfOneRank):
     """Asks the student of completions of which those of rank 1 do not fit into its context."""
 
-    def scoring_passes(self, rollout: Rollout, students: Students) -> dict[str, ScoringPass]:
-        [(student, view)] = list_views(rollout, students)
-        read = build_solution_pass(student, view, 1.0)
+    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
+        read = build_solution_pass(student, rollout.require_view(), 1.0)
         too_long = [*read.rest, *[1] * 2048] if distributed.get_rank() else read.rest
         return {"solution": replace(read, rest=too_long, retokenized=True)}
 

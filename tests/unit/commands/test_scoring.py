@@ -10,7 +10,7 @@ import torch
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY
 from rlt_lightning.types import Completion, ModelView, Problem, Rollout, Rollouts
 
@@ -32,15 +32,12 @@ def score(score_given: bool, teacher_runs: list[int]) -> Any:
     problem = Problem(1, "q", "s", [1], [5, 6], [2], [3], [9])
     completion = Completion([7, 8, 4], [TEACHER[7], TEACHER[8], -0.3], "stop")
     view = ModelView(problem, completion, [7, 8], num_tokens=2, num_own=2)
-    rollout = Rollout(problem, completion, text="So.", closed=True, views=(view,))
+    rollout = Rollout(problem, completion, text="So.", closed=True, view=view)
     models = {"fake": Model(student), POLICY: Model(teacher)}
     runner = PassRunner(models, torch.device("cpu"), micro_batch_tokens=100)
-    chat_format: Any = None  # without a baseline it writes nothing
-    students = Students.of("fake", None).with_formats([chat_format])
     reward = RLTReward(score_given=score_given)
-    step = score_rollouts(runner, reward, students, Rollouts([rollout], 1, 0, 0.7))
-    [tokens] = reward.list_tokens(step, 0, students)
-    return tokens, step.rewards.item()
+    step = score_rollouts(runner, reward, Student.of("fake"), Rollouts([rollout], 1, 0, 0.7))
+    return reward.list_tokens(step, 0), step.rewards.item()
 
 
 def test_given_tokens_are_not_in_the_kl() -> None:

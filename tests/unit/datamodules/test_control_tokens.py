@@ -113,7 +113,7 @@ def test_no_text_of_a_row_brings_control_tokens(family: str) -> None:
             "teacher": problem.teacher_prompt,
             "student": problem.student_prefix + problem.think_prefix,
             "solution": problem.solution_ids,
-            "explanation": rollout.views[0].token_ids,
+            "explanation": rollout.require_view().token_ids,
             "teacher_sft": chat.build_teacher_sft_example(problem, text).token_ids,
             "student_sft": chat.build_student_sft_example(1, text, text, f"\n{text}\n", text).token_ids,
             "student_rl": chat.build_student_problem(1, text, text).teacher_prompt,

@@ -80,13 +80,13 @@ def test_contexts_are_those_of_the_released_code(smol: Any, case: int):
 
     teacher = golden["teacher_prompt"] + golden["completion"]
     assert problem.teacher_prompt + completion.token_ids == encode(smol, teacher)
-    student = [*problem.student_prefix, *problem.think_prefix, *rollout.views[0].token_ids]
+    student = [*problem.student_prefix, *problem.think_prefix, *rollout.require_view().token_ids]
     student += [*problem.student_suffix, *problem.solution_ids]
     expected = encode(smol, golden["student_chat"])
     assert student == expected[: len(student)]
     assert text_of(smol, expected[len(student) :]) == "\n\n<|end_of_solution|><|im_end|>\n"
     assert problem.solution_ids == golden["solution_token_ids"]
-    assert len(problem.think_prefix) + rollout.views[0].num_tokens == len(golden["paper"]["thought_kl"])
+    assert len(problem.think_prefix) + rollout.require_view().num_tokens == len(golden["paper"]["thought_kl"])
     assert rollout.text == golden["think"].strip()
     assert rollout.closed == (golden["id"] != "missing_end_tag")
 
@@ -152,7 +152,7 @@ def test_three_formats_of_one_row(tokenizer: Any, template: str | None, head: st
     assert show(problem.teacher_prompt) == head.format("Teach.") + given
     rollout = chat.build_rollout(problem, chat.completion_from_trace(problem, trace))
     spliced = show(
-        problem.student_prefix, problem.think_prefix, rollout.views[0].token_ids, problem.student_suffix
+        problem.student_prefix, problem.think_prefix, rollout.require_view().token_ids, problem.student_suffix
     )
     turn = f"{tags.thought_open}{gap}{trace}{gap}{tags.thought_close}\n\n{tags.solution_open}"
     context = head.format("Learn.") + turn
@@ -260,13 +260,13 @@ def test_only_the_exact_separator_is_taken_off_the_thought(tokenizer: Any, gap: 
     problem = chat.build_problem(1, "q", SOLUTION)
     rollout = chat.build_rollout(problem, chat.completion_from_text(problem, f"seven{gap}{chat.end_tag}"))
     body = f"seven{gap}"
-    assert text_of(tokenizer, rollout.views[0].token_ids) == body
+    assert text_of(tokenizer, rollout.require_view().token_ids) == body
     starts = [
-        len(text_of(tokenizer, rollout.views[0].token_ids[:i]))
-        for i in range(len(rollout.views[0].token_ids))
+        len(text_of(tokenizer, rollout.require_view().token_ids[:i]))
+        for i in range(len(rollout.require_view().token_ids))
     ]
     in_separator = [start for start in starts if gap.endswith("\n\n") and start >= len(body) - 2]
-    assert len(rollout.views[0].token_ids) - rollout.views[0].num_tokens == len(in_separator)
+    assert len(rollout.require_view().token_ids) - rollout.require_view().num_tokens == len(in_separator)
     assert rollout.text == body.strip()
 
 
@@ -277,7 +277,7 @@ def test_a_token_that_holds_the_start_of_the_end_tag_does_not_reach_the_student(
     token_ids = [*encode(qwen, "It is seven"), straddling, *encode(qwen, "explanation>")]
     assert text_of(qwen, token_ids) == "It is seven.</explanation>"
     rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
-    assert text_of(qwen, rollout.views[0].token_ids) == rollout.text == "It is seven"
+    assert text_of(qwen, rollout.require_view().token_ids) == rollout.text == "It is seven"
 
 
 def test_the_end_tag_may_end_inside_the_last_token(qwen: Any):
@@ -286,7 +286,7 @@ def test_the_end_tag_may_end_inside_the_last_token(qwen: Any):
     token_ids = encode_pieces(qwen, ["Seven\n\n<|end_of_explanation|>", "\n\nx"])[0]
     assert token_ids[-1] == 1339  # >\n\n
     rollout = chat.build_rollout(problem, Completion(token_ids, None, "stop"))
-    assert text_of(qwen, rollout.views[0].token_ids) == "Seven\n\n"
+    assert text_of(qwen, rollout.require_view().token_ids) == "Seven\n\n"
 
 
 def test_bodies_of_unclosed_completions(tokenizer: Any):
@@ -294,41 +294,50 @@ def test_bodies_of_unclosed_completions(tokenizer: Any):
     problem = chat.build_problem(1, "q", SOLUTION)
     token_ids = encode(tokenizer, "Count to seven")
     rollout = chat.build_rollout(problem, Completion(token_ids, None, "length"))
-    assert (rollout.views[0].token_ids, rollout.views[0].num_tokens, rollout.closed) == (
+    assert (rollout.require_view().token_ids, rollout.require_view().num_tokens, rollout.closed) == (
         token_ids,
         len(token_ids),
         False,
     )
     rollout = chat.build_rollout(problem, Completion([*token_ids, tokenizer.eos_token_id], None, "eos"))
-    assert (rollout.views[0].token_ids, rollout.text, rollout.closed) == (token_ids, "Count to seven", False)
+    assert (rollout.require_view().token_ids, rollout.text, rollout.closed) == (
+        token_ids,
+        "Count to seven",
+        False,
+    )
 
 
 def test_empty_completions_have_empty_bodies(tokenizer: Any):
     chat = ChatFormat(tokenizer)
     problem = chat.build_problem(1, "q", SOLUTION)
     rollout = chat.build_rollout(problem, chat.completion_from_text(problem, chat.end_tag))
-    assert (len(rollout.views[0].token_ids), rollout.views[0].num_tokens, rollout.empty, rollout.closed) == (
+    assert (
+        len(rollout.require_view().token_ids),
+        rollout.require_view().num_tokens,
+        rollout.empty,
+        rollout.closed,
+    ) == (
         0,
         0,
         True,
         True,
     )
     rollout = chat.build_rollout(problem, Completion([tokenizer.eos_token_id], None, "eos"))
-    assert (len(rollout.views[0].token_ids), rollout.empty) == (0, True)
+    assert (len(rollout.require_view().token_ids), rollout.empty) == (0, True)
 
 
 def test_a_completion_cut_inside_a_character_keeps_all_tokens(smol: Any):
     chat = ChatFormat(smol)
     token_ids = encode(smol, "so 鬱🧮")[:-1]
     rollout = chat.build_rollout(chat.build_problem(1, "q", SOLUTION), Completion(token_ids, None, "length"))
-    assert rollout.views[0].token_ids == token_ids
+    assert rollout.require_view().token_ids == token_ids
     assert rollout.text.startswith("so 鬱")
     # Nor does a broken character in front of the tag hide it.
     token_ids += encode(smol, chat.end_tag)
     assert (
         len(
             chat.build_rollout(chat.build_problem(1, "q", SOLUTION), Completion(token_ids, None, "stop"))
-            .views[0]
+            .require_view()
             .token_ids
         )
         == len(encode(smol, "so 鬱🧮")) - 1

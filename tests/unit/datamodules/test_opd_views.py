@@ -48,7 +48,7 @@ def test_a_teacher_reads_the_thought_and_then_its_own_closing_tag(
 ) -> None:
     made, style = build_views(tokenizer, tags), TAG_STYLES[tags]
     row = answered(made, turn(style, thought))
-    ids, [view] = row.completion.token_ids, row.views
+    ids, view = row.completion.token_ids, row.require_view()
     assert made.closing is not None
     last = view.start + view.num_tokens - 1
     assert decode(tokenizer, ids[: view.start]) == style.thought_open + style.separator
@@ -69,7 +69,7 @@ def test_a_teacher_reads_the_thought_and_then_its_own_closing_tag(
 def test_an_open_thought_is_judged_to_its_end_without_eos(thought: str, tokenizer: Any) -> None:
     for closed in (True, False):  # the student ended its turn, or had no room left
         row = answered(build_views(tokenizer, "r1"), "<think>\n" + thought, closed)
-        [view] = row.views
+        view = row.require_view()
         assert decode(tokenizer, view.token_ids) == thought
         assert view.num_tokens == len(view.token_ids)
         assert view.start + view.num_tokens == len(row.completion.token_ids) - closed
@@ -77,19 +77,19 @@ def test_an_open_thought_is_judged_to_its_end_without_eos(thought: str, tokenize
 
 def test_an_empty_thought_leaves_its_end_to_be_judged(tokenizer: Any) -> None:
     row = answered(build_views(tokenizer, "r1"), "<think>\n</think>\n\n<solution>\n7\n</solution>")
-    [view] = row.views
+    view = row.require_view()
     assert view.num_tokens == 1
 
 
 @pytest.mark.parametrize("text", ["7", "<think>", "<thinking>\n7", " <think>\n7\n</think>", "</think>\n"])
 def test_what_does_not_begin_with_a_thought_is_not_judged(text: str, tokenizer: Any) -> None:
-    assert answered(build_views(tokenizer, "r1"), text).views == ()
+    assert answered(build_views(tokenizer, "r1"), text).view is None
 
 
 def test_a_separator_in_one_token_with_the_thought_is_not_judged(shared: Path) -> None:
     qwen = AutoTokenizer.from_pretrained(shared / "data" / "tokenizers" / "Qwen2.5-Instruct")
     assert [decode(qwen, [i]) for i in qwen.encode("<think>\n\n7")][-2:] == [">\n\n", "7"]
-    assert answered(build_views(qwen, "r1"), "<think>\n\n7\n</think>").views == ()
+    assert answered(build_views(qwen, "r1"), "<think>\n\n7\n</think>").view is None
 
 
 def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
@@ -99,7 +99,7 @@ def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
     letters = [word for c in "</think>" for word in tokenizer.encode(c, add_special_tokens=False)]
     problem = answered(made, "7").problem
     row = made.build_rollout(problem, Completion([*begun, *letters], None, "length"))
-    [view] = row.views
+    view = row.require_view()
     # Its first token is compared with the same token, not with the teacher's closing tag.
     assert view.token_ids == [*begun[1:], letters[0]]
     assert made.closing is not None
@@ -114,7 +114,7 @@ def test_a_thought_ends_at_either_closing_tag(miniature: str) -> None:
     begun = made.student.tokenizer.encode("<think>\n7\n", add_special_tokens=False)
     problem = answered(made, "7").problem
     for ids in ([own], [teacher], [teacher, begun[1], own]):
-        [view] = made.build_rollout(problem, Completion([*begun, *ids], None, "length")).views
+        view = made.build_rollout(problem, Completion([*begun, *ids], None, "length")).require_view()
         # The one is read as the other, and nothing behind it is judged.
         assert view.token_ids == [*begun[1:], own if ids[0] == teacher else teacher]
         assert view.num_tokens == len(view.token_ids)
@@ -123,7 +123,7 @@ def test_a_thought_ends_at_either_closing_tag(miniature: str) -> None:
 def test_a_hint_judges_all_tokens_with_the_end(tokenizer: Any) -> None:
     made = build_views(tokenizer, "r1", "hint")
     row = answered(made, turn(TAG_STYLES["r1"], "数学"))
-    [view] = row.views
+    view = row.require_view()
     assert view.token_ids == row.completion.token_ids
     assert view.token_ids[-1] == tokenizer.eos_token_id
     assert made.exchanged is None
@@ -138,7 +138,7 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
     tokenizers = [load_tokenizer(name) for name in names]
     student, teacher = (ChatFormat(one, "r1", "", "") for one in tokenizers)
     row: Rollout = answered(TeacherViews(student, teacher, kind), turn(student.tags, thought))
-    [view] = row.views
+    view = row.require_view()
     assert view.spans is not None
     plain = [ByteExactTokenizer(one, "model") for one in tokenizers]
     judged = row.completion.token_ids[view.start : view.start + view.num_tokens]

@@ -29,7 +29,7 @@ from rlt_lightning.numerics.advantages import (
 )
 from rlt_lightning.rewards import RLTReward, explanations
 from rlt_lightning.rewards.explanations import build_empty_view
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.teacher import EXACT, Teacher
 from rlt_lightning.types import ModelView, Problem
@@ -129,7 +129,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     monkeypatch.setattr(explanations, "build_empty_view", counted)
     student = tiny_model if student == "other" else student  # of another tokenizer: it reads text
     witness, rlt = Witness(), module("miniature", reward=EMPTY)
-    rlt.students = Students.of(student, None)
+    rlt.student = Student.of(student)
     data = chains(tmp_path, student)
     bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, data)
     [batch] = witness.batches
@@ -151,7 +151,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
         counts.append(len(step.known))
     assert counts == [2, 2, 2]
     with torch.no_grad():
-        chunks = rlt.reward.measure(step, range(len(rows)), rlt.students)
+        chunks = rlt.reward.measure(step, range(len(rows)), rlt.student)
     torch.testing.assert_close(chunks["level/baseline"], levels, atol=1e-5, rtol=0)
 
 

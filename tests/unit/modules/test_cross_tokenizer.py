@@ -33,7 +33,7 @@ from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.explanations import build_explanation_pass
-from rlt_lightning.rewards.students import Student, Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
@@ -150,10 +150,10 @@ def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature
 
 
 def score(teacher: Any, student: Any, rows: list[Rollout], chat: Any, **options: Any) -> StepBatch:
-    reward, students = RLTReward(**options), Students.of("student", None).with_formats([chat])
+    reward, scorer = RLTReward(**options), Student.of("student", chat_format=chat)
     models = {"student": Model(ModelEntry(student)), POLICY: Model(ModelEntry(teacher))}
     runner = PassRunner(models, torch.device("cpu"), micro_batch_tokens=3000, layout="packed")
-    return score_rollouts(runner, reward, students, Rollouts(rows, 1, 0, 0.7))
+    return score_rollouts(runner, reward, scorer, Rollouts(rows, 1, 0, 0.7))
 
 
 # What the student reads
@@ -162,9 +162,9 @@ def score(teacher: Any, student: Any, rows: list[Rollout], chat: Any, **options:
 def test_two_hundred_explanations_keep_their_bytes(chat: CrossTokenizerFormat) -> None:
     replaced = cut = 0
     for rollout in sample_rollouts(chat, 200):
-        [view] = rollout.views
+        view = rollout.require_view()
         assert view.spans is not None
-        [teachers] = ChatFormat.build_rollout(chat, rollout.problem, rollout.completion).views
+        teachers = ChatFormat.build_rollout(chat, rollout.problem, rollout.completion).require_view()
         data = b"".join(map(chat.teachers_text.decode_bytes, teachers.token_ids))
         read = b"".join(map(chat.students_text.decode_bytes, view.token_ids))
         # An incomplete character at the end is left out, other bytes that are none become U+FFFD.
@@ -190,7 +190,9 @@ def test_contexts_are_in_the_students_own_tokens(chat: CrossTokenizerFormat) -> 
     problem = chat.build_problem(1, "What is 3 + 4?", chat.tags.wrap("7"), "Be brief.")
     completion = chat.completion_from_trace(problem, "Add 3 and 4, 数学.")
     rollout = chat.build_rollout(problem, completion)
-    read, think, solution = build_explanation_pass(Student("student", 0, chat), rollout.views[0])
+    read, think, solution = build_explanation_pass(
+        Student("student", "student", chat), rollout.require_view()
+    )
     tags = chat.tags
     turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
     prompt = chat.student.render_student_chat("What is 3 + 4?", "Be brief.")
@@ -228,14 +230,14 @@ def test_half_a_character_at_the_end_counts_on_neither_side(chat: CrossTokenizer
     problem = chat.build_problem(1, "q", chat.tags.wrap("7"))
     whole = chat.tokenizer("So 🪼", add_special_tokens=False)["input_ids"]
     rollout = chat.build_rollout(problem, Completion(whole[:-1], None, "length"))
-    [view] = rollout.views
+    view = rollout.require_view()
     assert chat.student_tokenizer.decode(view.token_ids).strip() == "So"
     assert view.num_left_out == len(whole) - 1 - view.num_tokens > 0
     assert chat.tokenizer.decode(view.compared).strip() == "So"
     # In byte-level tokens " 🪼" begins with one that holds a space and the first byte, else with "▁".
     first = chat.teachers_text.is_byte_level
     only = chat.build_rollout(problem, Completion(whole[-4:-3] if not first else whole[1:2], None, "length"))
-    [view] = only.views
+    view = only.require_view()
     assert (view.num_tokens, view.spans, view.num_left_out) == (0, [], 1)
     assert chat.student_tokenizer.decode(view.token_ids) in ("", " ")
 
@@ -254,7 +256,7 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
     kl, solutions = scored.tokens["kl"], scored.tokens["solution"]
     largest = 0.0
     for i, rollout in enumerate(rows):
-        [view] = rollout.views
+        view = rollout.require_view()
         assert view.spans is not None
         assert rollout.completion.log_probs is None
         prompt, think = rollout.problem.teacher_prompt, view.compared
@@ -377,7 +379,7 @@ def test_training_with_a_renumbered_student_is_the_same(
         ).fit(module, datamodule=data)
         rewards = torch.cat([batch.step.rewards for batch in keeper.batches if batch.step])
         rows = [row for batch in keeper.batches if batch.rollouts for row in batch.rollouts.rollouts]
-        view = [row.views[0].spans for row in rows]
+        view = [row.require_view().spans for row in rows]
         found.append((rewards, module.policy.state_dict(), view))
     (own, weights, own_view), (others, other_weights, view) = found
     assert own_view == [None] * len(own_view)

@@ -182,7 +182,7 @@ def test_closed_thought_and_its_end_are_judged(miniature: str) -> None:
     made = views(miniature)
     tokenizer = made.student.tokenizer
     row = answered(made, "<think>\n3 +4 =7\n</think>\n\n<answer>\n7\n</answer>")
-    [view] = row.views
+    view = row.require_view()
     judged = row.completion.token_ids[view.start : view.start + view.num_tokens]
     assert tokenizer.decode(judged).rstrip("\n") == "3 +4 =7\n</think>"
     assert tokenizer.decode(view.token_ids) == "3 +4 =7\n</explanation>"
@@ -194,18 +194,18 @@ def test_closed_thought_and_its_end_are_judged(miniature: str) -> None:
 
 def test_open_thought_has_no_closing_decision(miniature: str) -> None:
     row = answered(views(miniature), "<think>\n3 +4 =", closed=False)
-    [view] = row.views
+    view = row.require_view()
     assert view.start + view.num_tokens == len(row.completion.token_ids)
     assert view.token_ids == row.completion.token_ids[view.start :]
 
 
 def test_answer_without_a_thought_is_not_judged(miniature: str) -> None:
-    assert answered(views(miniature), "7").views == ()
+    assert answered(views(miniature), "7").view is None
 
 
 def test_hint_judges_every_token(miniature: str) -> None:
     row = answered(views(miniature, HINT), "7")
-    [view] = row.views
+    view = row.require_view()
     assert (view.start, view.token_ids) == (0, row.completion.token_ids)
 
 

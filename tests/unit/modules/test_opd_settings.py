@@ -9,7 +9,6 @@ from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.modules import OPDModule
-from rlt_lightning.rewards.students import Students
 from rlt_lightning.types import InputError
 
 
@@ -27,7 +26,3 @@ def test_a_question_may_hold_the_name_of_the_solution(miniature: str) -> None:
     view = made.build_problem(0, row, None, {}).teacher_view
     text = tokenizer.decode(view)
     assert text.count("{solution}") == text.count("{question}") == 1
-
-
-def test_labels_of_students_are_never_the_same() -> None:
-    assert Students.of(None, ["m", "m", "m_2"]).labels == ["m", "m_2", "m_2_2"]

@@ -35,12 +35,12 @@ from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
 
 def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
     """The released recipe's reward of one rollout, written out."""
-    problem, think = rollout.problem, rollout.views[0].compared
+    problem, think = rollout.problem, rollout.require_view().compared
     prefix = problem.student_prefix + problem.think_prefix
     with torch.no_grad():
         teacher = slow_log_probs(policy, problem.teacher_prompt, think, 0.7)
         kl = teacher - slow_log_probs(student, prefix, think, 0.7)
-        context = prefix + rollout.views[0].token_ids + problem.student_suffix
+        context = prefix + rollout.require_view().token_ids + problem.student_suffix
         solution = slow_log_probs(student, context, problem.solution_ids, 0.7)
     r_ss = solution.mean() + 0.01 * solution.min()
     r_kl = kl.mean() + 0.01 * kl.max()
@@ -227,14 +227,14 @@ def test_score_given_adds_the_given_tokens_and_nothing_else(
     rlt.teacher_log_probs = source
     rlt.reward = RLTReward(kl_estimator=estimator)
     step = rlt.score(rollouts)
-    plain = [rlt.reward.list_tokens(step, i, rlt.students)[0] for i in range(len(step))]
+    plain = [rlt.reward.list_tokens(step, i) for i in range(len(step))]
     rlt.reward = RLTReward(kl_estimator=estimator, score_given=True)
     step = rlt.score(rollouts)
     for i, row in enumerate(rollouts.rollouts):
         given = row.problem.think_prefix
         assert given  # of SmolLM2's tokenizer
-        [tokens] = rlt.reward.list_tokens(step, i, rlt.students)
-        assert plain[i].thought == row.views[0].compared
+        tokens = rlt.reward.list_tokens(step, i)
+        assert plain[i].thought == row.require_view().compared
         assert tokens.thought == given + plain[i].thought
         assert tokens.kl[len(given) :] == pytest.approx(plain[i].kl, abs=1e-5, rel=1e-5)
         assert tokens.solution_log_probs == pytest.approx(plain[i].solution_log_probs, abs=1e-5)
@@ -248,7 +248,7 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
     rlt.reward = RLTReward(kl_estimator=estimator)
     nothing = {"token_ids": [], "num_tokens": 0, "num_own": 0}
     empty = [
-        replace(row, views=(replace(row.views[0], **nothing),), text="")  # type: ignore[arg-type]
+        replace(row, view=replace(row.require_view(), **nothing), text="")  # type: ignore[arg-type]
         for row in rollouts.rollouts
     ]
     scores = rlt.score(replace(rollouts, rollouts=empty))
@@ -539,7 +539,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     assert batch.rollouts is not None
     for place, row in enumerate(batch.rollouts.rollouts):
         kl = batch.step.tokens["kl"][place]
-        think = row.views[0].compared
+        think = row.require_view().compared
         distributions = []
         for model, prefix in (
             (policy, row.problem.teacher_prompt),

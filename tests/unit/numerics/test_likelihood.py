@@ -25,7 +25,7 @@ from rlt_lightning.rewards import (
     SolutionScores,
     VeriFreeReward,
 )
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.types import InputError
 
 
@@ -150,19 +150,18 @@ def scores_of(values: Tensor, mask: Tensor) -> SolutionScores:
 
 
 def test_the_answer_term_needs_policy_and_reward() -> None:
-    policy, reference = (Students.of(student, None) for student in ("policy", "reference"))
+    policy, reference = (Student.of(student) for student in ("policy", "reference"))
     assert choose_answer_weight(None, LogProbReward(), policy) == 1
     assert choose_answer_weight(0.5, VeriFreeReward(), policy) == 0.5
-    for reward, students in (
+    for reward, student in (
         (NOVERReward(), policy),
         (RLTReward(), policy),
         (VeriFreeReward(), reference),
-        (LogProbReward(), Students.of("miniature", None)),
-        (LogProbReward(), Students.of(None, ["a", "b"])),
+        (LogProbReward(), Student.of("miniature")),
     ):
-        assert choose_answer_weight(None, reward, students) == 0
+        assert choose_answer_weight(None, reward, student) == 0
         with pytest.raises(InputError, match=r"model\.answer_weight must be 0 or"):
-            choose_answer_weight(1.0, reward, students)
+            choose_answer_weight(1.0, reward, student)
     with pytest.raises(InputError, match="it is -1, with student policy and LogProbReward"):
         choose_answer_weight(-1, LogProbReward(), policy)
 
