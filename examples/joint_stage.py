@@ -56,9 +56,9 @@ class RoleCredit(Credit):
     teacher: Credit
     student: Credit
 
-    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return those of both, which are the same: the other view."""
-        return self.teacher.scoring_passes(rollout) | self.student.scoring_passes(rollout)
+        return self.teacher.scoring_passes(rollout) + self.student.scoring_passes(rollout)
 
     def __call__(self, inputs: LossInputs) -> Tensor:
         """Return the credit of each token by its row's role, (n, T)."""

@@ -76,9 +76,10 @@ class PairData(StratosDataModule):
 class PairTerm(LossTerm):
     """The gradient of DPO's loss: each answer's log-prob times its weight."""
 
-    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return the passes that the weights need."""
-        return {OLD: build_sampled_pass(POLICY, rollout), REFERENCE: build_sampled_pass(REFERENCE, rollout)}
+        reference = build_sampled_pass(REFERENCE, rollout, "reference")
+        return [build_sampled_pass(POLICY, rollout, OLD), reference]
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the answer."""
@@ -117,7 +118,7 @@ class DPOModule(OnPolicyModule):
     def compute_margins(self, step: StepBatch) -> Tensor:
         """Return the margin of each pair, (P,)."""
         policy, reference = (
-            torch.stack([step.tokens[name][row].sum() for row in step.shard]) for name in (OLD, REFERENCE)
+            torch.stack([step.tokens[name][row].sum() for row in step.shard]) for name in (OLD, "reference")
         )
         chosen, rejected = (policy - reference).view(-1, 2).unbind(1)
         return self.beta * (chosen - rejected)

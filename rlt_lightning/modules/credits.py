@@ -89,7 +89,7 @@ class LossInputs:
     @property
     def engine_log_probs(self) -> Tensor | None:
         """Return the log-probs with which the engine sampled, (n, T); None if it did not report them."""
-        parts = [slice(*scoring.sampled) if scoring.sampled else slice(None) for scoring in self.micro.passes]
+        parts = [scoring.sampled for scoring in self.micro.passes]
         return pad_engine_log_probs(self.rollouts, self.log_probs, parts)
 
 
@@ -124,9 +124,9 @@ class Credit(ABC):
     columns: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
 
-    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return what is computed before the update, without gradient."""
-        return {}
+        return []
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> Tensor:
@@ -147,10 +147,9 @@ class SumOfCredits(Credit):
         self.columns = tuple(name for part, _ in parts for name in part.columns)
         self.models = tuple(name for part, _ in parts for name in part.models)
 
-    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """See `Credit`."""
-        passes = [part.scoring_passes(rollout) for part, _ in self.parts]
-        return {name: scoring for found in passes for name, scoring in found.items()}
+        return [scoring for part, _ in self.parts for scoring in part.scoring_passes(rollout)]
 
     def __call__(self, inputs: LossInputs) -> Tensor:
         """See `Credit`."""
@@ -186,22 +185,21 @@ class RatioCredit(Credit):
         self.models = (by,)
         self.name = f"by/{by}"  # of the other's token column
 
-    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return the judged tokens as the other model reads them."""
         if rollout.view is None:
-            return {}
+            return []
         view, context = rollout.view, rollout.problem.teacher_view
         scoring = ScoringPass(
             self.by,
             context,
             view.token_ids,
-            (len(context), len(context) + len(view.token_ids)),
+            {self.name: (len(context), len(context) + len(view.token_ids))},
             family=(self.name, rollout.problem.row),
             temperature=self.temperature,
-            what=f"log-prob by {self.by}",
             retokenized=view.spans is not None,
         )
-        return {self.name: scoring}
+        return [scoring]
 
     def __call__(self, inputs: LossInputs) -> Tensor:
         """See `Credit`."""
@@ -209,8 +207,7 @@ class RatioCredit(Credit):
         theirs = inputs.step.tokens.get(self.name, {})
         for i, (row, rollout) in enumerate(zip(inputs.micro.rows, inputs.rollouts, strict=True)):
             if row in theirs and (view := rollout.view) is not None:
-                sampled = inputs.micro.passes[i].sampled
-                first = view.start - (sampled[0] if sampled else 0)
+                first = view.start - inputs.micro.passes[i].sampled.start
                 part = slice(first, first + view.num_tokens)
                 credit[i, part] = sampled_advantages(own[i, part], theirs[row], view.spans)
         return self.weight * credit

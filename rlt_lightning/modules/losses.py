@@ -61,13 +61,13 @@ class LossTerm(ABC):
         """Return the object whose class an error names if the loss is not finite."""
         return self
 
-    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return the scoring passes of a completion before the update, without gradient."""
-        return {}
+        return []
 
     @abstractmethod
     def scoring_pass(self, rollout: Any) -> ScoringPass:
-        """Return the policy's scoring pass over a completion, with gradient."""
+        """Return the policy's scoring pass over a completion, with gradient; it has one column."""
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -120,11 +120,11 @@ class PolicyGradient(LossTerm):
         """See `LossTerm.maker`."""
         return self.policy_loss
 
-    def scoring_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return passes of the reference, if there is a KL penalty, of the old policy and of the credit."""
-        passes = {"reference": build_sampled_pass(REFERENCE, rollout)} if self.policy_loss.kl_coef else {}
-        passes |= {OLD: build_sampled_pass(POLICY, rollout)} if self.is_repeated else {}
-        return passes | self.credit.scoring_passes(rollout)
+        passes = [build_sampled_pass(REFERENCE, rollout, "reference")] if self.policy_loss.kl_coef else []
+        passes += [build_sampled_pass(POLICY, rollout, OLD)] if self.is_repeated else []
+        return passes + self.credit.scoring_passes(rollout)
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the sampled tokens."""
@@ -189,12 +189,12 @@ class AnswerTerm(LossTerm):
         return LossOutput(loss, {"policy/answer_loss": loss.detach()})
 
 
-def build_sampled_pass(model: str, rollout: Rollout) -> ScoringPass:
+def build_sampled_pass(model: str, rollout: Rollout, column: str = "sampled") -> ScoringPass:
     """Return prompt and completion; every sampled token is scored, the end tag included."""
     problem, tokens = rollout.problem, rollout.completion.token_ids
     prompt = problem.teacher_prompt
-    scored = len(prompt), len(prompt) + len(tokens)
-    return ScoringPass(model, prompt, tokens, scored, problem.row, what=f"{model} log-prob")
+    scored = {column: (len(prompt), len(prompt) + len(tokens))}
+    return ScoringPass(model, prompt, tokens, scored, problem.row)
 
 
 def compare_with_engine(

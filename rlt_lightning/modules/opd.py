@@ -271,16 +271,13 @@ class Distillation(LossTerm):
         """
         judged, context = build_judged_pass(rollout, self.temperature), rollout.problem.teacher_view
         shown = (rollout.view.token_ids if rollout.view else []) or context[-1:]
-        scored = len(context), len(context) + (len(shown) if judged.num_scored else 0)
-        what = "divergence of student and teacher"
-        other = ScoringPass(self.teacher, context, shown, scored, judged.family, self.temperature, what)
-        return replace(
-            judged, what=what, compared_with=other, divergence=self.divergence, exchanged=self.exchanged
-        )
+        scored = {"judged": (len(context), len(context) + (len(shown) if judged.num_scored else 0))}
+        other = ScoringPass(self.teacher, context, shown, scored, judged.family, self.temperature)
+        return replace(judged, compared_with=other, divergence=self.divergence, exchanged=self.exchanged)
 
-    def held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def held_out_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return what is computed of a held-out answer."""
-        return {"judged": self.scoring_pass(rollout)}
+        return [self.scoring_pass(rollout)]
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the sum over judged tokens, divided by their number in the step."""
@@ -317,9 +314,9 @@ class SampledDistillation(PolicyGradient):
         """Return the answer up to the last judged token."""
         return build_judged_pass(rollout, self.ratio.temperature)
 
-    def held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def held_out_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """See `Distillation.held_out_passes`."""
-        return {"judged": self.scoring_pass(rollout)} | self.scoring_passes(rollout)
+        return [self.scoring_pass(rollout), *self.scoring_passes(rollout)]
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """See `PolicyGradient`."""
@@ -368,11 +365,10 @@ def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPas
         POLICY,
         prompt,
         rollout.completion.token_ids[: max(1, start + num)],
-        (len(prompt) + start, len(prompt) + start + num),
+        {"judged": (len(prompt) + start, len(prompt) + start + num)},
         family=rollout.problem.row,
         temperature=temperature,
-        what="log-prob of a judged token",
-        sampled=(start, start + num),
+        asks_engine=True,
     )
 
 

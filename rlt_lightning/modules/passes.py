@@ -1,15 +1,17 @@
 """Run the forwards that rewards and losses declare: merge, pack and run them, and unpack the values.
 
-A `ScoringPass` (rollouts/step.py) declares what a model is to compute of one completion.
+A `ScoringPass` (rollouts/step.py) is a sequence that a model reads, with the ranges of it that are scored.
 
-    run       passes of each row ─▶ items: equal or nested sequences of a model run once ─▶ groups, in one
-              order on all ranks ─▶ micro-batches, equally many on ranks that wait for each other ─▶ columns
+    run       passes of each row ─▶ equal or nested sequences of a model run once ─▶ groups, in one order on
+              all ranks ─▶ micro-batches, equally many on ranks that wait for each other ─▶ columns
     updates   the policy's passes of each loss term ─▶ micro-batches, equally many on all ranks ─▶ `forward`,
               with gradient, in the module's training_step
 
-Two passes over a row become one item if the tokens of one begin with those of the other; passes over
-different rows only by `ScoringPass.once`. With sharded weights every forward waits for all ranks: all run the
-same groups, and a rank that has nothing in one runs two tokens as a dummy. Scoring draws no random numbers.
+Two passes over a row are merged if the tokens of one begin with those of the other: the reference reads a
+completion for the KL penalty and, as the student, with the solution after it; in validation all sampled
+tokens have those of r_KL among them. Passes over different rows are shared only by `ScoringPass.once`. With
+sharded weights every forward waits for all ranks: all run the same groups, and a rank that has nothing in one
+runs two tokens as a dummy. Scoring draws no random numbers.
 """
 
 from __future__ import annotations
@@ -52,65 +54,10 @@ from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch, columns_of
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
-# Returns the scoring passes of a completion, by the name of the token column.
-Declare = Callable[[Rollout], Mapping[str, ScoringPass]]
-
-
-class Target(NamedTuple):
-    """The place of a pass's value."""
-
-    name: str
-    rows: list[int]
-    scoring: ScoringPass
-
-
-@dataclass
-class Item:
-    """One sequence that goes through a model, for all passes whose tokens it holds."""
-
-    scoring: ScoringPass  # the longest
-    targets: list[Target]
-    compared_with: ScoringPass | None = None
-
-    def add(self, name: str, row: int, scoring: ScoringPass) -> bool:
-        """Serve this pass too, if its tokens begin this sequence's, or the other way round."""
-        if self.compared_with is not None and scoring.compared_with is not None:
-            ours = self.compared
-            same = (ours.compared_with, ours.divergence, ours.exchanged, ours.scored)
-            if same != (scoring.compared_with, scoring.divergence, scoring.exchanged, scoring.scored):
-                return False
-        if not begins_with(self.scoring, scoring):
-            if not begins_with(scoring, self.scoring):
-                return False
-            self.scoring = scoring
-        self.compared_with = self.compared_with or scoring.compared_with
-        self.targets.append(Target(name, [row], scoring))
-        return True
-
-    @property
-    def mask(self) -> Sequence[int]:
-        """Return 1 for each token that a target scores, else 0; made without Python code for each."""
-        if self.scoring.mask is not None:
-            return self.scoring.mask
-        mask = bytearray(len(self.scoring.prefix) + len(self.scoring.rest))
-        for target in self.targets:
-            first, end = target.scoring.scored
-            mask[first:end] = bytes([1]) * (end - first)
-        return mask
-
-    def build_sequence(self) -> ScoredSequence:
-        """Return the tokens, of which those of all targets are scored."""
-        return ScoredSequence(self.scoring.prefix, self.scoring.rest, self.mask)
-
-    def find_place(self, scoring: ScoringPass) -> slice:
-        """Return where a target's tokens lie among the item's scored tokens."""
-        before = 0 if scoring.mask is not None else self.mask[: scoring.scored[0]].count(1)
-        return slice(before, before + scoring.num_scored)
-
-    @property
-    def compared(self) -> ScoringPass:
-        """Return the pass whose tokens are compared with those of another model."""
-        return next(target.scoring for target in self.targets if target.scoring.compared_with is not None)
+# Returns the scoring passes of a completion.
+Declare = Callable[[Rollout], Sequence[ScoringPass]]
+# A pass over a row; None: a dummy, whose values nobody gets.
+RowPass = tuple[int | None, ScoringPass]
 
 
 class Compared(NamedTuple):
@@ -205,16 +152,21 @@ class PassKey(NamedTuple):
     divergence: Divergence = Divergence()
     exchanged: tuple[int, int] | None = None
 
-    def build_dummy(self) -> Item:
-        """Return a sequence for a rank that has none in this group."""
-        scoring = ScoringPass(self.model, [], [0, 0], (1, 2), temperature=self.temperature)
-        compared_with = None
-        if self.compared_with:
-            compared_with = replace(scoring, model=self.compared_with, temperature=self.other_temperature)
-            scoring = replace(
-                scoring, compared_with=compared_with, divergence=self.divergence, exchanged=self.exchanged
-            )
-        return Item(scoring, [Target("", [], scoring)], compared_with)
+    @classmethod
+    def of(cls, scoring: ScoringPass) -> PassKey:
+        """Return the settings of a pass whose temperatures are set."""
+        key, other = cls(scoring.model, scoring.temperature or 1.0), scoring.compared_with
+        if other is None:
+            return key
+        return cls(*key[:2], other.model, other.temperature or 1.0, scoring.divergence, scoring.exchanged)
+
+    def build_dummy(self) -> ScoringPass:
+        """Return a pass for a rank that has none in this group."""
+        scoring = ScoringPass(self.model, [], [0, 0], {"dummy": (1, 2)}, temperature=self.temperature)
+        if not self.compared_with:
+            return scoring
+        other = replace(scoring, model=self.compared_with, temperature=self.other_temperature)
+        return replace(scoring, compared_with=other, divergence=self.divergence, exchanged=self.exchanged)
 
 
 @dataclass
@@ -268,62 +220,52 @@ class PassRunner:
             InputError: If a retokenized completion does not fit into a model's context; see above.
         """
         rollouts = {row: step.rollout(row) for row in rows}
-        declared = {row: declare_passes(step, rollout, declare) for row, rollout in rollouts.items()}
-        names = list(dict.fromkeys(name for passes in declared.values() for name in passes))
-        # Name by name: which sequences share a forward, and so the rounding, depends on the order.
-        passes = [(name, row, declared[row][name]) for name in names for row in rows if name in declared[row]]
+        declared = [
+            (row, set_temperatures(scoring, step))
+            for row, rollout in rollouts.items()
+            for scoring in declare_passes(step, rollout, declare)
+        ]
         if not (self.recompute if recompute is None else recompute):
-            passes = self.take_sampled(step, rollouts, passes)
-        items = self.merge(step, passes)
-        groups: dict[PassKey, list[Item]] = {}
-        for item in items:
-            groups.setdefault(self.build_key(item, step), []).append(item)
+            declared = self.take_sampled(step, rollouts, declared)
+        passes, shared = merge_passes(step, declared)
+        groups: dict[PassKey, list[RowPass]] = {}
+        for row, scoring in passes:
+            groups.setdefault(PassKey.of(scoring), []).append((row, scoring))
         keys = list(groups)
         if self.ranks.sharded:
             keys = sorted({key for part in self.ranks.gather(keys) for key in part}, key=repr)
         for key in keys:
-            self.run_group(step, key, groups.get(key) or [key.build_dummy()], stats)
+            self.run_group(step, key, groups.get(key) or [(None, key.build_dummy())], stats)
+        for row, scoring in shared:
+            for column in (step.tokens.get(name, {}) for name in scoring.scored):
+                if (first := step.known[find_once(scoring)]) in column:  # else this rank has failed
+                    column[row] = column[first]
         if step.shards is None:
             step.checks.require()
 
-    def find_temperature(self, scoring: ScoringPass, step: StepBatch) -> float:
-        """Return the temperature of a pass."""
-        return scoring.temperature or step.temperature or 1.0
-
-    def build_key(self, item: Item, step: StepBatch) -> PassKey:
-        """Return the group in which a sequence goes through its model."""
-        key = PassKey(item.scoring.model, self.find_temperature(item.scoring, step))
-        if item.compared_with is None:
-            return key
-        temperature, scoring = self.find_temperature(item.compared_with, step), item.compared
-        return PassKey(*key[:2], item.compared_with.model, temperature, scoring.divergence, scoring.exchanged)
-
     def take_sampled(
-        self, step: StepBatch, rollouts: dict[int, Rollout], passes: list[tuple[str, int, ScoringPass]]
-    ) -> list[tuple[str, int, ScoringPass]]:
+        self, step: StepBatch, rollouts: dict[int, Rollout], passes: list[tuple[int, ScoringPass]]
+    ) -> list[tuple[int, ScoringPass]]:
         """Take the log-probs that the engine reported, in one copy; return the other passes."""
-        served = [
-            (name, row, scoring)
-            for name, row, scoring in passes
-            if scoring.sampled
-            and not scoring.compared_with
-            and self.find_temperature(scoring, step) == step.temperature
-        ]
+        served: list[tuple[int, ScoringPass]] = []
+        others: list[tuple[int, ScoringPass]] = []
+        for row, scoring in passes:
+            is_served = scoring.asks_engine and scoring.temperature == step.temperature
+            (served if is_served else others).append((row, scoring))
         # Asked whatever is served: rows of another rank may have declared other passes.
         if self.lacks_log_probs(step, rollouts) or not served:
             return passes
         values: list[float] = []
-        for _, row, scoring in served:
+        for row, scoring in served:
             log_probs = rollouts[row].completion.log_probs
             assert log_probs is not None
-            assert scoring.sampled is not None
-            values += log_probs[slice(*scoring.sampled)]
+            values += log_probs[scoring.sampled]
         flat = upload(values, self.device, torch.float32)
-        counts = [scoring.num_scored for *_, scoring in served]
-        for (name, row, _), part in zip(served, flat.split(counts), strict=True):
-            step.tokens.setdefault(name, {})[row] = part
-        left = {id(scoring) for *_, scoring in served}
-        return [entry for entry in passes if id(entry[2]) not in left]
+        counts = [scoring.num_scored for _, scoring in served]
+        for (row, scoring), part in zip(served, flat.split(counts), strict=True):
+            for name in scoring.scored:
+                step.tokens.setdefault(name, {})[row] = part
+        return others
 
     def lacks_log_probs(self, step: StepBatch, rollouts: dict[int, Rollout]) -> bool:
         """Return whether the engine did not report the log-probs of a completion; all ranks decide alike.
@@ -338,96 +280,41 @@ class PassRunner:
         unknown = any(rollout.completion.log_probs is None for rollout in rollouts.values())
         return self.ranks.any(unknown) if self.ranks.sharded else unknown
 
-    def merge(self, step: StepBatch, passes: list[tuple[str, int, ScoringPass]]) -> list[Item]:
-        """Return the sequences that must be run, group by group; fill in values that the step already has."""
-        items: dict[tuple[str, float], list[Item]] = {}
-        of_row: dict[Hashable, list[Item]] = {}
-        shared: dict[Hashable, Item] = {}  # by `once`
-        for name, row, scoring in passes:
-            model = (scoring.model, self.find_temperature(scoring, step))
-            once = None if scoring.once is None else (*model, scoring.once)
-            if once in step.known:
-                step.tokens.setdefault(name, {})[row] = step.known[once]
-                continue
-            if once is not None and once in shared:
-                targets = shared[once].targets
-                same = [t for t in targets if t.name == name and t.scoring.once == scoring.once]
-                if same:
-                    same[0].rows.append(row)
-                else:
-                    targets.append(Target(name, [row], scoring))
-                continue
-            of_this_row = of_row.setdefault((*model, row), [])
-            item = next((item for item in of_this_row if item.add(name, row, scoring)), None)
-            if item is None:
-                item = Item(scoring, [Target(name, [row], scoring)], scoring.compared_with)
-                items.setdefault(model, []).append(item)
-                of_this_row.append(item)
-            if once is not None:
-                shared[once] = item
-        return [item for of_model in items.values() for item in of_model]
-
-    def run_group(self, step: StepBatch, key: PassKey, items: list[Item], stats: PhaseStats | None) -> None:
+    def run_group(
+        self, step: StepBatch, key: PassKey, passes: list[RowPass], stats: PhaseStats | None
+    ) -> None:
         """Run a model over sequences, or two models of which one is compared with the other."""
         with ExitStack() as stack:
             run = stack.enter_context(self.models[key.model].loaded_on(self.device))
             try:
-                require_room(run, step, items)
+                require_room(run, step, passes)
             except InputError as error:
                 step.keep_failure(error)
-                items = [key.build_dummy()]  # other ranks may wait for this one's forward
-            sequences = [item.build_sequence() for item in items]
-            whole, counts = [item.scoring for item in items], [sum(sequence.scored) for sequence in sequences]
-            passes = [item.compared for item in items] if key.compared_with else []
-            for batch in self.pack(key, whole, sequences, passes, self.ranks.sharded, stats):
+                passes = [(None, key.build_dummy())]  # other ranks may wait for this one's forward
+            for batch in self.pack(key, [scoring for _, scoring in passes], self.ranks.sharded, stats):
                 if stats is not None and batch.compared is not None:
                     stats.tokens += batch.compared.packed.input_ids.shape[1]
-                chosen = [(items[i], counts[i]) for i in batch.indices]
-                places: list[int] = []
-                before = 0
-                for item, count in chosen if batch.compared else ():
-                    place = item.find_place(item.compared)
-                    places += range(before + place.start, before + place.stop)
-                    before += count
-                values = compute(run, batch.packed, key.temperature, self.head, False, batch.compared, places)
-                assert values.log_probs is not None
-                log_probs = values.log_probs.split([count for _, count in chosen])
-                divergences: Sequence[Tensor] = ()
-                if values.divergences is not None:
-                    divergences = values.divergences.split([passes[i].num_scored for i in batch.indices])
-                targets: list[tuple[Target, Tensor]] = []
-                for number, (item, _) in enumerate(chosen):
-                    for target in item.targets:
-                        is_compared = target.scoring.compared_with is not None
-                        of_target = log_probs[number][item.find_place(target.scoring)]
-                        targets.append((target, divergences[number] if is_compared else of_target))
-                for target, value in targets:
-                    for row in target.rows:
-                        step.tokens.setdefault(target.name, {})[row] = value
-                    if target.scoring.once is not None:
-                        step.known[(key.model, key.temperature, target.scoring.once)] = value
-                add_checks(step, targets)
+                chosen, slots, before = [passes[i] for i in batch.indices], list[int](), 0
+                for _, scoring in chosen if batch.compared else ():
+                    compared = scoring.find_slots(scoring.compared)
+                    slots += range(before + compared.start, before + compared.stop)
+                    before += scoring.num_scored
+                values = compute(run, batch.packed, key.temperature, self.head, False, batch.compared, slots)
+                keep_values(step, chosen, values)
 
     def pack(
-        self,
-        key: PassKey,
-        passes: Sequence[ScoringPass],
-        sequences: Sequence[ScoredSequence],
-        compared: Sequence[ScoringPass],
-        all_ranks: bool,
-        stats: PhaseStats | None,
+        self, key: PassKey, passes: Sequence[ScoringPass], all_ranks: bool, stats: PhaseStats | None
     ) -> Iterator[Packed]:
-        """Yield the micro-batches of a group's sequences, each in one row.
+        """Yield the micro-batches of a group's passes, each in one row.
 
         Args:
             key: The group.
-            passes: The pass of each sequence, which names its family.
-            sequences: The sequences.
-            compared: The pass of each that has another model's; empty without one.
+            passes: Its passes.
             all_ranks: Whether all ranks get equally many.
             stats: Counts the tokens.
         """
-        others = [scoring.compared_with.build_sequence() for scoring in compared if scoring.compared_with]
+        sequences = [scoring.build_sequence() for scoring in passes]
+        others = [scoring.compared_with.build_sequence() for scoring in passes if scoring.compared_with]
         planned = self.plan(measure_lengths(passes, sequences, others or sequences), all_ranks)
         with ExitStack() as stack:
             other = self.models[key.compared_with] if key.compared_with else None
@@ -482,9 +369,10 @@ class PassRunner:
         """
         rollouts, keys = step.rollouts(rows), list[PassKey]()
         try:
-            passes_of_terms = [[term.scoring_pass(rollout) for rollout in rollouts] for term in terms]
-            for term, passes in zip(terms, passes_of_terms, strict=True):
-                keys.append(self.find_key(term, passes, step))
+            passes_of_terms = [
+                [set_temperatures(term.scoring_pass(rollout), step) for rollout in rollouts] for term in terms
+            ]
+            keys += map(find_key, terms, passes_of_terms)
         except Exception as error:  # of a user's class: any
             step.keep_failure(error)
             passes_of_terms = [[] for _ in terms]
@@ -495,9 +383,7 @@ class PassRunner:
         if totals[-1]:
             self.ranks.raise_together(step)
         for number, (term, key, passes) in enumerate(zip(terms, keys, passes_of_terms, strict=True)):
-            sequences = [scoring.build_sequence() for scoring in passes]
-            compared = passes if key.compared_with else []
-            for batch in self.pack(key, passes, sequences, compared, True, stats):
+            for batch in self.pack(key, passes, True, stats):
                 with self.ranks.micro_batch(last=batch.is_last and number == len(terms) - 1):
                     yield Micro(
                         step,
@@ -513,30 +399,95 @@ class PassRunner:
                         totals[2 + number],
                     )
 
-    def find_key(self, term: Any, passes: Sequence[ScoringPass], step: StepBatch) -> PassKey:
-        """Return the settings that all of a term's passes share, so that any go into the same micro-batch.
 
-        Raises:
-            InputError: If not all are the policy's, at one temperature, compared with one model in one way.
-        """
-        items = (Item(scoring, [Target("", [], scoring)], scoring.compared_with) for scoring in passes)
-        keys = list(dict.fromkeys(self.build_key(item, step) for item in items))
-        if len(keys) > 1 or any(key.model != POLICY for key in keys):
-            raise InputError(
-                f"{type(term).__name__}.scoring_pass must be a pass of the policy, at one temperature and "
-                f"compared with one model in one way, but returned {', '.join(map(str, keys))}. Write a term "
-                "of the loss for each."
-            )
-        return keys[0]
+def find_key(term: Any, passes: Sequence[ScoringPass]) -> PassKey:
+    """Return the settings that all of a term's passes share, so that any go into the same micro-batch.
+
+    Raises:
+        InputError: If not all are the policy's, at one temperature, compared with one model in one way.
+    """
+    keys = list(dict.fromkeys(map(PassKey.of, passes)))
+    if len(keys) > 1 or any(key.model != POLICY for key in keys):
+        raise InputError(
+            f"{type(term).__name__}.scoring_pass must be a pass of the policy, at one temperature and "
+            f"compared with one model in one way, but returned {', '.join(map(str, keys))}. Write a term "
+            "of the loss for each."
+        )
+    return keys[0]
 
 
-def declare_passes(step: StepBatch, rollout: Rollout, declare: Declare) -> Mapping[str, ScoringPass]:
+def set_temperatures(scoring: ScoringPass, step: StepBatch) -> ScoringPass:
+    """Return a pass with the temperatures that it leaves to the step."""
+    other = scoring.compared_with and set_temperatures(scoring.compared_with, step)
+    if scoring.temperature and other is scoring.compared_with:
+        return scoring
+    return replace(scoring, temperature=scoring.temperature or step.temperature or 1.0, compared_with=other)
+
+
+def find_once(scoring: ScoringPass) -> Hashable:
+    """Return the key of values that several rows share; None if they share none."""
+    return None if scoring.once is None else (scoring.model, scoring.temperature, scoring.once)
+
+
+def merge_passes(
+    step: StepBatch, declared: Sequence[tuple[int, ScoringPass]]
+) -> tuple[list[tuple[int, ScoringPass]], list[tuple[int, ScoringPass]]]:
+    """Return the passes that must be run, and those whose values another row has; rows of both."""
+    merged: dict[int, list[ScoringPass]] = {}
+    shared: list[tuple[int, ScoringPass]] = []
+    for row, scoring in declared:
+        if (once := find_once(scoring)) is not None and once in step.known:
+            shared.append((row, scoring))
+            continue
+        if once is not None:
+            step.known[once] = row
+        of_row = merged.setdefault(row, [])
+        for i, earlier in enumerate(of_row):
+            if (both := merge_two(earlier, scoring)) is not None:
+                of_row[i] = both
+                break
+        else:
+            of_row.append(scoring)
+    # Column by column: which sequences share a forward, and so the rounding, depends on the order.
+    order = {
+        name: number for number, name in enumerate(dict.fromkeys(next(iter(p.scored)) for _, p in declared))
+    }
+    passes = [(row, scoring) for row, of_row in merged.items() for scoring in of_row]
+    return sorted(passes, key=lambda entry: order[next(iter(entry[1].scored))]), shared
+
+
+def merge_two(ours: ScoringPass, theirs: ScoringPass) -> ScoringPass | None:
+    """Return one pass with the columns of both, if the tokens of one begin with the other's; else None."""
+    if (ours.model, ours.temperature) != (theirs.model, theirs.temperature):
+        return None
+    shorter, longer = (ours, theirs) if len(ours.mask) < len(theirs.mask) else (theirs, ours)
+    if not begins_with(longer, shorter) or (ours.compared_with and theirs.compared_with):
+        return None
+    how = ours if ours.compared_with else theirs
+    return replace(
+        longer,
+        scored={**ours.scored, **theirs.scored},
+        compared_with=how.compared_with,
+        divergence=how.divergence,
+        exchanged=how.exchanged,
+    )
+
+
+def begins_with(longer: ScoringPass, shorter: ScoringPass) -> bool:
+    """Return whether the tokens of a pass begin with those of another one."""
+    if longer.prefix == shorter.prefix:
+        return longer.rest[: len(shorter.rest)] == shorter.rest
+    tokens = shorter.prefix + shorter.rest
+    return (longer.prefix + longer.rest)[: len(tokens)] == tokens
+
+
+def declare_passes(step: StepBatch, rollout: Rollout, declare: Declare) -> Sequence[ScoringPass]:
     """Return the scoring passes of a completion; none if `declare` fails, whose error the step keeps."""
     try:
         return declare(rollout)
     except Exception as error:  # of a user's class: any
         step.keep_failure(error)
-        return {}
+        return []
 
 
 @torch.no_grad()
@@ -597,7 +548,7 @@ def compute(
     head: HeadOptions,
     with_entropy: bool = False,
     compared: Compared | None = None,
-    places: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None,
 ) -> Values:
     """Run a model on a packed row, and the one that it is compared with, which gets no gradient.
 
@@ -608,7 +559,7 @@ def compute(
         head: How its head is computed.
         with_entropy: Whether entropies are wanted, where nothing is compared.
         compared: The other model; None: none.
-        places: The scored tokens that are compared, where log-probs are wanted too; None: all are compared.
+        slots: Which scored tokens are compared, where log-probs are wanted too; None: all are compared.
     """
     if compared is None:
         return Values(*run(compute_log_probs, packed, temperature, head, with_entropy))
@@ -617,9 +568,9 @@ def compute(
 
     def with_model(model: Any) -> tuple[Tensor | None, Tensor]:
         hidden, log_probs = scored_hidden_states(model, packed), None
-        if places is not None:
+        if slots is not None:
             log_probs, _ = head_log_probs(model, hidden, packed.targets, temperature, head)
-            hidden = hidden[upload(places, hidden.device, torch.long)]
+            hidden = hidden[upload(slots, hidden.device, torch.long)]
 
         def with_other(other: Any) -> Tensor:
             ours, theirs = ModelHead(model, temperature), ModelHead(other, compared.temperature)
@@ -633,26 +584,26 @@ def compute(
     return Values(log_probs, None, divergences)
 
 
-def add_checks(step: StepBatch, targets: Sequence[tuple[Target, Tensor]]) -> None:
-    """Let the step check that the values of targets are finite; a dummy's values are ignored."""
-    kinds: dict[str, list[tuple[int, Tensor]]] = {}
-    for target, values in targets:
-        if target.rows:
-            row = step.row_number(target.rows[0])
-            kinds.setdefault(target.scoring.what, []).append((row, values))
-    for what, parts in kinds.items():
-        values = torch.cat([values for _, values in parts])
-        step.checks.add(values, [len(values) for _, values in parts], what, [row for row, _ in parts])
-
-
-def begins_with(longer: ScoringPass, shorter: ScoringPass) -> bool:
-    """Return whether the tokens of a pass begin with those of another one."""
-    if longer.mask is not None or shorter.mask is not None:
-        return longer is shorter
-    if longer.prefix == shorter.prefix:
-        return longer.rest[: len(shorter.rest)] == shorter.rest
-    tokens = shorter.prefix + shorter.rest
-    return (longer.prefix + longer.rest)[: len(tokens)] == tokens
+def keep_values(step: StepBatch, passes: Sequence[RowPass], values: Values) -> None:
+    """Put a micro-batch's values into the token columns, and let the step check that they are finite."""
+    assert values.log_probs is not None
+    log_probs = values.log_probs.split([scoring.num_scored for _, scoring in passes])
+    divergences: Sequence[Tensor] = ()
+    if values.divergences is not None:
+        slots = [scoring.find_slots(scoring.compared) for _, scoring in passes]
+        divergences = values.divergences.split([slot.stop - slot.start for slot in slots])
+    kept: dict[str, list[tuple[int, Tensor]]] = {}  # by what they are
+    for number, (row, scoring) in enumerate(passes):
+        if row is None:
+            continue
+        for name in scoring.scored:
+            of_log_probs = log_probs[number][scoring.find_slots(name)]
+            value = divergences[number] if name == scoring.compared else of_log_probs
+            step.tokens.setdefault(name, {})[row] = value
+            kept.setdefault(scoring.describe(name), []).append((step.row_number(row), value))
+    for what, parts in kept.items():
+        column = torch.cat([value for _, value in parts])
+        step.checks.add(column, [len(value) for _, value in parts], what, [number for number, _ in parts])
 
 
 def measure_lengths(
@@ -669,7 +620,7 @@ def measure_lengths(
     ]
 
 
-def require_room(run: RunModel, step: StepBatch, items: Sequence[Item]) -> None:
+def require_room(run: RunModel, step: StepBatch, passes: Sequence[RowPass]) -> None:
     """Check that retokenized completions fit into a model's context.
 
     Completions that the models read in the same tokens were checked before the run.
@@ -677,14 +628,13 @@ def require_room(run: RunModel, step: StepBatch, items: Sequence[Item]) -> None:
     Raises:
         InputError: If one does not; it names the row.
     """
-    items = [item for item in items if item.scoring.retokenized]
-    if not items:
+    retokenized = [(row, len(scoring.mask)) for row, scoring in passes if scoring.retokenized]
+    if not retokenized:
         return
     context: int = call_model(run, lambda model: read_context_length(model.config))
-    for item in items:
-        length = len(item.scoring.prefix) + len(item.scoring.rest)
-        if length > context and item.targets[0].rows:
-            rollout = step.rollout(item.targets[0].rows[0])
+    for row, length in retokenized:
+        if length > context and row is not None:
+            rollout = step.rollout(row)
             raise InputError(
                 f"What the student reads must fit into its context of {context} tokens, but row "
                 f"{rollout.problem.row}, with a completion of {len(rollout.completion.token_ids)} tokens of "

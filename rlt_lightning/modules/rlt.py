@@ -317,21 +317,17 @@ class RLTModule(OnPolicyModule):
             return
         step.put_numbers(part, numbers if part else {name: values[:0] for name, values in numbers.items()})
 
-    def list_reward_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def list_reward_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return the scoring passes of a completion for the reward."""
         return self.reward.scoring_passes(rollout, self.student)
 
-    def list_loss_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def list_loss_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return the scoring passes of a completion for the loss, without gradient: the reference's."""
-        return {
-            name: scoring
-            for term in self.loss_terms
-            for name, scoring in term.scoring_passes(rollout).items()
-        }
+        return [scoring for term in self.loss_terms for scoring in term.scoring_passes(rollout)]
 
-    def list_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def list_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return the scoring passes of a completion before the update."""
-        return self.list_reward_passes(rollout) | self.list_loss_passes(rollout)
+        return self.list_reward_passes(rollout) + self.list_loss_passes(rollout)
 
     def log_iteration(self, batch: PromptBatch, step: StepBatch, metrics: dict[str, Any]) -> None:
         """Log a step's metrics, and give callbacks the step."""
@@ -373,9 +369,9 @@ class RLTModule(OnPolicyModule):
         runner = self.build_runner()
         return score_rollouts(runner, self.reward, self.student, rollouts, declare, recompute or None)
 
-    def list_held_out_passes(self, rollout: Rollout) -> dict[str, ScoringPass]:
+    def list_held_out_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return the scoring passes of a held-out completion."""
-        return {"sampled": build_sampled_pass(POLICY, rollout)} | self.list_reward_passes(rollout)
+        return [build_sampled_pass(POLICY, rollout), *self.list_reward_passes(rollout)]
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
@@ -416,7 +412,7 @@ class RLTModule(OnPolicyModule):
         firsts = {rollout.completion.worker or "": rollout for rollout in reversed(rollouts.rollouts)}
         step = StepBatch.of_rollouts(replace(rollouts, rollouts=[*firsts.values()]))
         self.build_runner().run(
-            step, step.shard, lambda rollout: {"sampled": build_sampled_pass(POLICY, rollout)}, recompute=True
+            step, step.shard, lambda rollout: [build_sampled_pass(POLICY, rollout)], recompute=True
         )
         for row, worker in enumerate(firsts):
             mismatch = self.compare_sampled(step, [row])

@@ -81,7 +81,7 @@ class SFTModule(PolicyModule):
         step = batch.step = StepBatch.of_examples(batch.examples)
         with self.phase("score"):
             self.build_runner().run(
-                step, step.shard, lambda example: {"completion": CompletionLoss().scoring_pass(example)}
+                step, step.shard, lambda example: [CompletionLoss().scoring_pass(example)]
             )
         by_row = step.tokens["completion"]
         log_probs = torch.cat([*by_row.values()])
@@ -96,7 +96,8 @@ class CompletionLoss(LossTerm):
     def scoring_pass(self, rollout: Any) -> ScoringPass:
         """Return an example's tokens, of which the completion's are scored."""
         example: SFTExample = rollout
-        return ScoringPass(POLICY, [], example.token_ids, temperature=1.0, mask=example.loss_mask)
+        scored = {"completion": (example.loss_mask.index(True), len(example.token_ids))}
+        return ScoringPass(POLICY, [], example.token_ids, scored, temperature=1.0)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss."""

@@ -90,9 +90,9 @@ class Reward(ABC):
     # Whether it tells which answers are right, in the columns of CorrectnessReward.
     judges_answers: ClassVar[bool] = False
 
-    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
-        """Return the scoring passes of a completion, by the name of the token column."""
-        return {}
+    def scoring_passes(self, rollout: Rollout, student: Student) -> list[ScoringPass]:
+        """Return the scoring passes of a completion."""
+        return []
 
     @abstractmethod
     def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,36 +20,21 @@ from rlt_lightning.types import Completion, InputError, ModelView, Problem
 announce_once = cache(announce)
 
 
-class Explanation(NamedTuple):
-    """A student's sequence with a completion, and the places of its tokens.
-
-    Attributes:
-        read: The whole sequence, of which nothing is scored.
-        think: Its own tokens of the explanation, first and end.
-        solution: The solution's tokens, first and end.
-    """
-
-    scoring: ScoringPass
-    think: tuple[int, int]
-    solution: tuple[int, int]
-
-
-def build_explanation_pass(student: Student, view: ModelView, num_given: int = 0) -> Explanation:
-    """Return a completion in the student's context; `num_given` tokens before it count as its own."""
+def build_solution_pass(student: Student, view: ModelView, temperature: float | None) -> ScoringPass:
+    """Return a completion and the solution after it, as a student reads them; the solution is scored."""
     problem = view.problem
     prefix = problem.student_prefix + problem.think_prefix
     rest = view.token_ids + problem.student_suffix + problem.solution_ids
-    first, length = len(prefix), len(prefix) + len(rest)
-    scoring = ScoringPass(student.model, prefix, rest, family=problem.row, retokenized=view.spans is not None)
-    think = first - num_given, first + view.num_own
-    return Explanation(scoring, think, (length - len(problem.solution_ids), length))
-
-
-def build_solution_pass(student: Student, view: ModelView, temperature: float | None) -> ScoringPass:
-    """Return the solution's tokens after a completion, as a student reads them."""
-    explanation = build_explanation_pass(student, view)
-    what = "student log-prob of the solution"
-    return replace(explanation.scoring, scored=explanation.solution, temperature=temperature, what=what)
+    end = len(prefix) + len(rest)
+    return ScoringPass(
+        student.model,
+        prefix,
+        rest,
+        {"solution": (end - len(problem.solution_ids), end)},
+        problem.row,
+        temperature,
+        retokenized=view.spans is not None,
+    )
 
 
 def build_empty_solution_pass(
@@ -68,7 +52,7 @@ def build_empty_solution_pass(
     if latest is None or latest[0] is not problem:  # completions of a problem come together
         latest = student.latest_empty = problem, build_empty_view(problem, student.format, text)
     scoring = build_solution_pass(student, latest[1], temperature)
-    return replace(scoring, once=("empty", problem.row))
+    return replace(scoring, scored={"empty": scoring.scored["solution"]}, once=("empty", problem.row))
 
 
 def build_kl_passes(
@@ -77,33 +61,34 @@ def build_kl_passes(
     options: KLOptions,
     student_temperature: float | None,
     teacher_temperature: float | None,
-) -> dict[str, ScoringPass]:
-    """Return the passes of r_KL: both models' log-probs of the explanation, or the divergence there."""
-    given = count_given(view, options)
-    whole, think, _ = build_explanation_pass(student, view, given)
-    what = "student log-prob of the explanation"
-    explanation = replace(whole, scored=think, temperature=student_temperature, what=what)
-    prompt, end = view.problem.teacher_prompt, view.start + view.num_tokens
-    first = len(prompt) + view.start
-    teacher = ScoringPass(
+) -> list[ScoringPass]:
+    """Return the passes of r_SS and r_KL: the student's, with the explanation scored too, and the policy's.
+
+    With the exact estimator the student is compared with the policy at the explanation.
+    """
+    student_pass, given = build_solution_pass(student, view, student_temperature), count_given(view, options)
+    start = len(student_pass.prefix)
+    think = start - given, start + view.num_own
+    row, prompt, num_read = view.problem.row, view.problem.teacher_prompt, view.start + view.num_tokens
+    first, end = len(prompt) + view.start, len(prompt) + num_read
+    teacher_pass = ScoringPass(
         POLICY,
         prompt,
-        view.completion.token_ids[:end],
-        (first, len(prompt) + end),
-        family=view.problem.row,
-        temperature=teacher_temperature,
-        what="teacher log-prob of the explanation",
-        sampled=(view.start, end),
+        view.completion.token_ids[:num_read],
+        {"teacher": (first, end)},
+        row,
+        teacher_temperature,
+        asks_engine=True,
     )
     if options.kl_estimator == "exact":
-        teacher = replace(teacher, scored=(first - given, len(prompt) + end), sampled=None)
-        return {"kl": replace(explanation, compared_with=teacher, what="KL of the explanation")}
-    passes = {"think": explanation, "teacher": teacher}
+        compared_with = replace(teacher_pass, scored={"kl": (first - given, end)}, asks_engine=False)
+        scored = {**student_pass.scored, "kl": think}
+        return [replace(student_pass, scored=scored, compared_with=compared_with)]
+    passes = [replace(student_pass, scored={**student_pass.scored, "think": think}), teacher_pass]
     if given:  # the separator at the end of the prompt, which no engine has sampled
-        scored, once = (len(prompt) - given, len(prompt)), ("given", view.problem.row, given)
-        passes["given"] = ScoringPass(
-            POLICY, [], prompt, scored, view.problem.row, teacher_temperature, teacher.what, once
-        )
+        scored = {"given": (len(prompt) - given, len(prompt))}
+        once = ("given", row, given)
+        passes.append(ScoringPass(POLICY, [], prompt, scored, row, teacher_temperature, once))
     return passes
 
 

@@ -118,14 +118,14 @@ class LikelihoodReward(Reward, ABC):
         columns = ("reward", "solution_reward", "format_reward")
         return (*columns, "kl_reward") if self.kl_weight else columns
 
-    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout, student: Student) -> list[ScoringPass]:
         """Return the solution after the thought as the scorer reads it and, with a KL term, the thought."""
         view, temperature = rollout.require_view(), self.temperature
-        passes = {"solution": build_solution_pass(student, view, temperature)}
+        passes = [build_solution_pass(student, view, temperature)]
         if self.kl_weight:
-            passes |= build_kl_passes(student, view, self.kl_settings(1.0), temperature, temperature)
+            passes = build_kl_passes(student, view, self.kl_settings(1.0), temperature, temperature)
         if self.baseline == "empty":
-            passes["empty"] = build_empty_solution_pass(student, view.problem, temperature)
+            passes.append(build_empty_solution_pass(student, view.problem, temperature))
         return passes
 
     def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:

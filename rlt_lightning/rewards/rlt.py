@@ -30,7 +30,6 @@ from rlt_lightning.rewards.base import CountedTokens, Reward, build_table
 from rlt_lightning.rewards.explanations import (
     build_empty_solution_pass,
     build_kl_passes,
-    build_solution_pass,
     estimate_kl,
     list_think_tokens,
 )
@@ -120,14 +119,13 @@ class RLTReward(Reward):
                     "Choose another."
                 )
 
-    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout, student: Student) -> list[ScoringPass]:
         """Return the solution and the explanation as the student reads them, and as the teacher does."""
         view, temperature = rollout.require_view(), self.student_temperature
-        passes = {"solution": build_solution_pass(student, view, temperature)}
-        passes |= build_kl_passes(student, view, self, temperature, self.teacher_temperature)
+        passes = build_kl_passes(student, view, self, temperature, self.teacher_temperature)
         if self.baseline != "none":
             text = "" if self.baseline == "empty" else self.baseline
-            passes["empty"] = build_empty_solution_pass(student, view.problem, temperature, text)
+            passes.append(build_empty_solution_pass(student, view.problem, temperature, text))
         return passes
 
     def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:

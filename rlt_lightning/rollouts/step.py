@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -54,56 +54,78 @@ COLUMN_NAME = re.compile(rf"reward|({'|'.join(KINDS)})/.+")
 
 @dataclass(frozen=True)
 class ScoringPass:
-    """What a model is to compute of one completion: log-probs of some tokens, or a divergence there.
+    """A sequence that a model reads for one completion, and the ranges of its tokens that are scored.
 
     Example:
-        `ScoringPass("policy", prompt, completion, (len(prompt), len(prompt) + 3))` asks for the
-        log-probs of the first three tokens of a completion.
+        `ScoringPass("policy", prompt, completion, {"begin": (len(prompt), len(prompt) + 3)})` fills the token
+        column "begin" with the log-probs of the first three tokens of a completion.
 
     Attributes:
         model: "policy", "reference" or the name of a frozen model.
         prefix: Tokens with which all passes of this `family` begin.
         rest: The tokens after them.
-        scored: Positions in prefix + rest whose tokens are scored, first and end.
+        scored: Which tokens of prefix + rest are scored, first and end, by the token column that gets them.
         family: Names the prefix, such as the problem's row.
         temperature: Divides the logits; None: that of sampling, or 1 where that is 0.
-        what: A name of the values, for messages.
-        once: Rows with the same one share the value, such as that of an empty explanation.
-        sampled: The scored tokens are these of the completion, first and end: where the engine reported their
-            log-probs at this temperature, no model is asked.
-        compared_with: Another model's pass over as many tokens: the values are then not log-probs, but
-            the divergence between both models before each of them.
+        once: Rows with the same one share the values, such as that of an empty explanation.
+        asks_engine: Whether `rest` are sampled tokens, of which the engine's log-probs will do: where it
+            reported them at this temperature, no model is asked. Such a pass has one column.
+        compared_with: Another model's pass with one of these columns, of as many tokens: its values are then
+            not log-probs, but the divergence between both models before each of them.
         divergence: Which, where `compared_with` is set; its student is `model`.
         exchanged: Two words that change places in the `compared_with` model's distribution.
-        mask: The scored tokens in place of `scored`, where they are no range.
         retokenized: Whether the model has other tokens than the policy: no earlier check knows their number.
     """
 
     model: str
     prefix: list[int]
     rest: list[int]
-    scored: tuple[int, int] = (0, 0)
+    scored: Mapping[str, tuple[int, int]]
     family: Hashable = None
     temperature: float | None = None
-    what: str = "log-prob"
     once: Hashable = None
-    sampled: tuple[int, int] | None = None
+    asks_engine: bool = False
     compared_with: ScoringPass | None = None
     divergence: Divergence = Divergence("forward")
     exchanged: tuple[int, int] | None = None
-    mask: list[bool] | None = None
     retokenized: bool = False
+
+    @cached_property
+    def mask(self) -> bytearray:
+        """Return 1 for each token that a column has, else 0; made without Python code for each."""
+        mask = bytearray(len(self.prefix) + len(self.rest))
+        for first, end in self.scored.values():
+            mask[first:end] = bytes([1]) * (end - first)
+        return mask
 
     @property
     def num_scored(self) -> int:
         """Return how many tokens are scored."""
-        return self.scored[1] - self.scored[0] if self.mask is None else sum(self.mask)
+        return self.mask.count(1)
+
+    @property
+    def sampled(self) -> slice:
+        """Return which tokens of `rest` are scored, of a pass with one column."""
+        [(first, end)] = self.scored.values()
+        return slice(first - len(self.prefix), end - len(self.prefix))
+
+    @property
+    def compared(self) -> str:
+        """Return the column that has divergences; '' without one."""
+        return "" if self.compared_with is None else next(iter(self.compared_with.scored))
+
+    def find_slots(self, column: str) -> slice:
+        """Return where a column's tokens lie among all scored tokens."""
+        first, end = self.scored[column]
+        return slice(before := self.mask[:first].count(1), before + end - first)
 
     def build_sequence(self) -> ScoredSequence:
         """Return the tokens with the mask of those that are scored."""
-        length, (first, end) = len(self.prefix) + len(self.rest), self.scored
-        mask = [False] * first + [True] * (end - first) + [False] * (length - end)
-        return ScoredSequence(self.prefix, self.rest, mask if self.mask is None else self.mask)
+        return ScoredSequence(self.prefix, self.rest, self.mask)
+
+    def describe(self, column: str) -> str:
+        """Return a name of a column's values, for messages."""
+        return f"{'divergence' if column == self.compared else 'log-prob'} '{column}' of {self.model}"
 
 
 class Shards:
@@ -171,7 +193,7 @@ class StepBatch:
         tokens: By name a value per scored token, (T,), by row; of measured rows.
         texts: By name what a reward found in a text, by row; of measured rows.
         table: By name one number per row, (N,); once it is shared alike on every rank. See above.
-        known: Values that several rows share, by `ScoringPass.once`; they hold for the whole step.
+        known: The first row that has the values which several share, by `ScoringPass.once`.
         scored: Whether the table has the rewards of whole groups.
         counts: The cost of dynamic sampling.
         replaced: The sources of the completions that dynamic sampling replaced.
@@ -194,7 +216,7 @@ class StepBatch:
     tokens: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     texts: dict[str, dict[int, Any]] = field(default_factory=dict)
     table: dict[str, Tensor] = field(default_factory=dict)
-    known: dict[Hashable, Tensor] = field(default_factory=dict)
+    known: dict[Hashable, int] = field(default_factory=dict)
     scored: bool = False
     counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
     replaced: list[tuple[RolloutRequest, int] | Rollout | SFTExample] = field(default_factory=list)
@@ -431,8 +453,9 @@ class StepBatch:
             values: The policy's values, (M,); checked before the optimizer steps.
             output: The LossOutput.
         """
-        counts = [scoring.num_scored for scoring in micro.passes]
-        self.checks.add(values, counts, micro.passes[0].what, [self.row_number(row) for row in micro.rows])
+        counts, [what] = [scoring.num_scored for scoring in micro.passes], micro.passes[0].scored
+        numbers = [self.row_number(row) for row in micro.rows]
+        self.checks.add(values, counts, micro.passes[0].describe(what), numbers)
         self.check_made(output.loss.expand(len(micro.rows)), "loss", micro.term.maker, micro.rows)
         for name, value in output.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value

@@ -27,17 +27,15 @@ class OfOneRank(Reward):
 
     judges = ("explanations",)
 
-    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout, student: Student) -> list[ScoringPass]:
         if distributed.get_rank() == 0:
-            return {}
+            return []
         prompt, ids = rollout.problem.teacher_prompt, rollout.completion.token_ids
         first, end = len(prompt), len(prompt) + len(ids)
-        return {
-            "solution": build_solution_pass(student, rollout.require_view(), 1.0),
-            "mine": ScoringPass(
-                POLICY, prompt, ids, (first, end), rollout.problem.row, sampled=(0, len(ids))
-            ),
-        }
+        return [
+            build_solution_pass(student, rollout.require_view(), 1.0),
+            ScoringPass(POLICY, prompt, ids, {"mine": (first, end)}, rollout.problem.row, asks_engine=True),
+        ]
 
     def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
         columns = [step.tokens.get(name, {}) for name in ("solution", "mine")]
@@ -66,10 +64,10 @@ def test_ranks_whose_rows_declare_different_reads_meet(tiny_model: str, tmp_path
 class TooLongOnOneRank(OfOneRank):
     """Asks the student of completions of which those of rank 1 do not fit into its context."""
 
-    def scoring_passes(self, rollout: Rollout, student: Student) -> dict[str, ScoringPass]:
+    def scoring_passes(self, rollout: Rollout, student: Student) -> list[ScoringPass]:
         read = build_solution_pass(student, rollout.require_view(), 1.0)
         too_long = [*read.rest, *[1] * 2048] if distributed.get_rank() else read.rest
-        return {"solution": replace(read, rest=too_long, retokenized=True)}
+        return [replace(read, rest=too_long, retokenized=True)]
 
 
 def fail_on_both(rank: int, strategy: str, model: str, folder: str) -> None:

@@ -32,7 +32,7 @@ from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.passes import PassRunner, score_rollouts
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.rewards.explanations import build_explanation_pass
+from rlt_lightning.rewards.explanations import build_kl_passes
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
@@ -190,15 +190,14 @@ def test_contexts_are_in_the_students_own_tokens(chat: CrossTokenizerFormat) -> 
     problem = chat.build_problem(1, "What is 3 + 4?", chat.tags.wrap("7"), "Be brief.")
     completion = chat.completion_from_trace(problem, "Add 3 and 4, 数学.")
     rollout = chat.build_rollout(problem, completion)
-    read, think, solution = build_explanation_pass(
-        Student("student", "student", chat), rollout.require_view()
-    )
+    student = Student.of("student", chat_format=chat)
+    read, _ = build_kl_passes(student, rollout.require_view(), RLTReward(), 0.7, 0.7)
     tags = chat.tags
     turn = f"{tags.thought_open}\n\nAdd 3 and 4, 数学.\n\n{tags.thought_close}\n\n{tags.solution_open}\n\n7"
     prompt = chat.student.render_student_chat("What is 3 + 4?", "Be brief.")
     tokens = chat.student_tokenizer(prompt + turn, add_special_tokens=False)["input_ids"]
     assert read.prefix + read.rest == tokens
-    scored = tokens[slice(*think)] + tokens[slice(*solution)]
+    scored = tokens[slice(*read.scored["think"])] + tokens[slice(*read.scored["solution"])]
     # Between them is the separator, where the tokens of either side glue it to a text.
     assert chat.student_tokenizer.decode(scored).split() == ["Add", "3", "and", "4,", "数学.", "7"]
     assert problem.think_prefix == []

@@ -111,7 +111,7 @@ def test_tokens_are_those_of_stages_4_and_5(tags: Any, smollm2: str, tmp_path: P
     system = problem.student_system_prompt
     example = chat.build_student_sft_example(1, problem.question, wrap(thought), problem.solution, system)
     assert tokens == example.token_ids[: len(tokens)]
-    scored = tokens[slice(*sequence.scored)]
+    scored = tokens[slice(*sequence.scored["solution"])]
     assert scored == problem.solution_ids == tokens[-len(scored) :]
     # As in RLT, the separator after the opening tag is scored where it is a token of its own.
     assert chat.tokenizer.decode(scored).lstrip("\n") == "The product is \\boxed{12}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,7 +49,7 @@ class Sharded(Ranks):
 
 
 def read(
-    reads: Mapping[str, ScoringPass] | Any,
+    reads: Callable[[Rollout], Sequence[ScoringPass]],
     log_probs: list[float] | None = None,
     step: StepBatch | None = None,
     rows: Any = range(2),
@@ -78,19 +78,19 @@ def read(
 
 
 def of_completion(
-    rollout: Rollout, first: int = 0, end: int = 99, model: str = POLICY, **options: Any
+    name: str, rollout: Rollout, first: int = 0, end: int = 99, model: str = POLICY, **options: Any
 ) -> ScoringPass:
     tokens = rollout.completion.token_ids[:end]
-    return ScoringPass(model, PROMPT, tokens, (2 + first, 2 + len(tokens)), 9, **options)
+    return ScoringPass(model, PROMPT, tokens, {name: (2 + first, 2 + len(tokens))}, 9, **options)
 
 
 def test_equal_and_nested_reads_of_a_row_are_one_sequence() -> None:
     step, calls = read(
-        lambda rollout: {
-            "whole": of_completion(rollout),
-            "begin": of_completion(rollout, end=2),
-            "again": of_completion(rollout, first=1),
-        }
+        lambda rollout: [
+            of_completion("begin", rollout, end=2),
+            of_completion("whole", rollout),
+            of_completion("again", rollout, first=1),
+        ]
     )
     assert calls == [(POLICY, [5, 6, 7, 5, 8])]
     # At the temperature of sampling, 0.5.
@@ -104,19 +104,19 @@ def test_equal_and_nested_reads_of_a_row_are_one_sequence() -> None:
 
 def test_another_temperature_or_model_is_another_pass() -> None:
     step, calls = read(
-        lambda rollout: {
-            "policy": of_completion(rollout),
-            "student": of_completion(rollout, model="student", temperature=1.0),
-            "warm": of_completion(rollout, temperature=1.0),
-        }
+        lambda rollout: [
+            of_completion("policy", rollout),
+            of_completion("student", rollout, model="student", temperature=1.0),
+            of_completion("warm", rollout, temperature=1.0),
+        ]
     )
     assert [name for name, _ in calls] == [POLICY, "student", POLICY]
     assert step.tokens["warm"][0].tolist() == [-5, -6, -7]
 
 
 def test_what_rows_share_is_read_once_in_a_step() -> None:
-    def reads(rollout: Rollout) -> dict[str, ScoringPass]:
-        return {"empty": ScoringPass("student", PROMPT, [3, 4], (3, 4), 9, 1.0, once=("empty", 9))}
+    def reads(rollout: Rollout) -> list[ScoringPass]:
+        return [ScoringPass("student", PROMPT, [3, 4], {"empty": (3, 4)}, 9, 1.0, once=("empty", 9))]
 
     step, calls = read(reads, rows=[0])
     assert calls == [("student", [4])]
@@ -139,9 +139,7 @@ def test_what_rows_share_is_read_once_in_a_step() -> None:
 )
 def test_the_engines_log_probs_serve_where_all_are_known(log_probs: Any, options: Any, asks: bool) -> None:
     step, calls = read(
-        lambda rollout: {
-            "teacher": of_completion(rollout, first=1, sampled=(1, len(rollout.completion.token_ids)))
-        },
+        lambda rollout: [of_completion("teacher", rollout, first=1, asks_engine=True)],
         log_probs,
         **options,
     )
@@ -161,22 +159,22 @@ def test_ranks_that_share_a_step_serve_or_ask_alike(lacking: bool) -> None:
     step = StepBatch.of_request(request, Shards(0, 2, 2, True))
     [row] = step.divide([0, 1])
     _, calls = read(
-        lambda rollout: {"teacher": of_completion(rollout, sampled=(0, 3))}, step=step, rows=[row]
+        lambda rollout: [of_completion("teacher", rollout, asks_engine=True)], step=step, rows=[row]
     )
     assert row == 0
     assert bool(calls) == lacking
 
 
 def test_at_another_temperature_the_engines_do_not_serve() -> None:
-    whole = {"sampled": (0, 3), "temperature": 0.7}
-    _, calls = read(lambda rollout: {"teacher": of_completion(rollout, **whole)}, [-0.1, -0.2, -0.3])
+    warm: Any = {"asks_engine": True, "temperature": 0.7}
+    _, calls = read(lambda rollout: [of_completion("teacher", rollout, **warm)], [-0.1, -0.2, -0.3])
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("rows", [[0], []], ids=["rows that read else", "no rows"])
 def test_a_rank_without_a_read_that_others_have_runs_a_dummy(rows: list[int]) -> None:
-    def reads(rollout: Rollout) -> dict[str, ScoringPass]:
-        return {"whole": of_completion(rollout, model="student", temperature=1.0)}
+    def reads(rollout: Rollout) -> list[ScoringPass]:
+        return [of_completion("whole", rollout, model="student", temperature=1.0)]
 
     others = [PassKey(POLICY, 0.5), PassKey("student", 1.0)]
     step, calls = read(reads, rows=rows, ranks=Sharded(others))
@@ -185,11 +183,11 @@ def test_a_rank_without_a_read_that_others_have_runs_a_dummy(rows: list[int]) ->
 
 
 def test_a_rank_that_knows_a_read_runs_a_dummy_for_the_others() -> None:
-    def reads(rollout: Rollout) -> dict[str, ScoringPass]:
-        return {
-            "whole": of_completion(rollout, model="student", temperature=1.0),
-            "given": ScoringPass(POLICY, [], PROMPT, (1, 2), 9, once=("given", 9)),
-        }
+    def reads(rollout: Rollout) -> list[ScoringPass]:
+        return [
+            of_completion("whole", rollout, model="student", temperature=1.0),
+            ScoringPass(POLICY, [], PROMPT, {"given": (1, 2)}, 9, once=("given", 9)),
+        ]
 
     together = {"ranks": Sharded([PassKey(POLICY, 0.5)])}
     step, calls = read(reads, rows=[0], **together)
@@ -201,12 +199,12 @@ def test_a_rank_that_knows_a_read_runs_a_dummy_for_the_others() -> None:
 
 def test_all_ranks_ask_who_lacks_log_probs_whatever_their_rows_declare() -> None:
     ranks = Sharded(flag=True)
-    read(lambda rollout: {"student": of_completion(rollout, model="student")}, ranks=ranks)
+    read(lambda rollout: [of_completion("student", rollout, model="student")], ranks=ranks)
     assert ranks.asked == [True]
 
 
 def test_what_is_not_finite_is_named_with_its_row() -> None:
     with pytest.raises(
-        NonFiniteError, match=r"Every log-prob of tests must be finite, but row\(s\) 9 have -inf"
+        NonFiniteError, match=r"Every log-prob 'cold' of policy must be finite, but row\(s\) 9 have -inf"
     ):
-        read(lambda rollout: {"cold": of_completion(rollout, temperature=1e-45, what="log-prob of tests")})
+        read(lambda rollout: [of_completion("cold", rollout, temperature=1e-45)])
