@@ -18,12 +18,7 @@ from rlt_lightning.datamodules.evaluation_sets import (
     build_set,
     read_set,
 )
-from rlt_lightning.datamodules.format_choice import (
-    ChosenFormat,
-    FormatOptions,
-    choose_format,
-    require_model,
-)
+from rlt_lightning.datamodules.format_choice import ChosenFormat, FormatOptions, choose_format, require_model
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.datamodules.loader import OrderedLoader, find_shard
 from rlt_lightning.datamodules.stratos import find_models, require_sizes

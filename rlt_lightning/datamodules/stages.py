@@ -22,11 +22,8 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import override
 
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
-from rlt_lightning.datamodules.format_choice import (
-    ChosenFormat,
-    choose_format,
-    require_model,
-)
+from rlt_lightning.datamodules.format_choice import ChosenFormat, choose_format, require_model
+from rlt_lightning.datamodules.items import longest_sequence, require_length
 from rlt_lightning.datamodules.rows import (
     TRACE_COLUMN,
     ParsedRow,
@@ -35,14 +32,7 @@ from rlt_lightning.datamodules.rows import (
     require_judgeable,
     split_response,
 )
-from rlt_lightning.datamodules.stratos import (
-    Rows,
-    StratosDataModule,
-    longest_sequence,
-    read_trace_columns,
-    require_length,
-    require_sizes,
-)
+from rlt_lightning.datamodules.stratos import Rows, StratosDataModule, read_trace_columns, require_sizes
 from rlt_lightning.datamodules.token_cache import Item, describe_format
 from rlt_lightning.datamodules.views import TeacherViews, View
 from rlt_lightning.models.format import Role
@@ -211,7 +201,7 @@ class ScoringData(ReadData):
 
     role: ClassVar[Role] = "teacher"
     samples = "explanations"
-    takes_completions = True
+    brings_completions = True
 
     def __init__(
         self, source: Rows = "chains", *, trace_columns: Sequence[str] = (TRACE_COLUMN,), **common: Any

@@ -1,79 +1,40 @@
-"""The base class of all stages' datamodules: it turns rows into items, and items into batches.
+"""The base class of all stages' datamodules: their settings, their sources, and the loaders.
 
-    read ─ row ─▶ complete ─▶ parse ─▶ build_items ─▶ table                see `make_items`
-                     └──────────┴───────────┴──▶ BadRowReport: why a row is not used
-
-A stage is a subclass (stages.py). It says which columns its rows need, what becomes of a row and of a
-completion, and what a batch holds; it has the settings that only this stage reads.
+sources ─▶ rows ─▶ `make_items` (items.py) ─▶ table, or an earlier run's ─▶ loaders ─▶ `collate`
 """
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from rlt_lightning.datamodules.bad_rows import BadRowReport, NumberedRow, write_reports
-from rlt_lightning.datamodules.cross_tokenizer import load_tokenizers
-from rlt_lightning.datamodules.format_choice import (
-    ChosenFormat,
-    FormatOptions,
-    choose_format,
-    describe_tags,
-    require_model,
-)
-from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.loader import (
-    DealtLoader,
-    OrderedLoader,
-    StepLoader,
-    hold_out,
-)
-from rlt_lightning.datamodules.rows import (
-    TRACE_COLUMN,
-    ParsedRow,
-    Row,
-    find_tag,
-    parse_row,
-)
-from rlt_lightning.datamodules.sources import (
-    Source,
-    SourceReader,
-    parse_sources,
-)
+from rlt_lightning.datamodules.bad_rows import BadRowReport, write_reports
+from rlt_lightning.datamodules.format_choice import FormatOptions, describe_tags, require_model
+from rlt_lightning.datamodules.items import ItemMaker
+from rlt_lightning.datamodules.loader import DealtLoader, OrderedLoader, StepLoader, hold_out
+from rlt_lightning.datamodules.rows import TRACE_COLUMN
+from rlt_lightning.datamodules.sources import Source, SourceReader, parse_sources
 from rlt_lightning.datamodules.token_cache import (
     Item,
     StoredItems,
     build_table,
     describe_format,
-    flatten_item,
     hash_code,
-    hash_columns,
     hash_value,
     read_reports,
 )
-from rlt_lightning.models.format import ModelFormat, Role
+from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.models.load import count_ids, require_model_name
-from rlt_lightning.tags import TagStyle, escape_half_pairs
-from rlt_lightning.types import (
-    BadRowError,
-    BadRowReason,
-    Completion,
-    InputError,
-    Problem,
-    PromptBatch,
-    Rollout,
-    SFTBatch,
-)
+from rlt_lightning.tags import TagStyle
+from rlt_lightning.types import InputError, Problem, PromptBatch, SFTBatch
 
 # The columns of items that the trained model reads.
 TRAINED_COLUMNS = ("token_ids", "teacher_prefix", "think_prefix", "completion_ids")
@@ -83,7 +44,7 @@ READ_COLUMNS = ("student_prefix", "student_suffix", "solution_ids")
 Rows = str | Path | list[str] | Iterable[dict[str, Any]]
 
 
-class StratosDataModule(LightningDataModule, ABC):
+class StratosDataModule(LightningDataModule, ItemMaker):
     """Questions with solutions, in Bespoke-Stratos' format or in your own columns.
 
     `setup` reads, checks and tokenises all rows before any model is loaded. Rows that cannot be used are left
@@ -116,26 +77,10 @@ class StratosDataModule(LightningDataModule, ABC):
         trust_remote_code: Run code that comes with a tokenizer.
 
     Attributes:
-        role: The model that a run of this stage trains, or whose work it scores.
-        samples: What the completions are: explanations, answers or thoughts; '' in fine-tuning.
-        takes_completions: Whether a row may have a completion in place of a trace.
-        solution_in_tags: Whether a model reads or writes the solution between tags.
-        student_reads: Whether a student reads the completions.
-        chosen: The settings of `format`; set by `load_format`, like it.
-        format: The contexts of the teacher and of the student.
+        items: The items of all rows but the held-out ones; set by `setup`, like the next.
+        val_items: The held-out ones.
     """
 
-    role: ClassVar[Role]
-    samples: ClassVar[str] = ""
-    takes_completions: ClassVar[bool] = False
-    solution_in_tags: ClassVar[bool] = True
-    student_reads: ClassVar[bool] = False
-    chosen: ChosenFormat
-    format: ChatFormat
-    # Settings that some stages have, as `trace_columns`; in the others they have these values.
-    reader_name: str | None = None  # of the frozen model that reads completions
-    student_context: int | None = None
-    max_length: int = sys.maxsize
     num_finished = 0  # items that an interrupted prediction has finished
     _prepared_for: tuple[Any, ...] | None = None  # stage, tokenizers
 
@@ -264,102 +209,7 @@ class StratosDataModule(LightningDataModule, ABC):
         """Make a batch; completions that the rows bring are attached as rollouts."""
         return PromptBatch(items)
 
-    # What a stage says of its rows
-
-    def choose_format(self, model: str) -> ChosenFormat:
-        """Choose the format; of a student that is trained, its own."""
-        return choose_format(self.format_options, None, model)
-
-    def load_format(self) -> None:
-        """Choose the format, and load the tokenizers.
-
-        Raises:
-            InputError: If a setting contradicts what a model was trained in, or a tokenizer cannot be loaded.
-        """
-        model, student = require_model(self.tokenizer_name), self.reader_name if self.student_reads else None
-        self.chosen = self.choose_format(model)
-        self.format = self.chosen.build_format(*load_tokenizers(model, student, self.trust_remote_code))
-
-    def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row, with those that the stage can derive from the others."""
-        return columns
-
-    def parse(self, columns: dict[str, Any]) -> ParsedRow:
-        """Parse a row with the tags of this run.
-
-        Raises:
-            BadRowError: If it cannot be used.
-        """
-        tags, student_tags = self.format.tags, self.format.student_tags
-        options = self.trace_columns, self.takes_completions, student_tags, self.solution_in_tags
-        return parse_row(columns, tags, *options)
-
-    @abstractmethod
-    def build_items(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> list[Item]:
-        """Make one item of a row, or one for each of its traces.
-
-        Args:
-            number: Number of the row, from 1.
-            row: The row as it was parsed.
-            columns: The row as it was read.
-
-        Raises:
-            BadRowError: If the row is too long, or an answer to it cannot be judged.
-        """
-
-    def describe(self) -> dict[str, Any]:
-        """Return the settings that decide items beside the formats, as plain values, for the cache key."""
-        limits = ("max_prompt_length", "max_length")
-        return {
-            "stage": f"{type(self).__module__}.{type(self).__qualname__}",
-            "traces": self.trace_columns,
-            "row_prompts": self.chosen.keeps_row_prompts,
-            **{name: getattr(self, name) for name in limits},
-        }
-
-    # What a stage says of its completions
-
-    @property
-    def stop(self) -> str:
-        """Return the text that ends a completion; '' if only an end-of-sequence token does."""
-        return self.format.end_tag
-
-    def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """Attach a completion to its problem, as the student reads it."""
-        return self.format.build_rollout(problem, completion)
-
-    def split_turn(self, rollout: Rollout) -> tuple[str, str] | None:
-        """Return thought and solution of the turn that stage 4 makes of a completion.
-
-        An explanation is the thought before the problem's solution. An answer has a thought and a solution of
-        its own; None if it cannot be split into them.
-        """
-        return rollout.text, rollout.problem.solution
-
     # For all stages
-
-    def count_turn_tokens(self, rollout: Rollout) -> int | None:
-        """Return the number of tokens of the example that stage 4 makes of a completion; None without one."""
-        if (turn := self.split_turn(rollout)) is None:
-            return None
-        problem, (thought, solution) = rollout.problem, map(self.format.student_tags.wrap, turn)
-        example = (problem.row, problem.question, thought, solution, problem.student_system_prompt)
-        return len(self.format.build_student_sft_example(*example).token_ids)
-
-    def fits_student(self, rollout: Rollout) -> bool:
-        """Return whether a student can learn from a completion.
-
-        It must have text and an end, its thought may hold no tag, and it must fit into the student's context.
-        """
-        turn, limit = self.split_turn(rollout), self.student_context
-        if turn is None or not (rollout.closed and turn[0]):
-            return False
-        if find_tag(turn[0], self.format.tags, self.format.student_tags) is not None:
-            return False
-        if limit is None:
-            return True
-        length = self.count_turn_tokens(rollout)
-        return length is not None and length <= limit
 
     def build_card_metadata(self) -> dict[str, Any]:
         """Return the source and the format of the rows, for a data card."""
@@ -411,67 +261,6 @@ class StratosDataModule(LightningDataModule, ABC):
     def problems(self) -> Sequence[Problem]:
         """Return all problems, the held-out ones last, of a stage that has problems."""
         return cast(Sequence[Problem], self.all_items)
-
-    # Items
-
-    def build_problem(self, number: int, row: ParsedRow, columns: dict[str, Any]) -> Problem:
-        """Tokenise question and solution for the model that writes, and for the one that reads.
-
-        Raises:
-            BadRowError: If the row is too long.
-        """
-        problem = self.format.build_problem(
-            number, row.question, row.solution, self.find_row_prompt(row), columns
-        )
-        self.require_prompt(len(problem.teacher_prompt))
-        require_length(BadRowReason.TOO_LONG, longest_sequence(problem, 0, 0), self.max_length)
-        return problem
-
-    def require_prompt(self, length: int) -> None:
-        """Reject a row whose prompt is too long."""
-        require_length(BadRowReason.PROMPT_TOO_LONG, length, self.max_prompt_length)
-
-    def find_row_prompt(self, row: ParsedRow) -> str | None:
-        """Return the row's own system prompt; None if it does not count."""
-        return row.system if self.chosen.keeps_row_prompts else None
-
-    def make_items(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[dict[str, Any]]:
-        """Yield the items of a source, and then the rows that are not used, as fields of a table.
-
-        Args:
-            rows: Rows as they were read.
-            report: Gets the rows that are bad.
-        """
-        for number, columns, row in self._parse_rows(rows, report):
-            try:
-                items = self.build_items(number, row, columns)
-            except BadRowError as error:
-                report.bad.append((number, error))
-                continue
-            own_prompt = self.find_row_prompt(row)
-            of_row = {
-                "row": number,
-                "system_prompt": self.format.student_system_prompt if own_prompt is None else own_prompt,
-                "content": hash_columns(columns),
-            }
-            for place, item in enumerate(items):
-                yield {**of_row, "is_first": place == 0, **flatten_item(item)}
-        for number, bad in report.bad:
-            detail = escape_half_pairs(bad.detail)
-            yield {"row": number, "is_first": True, "rejected": str(bad.reason), "detail": detail}
-
-    def _parse_rows(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[Row]:
-        """Yield the rows that can be parsed, and report the others."""
-        for number, columns in rows:
-            try:
-                if isinstance(columns, BadRowError):
-                    raise columns
-                columns = self.complete(columns)
-                texts = self.parse(columns)
-            except BadRowError as error:
-                report.bad.append((number, error))
-            else:
-                yield number, columns, texts
 
     # Helpers
 
@@ -579,25 +368,6 @@ def read_trace_columns(columns: Sequence[str]) -> list[str]:
             f"{TRACE_COLUMN} instead: a row's completion is scored in its place."
         )
     return [*columns]
-
-
-def require_length(reason: BadRowReason, length: int, limit: int) -> None:
-    """Reject a row that has more tokens than the limit."""
-    if length > limit:
-        raise BadRowError(reason, f"{length} tokens, limit {limit}")
-
-
-def longest_sequence(problem: Problem, num_completion: int, num_read: int) -> int:
-    """Return the tokens of the longer sequence, the teacher's or the student's.
-
-    Args:
-        problem: The problem.
-        num_completion: Tokens of the completion.
-        num_read: The same in the student's tokens.
-    """
-    student = len(problem.student_prefix) + len(problem.think_prefix) + len(problem.student_suffix)
-    student += num_read + len(problem.solution_ids)
-    return max(len(problem.teacher_prompt) + num_completion, student)
 
 
 def find_models(module: Any) -> tuple[str | None, str | None]:

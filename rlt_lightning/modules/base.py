@@ -33,12 +33,7 @@ from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_lay
 from rlt_lightning.models.quantised import require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
 from rlt_lightning.modules.frozen import Model, RunModel
-from rlt_lightning.modules.optimizer import (
-    OptimizerConfig,
-    build_optimizer,
-    build_schedule,
-    resume_schedule,
-)
+from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer, build_schedule, resume_schedule
 from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.modules.phases import PhaseTimer, count_weights
 from rlt_lightning.modules.ranks import Ranks

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from rlt_lightning.datamodules.evaluation import (
-    EvaluationBatch,
-    EvaluationDataModule,
-    get_evaluation_data,
-)
+from rlt_lightning.datamodules.evaluation import EvaluationBatch, EvaluationDataModule, get_evaluation_data
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import Figures, name_figures

@@ -35,12 +35,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from rlt_lightning.datamodules.stages import (
-    ScoringData,
-    StudentLikelihoodData,
-    StudentRLData,
-    TeacherRLData,
-)
+from rlt_lightning.datamodules.stages import ScoringData, StudentLikelihoodData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.engines.base import Placement
 from rlt_lightning.models.embedded import DEFAULT_MODEL

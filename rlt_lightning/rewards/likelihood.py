@@ -42,13 +42,7 @@ from rlt_lightning.rewards.explanations import (
 )
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import (
-    ScoringPass,
-    StepBatch,
-    columns_of,
-    name_column,
-    pad_rows,
-)
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of, name_column, pad_rows
 from rlt_lightning.types import Rollout
 
 
