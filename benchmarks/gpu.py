@@ -103,7 +103,7 @@ class Group:
         if checkpointing:
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         name = f"{shape['hidden_size']} x {shape['num_hidden_layers']}"
-        with self.autocast():  # as at the start of a run: check_model in modules/base.py
+        with self.autocast():  # as at the start of a run: check_model in modules/policy.py
             self.head = prepare_model(partial(call, self.policy), name, kernels, head, device)
             blocks = fuse_blocks(partial(call, self.reference), name, kernels, device)
         self.kernels: dict[str, Any] = {

@@ -23,7 +23,6 @@ from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.datamodules.token_cache import Item
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
     OLD,
@@ -33,6 +32,7 @@ from rlt_lightning.modules.losses import (
     build_sampled_pass,
     compute_loss,
 )
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.passes import forward
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
@@ -134,7 +134,7 @@ class DPOModule(OnPolicyModule):
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
             for micro in runner.updates(step, step.shard, [term], stats):
-                computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                computed = forward(self.run, micro)  # log-probs or divergences, with gradient
                 loss = compute_loss(micro, computed, self.global_step)
                 self.manual_backward(loss)
             self.ranks.raise_together(step)

@@ -43,7 +43,7 @@ from rlt_lightning.callbacks import (
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.checkpoints.run_folder import RunFolder, choose_run_folder, open_run_folder
 from rlt_lightning.datamodules import EvaluationDataModule
-from rlt_lightning.modules.base import require_strategy
+from rlt_lightning.modules.checks import require_strategy
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.run.ranks import find_global_rank, join_nodes, require_processes
 from rlt_lightning.types import InputError, as_list

@@ -39,7 +39,7 @@ from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import name_figures
 from rlt_lightning.models.load import context_length
-from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.modules.responses import (
     build_response,
     judge_responses,

@@ -12,7 +12,7 @@ from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.models.lora import merge_weights, unadapted_name
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
-from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.run.digests import require_digests, write_digests
 from rlt_lightning.types import InputError
 

@@ -33,7 +33,7 @@ from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Placement, Sampling
 from rlt_lightning.engines.choice import choose_engine, find_gpus
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler

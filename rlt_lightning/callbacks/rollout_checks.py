@@ -13,7 +13,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Placement, Sampling
 from rlt_lightning.models.load import context_length
-from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling

@@ -19,7 +19,7 @@ These parts of a run, called by Lightning, put their state into state.pt and rea
 
     loops, schedules          Lightning
     position in the data      StepLoader.state_dict                      datamodules/loader.py
-    model, settings, format,  PolicyModule.on_save_checkpoint            modules/base.py
+    model, settings, format,  PolicyModule.on_save_checkpoint            modules/policy.py
     hashes of the rows
     completions in flight,    RolloutCallback.state_dict                 callbacks/rollout.py
     spread of the rewards

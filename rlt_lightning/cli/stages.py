@@ -45,7 +45,7 @@ from rlt_lightning.cli.parser import ConfigParser
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules import EvaluationModule
-from rlt_lightning.modules.base import PolicyModule
+from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.run import __version__
 from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact

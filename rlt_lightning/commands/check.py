@@ -23,7 +23,8 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
 from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.modules.base import PolicyModule, count_steps
+from rlt_lightning.modules.checks import count_steps
+from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rewards import CorrectnessReward, RLTReward
 from rlt_lightning.rollouts.step import StepBatch

@@ -41,9 +41,11 @@ from rlt_lightning.models.load import meta_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.modules import OPDModule, RLTModule
-from rlt_lightning.modules.base import OnPolicyModule, PolicyModule, require_precision, require_whole_models
+from rlt_lightning.modules.checks import require_precision, require_whole_models
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import list_heads, resident_bytes
+from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.tasks import EMBEDDED

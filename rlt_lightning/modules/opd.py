@@ -8,7 +8,7 @@
       │   ├ forward         `Distillation`: the teacher's states before each judged token, without gradient,
       │   │                 those of the student, and the divergence there; else the student's log-probs
       │   └ compute_loss    their sum → manual_backward, the last one sums gradients*
-      ├ finish_update*      no rank has failed; clip, AdamW (base.py)
+      ├ finish_update*      no rank has failed; clip, AdamW (policy.py)
       ├ step.share*         all ranks get the numbers of all answers
       └ log_step*           means over ranks → metrics.csv, W&B
 
@@ -32,10 +32,10 @@ from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.credits import RatioCredit
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, PolicyGradient, compute_loss
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.passes import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence
@@ -116,6 +116,7 @@ class OPDModule(OnPolicyModule):
         self.teacher_name = teacher
         self.teacher_weights = teacher_weights
         self.divergence = divergence
+        self.head_loss = divergence if estimator == "full" else None
         self.estimator = estimator
         self.temperature = temperature
         self.teacher_dtype: Dtype = teacher_dtype
@@ -134,11 +135,6 @@ class OPDModule(OnPolicyModule):
                 f"{self.teacher_name} is not the student's. Set model.estimator to sampled, which compares "
                 "spans of text."
             )
-
-    @property
-    def head_loss(self) -> Divergence | None:
-        """Return the divergence that is minimised through the head, for the check of its kernels."""
-        return self.divergence if self.estimator == "full" else None
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
@@ -174,7 +170,7 @@ class OPDModule(OnPolicyModule):
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
             for micro in runner.updates(step, step.shard, [term], stats):
-                computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                computed = forward(self.run, micro)  # log-probs or divergences, with gradient
                 loss = compute_loss(micro, computed, self.global_step)
                 self.manual_backward(loss)
             metrics = self.finish_update(step)

@@ -106,6 +106,7 @@ class Micro(NamedTuple):
         num_sequences: Rows of the whole update, of all ranks.
         num_tokens: Their tokens.
         num_scored: Tokens that the term scores in the whole update.
+        head: How log-probs are computed from hidden states.
     """
 
     step: StepBatch
@@ -119,6 +120,7 @@ class Micro(NamedTuple):
     num_sequences: float
     num_tokens: float
     num_scored: float
+    head: HeadOptions
 
 
 class Values(NamedTuple):
@@ -397,6 +399,7 @@ class PassRunner:
                         totals[0],
                         totals[1],
                         totals[2 + number],
+                        self.head,
                     )
 
 
@@ -536,9 +539,9 @@ def score_groups(step: StepBatch, reward: Reward) -> None:
         raise
 
 
-def forward(run: RunModel, micro: Micro, head: HeadOptions) -> Values:
+def forward(run: RunModel, micro: Micro) -> Values:
     """Run the policy on a micro-batch, with gradient, and the model that it is compared with, without."""
-    return compute(run, micro.packed, micro.temperature, head, micro.term.with_entropy, micro.compared)
+    return compute(run, micro.packed, micro.temperature, micro.head, micro.term.with_entropy, micro.compared)
 
 
 def compute(

@@ -19,7 +19,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       │   ├ forward           log-probs with gradient, (M,)
       │   ├ compute_loss      micro.term: LossInputs → LossOutput, whose figures the step keeps (losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
-      ├ finish_update*        no rank has failed; `optimizer_step_now`: clip, AdamW (base.py)
+      ├ finish_update*        no rank has failed; `optimizer_step_now`: clip, AdamW (policy.py)
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.step
 
 With sharded weights, each forward and backward waits for the other ranks too. `rollouts/step.py` carries a
@@ -41,7 +41,6 @@ from rlt_lightning.engines.base import Placement
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
-from rlt_lightning.modules.base import OnPolicyModule
 from rlt_lightning.modules.credits import Credit, RewardCredit, pad_engine_log_probs
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import (
@@ -51,6 +50,7 @@ from rlt_lightning.modules.losses import (
     build_sampled_pass,
     compute_loss,
 )
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.passes import PassRunner, forward, score_groups, score_rollouts
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.rollout_rows import predicted_rows
@@ -244,7 +244,7 @@ class RLTModule(OnPolicyModule):
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
                 self.optimizers().zero_grad()  # type: ignore[union-attr]
                 for micro in runner.updates(step, rows, self.loss_terms, stats):
-                    computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                    computed = forward(self.run, micro)  # log-probs or divergences, with gradient
                     loss = compute_loss(micro, computed, self.global_step)
                     self.manual_backward(loss)
                 metrics.append(self.finish_update(step, counts=number == self.num_updates))

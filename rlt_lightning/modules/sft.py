@@ -12,10 +12,10 @@ from rlt_lightning.datamodules.stages import StudentSFTData, TeacherSFTData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import context_length
-from rlt_lightning.modules.base import PolicyModule
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compute_loss
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.passes import forward
+from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
@@ -65,7 +65,7 @@ class SFTModule(PolicyModule):
         with self.phase("train") as stats:
             self.optimizers().zero_grad()  # type: ignore[union-attr]
             for micro in self.build_runner().updates(step, step.shard, [CompletionLoss()], stats):
-                computed = forward(self.run, micro, self.head)  # log-probs or divergences, with gradient
+                computed = forward(self.run, micro)  # log-probs or divergences, with gradient
                 loss = compute_loss(micro, computed, self.global_step)
                 self.manual_backward(loss)
             self.ranks.raise_together(step)

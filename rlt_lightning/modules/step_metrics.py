@@ -1,7 +1,7 @@
 """Compute the figures that a step logs.
 
 These functions and the losses compute a figure, a module's training_step collects it, and `log_step` of
-modules/base.py takes its mean over ranks and hands it to Lightning, whose loggers (trainer.py) write it.
+modules/policy.py takes its mean over ranks and hands it to Lightning, whose loggers (trainer.py) write it.
 A comment describes each figure where it is computed; docs/metrics.md has those that matter.
 """
 

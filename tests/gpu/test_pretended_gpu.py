@@ -58,7 +58,7 @@ WAITS = {
     "numerics/rewards.py:require_tokens": 1,
     "numerics/rewards.py:require_finite": 1,
     "strategies/sharding.py:step": 1,  # the gradient's norm
-    "modules/base.py:optimizer_step_now": 1,
+    "modules/policy.py:optimizer_step_now": 1,
     "numerics/importance.py:read": 1,
     "metrics/figures.py:compute": 1,  # all metrics
 }

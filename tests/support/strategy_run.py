@@ -34,7 +34,7 @@ from rlt_lightning.engines import EngineError, HFEngine, Placement, SampleReques
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.modules import OPDModule, RLTModule
-from rlt_lightning.modules.base import OnPolicyModule
+from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.numerics.advantages import LeaveOneOutAdvantages
@@ -136,7 +136,7 @@ class Counted(OnPolicyModule):
 
         def plan(lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
             if torch.is_grad_enabled():  # of the policy update
-                self.counts.append(len(micro_batches(lengths, self.micro_batch_tokens, self.layout)))
+                self.counts.append(len(micro_batches(lengths, self.micro_batch_tokens, self.chosen_layout)))
             return right(lengths, all_ranks)
 
         runner.plan = plan  # type: ignore[method-assign]

@@ -82,7 +82,7 @@ def test_every_layout_gives_the_same_step(miniature: str, teacher: str, tmp_path
         found[layout] = Witness()
         opd = module(miniature, teacher=teacher, group_size=3, layout=layout, micro_batch_tokens=400)
         fit(tmp_path / layout, opd, found[layout])
-        assert opd.layout == layout
+        assert opd.chosen_layout == layout
     single = found.pop("single")
     for witness in found.values():
         for name in FIGURES:

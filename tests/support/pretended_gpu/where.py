@@ -19,7 +19,7 @@ ENTRIES = ("cli/", "python/", "__main__.py")
 
 
 class Place(NamedTuple):
-    """A line: `modules/base.py`, `log_step`, 431."""
+    """A line: `modules/policy.py`, `log_step`, 431."""
 
     file: str
     function: str

@@ -8,7 +8,7 @@ import pytest
 from grpo import data, module, rollout_callback
 
 import rlt_lightning
-from rlt_lightning.modules.base import SHOWN
+from rlt_lightning.modules.policy import SHOWN
 
 
 def test_a_log_shows_the_figures_of_an_iteration(

@@ -34,7 +34,7 @@ from rlt_lightning.models.load import require_model_name
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import SFTModule
-from rlt_lightning.modules.base import count_steps
+from rlt_lightning.modules.checks import count_steps
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.types import InputError
 

@@ -24,8 +24,8 @@ from rlt_lightning.models.kernels import (
     fuse_blocks,
 )
 from rlt_lightning.models.packed import HeadOptions
-from rlt_lightning.modules.base import get_frozen_ready
 from rlt_lightning.modules.frozen import Model
+from rlt_lightning.modules.on_policy import get_frozen_ready
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.rewards import RLTReward

@@ -1,7 +1,7 @@
-"""The base modules: a language model, its optimizer and packed micro-batches; and one that asks a sampler.
+"""The base module: a trainable language model, its optimizer and packed micro-batches.
 
 PolicyModule       SFTModule
-└ OnPolicyModule   RLTModule, OPDModule: completions, frozen models and importance weights
+└ OnPolicyModule   RLTModule, OPDModule: completions, frozen models and importance weights (on_policy.py)
 """
 
 from __future__ import annotations
@@ -9,52 +9,52 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.nn.parallel import DistributedDataParallel
 
-from rlt_lightning.checkpoints.io import NamedCheckpoints, name_parameters
+from rlt_lightning.checkpoints.io import name_parameters
 from rlt_lightning.datamodules.loader import StepLoader
-from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.file_names import PretrainedFiles
-from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
+from rlt_lightning.models.kernels import Kernels, prepare_model
 from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_settings, without_frozen
 from rlt_lightning.models.weights import WeightFiles, trained_parameters
+from rlt_lightning.modules.checks import (
+    count_steps,
+    require_precision,
+    require_same_rows,
+    require_strategy,
+    require_whole_steps,
+)
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer, build_schedule, resume_schedule
 from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.modules.phases import PhaseTimer, count_weights
 from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.modules.step_metrics import (
-    mismatch_metrics,
-    require_agreement,
-    rollout_metrics,
     speed_metrics,
 )
 from rlt_lightning.numerics.divergence import Divergence
-from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
-from rlt_lightning.rollouts.sampler import Sampler
-from rlt_lightning.rollouts.step import POLICY, Shards, StepBatch
+from rlt_lightning.rollouts.step import POLICY
 from rlt_lightning.run.interrupt import Interrupt
 from rlt_lightning.run.ranks import meet
-from rlt_lightning.strategies import NAMED
 from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
-from rlt_lightning.types import InputError, Rollouts, as_list
+from rlt_lightning.types import InputError, as_list
 
 # The progress bar shows these figures of a step.
 SHOWN = {
@@ -84,9 +84,11 @@ class PolicyModule(LightningModule):
 
     Attributes:
         data_classes: The datamodules that the module takes; `rlt` proposes the first.
+        head_loss: The divergence that is minimised through the head, for the check of its kernels.
     """
 
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (StratosDataModule,)
+    head_loss: Divergence | None = None
 
     def __init__(
         self,
@@ -113,9 +115,9 @@ class PolicyModule(LightningModule):
         self.optimizer_config = optimizer
         self.optimizer_name = "torch.optim.AdamW"  # `rlt fit --optimizer` sets another
         self.micro_batch_tokens = micro_batch_tokens
-        # Once the models are loaded, the best layout in which all of them are right.
-        self.layout = layout
-        self.head = head
+        self.layout, self.head = layout, head
+        # Once the models are loaded, what all of them compute right.
+        self.chosen_layout, self.chosen_head = layout, head
         self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
         self.attn_implementation = attn_implementation
@@ -321,7 +323,22 @@ class PolicyModule(LightningModule):
     @torch.no_grad()
     def get_ready(self) -> None:
         """Choose kernels, and a layout in which the model computes the right log-probs."""
-        check_model(self, self.run, self.pretrained)
+        self.check_model(self.run, self.pretrained, self.head_loss)
+
+    def check_model(self, run: RunModel, name: str, divergence: Divergence | None) -> None:
+        """Choose kernels and a layout in which this model is right too, and name the kernels in the log.
+
+        The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16.
+
+        Args:
+            run: Runs the model.
+            name: Its name.
+            divergence: Which one is computed with its head; None: log-probs.
+        """
+        with self.trainer.precision_plugin.forward_context():
+            device = self.trainer.strategy.root_device
+            self.chosen_head = prepare_model(run, name, self.kernels, self.chosen_head, device, divergence)
+            self.chosen_layout = verify_layout(run, name, self.chosen_layout)
 
     def on_validation_start(self) -> None:
         """Get ready, unless this is a validation within a fit, which is ready."""
@@ -409,9 +426,9 @@ class PolicyModule(LightningModule):
         return PassRunner(
             self.list_models(),
             self.device,
-            self.head,
+            self.chosen_head,
             self.micro_batch_tokens,
-            self.layout,
+            self.chosen_layout,
             self.ranks,
             # In prediction a row's figures are to the last bit those of one rank.
             splits=not self.trainer.predicting,
@@ -483,263 +500,3 @@ class PolicyModule(LightningModule):
         self.log_dict(figures)
         if figures:
             self.log("step", float(self.global_step))
-
-
-def require_whole_models(offload_frozen: bool, sharded: bool) -> None:
-    """Check that no strategy shards the frozen models that are to be moved.
-
-    Raises:
-        InputError: If one does.
-    """
-    if offload_frozen and sharded:
-        raise InputError(
-            "model.offload_frozen is for whole models, but this strategy shards them. Set it to false; "
-            "--config hardware/cpu_offload keeps shards in main memory."
-        )
-
-
-class OnPolicyModule(PolicyModule):
-    """A model that trains on completions, which it asks the sampler of RolloutCallback for.
-
-    Args:
-        group_size: Completions per problem.
-        importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
-        mismatch_limit: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
-            which the run stops before the step, since these log-probs enter the reward; None: never. At 1 the
-            engine's log-probs tell no more than a constant.
-        max_staleness: Optimizer steps by which the sampling weights may lag behind.
-        offload_frozen: Keep frozen models in pinned host memory while they are not used.
-        options: Those of `PolicyModule`.
-    """
-
-    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (ReadData, StudentRLData, StudentOPDData)
-
-    def __init__(
-        self,
-        *,
-        group_size: int,
-        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
-        mismatch_limit: float | None = 0.5,
-        max_staleness: int = 0,
-        offload_frozen: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.group_size = group_size
-        self.importance_sampling = importance_sampling
-        # RolloutCallback chooses for "auto", once it knows the engine.
-        self.importance_weights = None if importance_sampling == "auto" else importance_sampling
-        self.mismatch_limit = mismatch_limit
-        self.max_staleness = max_staleness
-        self.offload_frozen = offload_frozen
-        # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
-        self.reference: Model | None = None
-        self.reference_moves = False
-        # The other models that are only read, by name.
-        self.models: dict[str, Model] = {}
-        # RolloutCallback sets it.
-        self.sampler: Sampler | None = None
-
-    def list_scoring_models(self) -> list[tuple[str, Model]]:
-        """Return the frozen models that read completions, with their names."""
-        return [(name, model) for name, model in self.models.items() if model.model is not None]
-
-    def load_frozen_models(self) -> None:
-        """Refuse to move shards of frozen models."""
-        require_whole_models(self.offload_frozen, self.sharding.sharded)
-
-    def load_frozen(self, name: str, dtype: Dtype, role: str) -> Model:
-        """Load a model that is only read: on the default device, or in main memory if it is offloaded."""
-        # Lightning makes the GPU the default device inside configure_model, and the GPU may lack the memory.
-        with torch.device("cpu") if self.offload_frozen else nullcontext():
-            return Model.frozen(self.load(name, dtype, role), self.offload_frozen)
-
-    @torch.no_grad()
-    def get_ready(self) -> None:
-        """Place frozen models too: Lightning moves only the trained one."""
-        super().get_ready()
-        get_frozen_ready(self, self.list_scoring_models())
-
-    # Completions
-
-    def require_sampler(self) -> Sampler:
-        """Return the sampler, or raise an error that names the callback that should have provided it."""
-        if self.sampler is None:
-            raise InputError(
-                "Every batch needs rollouts, but nothing brings them. Add "
-                "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
-            )
-        return self.sampler
-
-    def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
-        """Return the figures of this rank's completions, which each step logs after its update."""
-        metrics: dict[str, Any] = rollout_metrics(rollouts)
-        metrics["rollout/length_min"] = float(min(shards.lengths))
-        metrics["rollout/length_max"] = float(max(shards.lengths))
-        # Optimizer steps between the weights that sampled and those that were trained.
-        metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
-        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
-        # Tokens of the process that has most of them, over the mean.
-        return metrics | {"perf/rank_imbalance": shards.imbalance}
-
-    def require_fresh(self, policy_version: int) -> None:
-        """Check that completions are not staler than allowed.
-
-        Args:
-            policy_version: Optimizer steps that the weights had taken which sampled them.
-        """
-        staleness = self.global_step - policy_version
-        if not 0 <= staleness <= self.max_staleness:
-            raise RuntimeError(
-                f"Rollouts may be at most model.max_staleness={self.max_staleness} optimizer steps old, but "
-                f"the sampler of RolloutCallback returned some of version {policy_version} at step "
-                f"{self.global_step}."
-            )
-
-    def build_shards(self) -> Shards:
-        """Return an empty load balancer."""
-        shares_prefix = self.layout in ("auto", "shared_prefix")
-        trainer = self.trainer
-        return Shards(trainer.global_rank, trainer.world_size, self.group_size, shares_prefix)
-
-    # The policy update
-
-    def finish_update(self, step: StepBatch, counts: bool = True) -> dict[str, Any]:
-        """Step the optimizer; return the metrics of the update over all ranks.
-
-        Args:
-            step: The step.
-            counts: Whether it is the last update of the iteration; see `optimizer_step_now`.
-
-        Raises:
-            NonFiniteError: If a log-prob or gradient is NaN or infinite.
-            EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
-        """
-        self.ranks.raise_together(step)
-        (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, {})
-        by_worker = {}
-        for worker in step.list_workers():
-            on_rank = Mismatch.read(mismatches.get(worker, []))
-            mismatch = Mismatch(*self.ranks.max(on_rank.largest), *self.ranks.sum(*on_rank.sums()))
-            require_agreement(mismatch, self.mismatch_limit, self.global_step + 1, worker)
-            by_worker[worker] = mismatch
-        metrics |= self.optimizer_step_now(counts)
-        masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
-        return metrics | mismatch_metrics(by_worker, self.global_step, masks)
-
-
-def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
-    """Place the frozen models, fuse the reference, and choose kernels and layouts of those that score.
-
-    The reference is fused like the policy, so that their log-probs are equal where their weights are.
-    """
-    for frozen in (*(model for _, model in scoring), module.reference):
-        if frozen is not None:
-            frozen.place(module.device, module.sharding)
-    if module.reference is not None:
-        precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
-        with module.reference.loaded_on(module.device) as run, precision.forward_context():
-            fuse_blocks(run, module.pretrained, module.kernels, device)
-    reward = getattr(module, "reward", None)
-    kl_options = None if reward is None else reward.find_kl(temperature=1.0)
-    exact_kl = kl_options is not None and kl_options.kl_estimator == "exact"
-    for name, model in scoring:
-        with model.loaded_on(module.device) as run:
-            check_model(module, run, name, exact_kl=exact_kl)
-
-
-def count_steps(
-    steps_per_epoch: int, max_steps: int, max_epochs: int | None, limit_train_batches: int | float | None
-) -> int:
-    """Return the optimizer steps of a run with these settings of a trainer.
-
-    Raises:
-        InputError: If they do not say how long it is, or there is no step.
-    """
-    limit = limit_train_batches
-    if limit is not None:
-        steps_per_epoch = (
-            min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
-        )
-    by_epochs = [max_epochs * steps_per_epoch] if max_epochs not in (None, -1) else []
-    by_steps = [max_steps] if max_steps != -1 else []
-    steps = min(by_epochs + by_steps, default=0)
-    if steps < 1:
-        raise InputError(
-            f"A run must be at least one step long, but trainer.max_steps is {max_steps}, max_epochs "
-            f"{max_epochs} and limit_train_batches {limit}. Set one of them; trainer.max_time ends it early."
-        )
-    return steps
-
-
-def require_same_rows(data: StratosDataModule, before: list[str]) -> None:
-    """Check that a resumed run trains on the rows of its checkpoint.
-
-    Args:
-        data: The data.
-        before: The checkpoint's `fingerprint_rows`.
-
-    Raises:
-        InputError: If a source has other rows, or has them in another order.
-    """
-    sources = zip(data.sources, before, data.fingerprint_rows(), strict=False)
-    if changed := [str(source) for source, old, new in sources if old != new]:
-        raise InputError(
-            "A resumed run must have the rows of its checkpoint, in their order, but the training rows of "
-            f"{', '.join(changed)} are not those: some would come twice, others never. Restore data.source, "
-            "or start a new run from the model that rlt export makes of the checkpoint."
-        )
-
-
-def require_strategy(strategy: Any) -> None:
-    """Check that steps of several micro-batches, checkpoints and our ranks work under a strategy.
-
-    Raises:
-        InputError: If they do not: the numbers would be wrong.
-    """
-    known = isinstance(strategy, (NamedCheckpoints, DDPStrategy, SingleDeviceStrategy))
-    if not known or getattr(strategy, "_start_method", "popen") != "popen":
-        raise InputError(
-            f"strategy must be one of auto, ddp, {', '.join(NAMED)}, but is {type(strategy).__name__} of "
-            "Lightning, in a form that does not work here. For weights in shards use fsdp2 or "
-            "deepspeed_stage_3 (docs/hardware.md)."
-        )
-
-
-def require_whole_steps(trainer: Any) -> None:
-    """Refuse Lightning's clipping and accumulation: the module steps its optimizer itself."""
-    settings = {"gradient_clip_val": 0, "gradient_clip_algorithm": None, "accumulate_grad_batches": 1}
-    named = [f"trainer.{name}" for name, off in settings.items() if getattr(trainer, name) not in (None, off)]
-    if named:
-        raise InputError(
-            f"{' and '.join(named)} must not be set, since a module clips and divides its step itself. Set "
-            "model.optimizer.max_grad_norm, the norm of the gradient, and model.micro_batch_tokens, the "
-            "tokens of a forward; data.prompts_per_step is the size of a step."
-        )
-
-
-def require_precision(precision: str) -> None:
-    """Refuse a precision in which training does not work."""
-    if precision not in ("32-true", "bf16-mixed"):
-        raise InputError(
-            f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
-            "precision set model.dtype to bfloat16."
-        )
-
-
-def check_model(
-    module: PolicyModule,
-    run: RunModel,
-    name: str,
-    exact_kl: bool = False,
-) -> None:
-    """Choose kernels and a layout in which a model is right, and name the kernels in the log.
-
-    The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16. `exact_kl`
-    says whether the exact KL is computed with the model's head; the module, which divergence it minimises.
-    """
-    with module.trainer.precision_plugin.forward_context():
-        device = module.trainer.strategy.root_device
-        divergence = Divergence("forward") if exact_kl else getattr(module, "head_loss", None)
-        module.head = prepare_model(run, name, module.kernels, module.head, device, divergence)
-        module.layout = verify_layout(run, name, module.layout)

@@ -1,0 +1,174 @@
+"""A module that trains on completions: the sampler, frozen models and importance weights."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRLData
+from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.models.kernels import fuse_blocks
+from rlt_lightning.models.load import Dtype
+from rlt_lightning.modules.checks import require_whole_models
+from rlt_lightning.modules.frozen import Model
+from rlt_lightning.modules.policy import PolicyModule
+from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreement, rollout_metrics
+from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
+from rlt_lightning.rewards.base import Reward
+from rlt_lightning.rollouts.sampler import Sampler
+from rlt_lightning.rollouts.step import Shards, StepBatch
+from rlt_lightning.types import InputError, Rollouts
+
+
+class OnPolicyModule(PolicyModule):
+    """A model that trains on completions, which it asks the sampler of RolloutCallback for.
+
+    Args:
+        group_size: Completions per problem.
+        importance_sampling: Weights pi_trainer / pi_engine, see `RLTModule`.
+        mismatch_limit: Mean (trainer - engine)^2, as a part of the variance of the trainer's log-probs, above
+            which the run stops before the step, since these log-probs enter the reward; None: never. At 1 the
+            engine's log-probs tell no more than a constant.
+        max_staleness: Optimizer steps by which the sampling weights may lag behind.
+        offload_frozen: Keep frozen models in pinned host memory while they are not used.
+        options: Those of `PolicyModule`.
+    """
+
+    # What completions are worth, in the modules that have a reward.
+    reward: Reward | None = None
+    data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (ReadData, StudentRLData, StudentOPDData)
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None,
+        mismatch_limit: float | None = 0.5,
+        max_staleness: int = 0,
+        offload_frozen: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.group_size = group_size
+        self.importance_sampling = importance_sampling
+        # RolloutCallback chooses for "auto", once it knows the engine.
+        self.importance_weights = None if importance_sampling == "auto" else importance_sampling
+        self.mismatch_limit = mismatch_limit
+        self.max_staleness = max_staleness
+        self.offload_frozen = offload_frozen
+        # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
+        self.reference: Model | None = None
+        self.reference_moves = False
+        # The other models that are only read, by name.
+        self.models: dict[str, Model] = {}
+        # RolloutCallback sets it.
+        self.sampler: Sampler | None = None
+
+    def list_scoring_models(self) -> list[tuple[str, Model]]:
+        """Return the frozen models that read completions, with their names."""
+        return [(name, model) for name, model in self.models.items() if model.model is not None]
+
+    def load_frozen_models(self) -> None:
+        """Refuse to move shards of frozen models."""
+        require_whole_models(self.offload_frozen, self.sharding.sharded)
+
+    def load_frozen(self, name: str, dtype: Dtype, role: str) -> Model:
+        """Load a model that is only read: on the default device, or in main memory if it is offloaded."""
+        # Lightning makes the GPU the default device inside configure_model, and the GPU may lack the memory.
+        with torch.device("cpu") if self.offload_frozen else nullcontext():
+            return Model.frozen(self.load(name, dtype, role), self.offload_frozen)
+
+    @torch.no_grad()
+    def get_ready(self) -> None:
+        """Place frozen models too: Lightning moves only the trained one."""
+        super().get_ready()
+        get_frozen_ready(self, self.list_scoring_models())
+
+    # Completions
+
+    def require_sampler(self) -> Sampler:
+        """Return the sampler, or raise an error that names the callback that should have provided it."""
+        if self.sampler is None:
+            raise InputError(
+                "Every batch needs rollouts, but nothing brings them. Add "
+                "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
+            )
+        return self.sampler
+
+    def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
+        """Return the figures of this rank's completions, which each step logs after its update."""
+        metrics: dict[str, Any] = rollout_metrics(rollouts)
+        metrics["rollout/length_min"] = float(min(shards.lengths))
+        metrics["rollout/length_max"] = float(max(shards.lengths))
+        # Optimizer steps between the weights that sampled and those that were trained.
+        metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
+        metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
+        # Tokens of the process that has most of them, over the mean.
+        return metrics | {"perf/rank_imbalance": shards.imbalance}
+
+    def require_fresh(self, policy_version: int) -> None:
+        """Check that completions are not staler than allowed.
+
+        Args:
+            policy_version: Optimizer steps that the weights had taken which sampled them.
+        """
+        staleness = self.global_step - policy_version
+        if not 0 <= staleness <= self.max_staleness:
+            raise RuntimeError(
+                f"Rollouts may be at most model.max_staleness={self.max_staleness} optimizer steps old, but "
+                f"the sampler of RolloutCallback returned some of version {policy_version} at step "
+                f"{self.global_step}."
+            )
+
+    def build_shards(self) -> Shards:
+        """Return an empty load balancer."""
+        shares_prefix = self.chosen_layout in ("auto", "shared_prefix")
+        trainer = self.trainer
+        return Shards(trainer.global_rank, trainer.world_size, self.group_size, shares_prefix)
+
+    # The policy update
+
+    def finish_update(self, step: StepBatch, counts: bool = True) -> dict[str, Any]:
+        """Step the optimizer; return the metrics of the update over all ranks.
+
+        Args:
+            step: The step.
+            counts: Whether it is the last update of the iteration; see `optimizer_step_now`.
+
+        Raises:
+            NonFiniteError: If a log-prob or gradient is NaN or infinite.
+            EngineError: If engine and trainer differ too much; the optimizer has not stepped then.
+        """
+        self.ranks.raise_together(step)
+        (metrics, step.metrics), (mismatches, step.mismatches) = (step.metrics, {}), (step.mismatches, {})
+        by_worker = {}
+        for worker in step.list_workers():
+            on_rank = Mismatch.read(mismatches.get(worker, []))
+            mismatch = Mismatch(*self.ranks.max(on_rank.largest), *self.ranks.sum(*on_rank.sums()))
+            require_agreement(mismatch, self.mismatch_limit, self.global_step + 1, worker)
+            by_worker[worker] = mismatch
+        metrics |= self.optimizer_step_now(counts)
+        masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
+        return metrics | mismatch_metrics(by_worker, self.global_step, masks)
+
+
+def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
+    """Place the frozen models, fuse the reference, and choose kernels and layouts of those that score.
+
+    The reference is fused like the policy, so that their log-probs are equal where their weights are.
+    """
+    for frozen in (*(model for _, model in scoring), module.reference):
+        if frozen is not None:
+            frozen.place(module.device, module.sharding)
+    if module.reference is not None:
+        precision, device = module.trainer.precision_plugin, module.trainer.strategy.root_device
+        with module.reference.loaded_on(module.device) as run, precision.forward_context():
+            fuse_blocks(run, module.pretrained, module.kernels, device)
+    kl_options = None if module.reward is None else module.reward.find_kl(temperature=1.0)
+    exact_kl = kl_options is not None and kl_options.kl_estimator == "exact"
+    for name, model in scoring:
+        with model.loaded_on(module.device) as run:
+            module.check_model(run, name, Divergence("forward") if exact_kl else module.head_loss)
