@@ -21,8 +21,7 @@ These parts of a run, called by Lightning, put their state into state.pt and rea
     position in the data      StepLoader.state_dict                      datamodules/loader.py
     model, settings, format,  PolicyModule.on_save_checkpoint            modules/policy.py
     hashes of the rows
-    completions in flight,    RolloutCallback.state_dict                 callbacks/rollout.py
-    spread of the rewards
+    completions in flight     RolloutCallback.state_dict                 callbacks/rollout.py
     moves of the reference    ReferenceSync.state_dict                   callbacks/reference.py
 
 `load_checkpoint` in checkpoints/io.py restores weights and moments: that of FolderCheckpointIO if weights are

@@ -104,7 +104,7 @@ class _MarkedReader:
             return text
         kept = _match_any(keep)
         parts = [text] if kept is None else re.split(f"({kept.pattern})", text)
-        return "".join(part if place % 2 else self._mark_all(part) for place, part in enumerate(parts))
+        return "".join(part if index % 2 else self._mark_all(part) for index, part in enumerate(parts))
 
     def _mark_all(self, text: str) -> str:
         assert self.pattern is not None

@@ -46,7 +46,7 @@ def build_byte_table() -> dict[str, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + place): b for place, b in enumerate(others)}
+    return {chr(b): b for b in printable} | {chr(0x100 + index): b for index, b in enumerate(others)}
 
 
 BYTES = build_byte_table()
@@ -88,16 +88,17 @@ class CrossTokenizerFormat(ChatFormat):
         self.student_tokenizer = student_tokenizer
         self.teachers_text = ByteExactTokenizer(tokenizer, "teacher")
         self.students_text = ByteExactTokenizer(student_tokenizer, "student")
-        own = self.student_tags
-        before = SENTINEL + own.separator
-        _, closing = encode_pieces(student_tokenizer, [before, own.thought_close])
-        if b"".join(map(self.students_text.decode_bytes, closing)) != own.thought_close.encode():
+        tags_read = self.student_tags
+        before = SENTINEL + tags_read.separator
+        _, closing = encode_pieces(student_tokenizer, [before, tags_read.thought_close])
+        if b"".join(map(self.students_text.decode_bytes, closing)) != tags_read.thought_close.encode():
             raise InputError(
                 "The student's tokenizer must divide the separator from the tag after it, but "
-                f"{own.separator!r} shares a token with {own.thought_close!r}. Set other data.student_tags."
+                f"{tags_read.separator!r} shares a token with {tags_read.thought_close!r}. Set other "
+                "data.student_tags."
             )
-        separator = own.separator if own.separator != self.tags.separator else ""
-        self.after_explanation = separator + own.thought_close
+        separator = tags_read.separator if tags_read.separator != self.tags.separator else ""
+        self.after_explanation = separator + tags_read.thought_close
 
     def build_problem(
         self,
@@ -127,13 +128,13 @@ class CrossTokenizerFormat(ChatFormat):
         end are in no span.
         """
         rollout = super().build_rollout(problem, completion)
-        own = rollout.require_view()  # in the teacher's tokens
-        text, ends = self.students_text.spellable(*self.teachers_text.decode_text(own.token_ids))
+        written = rollout.require_view()  # in the teacher's tokens
+        text, ends = self.students_text.spellable(*self.teachers_text.decode_text(written.token_ids))
         token_ids, student_ends = self.students_text.encode(text, self.after_explanation)
         spans: list[Span] = []
         num_tokens = 0
         for span in split_spans(ends, student_ends):
-            if num_tokens >= own.num_tokens:
+            if num_tokens >= written.num_tokens:
                 break
             spans.append(span)
             num_tokens += span[0]
@@ -144,7 +145,7 @@ class CrossTokenizerFormat(ChatFormat):
             num_tokens,
             num_own=sum(num_student for _, num_student in spans),
             spans=spans,
-            num_left_out=max(0, own.num_tokens - num_tokens),
+            num_left_out=max(0, written.num_tokens - num_tokens),
         )
         return replace(rollout, view=view)
 
@@ -259,8 +260,8 @@ class ByteExactTokenizer:
                 return ids[:number], ends[:number]
         # A unigram tokenizer takes "<0x0A>" in a text for that byte.
         ids = []
-        for place, part in enumerate(BYTE_TOKEN.split(text)):
-            for piece in part if place % 2 else [part]:
+        for index, part in enumerate(BYTE_TOKEN.split(text)):
+            for piece in part if index % 2 else [part]:
                 ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
         if (ends := self._ends(ids, text)) is not None:
             return ids, ends
@@ -279,7 +280,7 @@ class ByteExactTokenizer:
             ends: Places in it, in bytes, never decreasing.
 
         Returns:
-            The text, and the same places in it.
+            The text, and the same indices in it.
         """
         characters = set(text)
         self.spelled |= {c: self._spells(c) for c in characters - self.spelled.keys()}
@@ -369,7 +370,7 @@ def iterate_parts(described: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def repair_text(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
-    """Return the text of bytes that may be invalid UTF-8, and map places in the bytes to places in it.
+    """Return the text of bytes that may be invalid UTF-8, and map indices of its bytes to those of the text.
 
     Args:
         data: The bytes.
@@ -377,7 +378,7 @@ def repair_text(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
 
     Returns:
         The text, with U+FFFD for what is no character and without an incomplete character at its end; and the
-        places, in bytes of the text. What lies in an incomplete character ends one byte after the text.
+        indices, in bytes of the text. What lies in an incomplete character ends one byte after the text.
     """
     pieces: list[tuple[str, bytes]] = []
     start = 0
@@ -395,15 +396,15 @@ def repair_text(data: bytes, ends: list[int]) -> tuple[str, list[int]]:
 
 
 def place_ends(pieces: list[tuple[str, bytes]], ends: list[int]) -> tuple[str, list[int]]:
-    """Join characters to a text, and map places in the bytes that they stand for to places in the text.
+    """Join characters to a text, and map indices of the bytes that they stand for to indices of the text.
 
     Args:
         pieces: Each character with the bytes that it stands for.
         ends: Places in those bytes, never decreasing.
 
     Returns:
-        The text; and the places, in its own bytes: of a place within a character that character's end, and
-        one byte after the text for places after it.
+        The text; and the indices, in its bytes: of an index within a character that character's end, and
+        one byte after the text for indices after it.
     """
     text = "".join(character for character, _ in pieces)
     old = list(accumulate((len(stood) for _, stood in pieces), initial=0))

@@ -222,11 +222,11 @@ def matches(row: dict[str, Any], where: Mapping[str, str]) -> bool:
 def choose_ids(rows: list[NumberedRow]) -> list[str]:
     """Return the ids in the rows if all have different ones, otherwise the row numbers."""
     for column in IDS:
-        own = [
+        ids = [
             str(row.get(column)) for _, row in rows if isinstance(row, dict) and row.get(column) is not None
         ]
-        if len(own) == len(rows) == len(set(own)):
-            return own
+        if len(ids) == len(rows) == len(set(ids)):
+            return ids
     return [str(number) for number, _ in rows]
 
 
@@ -317,7 +317,7 @@ def check_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
 def require_template(name: str, spec: EvaluationSet) -> None:
     """Raise InputError if a template lacks what it must hold, or holds what YAML made of an escape."""
     needed = ("{question}", "{options}") if spec.judge == "choice" else ("{question}",)
-    if missing := [place for place in needed if place not in spec.template]:
+    if missing := [name for name in needed if name not in spec.template]:
         raise InputError(
             f"data.sets.{name}.template must contain {' and '.join(needed)} for the judge {spec.judge}, but "
             f"{spec.template!r} lacks {' and '.join(missing)}. Add it."

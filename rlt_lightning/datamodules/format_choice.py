@@ -84,8 +84,8 @@ class ChosenFormat:
             both = tokenizer, student_tokenizer
             return CrossTokenizerFormat(*both, self.tags, *prompts, self.student_tags, self.thinks)
         # What the user wrote is filled already. What a model records stays as rows have shown it.
-        own = tokenizer, self.tags, *prompts, self.student_tags
-        return ChatFormat(*own, fills=False, thinks=self.thinks)
+        settings = tokenizer, self.tags, *prompts, self.student_tags
+        return ChatFormat(*settings, fills=False, thinks=self.thinks)
 
     def check_rows(self, prompts: Counter[str]) -> None:
         """Compare the rows' system prompts, with their counts, with the one that a student was trained with.

@@ -155,10 +155,12 @@ class ChatFormat:
             student_system_prompt: The row's system prompt; None for the format's.
             columns: The row as it was read.
         """
-        tags, own = self.tags, self.student_tags
+        tags, student_tags = self.tags, self.student_tags
         given = self._mark(solution)
         chat = self.render_student_chat(question, student_system_prompt) + self.turn_opening
-        student_prefix, student_separator = self._encode_opening(chat + own.thought_open, own)
+        student_prefix, student_separator = self._encode_opening(
+            chat + student_tags.thought_open, student_tags
+        )
         teacher_prefix, think_prefix = student_prefix, student_separator
         if not self.thinks:
             opening = tags.solution_open + given + tags.solution_close + BLOCK_BREAK + self.opening_tag
@@ -168,13 +170,13 @@ class ChatFormat:
             # The two tags end differently, so that their prompts share no tokens.
             teacher_prefix, student_prefix = teacher_prefix + think_prefix, student_prefix + student_separator
             think_prefix = []
-        between = own.thought_close + BLOCK_BREAK + own.solution_open
+        between = student_tags.thought_close + BLOCK_BREAK + student_tags.solution_open
         # The explanation's tokens bring the separator before that closing tag, unless it is the teacher's.
         before = SENTINEL if self._replaces_separator else SENTINEL + tags.separator
-        between = own.separator + between if self._replaces_separator else between
-        known = given if own == tags else own.wrap(given)
-        content = known.removesuffix(own.separator)
-        closing = known[len(content) :] + own.solution_close
+        between = student_tags.separator + between if self._replaces_separator else between
+        known = given if student_tags == tags else student_tags.wrap(given)
+        content = known.removesuffix(student_tags.separator)
+        closing = known[len(content) :] + student_tags.solution_close
         _, student_suffix, solution_ids, _ = encode_pieces(
             self.tokenizer, [before, between, content, closing]
         )

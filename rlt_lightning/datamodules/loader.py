@@ -96,7 +96,7 @@ class StepLoader(Generic[Item, Batch]):
             last = batch + 1 == len(self)
             self.epoch, self.next_batch = (self.epoch + 1, 0) if last else (self.epoch, batch + 1)
             self.position = start + self.batch_size
-            self.served = {self._number_at(place) for place in range(start, self.position)}
+            self.served = {self._number_at(index) for index in range(start, self.position)}
             self.in_use = True
             yield self._build_batch(start)
 
@@ -146,10 +146,10 @@ class StepLoader(Generic[Item, Batch]):
 
     def _number_at(self, position: int) -> int:
         """Return the number of the item at a position."""
-        epoch, place = divmod(position, self._epoch_size)
+        epoch, index = divmod(position, self._epoch_size)
         if self.epoch_order[0] != epoch:
             self.epoch_order = (epoch, self.list_epoch(epoch))
-        return self.epoch_order[1][place]
+        return self.epoch_order[1][index]
 
     def begin_at(self, step: int) -> None:
         """Learn which optimizer step the next batch is for; after a resume it must be the checkpoint's.
@@ -171,9 +171,9 @@ class StepLoader(Generic[Item, Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the data and settings that it is valid for."""
-        place = {"epoch": self.epoch, "next_batch": self.next_batch, "position": self.position}
-        place |= {} if self.first_step is None else {"first_step": self.first_step}
-        return {**place, **self._fingerprint()}
+        state = {"epoch": self.epoch, "next_batch": self.next_batch, "position": self.position}
+        state |= {} if self.first_step is None else {"first_step": self.first_step}
+        return {**state, **self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position of a state.

@@ -82,10 +82,6 @@ class ParsedRow:
     system: str | None  # the row's own system prompt for the student
 
 
-# A row's number, its columns as they were read, and its texts.
-Row = tuple[int, dict[str, Any], ParsedRow]
-
-
 def find_missing_columns(
     row: dict[str, Any], trace_columns: Sequence[str], allows_completion: bool
 ) -> list[str]:
@@ -183,9 +179,9 @@ def _parse_stratos(row: dict[str, Any], tags: TagStyle, student_tags: TagStyle) 
         # It was written without a system prompt.
         system = ""
     completion = _text(row.get("completion"), "completion") or None
-    own, stratos = answer.find(tags.thought_open), answer.find(STRATOS.thought_open)
+    own_start, stratos_start = answer.find(tags.thought_open), answer.find(STRATOS.thought_open)
     # The outer tags count: the thought may hold tags of the other style.
-    is_own = own >= 0 and not 0 <= stratos < own
+    is_own = own_start >= 0 and not 0 <= stratos_start < own_start
     if is_own and (blocks := _split_blocks(answer, tags)):
         return ParsedRow(question, blocks[1], {TRACE_COLUMN: blocks[0]}, completion, system)
     if blocks := _split_blocks(answer, STRATOS):

@@ -316,7 +316,7 @@ def _read_line(line: bytes) -> dict[str, Any] | BadRowError:
 
 
 def _read_values(content: bytes) -> list[NumberedRow] | None:
-    """Return the rows of an array, by their place, or of objects that follow each other, by their first line.
+    """Return the rows of an array, by number, or of objects that follow each other, by their first line.
 
     Returns:
         None if the content is neither.
@@ -333,7 +333,7 @@ def _read_values(content: bytes) -> list[NumberedRow] | None:
     except (ValueError, RecursionError):
         return None
     if len(values) == 1 and isinstance(values[0], list):
-        return [(place, read_columns(value)) for place, value in enumerate(values[0], start=1)]
+        return [(number, read_columns(value)) for number, value in enumerate(values[0], start=1)]
     is_rows = all(isinstance(value, dict) for value in values)
     return [(line, value) for line, value in zip(lines, values, strict=True)] if is_rows else None
 

@@ -177,23 +177,23 @@ class StoredItems(Sequence[Item]):
         return len(self.indices)
 
     @overload
-    def __getitem__(self, place: int) -> Item: ...
+    def __getitem__(self, index: int) -> Item: ...
 
     @overload
-    def __getitem__(self, place: slice) -> StoredItems: ...
+    def __getitem__(self, index: slice) -> StoredItems: ...
 
-    def __getitem__(self, place: int | slice) -> Item | StoredItems:
-        if isinstance(place, slice):
-            return self.select(place)
-        return build_item(self.table, int(self.indices[place]))
+    def __getitem__(self, index: int | slice) -> Item | StoredItems:
+        if isinstance(index, slice):
+            return self.select(index)
+        return build_item(self.table, int(self.indices[index]))
 
     def __add__(self, others: StoredItems) -> StoredItems:
         indices = np.concatenate([self.indices, others.indices + self.table.num_rows])
         return StoredItems(pa.concat_tables([self.table, others.table]), indices)
 
-    def select(self, places: slice | NDArray[Any]) -> StoredItems:
-        """Return the items at these places, or those for which an array of truth values has True."""
-        return StoredItems(self.table, self.indices[places])
+    def select(self, chosen: slice | NDArray[Any]) -> StoredItems:
+        """Return the items at these indices, or those for which an array of truth values has True."""
+        return StoredItems(self.table, self.indices[chosen])
 
     @property
     def is_examples(self) -> bool:

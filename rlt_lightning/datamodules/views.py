@@ -146,10 +146,10 @@ def exchange_end(ids: list[int], closing: tuple[int, int]) -> list[int]:
     Both tags mean the same, and each model reads its own. If the student samples the teacher's, it is judged
     by the teacher's log-prob of the student's. A tag that is spelled in other tokens is read as it is.
     """
-    own, teacher = closing
-    if own == teacher:
+    student, teacher = closing
+    if student == teacher:
         return ids
-    other = {own: teacher, teacher: own}
+    other = {student: teacher, teacher: student}
     end = next((i for i, word in enumerate(ids) if word in other), len(ids))
     return ids[:end] + [other[word] for word in ids[end : end + 1]]
 
@@ -160,12 +160,15 @@ def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
     Returns:
         None if a separator's token holds the start of a tag, or the separators differ.
     """
-    tags, own, found = chat_format.tags, chat_format.student_tags, []
-    if tags.separator != own.separator:
+    tags, student_tags, found = chat_format.tags, chat_format.student_tags, []
+    if tags.separator != student_tags.separator:
         return None
-    after = own.thought_close + BLOCK_BREAK + own.solution_open + own.separator
-    for closing, text in ((own.thought_close, after), (tags.explanation_close, tags.explanation_close)):
-        first = encode_pieces(chat_format.tokenizer, [SENTINEL + own.separator, text])[1][0]
+    after = student_tags.thought_close + BLOCK_BREAK + student_tags.solution_open + student_tags.separator
+    for closing, text in (
+        (student_tags.thought_close, after),
+        (tags.explanation_close, tags.explanation_close),
+    ):
+        first = encode_pieces(chat_format.tokenizer, [SENTINEL + student_tags.separator, text])[1][0]
         if not decode(chat_format.tokenizer, [first]).startswith(closing[0]):
             return None
         found.append(first)

@@ -45,7 +45,9 @@ def add_overall(figures: dict[str, Figures]) -> dict[str, Figures]:
 
 def name_figures(figures: dict[str, Figures]) -> Figures:
     """Return the figures by the names under which they are logged."""
-    return {f"eval/{name}/{figure}": value for name, own in figures.items() for figure, value in own.items()}
+    return {
+        f"eval/{name}/{figure}": value for name, of_set in figures.items() for figure, value in of_set.items()
+    }
 
 
 def compute_set_figures(records: Sequence[Row]) -> Figures:
@@ -151,7 +153,7 @@ def single_precision_mean(values: Sequence[float]) -> float:
 
 def split_by_problem(records: Iterable[Row]) -> list[list[Row]]:
     """Return the records of each problem."""
-    return [list(own) for _, own in groupby(records, key=lambda record: record["id"])]
+    return [list(same) for _, same in groupby(records, key=lambda record: record["id"])]
 
 
 # Over batches and ranks

@@ -203,13 +203,13 @@ class RatioCredit(Credit):
 
     def __call__(self, inputs: LossInputs) -> Tensor:
         """See `Credit`."""
-        own, credit = inputs.old_log_probs, torch.zeros_like(inputs.log_probs)
+        old, credit = inputs.old_log_probs, torch.zeros_like(inputs.log_probs)
         theirs = inputs.step.tokens.get(self.name, {})
         for i, (row, rollout) in enumerate(zip(inputs.micro.rows, inputs.rollouts, strict=True)):
             if row in theirs and (view := rollout.view) is not None:
                 first = view.start - inputs.micro.passes[i].sampled.start
                 part = slice(first, first + view.num_tokens)
-                credit[i, part] = sampled_advantages(own[i, part], theirs[row], view.spans)
+                credit[i, part] = sampled_advantages(old[i, part], theirs[row], view.spans)
         return self.weight * credit
 
 

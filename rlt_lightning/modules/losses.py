@@ -224,7 +224,7 @@ def compare_with_engine(
     workers = [rollout.completion.worker or "" for rollout in inputs.rollouts]
     mismatch = {}
     for worker in dict.fromkeys(workers):
-        own = upload([name == worker for name in workers], old_log_probs.device, torch.bool)[:, None]
-        mask = inputs.token_mask & own
+        sampled_here = upload([name == worker for name in workers], old_log_probs.device, torch.bool)[:, None]
+        mask = inputs.token_mask & sampled_here
         mismatch[worker] = measure_mismatch(old_log_probs, engine_log_probs, mask, weights)
     return engine_log_probs if inputs.stale and weights is None else old_log_probs, weights, mismatch

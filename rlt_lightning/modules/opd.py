@@ -203,9 +203,9 @@ class OPDModule(OnPolicyModule):
     @property
     def views(self) -> TeacherViews:
         """Return the teacher's contexts."""
-        data = get_stratos_data(self.trainer)
-        assert isinstance(data, StudentOPDData), "as `require_data` has checked"
-        return data.views
+        data: Any = get_stratos_data(self.trainer)  # `require_data` has checked that it has views
+        views: TeacherViews = data.views
+        return views
 
     @property
     def copies_student(self) -> bool:
@@ -316,8 +316,8 @@ class SampledDistillation(PolicyGradient):
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """See `PolicyGradient`."""
-        output, own = super().__call__(inputs), inputs.log_probs.detach()
-        divergences = own.sum(dim=1) - self.sum_teacher(inputs.step, inputs.micro.rows, own)
+        output, log_probs = super().__call__(inputs), inputs.log_probs.detach()
+        divergences = log_probs.sum(dim=1) - self.sum_teacher(inputs.step, inputs.micro.rows, log_probs)
         output.metrics["distill/divergence"] = divergences.sum() / inputs.num_scored
         return replace(output, numbers=build_numbers(divergences, inputs.rollouts))
 
@@ -328,8 +328,8 @@ class SampledDistillation(PolicyGradient):
 
     def measure(self, step: StepBatch) -> Tensor:
         """See `Distillation.measure`."""
-        own = add_up_judged(step)
-        return own - self.sum_teacher(step, step.shard, own)
+        judged = add_up_judged(step)
+        return judged - self.sum_teacher(step, step.shard, judged)
 
 
 def add_up_judged(step: StepBatch) -> Tensor:

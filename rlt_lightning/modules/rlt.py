@@ -12,7 +12,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       │   ├ reward.measure    tokens and texts → numbers of each row (rewards/)
       │   ├ step.share*       once all are there: all ranks get all numbers
       │   └ reward.score      whole groups → rewards (N,), alike on every rank
-      ├ request_others        dynamic sampling: again, for groups of equal rewards, or nearly equal ones
+      ├ request_others        dynamic sampling: again, for groups of equal rewards
       ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
       ├ advantages            compare within each group → (N,)
       ├ runner.updates        an update's micro-batches of each loss term, equally many on all ranks:
@@ -153,14 +153,15 @@ class RLTModule(OnPolicyModule):
         """Check, before any model is loaded, that the reward can judge completions for this data."""
         super().setup(stage)
         data = get_stratos_data(self.trainer)
-        if stage == "fit" and isinstance(data, ScoringData):
+        if stage == "fit" and data.brings_completions:
             raise InputError(
-                f"{type(self).__name__} trains on completions that it samples, but those of ScoringData are "
-                "given. Choose TeacherRLData for data, or score them: `rlt predict`."
+                f"{type(self).__name__} trains on completions that it samples, but those of "
+                f"{type(data).__name__} are given. Choose TeacherRLData for data, or score them: `rlt "
+                "predict`."
             )
-        if stage == "predict" and isinstance(data, StudentLikelihoodData):
+        if stage == "predict" and data.samples == "thoughts":
             raise InputError(
-                "`rlt predict` writes explanations or answers, but those of StudentLikelihoodData are "
+                f"`rlt predict` writes explanations or answers, but those of {type(data).__name__} are "
                 "thoughts. Choose StudentRLData for data; or evaluate the student: `rlt test`."
             )
         rows = data.prompts_per_step // self.updates_per_rollout * self.group_size

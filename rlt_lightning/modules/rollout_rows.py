@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, keep_columns
-from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.rewards.base import CountedTokens
 from rlt_lightning.rewards.student import Student
@@ -68,7 +67,7 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
     for row, terms in zip(step.shard, score_rows(step, step.shard), strict=True):
         rollout, number = step.rollout(row), row % step.group_size
         problem = rollout.problem
-        if not isinstance(data, TeacherRLData | StudentRLData):
+        if data.brings_completions:
             yield {**keep_columns(problem.columns, terms), **terms}
             continue
         turn = data.split_turn(rollout)
@@ -76,7 +75,7 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
         columns: Row = dict.fromkeys(("system", "conversations"))
         if turn:
             columns = data.format.build_conversation(replace(problem, solution=solution), thought)
-        if isinstance(data, StudentRLData):
+        if data.samples == "answers":
             column, first = step.table[name_column("level", "correct")], row - number
             correct = column[first : first + step.group_size]
             columns |= read_reference(problem)
@@ -93,7 +92,7 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
             "student_tokens": data.count_turn_tokens(rollout),
             "fits": data.fits_student(rollout),
             "seed": rollout.completion.seed,
-            "model" if isinstance(data, StudentRLData) else "teacher": model,
+            "model" if data.samples == "answers" else "teacher": model,
         }
         columns = dict(**columns, **terms)
         yield {**keep_columns(problem.columns, {*columns, *MARKS} - RENEWED), **columns}

@@ -52,10 +52,10 @@ class SFTModule(PolicyModule):
         context = context_length(self.pretrained, self.trust_remote_code)
         items = data.all_items
         lengths = items.sum_columns("token_ids") if items.is_examples else items.rows[:0]
-        for place in np.flatnonzero(lengths > context)[:1]:
+        for index in np.flatnonzero(lengths > context)[:1]:
             raise InputError(
                 f"Examples must fit into the model's context of {context} tokens, but row "
-                f"{items.rows[place]} has {lengths[place]}. Lower data.max_length: longer rows are "
+                f"{items.rows[index]} has {lengths[index]}. Lower data.max_length: longer rows are "
                 "counted and kept out, or truncated with data.long_traces."
             )
 

@@ -90,13 +90,13 @@ def mismatch_metrics(by_worker: dict[str, Mismatch], step: int, masks: bool = Fa
     mismatch = sum(by_worker.values(), start=Mismatch())
     if not mismatch.num_tokens:
         return {}
-    for worker, own in by_worker.items():
-        if not own.num_tokens or own.excess_ratio <= EXCESS_RATIO:
+    for worker, of_worker in by_worker.items():
+        if not of_worker.num_tokens or of_worker.excess_ratio <= EXCESS_RATIO:
             continue
         rank_zero_warn(
             f"{name_step(step, worker)}: the ratio of trainer to engine must be 1 on average over the "
-            f"sampled tokens, but is {1 + own.excess_ratio:.3g}: they were drawn from another distribution "
-            "than it reports, such as that of another temperature. Start the worker with --logprobs-mode "
+            f"sampled tokens, but is {1 + of_worker.excess_ratio:.3g}: they were drawn from another "
+            "distribution than it reports, such as that of another temperature. Start the worker with --logprobs-mode "
             "processed_logprobs, or set the engine's log_probs to trainer."
         )
     return {

@@ -143,10 +143,10 @@ class Part(NamedTuple):
 @lru_cache(maxsize=64)
 def parts(segments: Segments) -> tuple[Part, ...]:
     """Divide the row's attention: every segment with itself, and continuations with their prefix."""
-    own = tuple(pairwise(segments.boundaries))
+    ranges = tuple(pairwise(segments.boundaries))
     continued = tuple((s.split, s.end) for s in segments.shared)
     prefixes = tuple((s.start, s.split) for s in segments.shared)
-    first = Part(own, own, causal=True)
+    first = Part(ranges, ranges, causal=True)
     return (first, Part(continued, prefixes, causal=False)) if prefixes else (first,)
 
 
@@ -181,8 +181,8 @@ class MergedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, kernel: Kernel
     ) -> Tensor:
         """Compute every part and merge."""
-        own, *continued = parts(segments)
-        output, lse = kernel.forward(query, key, value, own, scale)
+        causal, *continued = parts(segments)
+        output, lse = kernel.forward(query, key, value, causal, scale)
         for part in continued:
             other_output, other_lse = kernel.forward(query, key, value, part, scale)
             for start, end in part.queries:

@@ -116,10 +116,10 @@ class HeadBlock:
 def select_rows(values: Tensor, block: slice, exchanged: Exchanged) -> Tensor:
     """Return the rows of a head's weight or bias for one block of words, two of them exchanged."""
     rows = values[block]
-    for place, other in () if exchanged is None else (exchanged, exchanged[::-1]):
-        if block.start <= place < block.stop:
+    for word, other in () if exchanged is None else (exchanged, exchanged[::-1]):
+        if block.start <= word < block.stop:
             rows = rows.clone()
-            rows[place - block.start] = values[other]
+            rows[word - block.start] = values[other]
     return rows
 
 
@@ -332,21 +332,21 @@ def impossible_as_inf(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits < LOWEST_LOGIT, -torch.inf)
 
 
-def places_in_block(places: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def slots_in_block(slots: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return which targets lie in this block, and positions that are safe to read, (m,) each."""
-    found = (places >= 0) & (places < logits.shape[1])
-    return found, places.clamp(0, logits.shape[1] - 1)
+    found = (slots >= 0) & (slots < logits.shape[1])
+    return found, slots.clamp(0, logits.shape[1] - 1)
 
 
-def add_in_block_(values: Tensor, places: Tensor, added: Tensor) -> Tensor:
-    """Add a number, (m,), to each row of values, (m, w), at the place of its target, (m,), if it has one."""
+def add_in_block_(values: Tensor, slots: Tensor, added: Tensor) -> Tensor:
+    """Add a number, (m,), to each row of values, (m, w), at the slot of its target, (m,), if it has one."""
     added = added.to(values.dtype).unsqueeze(1)
     if torch.compiler.is_compiling():
         # A scatter would be a kernel of its own, between one that writes the values and one that reads them.
         columns = torch.arange(values.shape[1], device=values.device)
-        return values + torch.where(columns == places.unsqueeze(1), added, 0.0)
-    found, places = places_in_block(places, values)
-    return values.scatter_add_(1, places.unsqueeze(1), torch.where(found.unsqueeze(1), added, 0.0))
+        return values + torch.where(columns == slots.unsqueeze(1), added, 0.0)
+    found, slots = slots_in_block(slots, values)
+    return values.scatter_add_(1, slots.unsqueeze(1), torch.where(found.unsqueeze(1), added, 0.0))
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from rlt_lightning.numerics.head import (
     full_precision,
     impossible_as_inf,
     in_autocast_dtype,
-    places_in_block,
+    slots_in_block,
 )
 
 
@@ -130,31 +130,31 @@ class LogProbSums(NamedTuple):
         return cls(OnlineSoftmax.start(zeros), zeros, zeros)
 
 
-def add_block(sums: LogProbSums, logits: Tensor, places: Tensor, with_entropy: bool) -> LogProbSums:
+def add_block(sums: LogProbSums, logits: Tensor, slots: Tensor, with_entropy: bool) -> LogProbSums:
     """Return the sums with one more block of the vocabulary.
 
     Args:
         sums: The sums over the blocks before.
         logits: The block's logits, (m, w).
-        places: The targets' positions counted from the block's first word, (m,); a target that belongs to
+        slots: The targets' positions counted from the block's first word, (m,); a target that belongs to
             another block has a position outside 0..w-1.
         with_entropy: Whether `weighted` is needed.
     """
     softmax, shrink, e = sums.softmax.add(logits)
-    found, places = places_in_block(places, logits)
+    found, slots = slots_in_block(slots, logits)
     weighted = sums.weighted
     if with_entropy:
         weighted = weighted * shrink + torch.linalg.vecdot(e, logits)
-    target_logits = logits.gather(1, places.unsqueeze(1)).squeeze(1)
+    target_logits = logits.gather(1, slots.unsqueeze(1)).squeeze(1)
     return LogProbSums(softmax, weighted, torch.where(found, target_logits, sums.target_logits))
 
 
 def log_prob_gradient(
-    pull_back: PullBack, logits: Tensor, places: Tensor, log_normaliser: Tensor, grad: Tensor
+    pull_back: PullBack, logits: Tensor, slots: Tensor, log_normaliser: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Return `pull_back` of the gradient of a block's logits, (m, w): g (1[v = target] - p_v)."""
     p = (logits - log_normaliser.unsqueeze(1)).exp_()
-    return pull_back(add_in_block_(p.mul_(-grad.unsqueeze(1)), places, grad), logits)
+    return pull_back(add_in_block_(p.mul_(-grad.unsqueeze(1)), slots, grad), logits)
 
 
 def check_temperature(temperature: float) -> None:

@@ -172,7 +172,7 @@ class PackedSequences:
     input_ids: Tensor  # (1, L)
     position_ids: Tensor  # (1, L), from 0 in each sequence
     segments: Segments
-    predictors: Tensor  # (M,), places of the hidden states that predict the scored tokens
+    predictors: Tensor  # (M,), slots of the hidden states that predict the scored tokens
     targets: Tensor  # (M,), the scored tokens, sequence after sequence
     sequence_of_scored: Tensor  # (M,), the sequence that each belongs to
 
@@ -214,8 +214,8 @@ class RowInProgress:
     shared: list[SharedPrefix] = field(default_factory=list)
     # Ranges of positions, in the order of the row.
     positions: list[IndexRange] = field(default_factory=list)
-    # Ranges of places in the row that hold each member's tokens, a shared prefix once for each member.
-    places: list[IndexRange] = field(default_factory=list)
+    # Ranges of slots in the row that hold each member's tokens, a shared prefix once for each member.
+    slots: list[IndexRange] = field(default_factory=list)
     # Whether each of these tokens is scored, one byte each.
     scored: bytearray = field(default_factory=bytearray)
     # The members, and the number of their tokens.
@@ -244,7 +244,7 @@ class RowInProgress:
         """Append one member's tokens after the prefix, and note which of its tokens are scored."""
         rest = sequence.rest
         self.positions.append(IndexRange(prefix_range.length, len(rest)))
-        self.places += [prefix_range, IndexRange(len(self.tokens), len(rest))]
+        self.slots += [prefix_range, IndexRange(len(self.tokens), len(rest))]
         self.scored += bytes(sequence.scored)
         self.members.append((number, len(sequence.scored)))
         self.tokens += rest
@@ -255,12 +255,12 @@ class RowInProgress:
         """Return tokens and positions, (L,), then predictors, targets and their sequences, (M,), int64."""
         # array() reads a list several times as fast as torch.tensor().
         tokens = torch.frombuffer(array("q", self.tokens), dtype=torch.long)
-        places = expand_ranges(self.places)
+        slots = expand_ranges(self.slots)
         numbers, counts = torch.tensor(self.members).unbind(1)
         owners = numbers.repeat_interleave(counts)
         scored = torch.frombuffer(self.scored, dtype=torch.bool).nonzero().squeeze(1)  # (M,)
         # A first token is never scored, so the token before is one of the same sequence.
-        predictors, targets = places[scored - 1], tokens[places[scored]]
+        predictors, targets = slots[scored - 1], tokens[slots[scored]]
         return [tokens, expand_ranges(self.positions), predictors, targets, owners[scored]]
 
 
@@ -275,8 +275,8 @@ def expand_ranges(ranges: list[IndexRange]) -> Tensor:
     """Return the numbers of all ranges, one after another."""
     firsts, lengths = torch.tensor(ranges).unbind(1)
     before = lengths.cumsum(0) - lengths
-    places = (firsts - before).repeat_interleave(lengths)
-    return places + torch.arange(len(places))
+    slots = (firsts - before).repeat_interleave(lengths)
+    return slots + torch.arange(len(slots))
 
 
 def to_padded(values: Tensor, num_tokens_per_row: list[int]) -> tuple[Tensor, Tensor]:
@@ -298,8 +298,8 @@ def to_padded(values: Tensor, num_tokens_per_row: list[int]) -> tuple[Tensor, Te
             f"{sum(num_tokens_per_row)}."
         )
     token_mask = mask_tokens(num_tokens_per_row)  # (N, T)
-    places = upload(find_places(token_mask), values.device)
-    padded = values.new_zeros(token_mask.numel()).index_copy(0, places, values)
+    slots = upload(find_slots(token_mask), values.device)
+    padded = values.new_zeros(token_mask.numel()).index_copy(0, slots, values)
     return padded.view(token_mask.shape), upload(token_mask, values.device)
 
 
@@ -309,7 +309,7 @@ def mask_tokens(num_tokens_per_row: list[int]) -> Tensor:
     return torch.arange(max(num_tokens_per_row, default=0), device="cpu") < lengths
 
 
-def find_places(token_mask: Tensor) -> Tensor:
+def find_slots(token_mask: Tensor) -> Tensor:
     """Return where tokens stand in padded rows one after another, (M,).
 
     Where the mask itself indexes, the host waits for a GPU to count, and again in the backward pass.

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlt_lightning.numerics.packing import to_padded
 
 # How the values of a completion's tokens become one, under the names of the released RLT code.
-Reduction = Literal["mean", "sum", "min", "max", "median", "first_quartile", "last_quartile"]
+TokenReduction = Literal["mean", "sum", "min", "max", "median", "first_quartile", "last_quartile"]
 
 
 DIVERGED = (
@@ -25,7 +25,7 @@ class NonFiniteError(ValueError):
 
 
 def student_solution_reward(
-    log_probs: Tensor, token_mask: Tensor, min_coef: float = 0.01, reduction: Reduction = "mean"
+    log_probs: Tensor, token_mask: Tensor, min_coef: float = 0.01, reduction: TokenReduction = "mean"
 ) -> Tensor:
     """Score how likely the student finds the solution after reading the explanation.
 
@@ -48,7 +48,7 @@ def student_solution_reward(
 
 
 def student_kl_penalty(
-    kl: Tensor, token_mask: Tensor, max_coef: float = 0.01, reduction: Reduction = "mean"
+    kl: Tensor, token_mask: Tensor, max_coef: float = 0.01, reduction: TokenReduction = "mean"
 ) -> Tensor:
     """Measure how far the explanation is from what the student would write, given only the question.
 
@@ -76,7 +76,7 @@ def require_option(name: str, value: object, holds: bool, expected: str) -> None
 
 def require_reduction(name: str, value: str) -> None:
     """Check that an option names a reduction."""
-    known = get_args(Reduction)
+    known = get_args(TokenReduction)
     require_option(name, value, value in known, f"one of {', '.join(known)}")
 
 
@@ -165,7 +165,7 @@ def mean_of_tokens(values: Tensor, token_mask: Tensor) -> Tensor:
     return values.masked_fill(~token_mask, 0.0).sum(dim=1) / token_mask.sum(dim=1)
 
 
-def reduce_tokens(values: Tensor, token_mask: Tensor, reduction: Reduction) -> Tensor:
+def reduce_tokens(values: Tensor, token_mask: Tensor, reduction: TokenReduction) -> Tensor:
     """Return one number for each row's tokens, (N,), (N, T) -> (N,); every row must have some.
 
     Quartiles are interpolated; of an even number of tokens the median is the lower of the two in the middle,

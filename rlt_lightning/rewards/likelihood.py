@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.numerics.rewards import (
-    Reduction,
+    TokenReduction,
     masked_min,
     mean_of_tokens,
     reduce_tokens,
@@ -158,7 +158,7 @@ class LikelihoodReward(Reward, ABC):
         """Return the columns that depend on the whole group, (N,) each."""
         figures = columns_of(table, "group")
         mean = figures["mean"].unsqueeze(1)  # (N, 1)
-        # By place, not by row: one problem may have two groups in a step.
+        # By index, not by row: one problem may have two groups in a step.
         groups = torch.arange(len(mean), device=mean.device) // group_size
         every = torch.ones_like(mean, dtype=torch.bool)
         scores = SolutionScores(mean, every, figures["closed"] > 0, figures["length"], groups)
@@ -239,7 +239,7 @@ class LogProbReward(LikelihoodReward):
 
     has_answer_term = True
 
-    reduction: Reduction = "sum"
+    reduction: TokenReduction = "sum"
     format_penalty: float = -1.0
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlt_lightning.numerics.divergence import log_ratio_kl, schulman_kl
 from rlt_lightning.numerics.rewards import (
-    Reduction,
+    TokenReduction,
     masked_max,
     masked_min,
     mean_of_tokens,
@@ -92,8 +92,8 @@ class RLTReward(Reward):
     clip_log_probs: float | None = None
     clip_kl: float | None = None
     baseline: str = "none"
-    reduction: Reduction = "mean"
-    kl_reduction: Reduction = "mean"
+    reduction: TokenReduction = "mean"
+    kl_reduction: TokenReduction = "mean"
 
     def __post_init__(self) -> None:
         for name in ("solution_weight", "min_coef", "kl_weight", "max_coef"):
