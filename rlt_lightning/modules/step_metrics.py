@@ -96,8 +96,8 @@ def mismatch_metrics(by_worker: dict[str, Mismatch], step: int, masks: bool = Fa
         rank_zero_warn(
             f"{name_step(step, worker)}: the ratio of trainer to engine must be 1 on average over the "
             f"sampled tokens, but is {1 + of_worker.excess_ratio:.3g}: they were drawn from another "
-            "distribution than it reports, such as that of another temperature. Start the worker with --logprobs-mode "
-            "processed_logprobs, or set the engine's log_probs to trainer."
+            "distribution than it reports, such as that of another temperature. Start the worker with "
+            "--logprobs-mode processed_logprobs, or set the engine's log_probs to trainer."
         )
     return {
         # |d|, nats: the trainer's log-prob of a sampled token less the engine's.
