@@ -271,11 +271,11 @@ class ChatFormat:
             body = body[: start_of_tag(self.tokenizer, body, self.end_tag)]
         elif completion.finish_reason == "eos":
             body = body[:-1]
-        num_think = len(body) - self._num_separator_tokens(body)
+        num_explained = len(body) - self._num_separator_tokens(body)
         closed = completion.finish_reason == "stop"
         text = decode(self.tokenizer, body).strip()
-        read = body[:num_think] if self._replaces_separator else body
-        view = ModelView(problem, completion, read, num_tokens=num_think, num_own=num_think)
+        read = body[:num_explained] if self._replaces_separator else body
+        view = ModelView(problem, completion, read, num_tokens=num_explained, num_own=num_explained)
         return Rollout(problem, completion, text, closed, view)
 
     def build_student_rollout(self, problem: Problem, completion: Completion) -> Rollout:

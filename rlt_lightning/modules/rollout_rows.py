@@ -117,7 +117,7 @@ def build_token_columns(tokens: CountedTokens, student: Student) -> Row:
         `thought_tokens` with `thought_kl`, and `solution_tokens` with `solution_log_probs`, rounded to 1e-6.
     """
     return {
-        "thought_tokens": decode_each(student.format.tokenizer, tokens.thought),
+        "thought_tokens": decode_each(student.format.tokenizer, tokens.explanation),
         "thought_kl": [round(value, 6) for value in tokens.kl],
         "solution_tokens": decode_each(student.format.student_tokenizer, tokens.solution),
         "solution_log_probs": [round(value, 6) for value in tokens.solution_log_probs],

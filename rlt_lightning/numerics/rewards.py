@@ -55,14 +55,14 @@ def student_kl_penalty(
     r_KL = mean_t KL_t + max_coef * max_t KL_t          (RLT, arXiv:2506.08388, Eq. 4)
 
     Args:
-        kl: KL of teacher from student at each think token, (N, K), nats.
-        token_mask: True on think tokens, False on padding, (N, K).
+        kl: KL of teacher from student at each explanation token, (N, K), nats.
+        token_mask: True on explanation tokens, False on padding, (N, K).
         max_coef: Weight of the least natural token, alpha in the paper.
         reduction: The reduction in place of the mean; see `reduce_tokens`.
 
     Returns:
-        One penalty per completion, (N,), nats. 0 for a row without think tokens: an empty explanation has no
-        KL, and it is the format term that punishes it.
+        One penalty per completion, (N,), nats. 0 for a row without tokens: an empty explanation has no KL, and
+        it is the format term that punishes it.
     """
     kl, token_mask = with_zero_for_empty_rows(kl, token_mask)
     return reduce_tokens(kl, token_mask, reduction) + max_coef * masked_max(kl, token_mask)

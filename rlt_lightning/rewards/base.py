@@ -64,13 +64,13 @@ class CountedTokens(NamedTuple):
     """The tokens of one completion that a reward by a student counts, with their raw values.
 
     Attributes:
-        thought: K token ids of the policy, which r_KL counts.
+        explanation: K token ids of the policy, which r_KL counts.
         kl: Their KL of policy from student, nats.
         solution: S token ids of the student.
         solution_log_probs: The student's log-probs of them, nats.
     """
 
-    thought: list[int]
+    explanation: list[int]
     kl: list[float]
     solution: list[int]
     solution_log_probs: list[float]

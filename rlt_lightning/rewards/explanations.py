@@ -68,7 +68,7 @@ def build_kl_passes(
     """
     student_pass, given = build_solution_pass(student, view, student_temperature), count_given(view, options)
     start = len(student_pass.prefix)
-    think = start - given, start + view.num_own
+    explanation = start - given, start + view.num_own
     row, prompt, num_read = view.problem.row, view.problem.teacher_prompt, view.start + view.num_tokens
     first, end = len(prompt) + view.start, len(prompt) + num_read
     teacher_pass = ScoringPass(
@@ -82,9 +82,9 @@ def build_kl_passes(
     )
     if options.kl_estimator == "exact":
         compared_with = replace(teacher_pass, scored={"kl": (first - given, end)}, asks_engine=False)
-        scored = {**student_pass.scored, "kl": think}
+        scored = {**student_pass.scored, "kl": explanation}
         return [replace(student_pass, scored=scored, compared_with=compared_with)]
-    passes = [replace(student_pass, scored={**student_pass.scored, "think": think}), teacher_pass]
+    passes = [replace(student_pass, scored={**student_pass.scored, "explanation": explanation}), teacher_pass]
     if given:  # the separator at the end of the prompt, which no engine has sampled
         scored = {"given": (len(prompt) - given, len(prompt))}
         once = ("given", row, given)
@@ -96,13 +96,13 @@ def estimate_kl(step: StepBatch, row: int, options: KLOptions) -> Tensor:
     """Return r_KL's tokens of a row, (K,), nats; on spans where the student has other tokens."""
     if options.kl_estimator == "exact":
         return step.tokens["kl"][row]
-    teacher, think = (step.tokens[name][row] for name in ("teacher", "think"))
+    teacher, student = (step.tokens[name][row] for name in ("teacher", "explanation"))
     given = step.tokens.get("given", {}).get(row)
     teacher = teacher if given is None else torch.cat([given, teacher])
     spans = step.rollout(row).require_view().spans
     if spans is None:
-        return options.token_kl(teacher, think)
-    return span_kl(options.token_kl, teacher, think, spans)
+        return options.token_kl(teacher, student)
+    return span_kl(options.token_kl, teacher, student, spans)
 
 
 def count_given(view: ModelView, options: KLOptions) -> int:
@@ -110,7 +110,7 @@ def count_given(view: ModelView, options: KLOptions) -> int:
     return len(view.problem.think_prefix) if options.score_given else 0
 
 
-def list_think_tokens(view: ModelView, score_given: bool) -> list[int]:
+def list_explanation_tokens(view: ModelView, score_given: bool) -> list[int]:
     """Return the tokens that r_KL counts: the explanation and, with `score_given`, the separator before."""
     return (view.problem.think_prefix if score_given else []) + view.compared
 

@@ -31,7 +31,7 @@ from rlt_lightning.rewards.explanations import (
     build_empty_solution_pass,
     build_kl_passes,
     estimate_kl,
-    list_think_tokens,
+    list_explanation_tokens,
 )
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import ScoringPass, StepBatch, name_column, pad_rows
@@ -52,7 +52,7 @@ class RLTReward(Reward):
         solution_weight: Weight of r_SS, `student_solution_reward`.
         min_coef: Weight of the hardest solution token inside r_SS, alpha in the paper.
         kl_weight: Weight of r_KL, `student_kl_penalty`, lambda in the paper.
-        max_coef: Weight of the least natural think token inside r_KL, alpha in the paper.
+        max_coef: Weight of the least natural explanation token inside r_KL, alpha in the paper.
         format_penalty: Added to the reward of a badly formed completion.
         kl_estimator: k1 is the sampled log-ratio, k3 Schulman's estimator, exact the sum over the vocabulary.
         score_given: Let r_KL count the separator that the prompt ends with, as the released code does. The
@@ -62,7 +62,8 @@ class RLTReward(Reward):
         normalise_log_probs: exp turns the solution's log-probs into probabilities.
         normalise_kl: one_minus_exp turns each token's KL into 1 - exp(-KL), below 1.
         clip_log_probs: Lower bound on a solution token's log-prob, nats, applied before normalisation.
-        clip_kl: Bound on |KL| of a think token, nats: clipped to -clip_kl ... clip_kl before normalisation.
+        clip_kl: Bound on |KL| of an explanation token, nats: clipped to -clip_kl ... clip_kl, before it is
+            normalised.
         baseline: empty: r_SS is the gain over saying nothing, r_SS(explanation) - r_SS(empty explanation).
             Any other text is an explanation that says nothing, filler, and stands in place of the empty one.
             All completions of a problem lose the same, so advantages and gradients stay.
@@ -144,7 +145,7 @@ class RLTReward(Reward):
         """See `Reward.list_tokens`."""
         view = step.rollout(row).require_view()
         return CountedTokens(
-            list_think_tokens(view, self.score_given),
+            list_explanation_tokens(view, self.score_given),
             step.tokens["kl"][row].tolist(),
             view.problem.solution_ids,
             step.tokens["solution"][row].tolist(),
@@ -164,8 +165,8 @@ class RLTReward(Reward):
         A term is logged as reward/NAME and reward/val_NAME, and recorded as NAME_reward.
         `step.rollouts(rows)` are the completions with their `text` and `problem`;
         `step.pad("solution", rows)` the student's log-probs of the solution and their mask, (n, S). Of the
-        explanation, "think" and "teacher" are the log-probs, unless the KL is exact, and "kl" is the KL. A
-        subclass may declare further columns in `scoring_passes`.
+        explanation, "explanation" and "teacher" are the log-probs of student and teacher, unless the KL is
+        exact, and "kl" is the KL. A subclass may declare further columns in `scoring_passes`.
 
         Args:
             step: The step, with the token columns of these rows.
@@ -213,8 +214,8 @@ class RLTReward(Reward):
         Args:
             solution_log_probs: Student log-probabilities of the solution tokens, (N, S), nats.
             solution_mask: True on solution tokens, (N, S).
-            kl: KL of teacher from student at each think token, raw, (N, K), nats.
-            kl_mask: True on think tokens, (N, K). A row may have none.
+            kl: KL of teacher from student at each explanation token, raw, (N, K), nats.
+            kl_mask: True on explanation tokens, (N, K). A row may have none.
             format_ok: False where the completion is badly formed, bool, (N,).
             extra: The terms of `extra_terms`, on the device of the others.
             empty_log_probs: With a baseline, `solution_log_probs` after the explanation that says nothing,
@@ -258,10 +259,10 @@ class RLTReward(Reward):
         return student_solution_reward(processed, solution_mask, self.min_coef, self.reduction)
 
     def token_kl(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """Estimate the KL of teacher from student at each think token, by the estimator of the options.
+        """Estimate the KL of teacher from student at each explanation token, by the estimator of the options.
 
         Args:
-            log_p: The teacher's log-probabilities of the think tokens, any shape, nats.
+            log_p: The teacher's log-probabilities of the explanation tokens, any shape, nats.
             log_q: The student's, same shape, nats.
 
         Returns:
@@ -285,7 +286,7 @@ class RLTReward(Reward):
         return log_probs.exp() if self.normalise_log_probs == "exp" else log_probs
 
     def process_kl(self, kl: Tensor, token_mask: Tensor) -> Tensor:
-        """Clip and normalise the think tokens' KL, (N, K); padding becomes harmless."""
+        """Clip and normalise the explanation tokens' KL, (N, K); padding becomes harmless."""
         kl = kl.masked_fill(~token_mask, 0.0)
         if self.clip_kl is not None:
             kl = kl.clamp(-self.clip_kl, self.clip_kl)

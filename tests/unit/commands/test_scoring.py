@@ -45,7 +45,7 @@ def test_given_tokens_are_not_in_the_kl() -> None:
     teacher_runs: list[int] = []
     tokens, reward = score(False, teacher_runs)
     assert teacher_runs == []  # no pass over the prompts
-    assert tokens.thought == [7, 8]
+    assert tokens.explanation == [7, 8]
     assert tokens.kl == pytest.approx([0.5, -1.0])
     assert reward == pytest.approx(-0.505 + 3 * 0.245)
 
@@ -55,6 +55,6 @@ def test_score_given_puts_them_in() -> None:
     teacher_runs: list[int] = []
     tokens, reward = score(True, teacher_runs)
     assert teacher_runs == [5, 6]
-    assert tokens.thought == [5, 6, 7, 8]
+    assert tokens.explanation == [5, 6, 7, 8]
     assert tokens.kl == pytest.approx([10.0, 6.0, 0.5, -1.0])
     assert reward == pytest.approx(-0.505 - 3 * 3.975)

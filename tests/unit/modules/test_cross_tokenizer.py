@@ -197,7 +197,7 @@ def test_contexts_are_in_the_students_own_tokens(chat: CrossTokenizerFormat) -> 
     prompt = chat.student.render_student_chat("What is 3 + 4?", "Be brief.")
     tokens = chat.student_tokenizer(prompt + turn, add_special_tokens=False)["input_ids"]
     assert read.prefix + read.rest == tokens
-    scored = tokens[slice(*read.scored["think"])] + tokens[slice(*read.scored["solution"])]
+    scored = tokens[slice(*read.scored["explanation"])] + tokens[slice(*read.scored["solution"])]
     # Between them is the separator, where the tokens of either side glue it to a text.
     assert chat.student_tokenizer.decode(scored).split() == ["Add", "3", "and", "4,", "数学.", "7"]
     assert problem.think_prefix == []

@@ -234,11 +234,11 @@ def test_score_given_adds_the_given_tokens_and_nothing_else(
         given = row.problem.think_prefix
         assert given  # of SmolLM2's tokenizer
         tokens = rlt.reward.list_tokens(step, i)
-        assert plain[i].thought == row.require_view().compared
-        assert tokens.thought == given + plain[i].thought
+        assert plain[i].explanation == row.require_view().compared
+        assert tokens.explanation == given + plain[i].explanation
         assert tokens.kl[len(given) :] == pytest.approx(plain[i].kl, abs=1e-5, rel=1e-5)
         assert tokens.solution_log_probs == pytest.approx(plain[i].solution_log_probs, abs=1e-5)
-        assert len(tokens.kl) == len(tokens.thought)
+        assert len(tokens.kl) == len(tokens.explanation)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
