@@ -61,8 +61,8 @@ def student_kl_penalty(
         reduction: The reduction in place of the mean; see `reduce_tokens`.
 
     Returns:
-        One penalty per completion, (N,), nats. 0 for a row without tokens: an empty explanation has no KL, and
-        it is the format term that punishes it.
+        One penalty per completion, (N,), nats. 0 for a row without tokens: an empty explanation has no KL,
+        and it is the format term that punishes it.
     """
     kl, token_mask = with_zero_for_empty_rows(kl, token_mask)
     return reduce_tokens(kl, token_mask, reduction) + max_coef * masked_max(kl, token_mask)
