@@ -323,22 +323,7 @@ class PolicyModule(LightningModule):
     @torch.no_grad()
     def get_ready(self) -> None:
         """Choose kernels, and a layout in which the model computes the right log-probs."""
-        self.check_model(self.run, self.pretrained, self.head_loss)
-
-    def check_model(self, run: RunModel, name: str, divergence: Divergence | None) -> None:
-        """Choose kernels and a layout in which this model is right too, and name the kernels in the log.
-
-        The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16.
-
-        Args:
-            run: Runs the model.
-            name: Its name.
-            divergence: Which one is computed with its head; None: log-probs.
-        """
-        with self.trainer.precision_plugin.forward_context():
-            device = self.trainer.strategy.root_device
-            self.chosen_head = prepare_model(run, name, self.kernels, self.chosen_head, device, divergence)
-            self.chosen_layout = verify_layout(run, name, self.chosen_layout)
+        check_model(self, self.run, self.pretrained, self.head_loss)
 
     def on_validation_start(self) -> None:
         """Get ready, unless this is a validation within a fit, which is ready."""
@@ -500,3 +485,20 @@ class PolicyModule(LightningModule):
         self.log_dict(figures)
         if figures:
             self.log("step", float(self.global_step))
+
+
+def check_model(module: PolicyModule, run: RunModel, name: str, divergence: Divergence | None) -> None:
+    """Choose kernels and a layout in which this model is right too, and name the kernels in the log.
+
+    The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16.
+
+    Args:
+        module: Gets what was chosen.
+        run: Runs the model.
+        name: Its name.
+        divergence: Which one is computed with its head; None: log-probs.
+    """
+    with module.trainer.precision_plugin.forward_context():
+        device, head = module.trainer.strategy.root_device, module.chosen_head
+        module.chosen_head = prepare_model(run, name, module.kernels, head, device, divergence)
+        module.chosen_layout = verify_layout(run, name, module.chosen_layout)

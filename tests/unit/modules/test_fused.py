@@ -121,8 +121,8 @@ def module_on_a_gpu(head: HeadOptions, **more: Any) -> Any:
         precision_plugin=types.SimpleNamespace(forward_context=contextlib.nullcontext),
         strategy=types.SimpleNamespace(root_device=torch.device("cuda")),
     )
-    options = {"kernels": Kernels(liger=False), "attn_implementation": None, "layout": "auto"}
-    return types.SimpleNamespace(trainer=trainer, head=head, **options, **more)
+    options = {"kernels": Kernels(liger=False), "attn_implementation": None, "chosen_layout": "auto"}
+    return types.SimpleNamespace(trainer=trainer, chosen_head=head, head_loss=None, **options, **more)
 
 
 @pytest.fixture

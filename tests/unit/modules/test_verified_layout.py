@@ -15,7 +15,7 @@ from torch import Tensor
 from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import find_difference, verify_layout
-from rlt_lightning.modules import SFTModule, base
+from rlt_lightning.modules import SFTModule, policy
 from rlt_lightning.numerics.attention import Segments, looped_attention
 from rlt_lightning.types import InputError
 
@@ -30,7 +30,7 @@ def test_the_check_runs_in_the_precision_of_the_run(
         seen.append(run(lambda model: model.lm_head(torch.zeros(1, model.config.hidden_size)).dtype))
         return verify_layout(run, *arguments)
 
-    monkeypatch.setattr(base, "verify_layout", watched)
+    monkeypatch.setattr(policy, "verify_layout", watched)
     data = TeacherSFTData(tokenizer=tiny_model, num_embedded_rows=2, prompts_per_step=2)
     for precision, expected in (("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)):
         Trainer(
