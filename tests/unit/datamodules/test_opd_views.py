@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import ChatFormat
+from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.models.load import load_tokenizer
@@ -156,3 +157,10 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
             place[side] += counts[side]
         assert pieces[0] == pieces[1]
     assert place == [len(view.token_ids), len(judged)]
+
+
+def test_a_question_may_hold_the_name_of_the_solution(miniature: str) -> None:
+    made = build_views(AutoTokenizer.from_pretrained(miniature), "r1", "hint")
+    row = ParsedRow("a {solution} b", "{question}", {}, None, None)
+    text = decode(made.student.tokenizer, made.build_problem(0, row, None, {}).teacher_view)
+    assert text.count("{solution}") == text.count("{question}") == 1

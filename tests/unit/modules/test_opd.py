@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlt_lightning.callbacks import ReferenceSync
-from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.datamodules.views import TeacherViews, View
+from rlt_lightning.datamodules.views import View
 from rlt_lightning.models.lora import LoRA
+from rlt_lightning.modules import OPDModule
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.types import InputError, Rollout
 
@@ -170,46 +170,13 @@ def test_averaged_teacher_moves(miniature: str, tmp_path: Path) -> None:
         torch.testing.assert_close(moved, own.detach(), atol=0, rtol=0)
 
 
-# What the teacher reads
-
-
-def views(miniature: str, options: View = EXPLANATION) -> TeacherViews:
-    chat = ChatFormat(AutoTokenizer.from_pretrained(miniature), "r1", "", "")
-    return TeacherViews(chat, chat, options)
-
-
-def test_closed_thought_and_its_end_are_judged(miniature: str) -> None:
-    made = views(miniature)
-    tokenizer = made.student.tokenizer
-    row = answered(made, "<think>\n3 +4 =7\n</think>\n\n<answer>\n7\n</answer>")
-    view = row.require_view()
-    judged = row.completion.token_ids[view.start : view.start + view.num_tokens]
-    assert tokenizer.decode(judged).rstrip("\n") == "3 +4 =7\n</think>"
-    assert tokenizer.decode(view.token_ids) == "3 +4 =7\n</explanation>"
-    assert made.exchanged == closing_ids(tokenizer)
-    assert tokenizer.decode(row.problem.teacher_view).endswith("<explanation>\n")
-    assert "7" in tokenizer.decode(row.problem.teacher_view)
-    assert "7" not in tokenizer.decode(row.problem.teacher_prompt)
-
-
-def test_open_thought_has_no_closing_decision(miniature: str) -> None:
-    row = answered(views(miniature), "<think>\n3 +4 =", closed=False)
-    view = row.require_view()
-    assert view.start + view.num_tokens == len(row.completion.token_ids)
-    assert view.token_ids == row.completion.token_ids[view.start :]
-
-
-def test_answer_without_a_thought_is_not_judged(miniature: str) -> None:
-    assert answered(views(miniature), "7").view is None
-
-
-def test_hint_judges_every_token(miniature: str) -> None:
-    row = answered(views(miniature, HINT), "7")
-    view = row.require_view()
-    assert (view.start, view.token_ids) == (0, row.completion.token_ids)
-
-
 # Refusals
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_a_temperature_is_positive(temperature: float) -> None:
+    with pytest.raises(InputError, match=r"model\.temperature above 0"):
+        OPDModule(temperature=temperature)
 
 
 def test_averaged_needs_the_callback(miniature: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import full, needs_gpu
+from cases import needs_gpu
 from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -167,28 +167,6 @@ class LyingEngine(HFEngine):
             assert completion.log_probs is not None
             told = [value - self.nats for value in completion.log_probs]
             yield number, replace(completion, log_probs=told)
-
-
-@pytest.mark.parametrize(
-    ("options", "believed"),
-    [
-        full({"reward": RLTReward(kl_estimator="exact")}, False),
-        full({"reward": RLTReward(teacher_temperature=1.0)}, False),
-        ({"teacher_log_probs": "recompute"}, False),
-        ({}, True),  # nothing else has computed them when the reward is due
-    ],
-)
-def test_reward_takes_the_engines_log_probs_only_by_default(
-    options: dict[str, Any], believed: bool, tiny_model: str, tmp_path: Path
-) -> None:
-    rewards = []
-    for nats in (0.0, 0.5):
-        rlt, witness = module(tiny_model, mismatch_limit=None, **options), Witness()
-        bare_trainer(tmp_path, rollout_callback(engine=LyingEngine(nats)), witness).fit(
-            rlt, datamodule=data(tiny_model, tmp_path)
-        )
-        rewards.append(witness.batches[0].step.rewards)
-    assert torch.equal(*rewards) != believed
 
 
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])

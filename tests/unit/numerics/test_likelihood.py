@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import product
-from math import exp, log, log10
+from math import log
 from typing import Any
 
 import pytest
@@ -91,35 +91,6 @@ def test_nover_is_rank_and_efficiency_within_the_group() -> None:
 def test_equal_perplexities_are_ranked_in_order() -> None:
     given = scores([1 / 4], [1 / 2], [1 / 4], [1 / 4])
     equals(NOVERReward()(given)["term/solution"], [3 / 4, 1.0, 2 / 4, 1 / 4])
-
-
-def slow_nover(given: SolutionScores, i: int) -> float:
-    """The reward of thought i, written out."""
-    if not given.closed[i]:
-        return 0.0
-
-    def perplexity(j: int) -> float:
-        values = given.log_probs[j][given.token_mask[j]].tolist()
-        return exp(-sum(values) / len(values) / max(1, 1 + log10(max(1, int(given.lengths[j])))))
-
-    group = [j for j in range(len(given.closed)) if given.closed[j] and given.groups[j] == given.groups[i]]
-    ranked = sorted(group, key=perplexity)
-    beaten = sum(
-        perplexity(i) < perplexity(j) and bool(given.lengths[i] < given.lengths[j]) for j in group if j != i
-    )
-    rank = (len(group) - ranked.index(i)) / len(group)
-    return rank + (beaten / (len(group) - 1) if len(group) > 1 else 0.0) + 1.0
-
-
-def test_nover_equals_a_slow_version() -> None:
-    torch.manual_seed(0)
-    log_probs = (torch.rand(40, 6, dtype=torch.float64) * 0.98 + 0.01).log()
-    lengths = torch.randint(0, 300, (40,))
-    given = SolutionScores(
-        log_probs, torch.arange(6) < torch.randint(1, 7, (40, 1)), torch.rand(40) < 0.8, lengths,
-        torch.arange(40) // 8,
-    )  # fmt: skip
-    equals(NOVERReward()(given)["reward"], [slow_nover(given, i) for i in range(40)])
 
 
 @pytest.mark.parametrize(
