@@ -213,7 +213,7 @@ class PassRunner:
         Args:
             step: The step.
             rows: Rows of it.
-            declare: Returns what is read of a row, by the name of the column.
+            declare: Returns the scoring passes of a row.
             stats: Counts the tokens that models compute.
             recompute: Replaces `self.recompute`.
 
@@ -289,7 +289,7 @@ class PassRunner:
         with ExitStack() as stack:
             run = stack.enter_context(self.models[key.model].loaded_on(self.device))
             try:
-                require_room(run, step, passes)
+                require_context(run, step, passes)
             except InputError as error:
                 step.keep_failure(error)
                 passes = [(None, key.build_dummy())]  # other ranks may wait for this one's forward
@@ -623,7 +623,7 @@ def measure_lengths(
     ]
 
 
-def require_room(run: RunModel, step: StepBatch, passes: Sequence[RowPass]) -> None:
+def require_context(run: RunModel, step: StepBatch, passes: Sequence[RowPass]) -> None:
     """Check that retokenized completions fit into a model's context.
 
     Completions that the models read in the same tokens were checked before the run.
