@@ -62,14 +62,10 @@ class OnPolicyModule(PolicyModule):
         # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
         self.reference: Model | None = None
         self.reference_moves = False
-        # The other models that are only read, by name.
+        # The frozen models that read completions, by name.
         self.models: dict[str, Model] = {}
         # RolloutCallback sets it.
         self.sampler: Sampler | None = None
-
-    def list_scoring_models(self) -> list[tuple[str, Model]]:
-        """Return the frozen models that read completions, with their names."""
-        return [(name, model) for name, model in self.models.items() if model.model is not None]
 
     def load_frozen_models(self) -> None:
         """Refuse to move shards of frozen models."""
@@ -85,7 +81,7 @@ class OnPolicyModule(PolicyModule):
     def get_ready(self) -> None:
         """Place frozen models too: Lightning moves only the trained one."""
         super().get_ready()
-        get_frozen_ready(self, self.list_scoring_models())
+        get_frozen_ready(self, self.models)
 
     # Completions
 
@@ -155,12 +151,12 @@ class OnPolicyModule(PolicyModule):
         return metrics | mismatch_metrics(by_worker, self.global_step, masks)
 
 
-def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -> None:
+def get_frozen_ready(module: OnPolicyModule, scoring: dict[str, Model]) -> None:
     """Place the frozen models, fuse the reference, and choose kernels and layouts of those that score.
 
     The reference is fused like the policy, so that their log-probs are equal where their weights are.
     """
-    for frozen in (*(model for _, model in scoring), module.reference):
+    for frozen in (*scoring.values(), module.reference):
         if frozen is not None:
             frozen.place(module.device, module.sharding)
     if module.reference is not None:
@@ -169,6 +165,6 @@ def get_frozen_ready(module: OnPolicyModule, scoring: list[tuple[str, Model]]) -
             fuse_blocks(run, module.pretrained, module.kernels, device)
     kl_options = None if module.reward is None else module.reward.find_kl(temperature=1.0)
     exact_kl = kl_options is not None and kl_options.kl_estimator == "exact"
-    for name, model in scoring:
+    for name, model in scoring.items():
         with model.loaded_on(module.device) as run:
             check_model(module, run, name, Divergence("forward") if exact_kl else module.head_loss)

@@ -143,7 +143,7 @@ def test_the_exact_kl_is_checked_where_the_reward_uses_it(
     places = {"device": CPU, "sharding": Unsharded(None)}
     reward = RLTReward(kl_estimator=estimator)
     module = module_on_a_gpu(HeadOptions(), reward=reward, **frozen, **places)
-    get_frozen_ready(module, [("tiny", student)])
+    get_frozen_ready(module, {"tiny": student})
     assert seen == [expected]
 
 

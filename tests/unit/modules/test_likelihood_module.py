@@ -243,7 +243,7 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
         fit(tmp_path / scorer, likelihood, witness, *callbacks, **options)
         [batch] = witness.batches
         assert batch.rollouts is not None
-        frozen = likelihood.reference or likelihood.list_scoring_models()[0][1]
+        frozen = likelihood.reference or next(iter(likelihood.models.values()))
         assert len(likelihood.models) == (scorer != "reference")
         assert likelihood.answer_weight == 0
         rows = batch.rollouts.rollouts
@@ -267,7 +267,7 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
         context, thought = row.problem.teacher_prompt, row.require_view().compared
         log_p, log_q = (
             model(torch.tensor([context + thought])).logits[0, len(context) - 1 : -1].log_softmax(-1)
-            for model in (likelihood.policy, likelihood.list_scoring_models()[0][1].model)
+            for model in (likelihood.policy, next(iter(likelihood.models.values())).model)
         )  # (K, V)
         if estimator == "exact":
             values = (log_p.exp() * (log_p - log_q)).sum(-1)

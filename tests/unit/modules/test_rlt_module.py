@@ -67,7 +67,7 @@ def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Pat
     assert batch.rollouts is not None
     assert rlt.reference is not None
     rows = batch.rollouts.rollouts
-    rewards = torch.tensor([slow_reward(policy, rlt.list_scoring_models()[0][1].model, row) for row in rows])
+    rewards = torch.tensor([slow_reward(policy, next(iter(rlt.models.values())).model, row) for row in rows])
     torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=1e-5)
 
     advantages = GroupNormalisedAdvantages()(batch.step.rewards, 4)  # their scale magnifies rounding
@@ -249,7 +249,7 @@ def test_the_teacher_is_run_where_the_rollouts_cannot_tell(case: str, scored: Sc
     forwards, scores = count_forwards(rlt.policy, lambda: rlt.score(rollouts))
     assert len(forwards) == 1
     if case == "no log-probs":
-        student = rlt.list_scoring_models()[0][1].model
+        student = next(iter(rlt.models.values())).model
         for row, reward in zip(rollouts.rollouts, scores.rewards.tolist(), strict=True):
             assert reward == pytest.approx(slow_reward(rlt.policy, student, row), abs=1e-4)
 
@@ -353,7 +353,7 @@ def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model:
     optimized = sum(len(group["params"]) for group in rlt.optimizers().param_groups)  # type: ignore[union-attr]
     assert optimized == len(list(rlt.policy.parameters()))
     initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
-    for name, tensor in rlt.list_scoring_models()[0][1].model.state_dict().items():
+    for name, tensor in next(iter(rlt.models.values())).model.state_dict().items():
         torch.testing.assert_close(tensor, initial[name], atol=0, rtol=0)
 
 
@@ -421,7 +421,7 @@ def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
 def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str, tmp_path: Path) -> None:
     class Poison(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            pl_module.list_scoring_models()[0][1].model.get_output_embeddings().weight.data[0] = torch.nan
+            next(iter(pl_module.models.values())).model.get_output_embeddings().weight.data[0] = torch.nan
 
     with pytest.raises(NonFiniteError, match=r"log-prob 'solution' of \S+ must be finite, but row\(s\) \d+"):
         bare_trainer(tmp_path, rollout_callback(), Poison()).fit(
@@ -503,7 +503,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
     class OtherStudent(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
             torch.manual_seed(2)
-            for parameter in pl_module.list_scoring_models()[0][1].model.parameters():
+            for parameter in next(iter(pl_module.models.values())).model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
 
     bare_trainer(tmp_path, rollout_callback(), OtherStudent(), witness).fit(
@@ -519,7 +519,7 @@ def test_exact_kl_estimator_equals_the_sum_over_the_vocabulary(tiny_model: str, 
         distributions = []
         for model, prefix in (
             (policy, row.problem.teacher_prompt),
-            (rlt.list_scoring_models()[0][1].model, row.problem.student_prefix + row.problem.think_prefix),
+            (next(iter(rlt.models.values())).model, row.problem.student_prefix + row.problem.think_prefix),
         ):
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([prefix + think])).logits[0, len(prefix) - 1 : -1]
