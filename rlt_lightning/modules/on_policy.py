@@ -17,7 +17,6 @@ from rlt_lightning.modules.policy import PolicyModule, check_model
 from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreement, rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
-from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.types import InputError, Rollouts
@@ -37,8 +36,7 @@ class OnPolicyModule(PolicyModule):
         options: Those of `PolicyModule`.
     """
 
-    # What completions are worth, in the modules that have a reward.
-    reward: Reward | None = None
+    is_on_policy = True
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (ReadData, StudentRLData, StudentOPDData)
 
     def __init__(

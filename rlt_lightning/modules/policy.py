@@ -50,6 +50,7 @@ from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
+from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rollouts.step import POLICY
 from rlt_lightning.run.interrupt import Interrupt
 from rlt_lightning.run.ranks import meet
@@ -84,10 +85,14 @@ class PolicyModule(LightningModule):
 
     Attributes:
         data_classes: The datamodules that the module takes; `rlt` proposes the first.
+        is_on_policy: Whether it trains on completions that it asks a sampler for.
+        reward: What completions are worth, in the modules that have a reward.
         head_loss: The divergence that is minimised through the head, for the check of its kernels.
     """
 
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (StratosDataModule,)
+    is_on_policy: ClassVar[bool] = False
+    reward: Reward | None = None
     head_loss: Divergence | None = None
 
     def __init__(

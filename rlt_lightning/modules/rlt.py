@@ -105,6 +105,7 @@ class RLTModule(OnPolicyModule):
 
     # What each sampled token gains; a subclass may have another one (credits.py).
     credit: Credit = RewardCredit()
+    reward: Reward
 
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (
         *(TeacherRLData, ScoringData),
