@@ -12,7 +12,6 @@ import torch
 from commands import ROOT
 from grpo import Witness, data, module, rollout_callback, slow_log_probs
 from trainers import bare_trainer
-from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules import StudentRLData, TeacherRLData
 from rlt_lightning.modules import RLTModule
@@ -70,16 +69,15 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
     terms = reward.extra_terms(step, [2, 5])
     torch.testing.assert_close(terms["hurdles"], torch.tensor([-0.5 / 3, -0.5 / 2]))
 
-    student = shifted(tiny_model, tmp_path)
-    rlt = RLTModule(tiny_model, student, group_size=4, reward=reward)
-    options: Any = {"prompts_per_step": 2, "tokenizer": tiny_model, "student_tokenizer": student}
+    rlt = RLTModule(tiny_model, tiny_model, group_size=4, reward=reward)
+    options: Any = {"prompts_per_step": 2, "tokenizer": tiny_model, "student_tokenizer": tiny_model}
     texts = [
         {"question": f"What is {n} + 4?", "solution": f"So the answer is \\boxed{{{n + 4}}}."}
         for n in range(8)
     ]
     rows = TeacherRLData(texts, output_dir=str(tmp_path), **options)
     batch, metrics, _ = fit(rlt, tiny_model, tmp_path, rows)
-    model, step = module(tiny_model).load(student, "float32").model, batch.step
+    model, step = module(tiny_model).load(tiny_model, "float32").model, batch.step
     for number, row in enumerate(batch.rollouts.rollouts):
         problem, view = row.problem, row.require_view()
         before = problem.student_prefix + problem.think_prefix + view.token_ids + problem.student_suffix
@@ -91,17 +89,6 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
         assert float(step.rewards[number]) == pytest.approx(float(total), abs=1e-4)
     assert batch.step.table["term/hurdles"].std() > 0
     assert float(metrics["reward/hurdles"]) < 0
-
-
-def shifted(model: str, folder: Path) -> str:
-    """A copy of a model with other weights."""
-    copy = module(model).load(model, "float32").model
-    with torch.no_grad():
-        for parameter in copy.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    copy.save_pretrained(folder / "shifted")
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "shifted")
-    return str(folder / "shifted")
 
 
 class EvenSum(TextReward):
