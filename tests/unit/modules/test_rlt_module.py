@@ -435,7 +435,7 @@ class LogTerm(RLTReward):
 
     extra_names = ("fine", "luck")
 
-    def extra_terms(self, step: Any, rows: Sequence[int], student: Any) -> dict[str, torch.Tensor]:
+    def extra_terms(self, step: Any, rows: Sequence[int]) -> dict[str, torch.Tensor]:
         ones = torch.ones(len(rows))
         return {"fine": ones, "luck": ones.index_fill(0, torch.tensor([0]), 0.0).log()}
 
