@@ -109,7 +109,9 @@ def test_updates_equal_the_slow_obvious_ones(
 def test_a_mini_batch_has_a_completion_for_every_process(tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model, updates_per_rollout=2)
     rlt.trainer = bare_trainer(tmp_path, devices=5, strategy=DDPStrategy())
-    rlt.trainer.datamodule = SimpleNamespace(prompts_per_step=2, count_ids=lambda: None)
+    rlt.trainer.datamodule = SimpleNamespace(
+        prompts_per_step=2, count_ids=lambda: None, brings_completions=False, samples="explanations"
+    )
     rlt.require_data = lambda data: None
     with pytest.raises(InputError, match="updates_per_rollout 2 leaves 4 for 5"):
         rlt.setup("fit")
