@@ -19,11 +19,9 @@ the last line. A box with a formula is passed over. Where several letters stand,
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from importlib import metadata
 from typing import Any, Literal
@@ -47,8 +45,6 @@ BLOCK_CHARS = 20_000
 ANSWER_CHARS = 1_000
 # Boxes to try, from the end, since the last ones may never be closed.
 MAX_BOXES = 20
-# Longest expression of Countdown.
-EXPRESSION_CHARS = 200
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 # What `\boxed 7` and `\boxed\frac12` hold.
@@ -79,11 +75,19 @@ LAST_NUMBER = re.compile(
     rf"(?:(?:\s?[a-zA-Z]+(?:/[a-zA-Z]+)?{EXPONENT})+)?",
     re.I,
 )
-FORMULA_BEFORE = re.compile(r"(?:[<>^*/+_±]|\\[a-z]+|(?:\w|\))-|(?:[\d)]|\b[a-z])\s*-\s*)\s*$", re.I)
-FORMULA_AFTER = re.compile(r"\s*(?:[<>+*^_=]|\\[a-z]+|[-/]\s*\d|-\s*[a-z]\b)|[a-z_({]", re.I)
+FORMULA_BEFORE = re.compile(
+    r"(?:[<>^*/+_±]|\\[a-z]+|(?:\w|\))-|(?:[\d)]|\b[a-z])\s*-\s*|\d\s|_\{?\w+\}?\s"
+    r"|(?:\bnot|n't|\bnever|\bthan|\bno\s\w+\sfor|\d\s+(?:to|in|of|out\sof|by|choose)"
+    r"|\b(?:minus|plus|times|over|mod|base|log|ln|sqrt|sin|cos|tan|step|problem|question|part|equation|section"
+    r"|case|figure|page|example))\s)\s*$",
+    re.I,
+)
+FORMULA_AFTER = re.compile(r"\s*(?:[<>+*^_=]|\\[a-z]+|[-/]\s*\d|-\s*[a-z]\b)|[a-z_({]|!\s*[.,;=)]", re.I)
 # Between numbers that are one answer, from the last one back.
 BETWEEN_NUMBERS = re.compile(r"(?:\s*[a-z]*\s*,?\s*(?:and|or)|\s*,)\s+(?:[a-z]\w?\s*=\s*)?", re.I)
-EMPHASIS = re.compile(r"(?<!\w)\*+(?=[\w$(\\-])|(?<=[\w)%$.:])\*+(?!\w)")
+EMPHASIS = re.compile(
+    r"(?<!\w)\*+(?=[\w$(\\-])|(?<=[\w)%$.:])\*+(?!\w)|\b\d+\s?\\?% (?:sure|certain|confident)\b"
+)
 # What is only said beside a value at the end of a text.
 REMARK = re.compile(
     rf"((?:=|\b(?:is|are|equals?|be)\b)\s*(?:about\s|exactly\s)?(?:{LAST_NUMBER.pattern})(?:\s[a-z]+){{0,2}}?)"
@@ -140,7 +144,7 @@ SEVERAL = re.compile(r"\W*[A-J](?:\W*(?:and\b|or\b)?\W*[A-J])+\W*")
 CALLED_RIGHT = re.compile(
     r"(?i:\b(?:correct|right|best)\s+(?:option|choice|one|letter)\W*(?:is|:)\W*(?:option\s+)?"
     rf"|\b(?:choose|select|pick)\s+(?:option\s+|choice\s+)?)\W{{0,3}}({LETTER})"
-    rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*({LETTER})\s*"
+    rf"|\b(?:[Oo]ption|[Cc]hoice)?\s*(?<!or )({LETTER})\s*"
     r"(?i:is\s+(?:therefore\s+|thus\s+)?(?:the\s+)?(?:correct|right|best|answer))"
     rf"|({LETTER})\W{{0,3}}\s(?i:(?:fits|works|matches)\s+best|alone\s+\w+|remains\b"
     r"|(?:is|remains)\s+the\s+(?:only|best)\s+(?:\w+\s+)?(?:option|choice|one|answer)\b)"
@@ -158,17 +162,8 @@ MISSING = {"nan", "null", "n/a", "<na>"}
 COUNTDOWN_QUESTION = re.compile(
     r"Make (\d+) from the numbers ([\d, and]+)\. Use each of the numbers exactly once"
 )
-EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
-SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+# Digits, parentheses and + - * /, no power and no call of a name: safe to evaluate.
+EXPRESSION = re.compile(r"(?:(?!\*\s*\*|/\s*/)[0-9+\-*/() ]){1,200}")
 
 
 # Where answers stand
@@ -190,43 +185,37 @@ def solution_block(response: str, tags: TagStyle) -> str:
 
 def find_answer(text: str) -> str | None:
     """Return the answer that a solution gives; see the file's header for where it stands."""
+    boxes, is_open = find_boxes(text)
     if (marked := marked_answer(text)) is not None:
-        boxes = find_boxes(text)
         taken_back = TAKEN_BACK.search(text, boxes[0][1]) if boxes else None
         return find_in_prose(text[taken_back.end() :]) if taken_back else read_written(marked)
-    return None if is_box_open(text) else find_in_prose(text[-ANSWER_CHARS:])
+    return None if is_open else find_in_prose(text[-ANSWER_CHARS:])
 
 
 def marked_answer(text: str) -> str | None:
     """Return the answer of a solution that marks it, by a box, by `<answer>` or by `####`; None without."""
-    boxes = find_boxes(text)
-    if boxes or is_box_open(text):
+    boxes, is_open = find_boxes(text)
+    if boxes or is_open:
         return join_boxes(text, boxes) if boxes else None
     marks = [*ANSWER_TAG.findall(text), *(line for line in HASHES.findall(text) if is_final_line(line, text))]
     marks = [mark.strip() for mark in marks if mark.strip()]
     return marks[-1][:ANSWER_CHARS] if marks else None
 
 
-def find_boxes(text: str) -> list[tuple[int, int, str]]:
-    """Return start, end and content of boxes that are neither empty nor left open, the last one first."""
-    boxes = []
+def find_boxes(text: str) -> tuple[list[tuple[int, int, str]], bool]:
+    """Return start, end and content of all boxes with an answer, the last first, and whether one is open."""
+    boxes, is_open = [], False
     for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1]:
         if text[box.end() : box.end() + 1] == "{":
             content = read_braces(text, box.end() + 1)
+            is_open |= content is None
             end = box.end() + 2 + len(content or "")
         else:
             bare = BARE_BOX.match(text, box.end(), box.end() + ANSWER_CHARS)
             content, end = (bare[0].rstrip(".,"), bare.end()) if bare else (None, 0)
         if content and content.strip():
             boxes.append((box.start(), end, content.strip()))
-    return boxes
-
-
-def is_box_open(text: str) -> bool:
-    """Return whether a box is opened and never closed, and no other has an answer."""
-    opened = [box.end() + 1 for box in list(BOX.finditer(text))[: -MAX_BOXES - 1 : -1]]
-    is_open = any(text[start - 1 : start] == "{" and read_braces(text, start) is None for start in opened)
-    return is_open and not find_boxes(text)
+    return boxes, is_open
 
 
 def join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
@@ -237,7 +226,7 @@ def join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
         if end > start or not BETWEEN_BOXES.fullmatch(re.sub(r"\\text|[{}$\\()]", " ", text[end:start])):
             break
         # The same value may be boxed in two forms.
-        if not any(same_numbers(content, other) for other in contents):
+        if not any(same_numbers(normalise(content), normalise(other)) for other in contents):
             contents.append(content)
         start = before
     return ", ".join(reversed(contents))
@@ -336,7 +325,7 @@ def add_unit(text: str, number: re.Match[str]) -> str:
 
 def find_letter(text: str) -> str | None:
     """Return the chosen option of a solution, from A to J; see the file's header for where it stands."""
-    boxes = find_boxes(text)
+    boxes, _ = find_boxes(text)
     marks = [join_boxes(text, boxes)] if boxes else []
     marks += [content for _, _, content in boxes]
     marks += [*ANSWER_TAG.findall(text)[::-1], *HASHES.findall(text)[::-1]]
@@ -458,16 +447,16 @@ def read_reference(row: Reference) -> str:
             brace, or an option that is not a single letter.
     """
     answer = reference_answer(row)
-    if answer is None and write_value(row.get("answer")):
-        raise BadRowError(BadRowReason.BAD_ANSWER, "answer has a box or #### without an answer")
-    if answer is None and write_value(row.get("answer")) is None:
-        kind = type(row["answer"]).__name__
-        raise BadRowError(
-            BadRowReason.BAD_ANSWER, f"answer must be text, a number or a list of these, but is {kind}"
-        )
     if answer is None:
-        detail = "the row has no answer, and its solution has none in \\boxed{} or after ####"
-        raise BadRowError(BadRowReason.NO_ANSWER, detail)
+        reason, detail = BadRowReason.BAD_ANSWER, "answer has a box or #### without an answer"
+        if (written := write_value(row.get("answer"))) is None:
+            detail = (
+                f"answer must be text, a number or a list of these, but is {type(row['answer']).__name__}"
+            )
+        elif not written:
+            reason = BadRowReason.NO_ANSWER
+            detail = "the row has no answer, and its solution has none in \\boxed{} or after ####"
+        raise BadRowError(reason, detail)
     if row.get("kind") == "choice":
         if not (letter := read_letter(answer) or find_letter_in_prose(answer)):
             raise BadRowError(
@@ -524,20 +513,15 @@ def equivalence_classes(answers: list[str]) -> list[int]:
 
 
 def arithmetic_expression(text: str) -> str | None:
-    """Return the arithmetic expression at the end of a response, in Python's operators; None without one.
-
-    The expression is safe to evaluate: it is short, and holds only digits, parentheses and + - * /, no power.
-    """
+    """Return the arithmetic expression at the end of a response, in Python's operators; None without one."""
     marked = marked_answer(text)
     lines = text[-ANSWER_CHARS:].strip().splitlines() or [""]
     words = lines[-1].rpartition(":")[2] if marked is None else marked
-    for sign, plain in ((r"\times", "*"), (r"\cdot", "*"), ("×", "*"), (r"\div", "/"), ("÷", "/")):
-        words = words.replace(sign, plain)
-    words = words.replace("−", "-").replace(r"\left", "").replace(r"\right", "").replace("$", "")
+    signs = ((r"\\times|\\cdot|×", "*"), (r"\\div|÷", "/"), ("−", "-"), (r"\\left|\\right|\$", ""))
+    for sign, plain in signs:
+        words = re.sub(sign, plain, words)
     expression = words.partition("=")[0].strip().removesuffix(".").strip()
-    usable = EXPRESSION.fullmatch(expression) and len(expression) <= EXPRESSION_CHARS
-    usable = usable and not re.search(r"\*\s*\*|/\s*/", expression)
-    return expression if usable else None
+    return expression if EXPRESSION.fullmatch(expression) else None
 
 
 def read_countdown(reference: Reference) -> tuple[list[int], int] | None:
@@ -549,27 +533,11 @@ def read_countdown(reference: Reference) -> tuple[list[int], int] | None:
 
 
 def solves_countdown(expression: str, numbers: list[int], target: int) -> bool:
-    """Return whether an `arithmetic_expression` has the target as its value and uses each number once."""
-    try:
-        value, used = exact_value(ast.parse(expression, mode="eval").body)
-    except (SyntaxError, ZeroDivisionError):
+    """Return whether an arithmetic expression has the target as its value and uses each number once."""
+    used = [int(number) for number in re.findall(r"\d+", expression)]
+    if not EXPRESSION.fullmatch(expression) or sorted(used) != sorted(numbers):
         return False
-    return value == target and sorted(used) == sorted(numbers)
-
-
-def exact_value(node: ast.AST) -> tuple[Fraction, list[int]]:
-    """Return the value of parsed arithmetic with + - * /, and the numbers that it uses.
-
-    Raises:
-        SyntaxError: If there is anything else in it, such as the call `(95)(21)`.
-        ZeroDivisionError: If it divides by 0.
-    """
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return Fraction(node.value), [node.value]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
-        value, used = exact_value(node.operand)
-        return SIGNS[type(node.op)](value), used
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        (left, some), (right, others) = exact_value(node.left), exact_value(node.right)
-        return OPERATORS[type(node.op)](left, right), some + others
-    raise SyntaxError(f"no arithmetic: {ast.unparse(node)}")
+    try:
+        return bool(eval(re.sub(r"\d+", r"Fraction(\g<0>)", expression), {"Fraction": Fraction}) == target)
+    except (SyntaxError, TypeError, ZeroDivisionError):  # (95)(21) calls a number
+        return False

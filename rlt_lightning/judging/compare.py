@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from random import Random
 from typing import Any
 
 from rlt_lightning.judging.normalise import normalise
@@ -23,6 +25,8 @@ from rlt_lightning.judging.quantities import (
     CASED,
     UNSPACED,
     Quantity,
+    is_rounded,
+    is_terminating,
     keeps_digits,
     may_be_variables,
     read_quantity,
@@ -37,6 +41,7 @@ from rlt_lightning.judging.quantities import (
 AGREEMENT, MAX_DIGITS, MAX_IRRATIONAL = 350, 100_000, 2_000
 NUM_POINTS = 4  # at which formulas with variables are compared
 MAX_TERMS = 1_000  # of a sum or a product
+NO_VALUE = (ArithmeticError, NotImplementedError, TypeError, ValueError)  # of sympy
 
 
 # Structure
@@ -68,12 +73,6 @@ NAME = re.compile(
 TUPLE_NAME = re.compile(r"\(\s*\w+(?:\s*,\s*\w+)+\s*\)")
 SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\(-\\infty,\\infty\))?\s*[|:]\s*(.*[<>=\\].*)\\\}")
 VARIABLE = re.compile(r"\\?[a-zA-Z]+(?:_\{[^{}]*\})?(?:\([a-z]\))?")
-# The absolute value of a term with one real variable: |x|, |2x-1|, |3-x|.
-ABSOLUTE = re.compile(
-    r"\|\s*(?P<before>(?:\\[a-zA-Z]+|[^a-zA-Z|\\])*?)\s*(?P<sign>[-+]?)\s*"
-    r"(?P<factor>\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\}|)\s*(?![eiwz])[a-zA-Z]\s*"
-    r"(?P<after>[-+](?:\\[a-zA-Z]+|[^a-zA-Z|\\])*|)\|"
-)
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,11 @@ def read_answer(text: str) -> Parsed:
     if is_equation and (name := read_name(members)):
         value = members[0] if name == members[-1] else members[-1]
         return replace(read_answer(value), name=name)
-    if interval := read_unequal(members, relations) or read_interval(members, relations):
-        return replace(interval, text=text)
+    if relations and "=" not in relations:
+        plain = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+        plain = re.sub(r"([\d.]+)%", r"\\frac{\1}{100}", plain)
+        if "%" not in plain and (interval := read_set(plain)) is not None:
+            return replace(interval, text=text)
     if text.count(r"\pm") == 1 and not relations:
         both = (text.replace(r"\pm", sign).strip().removeprefix("+").strip() for sign in "+-")
         return Parsed(text, brackets=",", parts=tuple(map(read_answer, both)))
@@ -138,43 +140,77 @@ def read_answer(text: str) -> Parsed:
 
 
 def read_set(text: str) -> Parsed | None:
-    """Return the intervals and elements of a set that operations describe; None if it stays unknown."""
+    """Return the intervals and elements of a set, or of the solutions of inequalities; None for others."""
     from sympy import FiniteSet, Interval, Set, Union, latex
+    from sympy.logic.boolalg import Boolean
 
     def read(value: Any) -> list[Parsed] | None:
         if isinstance(value, FiniteSet):
             return [read_answer(normalise(latex(element))) for element in value]
         if isinstance(value, Interval):
-            left, right = ("<" if is_open else r"\le" for is_open in (value.left_open, value.right_open))
-            return [build_interval(normalise(latex(value.start)), left, normalise(latex(value.end)), right)]
+            brackets = ("(" if value.left_open else "[") + (")" if value.right_open else "]")
+            ends = (read_answer(normalise(latex(end))) for end in (value.start, value.end))
+            return [Parsed("", "", brackets, tuple(ends))]
         parts = [read(part) for part in value.args] if isinstance(value, Union) else [None]
         return None if None in parts else [member for part in parts for member in part or ()]
 
-    value = parse_formula(text)
-    members = read(value.doit()) if isinstance(value, Set) else None
-    if members is None or len(members) == 1:
-        return members[0] if members else None
-    return Parsed(text, brackets=",", parts=tuple(members), connectives=frozenset({"or"}))
+    with suppress(*NO_VALUE):
+        value = parse_formula(text)
+        if not isinstance(value, Set | Boolean) or is_huge(value):
+            return None
+        if isinstance(value, Boolean):
+            value = value.as_set() if is_quickly_solved(value) else None
+        members = read(value.doit()) if isinstance(value, Set) else None
+        if members is None or len(members) == 1:
+            return members[0] if members else None
+        return Parsed(text, brackets=",", parts=tuple(members), connectives=frozenset({"or"}))
+    return None
+
+
+def is_quickly_solved(inequality: Any) -> bool:
+    """Return whether it has one real variable, of degree 1 or 2, and only absolute values of it."""
+    from sympy import Abs, degree
+    from sympy.core.relational import Relational
+
+    if len(inequality.free_symbols) != 1:
+        return False
+    [name] = inequality.free_symbols
+    may_be_complex = inequality.has(Abs) and str(name) in ("w", "z")
+    sides = [part.lhs - part.rhs for part in inequality.atoms(Relational)]
+    sides = [side.replace(Abs, lambda inside: inside) for side in sides]
+    return not may_be_complex and all(side.is_polynomial(name) and degree(side, name) <= 2 for side in sides)
 
 
 def split_parts(text: str, joins_thousands: bool = True) -> list[str]:
     """Split a text at commas, `and`, `or` and unions outside brackets; not at those of 1,250."""
     numbers = [match.span() for match in THOUSANDS.finditer(text)] if joins_thousands else []
-    ends, start = [], 0
-    for separator in SEPARATOR.finditer(text):
-        place = separator.start()
-        if bracket_depth(text[:place]) == 0 and not any(a < place < b for a, b in numbers):
-            ends.append((start, place))
-            start = separator.end()
-    pieces = [text[a:b].strip() for a, b in (*ends, (start, len(text)))]
-    return [piece for piece in pieces if piece] if len(pieces) > 1 else [text]
+    separators = [
+        sign for sign in find_outside(SEPARATOR, text) if not any(a < sign.start() < b for a, b in numbers)
+    ]
+    return [piece for piece in cut(text, separators) if piece] if separators else [text]
+
+
+def split_relations(text: str) -> tuple[list[str], list[str]]:
+    """Return the sides of equations and inequalities outside brackets, and the signs between them."""
+    signs = find_outside(RELATION, text)
+    return cut(text, signs), [sign[0] for sign in signs]
 
 
 def read_connectives(text: str) -> frozenset[str]:
     """Return which of "and" and "or" stand between the parts of a text; a union is an "or"."""
-    signs = [sign for sign in SEPARATOR.finditer(text) if bracket_depth(text[: sign.start()]) == 0]
-    words = [word[0] for sign in signs if (word := re.search(r"\w+", sign[0]))]
+    words = [word[0] for sign in find_outside(SEPARATOR, text) if (word := re.search(r"\w+", sign[0]))]
     return frozenset("and" if word in AND else "or" for word in words)
+
+
+def find_outside(sign: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Return the signs of a text that stand outside its brackets."""
+    return [match for match in sign.finditer(text) if bracket_depth(text[: match.start()]) == 0]
+
+
+def cut(text: str, signs: list[re.Match[str]]) -> list[str]:
+    """Return what stands before, between and behind signs."""
+    starts, ends = [0, *(sign.end() for sign in signs)], [*(sign.start() for sign in signs), len(text)]
+    return [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
 
 
 def bracket_depth(text: str) -> int:
@@ -193,17 +229,6 @@ def read_brackets(text: str) -> tuple[str, str, str] | None:
         if depth == 0 and bracket is not match[-1]:
             return None
     return (match[0][0], text[match[0].end() : match[-1].start()], match[-1][0]) if depth == 0 else None
-
-
-def split_relations(text: str) -> tuple[list[str], list[str]]:
-    """Return the sides of equations and inequalities outside brackets, and the signs between them."""
-    members, relations, start = [], [], 0
-    for relation in RELATION.finditer(text):
-        if bracket_depth(text[: relation.start()]) == 0:
-            members.append(text[start : relation.start()].strip())
-            relations.append(relation[0])
-            start = relation.end()
-    return [*members, text[start:].strip()], relations
 
 
 def read_name(members: list[str]) -> str:
@@ -226,94 +251,21 @@ def read_name(members: list[str]) -> str:
     return first if is_arithmetic else ""
 
 
-def read_interval(members: list[str], relations: list[str]) -> Parsed | None:
-    """Return the interval that inequalities describe: `(2,5]` of 2<x<=5; None for others."""
-    if relations and {">", r"\ge"} >= set(relations):
-        members, relations = members[::-1], [r"\le" if sign == r"\ge" else "<" for sign in relations[::-1]]
-    if not relations or not {"<", r"\le"} >= set(relations):
-        return None
-    if any("|" in member for member in members):
-        return read_absolute(members, relations)
-    if len(members) == 2:
-        if VARIABLE.fullmatch(members[0]):
-            members, relations = [r"-\infty", *members], ["<", *relations]
-        else:
-            members, relations = [*members, r"\infty"], [*relations, "<"]
-    if len(members) != 3 or not VARIABLE.fullmatch(members[1]):
-        return None
-    if not (is_constant(members[0]) and is_constant(members[2])):
-        return None
-    return build_interval(members[0], relations[0], members[2], relations[1])
-
-
-def read_unequal(members: list[str], relations: list[str]) -> Parsed | None:
-    r"""Return the two intervals that `x\ne 2` or `2\ne x` describes; None for others."""
-    bound, variable = sorted(members, key=is_constant, reverse=True) if len(members) == 2 else ("", "")
-    if relations != [r"\ne"] or not (VARIABLE.fullmatch(variable) and is_constant(bound)):
-        return None
-    below, above = build_interval(r"-\infty", "<", bound, "<"), build_interval(bound, "<", r"\infty", "<")
-    return Parsed("", brackets=",", parts=(below, above), connectives=frozenset({"or"}))
-
-
-def read_absolute(members: list[str], relations: list[str]) -> Parsed | None:
-    r"""Return the interval or the two that `|x|<3`, `3\le|2x-1|` or `1<|x|<3` describes; None for others."""
-    place = 0 if "|" in members[0] else 1
-    match = ABSOLUTE.fullmatch(members[place])
-    bounds = [member for i, member in enumerate(members) if i != place]
-    lower = members[0] if place == 1 else None
-    if lower == "0" and relations[0] == "<":
-        bounds = bounds[1:]
-    if match is None or (match["before"] and match["after"]) or not all(map(is_positive, bounds)):
-        return None
-    upper = members[place + 1] if len(members) > place + 1 else None
-    constant = match["before"] or match["after"] or "0"
-    centre = f"({constant})" if match["sign"] == "-" else f"-({constant})"
-
-    def solve(sign: str, bound: str) -> str:
-        value = f"{centre}{sign}({bound})"
-        return rf"\frac{{{value}}}{{{match['factor']}}}" if match["factor"] else value
-
-    if lower is None:
-        assert upper is not None
-        return build_interval(solve("-", upper), relations[0], solve("+", upper), relations[0])
-    ends = (r"-\infty", r"\infty") if upper is None else (solve("-", upper), solve("+", upper))
-    outer = "<" if upper is None else relations[1]
-    left = build_interval(ends[0], outer, solve("-", lower), relations[0])
-    right = build_interval(solve("+", lower), relations[0], ends[1], outer)
-    return Parsed("", brackets=",", parts=(left, right), connectives=frozenset({"or"}))
-
-
 def is_constant(text: str) -> bool:
     """Return whether a side of a relation has no variable."""
     return re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", text)) is None
 
 
-def is_positive(text: str) -> bool:
-    """Return whether a side of a relation is a number above 0, or written without a sign."""
-    number = read_quantity(text)
-    return is_constant(text) and (number.value > 0 if number else bool(text) and text[0] not in "-|")
-
-
-def build_interval(low: str, left: str, high: str, right: str) -> Parsed:
-    """Return the interval between two ends, of which each has its sign, `<` or `\\le`."""
-    brackets = ("(" if left == "<" else "[") + (")" if right == "<" else "]")
-    return Parsed("", "", brackets, (read_answer(low), read_answer(high)))
-
-
 # Comparison
 
 
-def same_numbers(reference: str, answer: str) -> bool | None:
-    """Return whether two texts are equal as they are written or as numbers; None if more must be known."""
-    a, b = normalise(reference), normalise(answer)
+def same_numbers(a: str, b: str) -> bool | None:
+    """Return whether two normalised texts are equal, as texts or as numbers; None if that is open."""
     if a == b:
         return bool(a)
     first, second = read_quantity(a), read_quantity(b)
-    if (
-        first is None
-        or second is None
-        or needs_formula(first.unit, second.unit, first.doubtful or second.doubtful)
-    ):
+    is_doubtful = bool(first and second and (first.doubtful or second.doubtful))
+    if first is None or second is None or needs_formula(first.unit, second.unit, is_doubtful):
         return None
     return same_quantity(first, second)
 
@@ -325,13 +277,13 @@ def needs_formula(unit: frozenset[str], other: frozenset[str], is_doubtful: bool
 
 def same_answer(reference: str, answer: str) -> bool:
     """Return whether an answer is equal to the reference."""
-    if (is_same := same_numbers(reference, answer)) is not None:
-        return is_same
     a, b = normalise(reference), normalise(answer)
+    if (is_same := same_numbers(a, b)) is not None:
+        return is_same
     if is_words(a) and squeeze(a) == squeeze(b):
         return True
     a, b = (read_number(x) if read_quantity(y) else x for x, y in ((a, b), (b, a)))
-    return any(same_parsed(x, y) for x in read_approximation(a) for y in read_approximation(b))
+    return any(same_parsed(x, y) for x in read_approximation(a, True) for y in read_approximation(b))
 
 
 def read_number(text: str) -> str:
@@ -342,21 +294,32 @@ def read_number(text: str) -> str:
     return f"{mixed[1]} {mixed[2]}" if mixed else text
 
 
-def read_approximation(text: str) -> list[Parsed]:
-    r"""Return what a text is equal to, and its decimal behind `\approx`; nothing if they differ."""
+def read_approximation(text: str, is_reference: bool = False) -> list[Parsed]:
+    r"""Return what `\sqrt{5}\approx 2.236` is equal to; nothing if the value and its decimal differ.
+
+    The decimal is an answer, too, in a reference, or if no decimal would be exact: 2.236 here, but not 5 of
+    `5.2\approx 5`.
+    """
     members, relations = split_relations(text)
     if r"\approx" not in relations or not {"=", r"\approx"} >= set(relations) or len(split_parts(text)) > 1:
         return [read_answer(text)]
     place = relations.index(r"\approx")
     exact, decimal = split_unit(members[place])[0], read_quantity(members[-1])
-    formula = parse_formula(exact) if decimal and decimal.digits and is_constant(exact) else None
-    if decimal is None or formula is None or is_huge(formula):
+    formula = parse_formula(exact) if is_constant(exact) else None
+    if formula is None or is_huge(formula) or formula.free_symbols:
         return [read_answer(text)]
-    value = evaluate(formula, 0, 30)
-    if value is None or not value.is_real or abs(value - float(decimal.value)) > 1.01 * float(decimal.step):
-        return []
     name = "=".join([*members[:place], ""])
-    return [read_answer(name + members[place]), read_answer(name + members[-1])]
+    answers = [read_answer(name + members[place])]
+    if decimal is None:
+        return answers
+    try:
+        number = Fraction(str(evaluate(*expand_sums(formula), 0, 30)))
+    except NO_VALUE:
+        return []
+    if not is_rounded(decimal, number * 100 if decimal.percent else number):
+        return []
+    is_only = decimal.digits > 0 and not is_terminating(number.limit_denominator(10**12))
+    return [*answers, read_answer(name + members[-1])] if is_only or is_reference else answers
 
 
 def same_parsed(a: Parsed, b: Parsed) -> bool:
@@ -367,11 +330,7 @@ def same_parsed(a: Parsed, b: Parsed) -> bool:
         return same_equation(a, b)
     if a.name and not b.name and re.search(r"[-+*/]|\\times|\\cdot", a.name):
         return False  # 0 is no answer for x-y=0
-    a, b = order_named(a, b.brackets), order_named(b, a.brackets)
-    if a.brackets == "," and not b.brackets:
-        b = Parsed(b.text, brackets=",", parts=(b,))
-    if b.brackets == "," and not a.brackets:
-        a = Parsed(a.text, brackets=",", parts=(a,))
+    a, b = arrange(a, b.brackets), arrange(b, a.brackets)
     if a.brackets != b.brackets or len(a.parts) != len(b.parts):
         return False
     if not a.brackets:
@@ -400,8 +359,10 @@ def has_claims(parsed: Parsed) -> bool:
     return are_claims or len({part.name for part in parsed.parts if part.name}) > 1
 
 
-def order_named(parsed: Parsed, brackets: str) -> Parsed:
-    """Return `x=3, y=4` as the pair (3,4) where it is compared with a pair."""
+def arrange(parsed: Parsed, brackets: str) -> Parsed:
+    """Return an answer as another in these brackets is: `x=3, y=4` as the pair (3,4), a part as a list."""
+    if brackets == "," and not parsed.brackets:
+        return Parsed(parsed.text, brackets=",", parts=(parsed,))
     names = {part.name for part in parsed.parts}
     if brackets != "()" or parsed.brackets != "," or "" in names or len(names) < len(parsed.parts):
         return parsed
@@ -427,16 +388,10 @@ def same_leaf(a: str, b: str) -> bool:
     if has_unit(a) != has_unit(b):
         # 5 \frac{m}{s} is a formula, unless it is compared with 5 m/s.
         a, b = write_unit(a), write_unit(b)
-    first, second = read_quantity(a), read_quantity(b)
-    if first and second and not needs_formula(first.unit, second.unit, first.doubtful or second.doubtful):
-        return same_quantity(first, second)
-    (formula, unit), (other_formula, other) = split_unit(a), split_unit(b)
-    is_doubtful = any(
-        may_be_variables(text[len(part) :], behind_formula=not re.fullmatch(r"[\d.,]+", part))
-        for text, part, words in ((a, formula, unit), (b, other_formula, other))
-        if words
-    )
-    if not needs_formula(unit, other, is_doubtful):
+    if (is_same := same_numbers(a, b)) is not None:
+        return is_same
+    (formula, unit, doubtful), (other_formula, other, other_doubtful) = split_unit(a), split_unit(b)
+    if not needs_formula(unit, other, doubtful or other_doubtful):
         a, b = formula, other_formula
     else:
         unit = other = frozenset()
@@ -469,17 +424,19 @@ def is_words(text: str) -> bool:
     return any(words) or UNSPACED.search(text) is not None or re.fullmatch(r"[a-zA-Z]{2,}", text) is not None
 
 
-def split_unit(text: str) -> tuple[str, frozenset[str]]:
-    """Return a formula and the unit behind it: `2\\sqrt{3}` and cm.
+def split_unit(text: str) -> tuple[str, frozenset[str], bool]:
+    """Return a formula, the unit behind it, and whether that is doubtful: `2\\sqrt{3}`, cm and False.
 
     Degrees become radians in `\\sin 30 degree`, and are dropped in `90 degree - x`.
     """
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
-        return re.sub(r"\s*degree\b", lambda _: r"\cdot\frac{\pi}{180}", text), frozenset()
+        return re.sub(r"\s*degree\b", lambda _: r"\cdot\frac{\pi}{180}", text), frozenset(), False
     match = re.fullmatch(r"(.*(?:[\d)}]|\\pi))(\s*)((?:\s?(?:[^\W\d_]+|/)(?:\s*\^\s*\{-?\d\})?)+)", text)
     unit = read_unit(match[3], spaced=bool(match[2])) if match else None
-    formula = match[1] if match and unit else text
-    return re.sub(r"\s*degree\b", "", formula), unit or frozenset()
+    if match is None or not unit:
+        return re.sub(r"\s*degree\b", "", text), frozenset(), False
+    doubtful = may_be_variables(match[3], behind_formula=not re.fullmatch(r"[\d.,]+", match[1]))
+    return re.sub(r"\s*degree\b", "", match[1]), unit, doubtful
 
 
 # Formulas
@@ -492,7 +449,7 @@ def same_formula(a: str, b: str) -> bool:
         if first is None or second is None or is_huge(first) or is_huge(second):
             return False
         return same_case(a, b) and same_expression(first, second, read_quantity(a), read_quantity(b))
-    except (ArithmeticError, NotImplementedError, TypeError, ValueError):  # sympy's for what has no value
+    except NO_VALUE:
         return False
 
 
@@ -518,32 +475,22 @@ def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quant
     a, b = expand_sums(a, b)
     if a == b:
         return not a.has(nan, zoo)
-    if a.is_Rational and b.is_Rational:
-        decimals = ((first, b), (second, a))
-        return any(
-            number and number.digits and keeps_digits(number, Fraction(int(other.p), int(other.q)))
-            for number, other in decimals
-        )
-    size = log_size(a) + log_size(b)
-    if size > MAX_IRRATIONAL:
-        return False
-    digits = AGREEMENT + 2 * int(size)
-    num_points = NUM_POINTS if a.free_symbols | b.free_symbols else 1
-    for precision in (15, digits):  # most unequal formulas differ in the first digits
-        pairs = [
-            (evaluate(a, point, precision), evaluate(b, point, precision)) for point in range(num_points)
-        ]
-        if any(x is None or y is None for x, y in pairs):
+    values = [a, b]
+    if not (a.is_Rational and b.is_Rational):
+        digits = count_digits(a, b)
+        num_points = NUM_POINTS if a.free_symbols | b.free_symbols else 1
+        for precision in (15, digits):  # most unequal formulas differ in the first digits
+            pairs = evaluate_both(a, b, num_points, precision)
+            # Laws such as ln ab = ln a + ln b hold where both sides are real.
+            compared = [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs
+            if not all(agree(x, y, precision) for x, y in compared):
+                break
+        else:
+            return True
+        if len(pairs) > 1 or not all(value.is_real for value in pairs[0]):
             return False
-        # Laws such as ln ab = ln a + ln b hold where both sides are real.
-        compared = [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs
-        if not all(agree(x, y, precision) for x, y in compared):
-            break
-    else:
-        return True
-    if len(pairs) > 1 or not all(value.is_real for value in pairs[0]):
-        return False
-    value_a, value_b = (Fraction(str(value.evalf(precision + 50))) for value in pairs[0])
+        values = [value.evalf(precision + 50) for value in pairs[0]]
+    value_a, value_b = (Fraction(str(value)) for value in values)
     return bool((first and keeps_digits(first, value_b)) or (second and keeps_digits(second, value_a)))
 
 
@@ -576,12 +523,9 @@ def same_relation(a: Any, b: Any) -> bool:
     sides = [relation.lhs - relation.rhs for relation in (a, b)]
     has_order = a.rel_op not in ("==", "!=")
     first, second = sides if has_order else map(clear_denominator, sides)
-    size = log_size(first) + log_size(second)
-    if size > MAX_IRRATIONAL:
-        return False
-    digits = AGREEMENT + 2 * int(size)
-    values = [(evaluate(first, i, digits), evaluate(second, i, digits)) for i in range(NUM_POINTS)]
-    if any(x is None or y is None or not y or not x for x, y in values):
+    digits = count_digits(first, second)
+    values = evaluate_both(first, second, NUM_POINTS, digits)
+    if not all(x and y for x, y in values):
         return False
     ratios = [x / y for x, y in values]
     is_turned = a.rel_op != b.rel_op
@@ -659,24 +603,45 @@ def log_size(expression: Any) -> float:
     return sum(parts)
 
 
+def count_digits(a: Any, b: Any) -> int:
+    """Return in how many digits two values must agree.
+
+    Raises:
+        ValueError: If they are too large to be computed.
+    """
+    if (size := log_size(a) + log_size(b)) > MAX_IRRATIONAL:
+        raise ValueError(f"{size:.0f} digits")
+    return AGREEMENT + 2 * int(size)
+
+
+def evaluate_both(a: Any, b: Any, num_points: int, digits: int) -> list[tuple[Any, Any]]:
+    """Return the values of two formulas at some points; see `evaluate`."""
+    return [(evaluate(a, point, digits), evaluate(b, point, digits)) for point in range(num_points)]
+
+
 def evaluate(expression: Any, point: int, digits: int) -> Any:
-    """Return the value of a formula where its variables have fixed values; None if it has none there."""
+    """Return the value of a formula where its variables have fixed values.
+
+    Raises:
+        ValueError: If it has none there. Or another of `NO_VALUE`.
+    """
     from sympy import Rational
 
     values = {}
     for place, name in enumerate(sorted(expression.free_symbols, key=str)):
-        number = 1009 + sum((i + 1) * 7919 * byte for i, byte in enumerate(f"{name}{point}".encode())) % 2003
         # At half of the points half of the variables are negative: |x| is not x there.
         sign = -1 if point >= NUM_POINTS // 2 and (place + point) % 2 else 1
-        values[name] = Rational(sign * number, 1009)
+        values[name] = Rational(sign * Random(f"{name}{point}").randrange(1010, 3000), 1009)
     try:
         value = expression.evalf(digits + 50, subs=values)
-    except (ArithmeticError, AttributeError, TypeError, ValueError):
-        return None
+    except AttributeError as error:  # sympy's, of what is no number
+        raise ValueError(f"no value: {expression}") from error
     # Of \sqrt{8}-2\sqrt{2} nothing but rounding is left.
     if getattr(value, "_prec", digits) == 1:
         value *= 0
-    return value if value.is_number and value.is_finite else None
+    if not (value.is_number and value.is_finite):
+        raise ValueError(f"no value: {expression}")
+    return value
 
 
 def agree(a: Any, b: Any, digits: int) -> bool:

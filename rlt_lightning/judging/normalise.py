@@ -14,37 +14,17 @@ from functools import lru_cache
 
 from rlt_lightning.judging.quantities import LONG
 
-# Signs, as the one command or character that stands for all of them.
-SIGNS = {
-    "−–—‒‐‑﹣": "-",
-    "×✕✖": r"\times ",
-    "·⋅∙•": r"\cdot ",
-    "÷∕⁄": "/",
-    "≤⩽≦": r"\le ",
-    "≥⩾≧": r"\ge ",
-    "≠": r"\ne ",
-    "≡": r"\equiv ",
-    "≈≃": r"\approx ",
-    "±": r"\pm ",
-    "∞": r"\infty ",
-    "√": r"\sqrt ",
-    "∛": r"\sqrt[3] ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∅∅⌀": r"\emptyset ",
-    "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}",
-    "°º˚": " degree ",
-    "⟨〈": r"\langle ",
-    "⟩〉": r"\rangle ",
-    "、٬": ",",
-    "٫": ".",
-    "∶": ":",
-    "’‘′": "'",
-    "“”„«»": '"',
+# Signs, each group before the one command or character that stands for all of them.
+SIGNS = r"""
+−–—‒‐‑﹣ -    ×✕✖ \times    ·⋅∙• \cdot    ÷∕⁄ /    ≤⩽≦ \le    ≥⩾≧ \ge    ≠ \ne    ≡ \equiv    ≈≃ \approx
+± \pm    ∞ \infty    √ \sqrt    ∛ \sqrt[3]    ∪ \cup    ∩ \cap    ∈ \in    ∅⌀ \emptyset    ℝ \mathbb{R}
+ℤ \mathbb{Z}    °º˚ degree    ⟨〈 \langle    ⟩〉 \rangle    、٬ ,    ٫ .    ∶ :    ’‘′ '    “”„«» "
+"""
+SIGN_OF = {
+    ord(sign): f" {written} " if written.isalpha() else written + " " * written.startswith("\\")
+    for signs, written in zip(SIGNS.split()[::2], SIGNS.split()[1::2], strict=True)
+    for sign in signs
 }
-SIGN_OF = {ord(sign): written for signs, written in SIGNS.items() for sign in signs}
 RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
 GREEK = "alpha beta gamma delta epsilon zeta eta theta lambda mu nu xi pi rho sigma tau phi chi psi omega"
@@ -137,15 +117,13 @@ CONSTANT = re.compile(
 NAMED = {
     name: r"(-\infty,\infty)" for name in ("all real numbers", "all reals", "the set of all real numbers")
 }
-SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-)
-SMALL += " seventeen eighteen nineteen"
-NUMBER_WORDS = {word: i for i, word in enumerate(SMALL.split())}
-TENTHS = "twenty thirty forty fifty sixty seventy eighty ninety"
-TENS = {word: 10 * i for i, word in enumerate(TENTHS.split(), 2)}
+ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+ONES += " seventeen eighteen nineteen"
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+NUMBER_WORDS = {word: i for i, word in enumerate(ONES.split())}
+NUMBER_WORDS |= {word: 10 * i for i, word in enumerate(TENS.split(), 2)}
 NUMBER_WORD = re.compile(
-    rf"(?i)({'|'.join(TENS)})(?:[\s-]+({'|'.join(NUMBER_WORDS)}))?(?![\w-])|({'|'.join(NUMBER_WORDS)})(?![\w-])"
+    rf"(?i)(?:({TENS.replace(' ', '|')})[\s-]+({ONES.replace(' ', '|')})|({'|'.join(NUMBER_WORDS)}))(?![\w-])"
 )
 
 
@@ -246,8 +224,7 @@ def read_words(text: str) -> str:
     """Return a text with its number words, constants of integrals and names of sets in one form."""
     text = text.strip()
     if match := NUMBER_WORD.match(text):
-        tens, ones = match[1], match[2] or match[3]
-        number = (TENS[tens.lower()] if tens else 0) + (NUMBER_WORDS[ones.lower()] if ones else 0)
+        number = sum(NUMBER_WORDS[word.lower()] for word in match.groups() if word)
         text = f"{number}{text[match.end() :]}"
     if (match := CONSTANT.fullmatch(text)) and match[2]:
         text = f"{match[1]}+C"

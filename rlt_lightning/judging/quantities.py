@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -21,13 +20,12 @@ MIN_DIGITS = 6
 DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*(?P<currency>[$€£¥₹₽₩]|US\s?\$|USD|EUR|Rs\.?|)\s*(?P<inner>-?)(?:
-    (?P<thousands>[1-9]\d{{0,2}}(?:,\d{{3}})+(?:\.\d+)?)
-    |(?P<repeating>\d*\.\d*(?:\\overline\s*\{{\d+\}}|\(\d+\)))
+    (?P<repeating>\d*\.\d*(?:\\overline\s*\{{\d+\}}|\(\d+\)))
     |(?P<whole>\d+)\s*(?:\\frac\s*\{{(?P<num>\d+)\}}\s*\{{(?P<den>\d+)\}}|\s(?P<num2>\d+)\s*/\s*(?P<den2>\d+))
     |\\frac\s*\{{\s*(?P<top>-?{DECIMAL})\s*\}}\s*\{{\s*(?P<bottom>-?{DECIMAL})\s*\}}
     |(?P<over>{DECIMAL})\s*/\s*(?P<under>{DECIMAL})
     |(?:(?P<mantissa>{DECIMAL})\s*\\times\s*)?10\s*\^\s*\{{(?P<power>[-+]?\d{{1,4}})\}}
-    |(?P<decimal>{DECIMAL})
+    |(?P<decimal>[1-9]\d{{0,2}}(?:,\d{{3}})+(?:\.\d+)?|{DECIMAL})
     )(?P<rest>.*)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -45,79 +43,32 @@ FRACTIONS |= {
     f"{name}th": Fraction(1, scale) for name, scale in SCALES.items() if name.endswith(("d", "ion"))
 }
 
-# Units, each with its other spellings without plural s.
+# Units, each before its other spellings without plural s.
 UNITS = """
-mm millimeter millimetre 毫米
-cm centimeter centimetre 厘米 公分
-dm decimeter decimetre 分米
-m meter metre 米
-km kilometer kilometre 千米 公里
-in inch inche 英寸
-ft foot feet 英尺
-yd yard
-mi mile 英里
-mg milligram 毫克
-g gram gramme gm 克
-kg kilogram kilo 千克 公斤
-lb pound
-oz ounce
-ton tonne 吨
-ms millisecond 毫秒
-s sec second 秒
-min minute 分钟
-h hr hour 小时
-day 天 日
-week 周 星期
-month 月
-yr year 年
-am
-pm
-ml milliliter millilitre 毫升
-l liter litre L 升
-degree deg 度
-rad radian
-mi/h mph
-km/h kmh kmph kph
-N newton 牛
-J joule
-W watt
-V volt
-A ampere
-K kelvin
-C celsius
-F fahrenheit
-hz hertz
-pa pascal
-kw kilowatt
-kj kilojoule
-ev electronvolt
-mol mole
-ohm Ω ω
-ha hectare
-acre
-cup
-unit
-man men
-people person 人
-dollar usd us $ 美元
-cent ¢
-euro eur € 欧元
-gbp £
-¥ yuan rmb 元 块 人民币 yen 円
-rupee ₹ inr rs
-rouble ₽ ruble
-won ₩ 원
+mm millimeter millimetre 毫米, cm centimeter centimetre 厘米 公分, dm decimeter decimetre 分米,
+m meter metre 米, km kilometer kilometre 千米 公里, in inch inche 英寸, ft foot feet 英尺, yd yard,
+mi mile 英里, mg milligram 毫克, g gram gramme gm 克, kg kilogram kilo 千克 公斤, lb pound, oz ounce,
+ton tonne 吨, ms millisecond 毫秒, s sec second 秒, min minute 分钟, h hr hour 小时, day 天 日, week 周 星期,
+month 月, yr year 年, am, pm, ml milliliter millilitre 毫升, l liter litre L 升, ha hectare, acre, cup,
+degree deg 度, rad radian, mi/h mph, km/h kmh kmph kph, N newton 牛, J joule, W watt, V volt, A ampere,
+K kelvin, C celsius, F fahrenheit, hz hertz, pa pascal, kw kilowatt, kj kilojoule, ev electronvolt, mol mole,
+ohm Ω ω, unit, man men, people person 人, dollar usd us $ 美元, cent ¢, euro eur € 欧元, gbp £,
+¥ yuan rmb 元 块 人民币 yen 円, rupee ₹ inr rs, rouble ₽ ruble, won ₩ 원
 """
-UNIT_OF = {word: line.split()[0] for line in UNITS.strip().splitlines() for word in line.split()}
+SPELLINGS = [line.split() for line in UNITS.split(",")]
+UNIT_OF = {word: names[0] for names in SPELLINGS for word in names}
 # The long word of a short unit: `m` set upright is no variable.
 LONG = {
-    word: next((name for name in line.split() if len(name) > 3 and name.isascii()), word)
-    for line in UNITS.strip().splitlines()
-    for word in line.split()
+    word: next((name for name in names if len(name) > 3 and name.isascii()), word)
+    for names in SPELLINGS
+    for word in names
     if len(word) < 3 and word.isascii()
 }
-# Capitals count in these: mW and MW, kb and kB, C and c.
-CASED = re.compile("[a-zA-Z]|M(?!in$|an$|en$)[a-zA-Z]{1,2}|[kKMGT]i?[bB]|pA")
+# Capitals count in these: C and c, mW and MW, Nm and nm, but not in KG.
+SHORT_NAMES = "|".join(word for word in UNIT_OF if re.fullmatch("[a-z]{2}", word))
+CASED = re.compile(
+    rf"[a-zA-Z]|(?!(?i:{SHORT_NAMES})(?![a-zA-Z]))[a-zA-Z]{{2}}|M(?!in$|an$|en$)[a-zA-Z]{{1,2}}|[kKMGT]i[bB]|pA"
+)
 # Short words that are products more often than units, and those that are units behind a formula, too.
 PRODUCTS, SURE = {"mg", "ms", "rs", "gm", "pa"}, {"cm", "mm", "km", "kg", "ft", "in"}
 QUOTIENT = re.compile(
@@ -151,7 +102,7 @@ UNSPACED = re.compile(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number as it is written: `1.50 kg` is Quantity(Fraction(3, 2), 3, Fraction(1, 100), {"kg"}, False).
+    """A number as it is written: `1.50 kg` is Quantity(Fraction(3, 2), 3, Fraction(1, 100), {"kg1"}, False).
 
     Attributes:
         value: The number. A percentage keeps its number: 15 of 15 %.
@@ -210,8 +161,6 @@ def read_scale(text: str, is_money: bool, is_one: bool) -> tuple[Fraction, str]:
 def read_number(match: re.Match[str]) -> Quantity | None:
     """Return the number of a match of `NUMBER`, without sign; None if it has no value."""
     try:
-        if text := match["thousands"]:
-            return read_decimal(text.replace(",", ""))
         if text := match["repeating"]:
             return Quantity(read_repeating(text))
         if whole := match["whole"]:
@@ -224,7 +173,7 @@ def read_number(match: re.Match[str]) -> Quantity | None:
         if match["power"]:
             number, power = read_decimal(match["mantissa"] or "1"), Fraction(10) ** int(match["power"])
             return replace(number, value=number.value * power, step=number.step * power)
-        return read_decimal(match["decimal"])
+        return read_decimal(match["decimal"].replace(",", ""))
     except (ZeroDivisionError, ValueError):
         return None
 
@@ -265,7 +214,7 @@ def read_unit(text: str, spaced: bool) -> frozenset[str] | None:
     if any(re.fullmatch("[a-zA-Z]", token) and not name for token, name in zip(tokens, names, strict=True)):
         return None  # a variable
     if UNSPACED.search(first) or (is_known and (spaced or is_whole)) or (spaced and has_word):
-        return frozenset(merge_unit(names, tokens))
+        return merge_unit(names, tokens)
     return None
 
 
@@ -308,30 +257,22 @@ def write_unit(text: str) -> str:
     return number + unit if read_unit(unit, spaced=True) else text
 
 
-def merge_unit(names: list[str], tokens: list[str]) -> Iterator[str]:
-    """Yield a unit's parts: `cm2` of `square cm`, `m` and `/s` of `m per second`; ` apple`, a word."""
-    power, over = 1, ""
-    below: Counter[str] = Counter()
+def merge_unit(names: list[str], tokens: list[str]) -> frozenset[str]:
+    """Return a unit as powers: `cm2` of `square cm`, `m1` and `/s1` of `m/s`; ` apple1` is a word."""
+    power, sign = 1, 1
+    powers: Counter[str] = Counter()
     for name, token, following in zip(names, tokens, [*tokens[1:], ""], strict=True):
         if token.lower() in POWERS and following:
             power = POWERS[token.lower()]
         elif token in ("/", "per"):
-            over = "/"
+            sign = -1
         elif not token.startswith("^"):
             raised = int(re.sub(r"[^\d-]", "", following)) if following.startswith("^") else power
             top, *bottom = name.split("/") if name else [f" {singular(token)}"]
-            below.update(dict.fromkeys(bottom, 1))
-            if over:
-                below[top] += raised
-            else:
-                yield write_power(top, raised)
-            power, over = 1, ""
-    yield from (f"/{write_power(name, power)}" for name, power in below.items())
-
-
-def write_power(name: str, power: int) -> str:
-    """Return `m2` of m and 2, and `m` of m and 1."""
-    return name if power == 1 else f"{name}{power}"
+            powers[top] = raised if sign > 0 else powers[top] - raised  # 60 ° degrees are degrees
+            powers.subtract(bottom)
+            power, sign = 1, 1
+    return frozenset(f"{'/' * (number < 0)}{name}{abs(number)}" for name, number in powers.items())
 
 
 def singular(word: str) -> str:
@@ -342,7 +283,7 @@ def singular(word: str) -> str:
 
 def same_quantity(a: Quantity, b: Quantity) -> bool:
     """Return whether two numbers are equal. A unit or percent sign that one of them lacks does not count."""
-    if not same_unit(a.unit, b.unit) or (not (a.unit and b.unit) and (a.doubtful or b.doubtful)):
+    if not same_unit(a.unit, b.unit):
         return False
     if a.percent == b.percent:
         return same_number(a, b)
@@ -371,16 +312,16 @@ def same_number(a: Quantity, b: Quantity) -> bool:
 
 
 def keeps_digits(decimal: Quantity, value: Fraction) -> bool:
-    """Return whether a decimal has enough digits of a value, the last one rounded or cut off."""
+    """Return whether a decimal has enough digits of a value."""
+    return decimal.digits >= MIN_DIGITS and is_rounded(decimal, value)
+
+
+def is_rounded(decimal: Quantity, value: Fraction) -> bool:
+    """Return whether a decimal is a value whose last digit is rounded, or whose other digits are cut off."""
     missing = abs(value) - abs(decimal.value)
-    is_near = -decimal.step / 2 <= missing < decimal.step and value * decimal.value > 0
-    return is_near and decimal.digits >= MIN_DIGITS
+    return -decimal.step / 2 <= missing < decimal.step and value * decimal.value > 0
 
 
 def is_terminating(value: Fraction) -> bool:
     """Return whether a number has finitely many decimals."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
+    return pow(10, value.denominator.bit_length(), value.denominator) == 0
