@@ -20,6 +20,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -31,9 +32,8 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import NamedTuple
 
-from rlt_lightning.run.jsonl import read_json_rows
+from rlt_lightning.run.jsonl import format_line, read_json_rows
 from rlt_lightning.types import InputError
 
 PRELOADED = [
@@ -47,37 +47,50 @@ NUM_RAW, NUM_ROWS, NUM_ASKED = 32, 1024, 256  # traces of the warm-up; rows to e
 NUM_CANDIDATES = 3  # explanations of each row: as many in all as RLT samples, those for its student included
 NUM_ITERATIONS = 32  # of RLT, with 64 explanations each
 NUM_REWARDED = 48  # iterations of GRPO without a teacher, with 64 answers each
-LENGTH, ANSWER_LENGTH = 76, 108  # tokens of an explanation; of a thought and an answer
 BEST_PART = 4  # the best quarter of the rows' number
 THRESHOLD = -0.7  # nats of reward; from all above it the teacher learns in expert iteration
 NUM_STEPS = 128  # of 16 explanations, of students and of that teacher
 
 
-class Arm(NamedTuple):
-    """One way to make the explanations that a student learns from.
-
-    Attributes:
-        name: What the terminal calls it.
-        traces: Place of the explanations, below the folder of the demo.
-    """
-
-    name: str
-    traces: str
-
-
-ARMS = {  # in the order in which they begin: what comes after RLT takes longest
-    "rlt": Arm("the teacher after RLT, greedy", "rlt/traces/distillation.jsonl"),
-    "expert": Arm("the teacher after expert iteration", "expert/traces/distillation.jsonl"),
-    "best": Arm("its best quarter by the reward", "warmup/traces/best.jsonl"),
-    "before": Arm("the teacher before RLT", "warmup/traces/before.jsonl"),
+# What students learn from, and where it is written, below the folder of the demo.
+WAYS = {
+    "untrained": ("nothing (untrained student)", ""),
+    "grpo": ("GRPO for right answers, no teacher", ""),
+    "before": ("the teacher before RLT", "warmup/traces/before.jsonl"),
+    "best": ("its best quarter by the reward", "warmup/traces/best.jsonl"),
+    "expert": ("the teacher after expert iteration", "expert/traces/distillation.jsonl"),
+    "rlt": ("the teacher after RLT, greedy", "rlt/traces/distillation.jsonl"),
 }
-UNTRAINED, REWARDED = "nothing (untrained student)", "GRPO for right answers, no teacher"
-# Rows of the table.
-ROWS = {
-    "untrained": UNTRAINED,
-    "grpo": REWARDED,
-    **{arm: ARMS[arm].name for arm in ("before", "best", "expert", "rlt")},
-}
+# Options of the commands: problems, tokens of an explanation and of an answer, steps of fine-tuning, T 0.
+ROWS = "--data.source [@data/rows.jsonl]"
+SHORT, LONG = (f"--rollouts.sampling.max_completion_length {length}" for length in (76, 108))
+STEPS = f"--data.prompts_per_step 16 --trainer.max_steps {NUM_STEPS} --trainer.max_epochs -1"
+GREEDY = "--rollouts.sampling.temperature 0"
+STUDENT = "--model.student named-chains-student"
+EXPLAIN = f"predict --config laptop/generate {SHORT} {ROWS} {STUDENT} --model.teacher"
+# Name, what must have ended before, and what the terminal says then; below it the command. @ begins a path
+# in the folder of the demo. Stages of the trained teacher come first, since they take longest.
+TEACHERS = f"""\
+warmup/teacher; ; teacher: learns from a few uneven explanations
+  fit --config laptop/warmup --data.source [@data/warmup.jsonl] --model.pretrained named-chains-teacher
+  --trainer.max_epochs 4
+rlt/teacher; warmup/teacher; teacher: RLT, {NUM_ITERATIONS} iterations
+  fit --config laptop/rlt {SHORT} {ROWS} {STUDENT} --model.teacher @warmup/teacher/model
+  --model.optimizer.lr 4e-4 --trainer.max_steps {NUM_ITERATIONS}
+warmup/traces; warmup/teacher; teacher before RLT: explains {NUM_ROWS} rows {NUM_CANDIDATES} times
+  {EXPLAIN} @warmup/teacher/model --rollouts.num_traces {NUM_CANDIDATES} --distillation.select all
+expert/teacher; warmup/traces; teacher: expert iteration, learns from its best
+  fit --config laptop/warmup --data.source [@warmup/traces/expert.jsonl] {STEPS}
+  --model.pretrained @warmup/teacher/model
+rlt/traces; rlt/teacher; {WAYS["rlt"][0]}: explains {NUM_ROWS} rows
+  {EXPLAIN} @rlt/teacher/model {GREEDY}
+expert/traces; expert/teacher; {WAYS["expert"][0]}: explains {NUM_ROWS} rows
+  {EXPLAIN} @expert/teacher/model {GREEDY}
+grpo/student; ; {WAYS["grpo"][0]}
+  fit --config laptop/grpo {LONG} {ROWS} --trainer.max_steps {NUM_REWARDED}
+  --model.teacher named-chains-student"""
+LEARN = f"fit --config laptop/sft {STEPS} --model.pretrained named-chains-student --model.optimizer.lr 1e-3"
+ANSWER = f'test --config laptop/evaluate {LONG} {GREEDY} --data.sets {{"chains":@data/held_out.jsonl}}'
 SHOWN_PROBLEM = 3  # of those that are explained, the first being 0
 ABOUT = """Chains such as "start 4, add 2, blik, times 3, dorf, add 1, quern?". What blik adds
 stands nowhere but in the rows' solutions, which give the digit after each name. A
@@ -99,7 +112,7 @@ class Stage:
         name: Place of its folder and of its log, such as rlt/teacher.
         needs: Name of the stage that must have ended before; empty: none.
         line: What the terminal says when it has ended.
-        command: Its verb and options, without the folder.
+        command: Its verb and options, without the folder; `@data/rows.jsonl` is a path.
     """
 
     name: str
@@ -109,7 +122,13 @@ class Stage:
 
     def list_words(self, folder: Path) -> list[str]:
         """Return the command line, without `rlt`."""
-        return [*shlex.split(self.command), "--output_dir", str(folder / self.name), "--resume", "true"]
+
+        def find(place: re.Match[str]) -> str:
+            path = str(folder / place[1])
+            return json.dumps(path) if place.start() else path  # in a list, it is quoted
+
+        words = [re.sub(r"@([\w/.]+)", find, word) for word in self.command.split()]
+        return [*words, "--output_dir", str(folder / self.name), "--resume", "true"]
 
 
 def run_demo(words: Sequence[str]) -> int:
@@ -123,7 +142,7 @@ def run_demo(words: Sequence[str]) -> int:
     print(ABOUT, flush=True)
     begin = time.perf_counter()
     write_problems(folder / "data")
-    run_stages(list_stages(folder.resolve()), folder)
+    run_stages(list_stages(), folder.resolve())
     show_explanations(folder)
     show_accuracies(folder)
     run = shlex.quote(f"{folder}/rlt/teacher")
@@ -152,91 +171,28 @@ def write_problems(folder: Path) -> None:
     }
     columns = {"warmup": ("reasoning_trace", "solution"), "rows": ("solution",), "held_out": ("answer",)}
     for name, some in rows.items():
-        text = "".join(
-            json.dumps({key: row[key] for key in ("question", *columns[name])}) + "\n" for row in some
-        )
-        (folder / f"{name}.jsonl").write_text(text)
+        kept = [{key: row[key] for key in ("question", *columns[name])} for row in some]
+        (folder / f"{name}.jsonl").write_text("".join(map(format_line, kept)))
 
 
 # Stages
 
 
-def list_stages(folder: Path) -> list[Stage]:
-    """Return the stages; those of the trained teacher come first, since they take longest."""
-
-    def find(name: str) -> str:
-        return shlex.quote(str(folder / name))
-
-    def read(name: str) -> str:
-        return f"--data.source {shlex.quote(json.dumps([str(folder / name)]))}"
-
-    sets = shlex.quote(json.dumps({"chains": str(folder / "data/held_out.jsonl")}))
-    length, answer_length = (
-        f"--rollouts.sampling.max_completion_length {n}" for n in (LENGTH, ANSWER_LENGTH)
-    )
-    answer = (
-        f"test --config laptop/evaluate {answer_length} --rollouts.sampling.temperature 0 --data.sets {sets}"
-    )
-    rows = read("data/rows.jsonl")
-    explain = f"predict --config laptop/generate {length} {rows}"
-    explain += " --model.student named-chains-student --model.teacher"
-    greedy = "--rollouts.sampling.temperature 0"
-    steps = f"--data.prompts_per_step 16 --trainer.max_steps {NUM_STEPS} --trainer.max_epochs -1"
-    warmed_up = find("warmup/teacher/model")
+def list_stages() -> list[Stage]:
+    """Return the stages; where several can begin, an earlier one does."""
     stages = [
-        Stage(
-            "warmup/teacher",
-            "",
-            "teacher: learns from a few uneven explanations",
-            f"fit --config laptop/warmup {read('data/warmup.jsonl')} --model.pretrained named-chains-teacher "
-            "--trainer.max_epochs 4",
-        ),
-        Stage(
-            "rlt/teacher",
-            "warmup/teacher",
-            f"teacher: RLT, {NUM_ITERATIONS} iterations",
-            f"fit --config laptop/rlt {length} {rows} --model.teacher {warmed_up} --model.optimizer.lr 4e-4 "
-            f"--model.student named-chains-student --trainer.max_steps {NUM_ITERATIONS}",
-        ),
-        Stage(
-            "warmup/traces",
-            "warmup/teacher",
-            f"teacher before RLT: explains {NUM_ROWS} rows {NUM_CANDIDATES} times",
-            f"{explain} {warmed_up} --rollouts.num_traces {NUM_CANDIDATES} --distillation.select all",
-        ),
-        Stage(
-            "expert/teacher",
-            "warmup/traces",
-            "teacher: expert iteration, learns from its best",
-            f"fit --config laptop/warmup {read('warmup/traces/expert.jsonl')} {steps} "
-            f"--model.pretrained {warmed_up}",
-        ),
-        *(
-            Stage(
-                f"{arm}/traces",
-                f"{arm}/teacher",
-                f"{ARMS[arm].name}: explains {NUM_ROWS} rows",
-                f"{explain} {find(f'{arm}/teacher/model')} {greedy}",
-            )
-            for arm in ("rlt", "expert")
-        ),
+        Stage(*head.split("; "), " ".join(command))
+        for head, *command in (text.split("\n  ") for text in re.split(r"\n(?! )", TEACHERS))
     ]
-    students = {"untrained": ("named-chains-student", "")}
-    for arm, (name, traces) in ARMS.items():
-        learn = f"fit --config laptop/sft {read(traces)} --model.pretrained named-chains-student {steps}"
-        needs = traces.rpartition("/")[0]
-        stages.append(
-            Stage(
-                f"{arm}/student", needs, f"{name}: its student learns", f"{learn} --model.optimizer.lr 1e-3"
-            )
-        )
-        students[arm] = (find(f"{arm}/student/model"), f"{arm}/student")
-    reward = f"fit --config laptop/grpo {answer_length} {rows} --trainer.max_steps {NUM_REWARDED}"
-    stages.append(Stage("grpo/student", "", REWARDED, f"{reward} --model.teacher named-chains-student"))
-    students["grpo"] = (find("grpo/student/model"), "grpo/student")
-    for arm, (model, needs) in students.items():
-        line = f"{ROWS[arm]}: {NUM_ASKED} answers"
-        stages.append(Stage(f"{arm}/answers", needs, line, f"{answer} --model.pretrained {model}"))
+    for way, (name, traces) in reversed(WAYS.items()):
+        model, needs = "named-chains-student", ""
+        if way != "untrained":
+            model, needs = f"@{way}/student/model", f"{way}/student"
+        if traces:
+            learn = f"{LEARN} --data.source [@{traces}]"
+            stages.append(Stage(needs, traces.rpartition("/")[0], f"{name}: its student learns", learn))
+        answer = f"{ANSWER} --model.pretrained {model}"
+        stages.append(Stage(f"{way}/answers", needs, f"{name}: {NUM_ASKED} answers", answer))
     return stages
 
 
@@ -255,7 +211,7 @@ def choose_traces(folder: Path) -> None:
         "expert": [row for row in ranked if row["reward"] > THRESHOLD and row["trace"] < NUM_CANDIDATES - 1],
     }
     for name, some in chosen.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        (folder / f"{name}.jsonl").write_text("".join(map(format_line, some)))
 
 
 def run_stages(stages: Sequence[Stage], folder: Path) -> None:
@@ -334,8 +290,8 @@ def show_explanations(folder: Path) -> None:
 def show_accuracies(folder: Path) -> None:
     """Print what the students solve."""
     print(f"\nHeld-out problems solved by a student that learned from …, in % of {NUM_ASKED}:\n")
-    for row, name in ROWS.items():
-        accuracy = read_accuracy(folder / row / "answers")
+    for way, (name, _) in WAYS.items():
+        accuracy = read_accuracy(folder / way / "answers")
         print(f"  {name:<35} {100 * accuracy:5.0f}  {'#' * round(30 * accuracy)}".rstrip())
     print(f"\n{textwrap.fill(f'One seed, at most ± 6 points (95 %), greedy answers. {CHEAPER}', 80)}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -58,10 +57,9 @@ def test_a_failure_names_its_log_and_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_every_stage_reads_what_one_before_it_writes(tmp_path: Path) -> None:
-    stages = {stage.name: stage for stage in demo.list_stages(tmp_path)}
+    stages = {stage.name: stage for stage in demo.list_stages()}
     for stage in stages.values():
-        words = shlex.split(stage.command)
-        texts = [word.strip('[]"') for word in words]
+        texts = [word.strip('[]"') for word in stage.list_words(tmp_path)]
         paths = [Path(text) for text in texts if text.startswith(str(tmp_path))]
         read = {"/".join(path.relative_to(tmp_path).parts[:2]) for path in paths} - {stage.name}
         needed = [stage.needs] if stage.needs else []
