@@ -46,8 +46,14 @@ TOGETHER = 4  # problems that are sampled at once
 FILLER = "Let us read the question carefully. We think about it step by step and so we find the solution."
 MARGIN = 0.2  # nats above filler, stage 0's: less is no useful explanation
 GROUP = 8  # own answers of a problem
-OWN_RIGHT = 0.14  # of own answers: with more right ones no teacher is needed
-SELECT, TRAIN = 0.07, 0.02  # useful explanations: enough to select, or to train by RLT
+# The first way whose least shares of right own answers and of useful explanations are reached.
+WAYS = (
+    (0.14, 0.0, "GRPO or its own right answers need no teacher"),
+    (0.0, 0.07, "select the best quarter by the reward, or train by RLT"),
+    (0.0, 0.02, "train by RLT, or by expert iteration with the threshold"),
+    (0.0, 1e-9, "expert iteration by the threshold, or a warm-up on the best traces; RLT failed at so few"),
+    (0.0, 0.0, "none is useful: a warm-up first, or a longer one"),
+)
 
 
 @dataclass(frozen=True)
@@ -97,9 +103,10 @@ class Check:
         return f"{self.status:6} {self.name:8} {self.figure}{limit}{remedy}"
 
 
-def grade(value: float, limits: tuple[float, float]) -> Status:
-    """Return the status of a fraction that should be high: fail and warn below the limits."""
-    return "fail" if value < limits[0] else "warn" if value < limits[1] else "pass"
+def grade(name: str, part: float, limits: tuple[float, float], figure: str, remedy: str) -> Check:
+    """Return the check of a part that should be high: it fails and warns below the limits."""
+    status: Status = "fail" if part < limits[0] else "warn" if part < limits[1] else "pass"
+    return Check(name, status, figure, f"at least {100 * limits[1]:g} %", remedy)
 
 
 def check_run(
@@ -216,12 +223,12 @@ def check_closed(scored: Sequence[StepBatch], limit: int) -> Check:
     if ended:
         least = "at least " * (cut > LEFT_OUT[0])
         proposal = f"1.5 times the longest that ends is {least}{math.ceil(1.5 * max(ended))}"
-    return Check(
+    return grade(
         "closed",
-        grade(closed, CLOSED),
+        closed,
+        CLOSED,
         f"{show_part(closed, len(rollouts))} of {len(rollouts)} completions close the format; "
         f"{100 * cut:.0f} % reach the limit of {limit} tokens; {proposal}",
-        f"at least {100 * CLOSED[1]:g} %",
         "Warm up longer, or raise rollouts.sampling.max_completion_length",
     )
 
@@ -231,11 +238,11 @@ def check_spread(scored: Sequence[StepBatch], size: int) -> Check:
     rewards = [float(value) for step in scored for value in step.rewards]
     groups = [rewards[i : i + size] for i in range(0, len(rewards), size)]
     part = fmean(pstdev(group) > GROUP_STD_BELOW for group in groups)
-    return Check(
+    return grade(
         "spread",
-        grade(part, SPREAD),
+        part,
+        SPREAD,
         f"in {show_part(part, len(groups))} of {len(groups)} groups the rewards differ",
-        f"at least {100 * SPREAD[1]:g} %",
         "Raise rollouts.sampling.temperature or model.group_size, or take other problems",
     )
 
@@ -243,13 +250,13 @@ def check_spread(scored: Sequence[StepBatch], size: int) -> Check:
 def check_stage_0(usable: Sequence[bool], completions: int) -> Check:
     """Check that this teacher explains most problems at least once: its explanations can warm it up."""
     part = fmean(any(usable[i : i + completions]) for i in range(0, len(usable), completions))
-    return Check(
+    return grade(
         "stage0",
-        grade(part, STAGE_0),
+        part,
+        STAGE_0,
         f"rows without traces: of {completions} explanations one is closed and without tags for "
         f"{show_part(part, len(usable) // completions)} of the problems; stage 0 keeps those that earn more "
         "than filler (docs/data.md)",
-        f"at least {100 * STAGE_0[1]:g} %",
         "Show an example in data.teacher_system_prompt, as laptop/smollm2_explain does, or raise "
         "rollouts.num_traces there",
     )
@@ -334,16 +341,7 @@ def advise(right: Sequence[Sequence[bool]], useful: Sequence[bool]) -> Check:
     else:
         own = 0.0
         figure = "these rows have no answer that can be judged: nothing says how often the student is right"
-    if own >= OWN_RIGHT:
-        way = "GRPO or its own right answers need no teacher"
-    elif not any(useful):
-        way = "none is useful: a warm-up first, or a longer one"
-    elif share < TRAIN:
-        way = "expert iteration by the threshold, or a warm-up on the best traces; RLT failed at so few"
-    elif share < SELECT:
-        way = "train by RLT, or by expert iteration with the threshold"
-    else:
-        way = "select the best quarter by the reward, or train by RLT"
+    way = next(way for least, useful_least, way in WAYS if own >= least and share >= useful_least)
     beat = (
         f"{show_part(share, len(useful))} of {len(useful)} explanations earn {MARGIN:g} nats more than filler"
     )
