@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from commands import rlt
+import wandb_overview
+from commands import ROOT, python, rlt
 from gpqa import gpqa_like
 from wandb_run import runs_in
 
@@ -93,6 +95,43 @@ def test_tensorboard_shows_completions_and_settings(resumed: Path) -> None:
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
+def test_the_overview_charts_what_runs_log(resumed: Path) -> None:
+    first, _ = runs_in(resumed)
+    logged = set().union(*first.scalars().values())
+    charted = [name for charts in wandb_overview.SECTIONS.values() for chart in charts for name in chart]
+    # Of fine-tuning, of vLLM workers, and of GPUs.
+    elsewhere = {"policy/val_loss", "perf/push_s"} | {name for name in charted if name.endswith("_gib")}
+    assert set(charted) - elsewhere <= logged
+    assert [row for row in first.history if wandb_overview.TABLE in row]
+    page = (
+        (ROOT / "docs" / "metrics.md").read_text().partition("## Watch these first")[2].partition("\n## ")[0]
+    )
+    watched = re.findall(r"^\| `([\w/]+)`", page, re.MULTILINE)
+    assert len(watched) == 10
+    assert [name for name in charted if name in watched] == watched
+
+
+def test_the_overview_is_a_view_of_sections() -> None:
+    pytest.importorskip("wandb_workspaces", reason="an extra package: pip install wandb-workspaces")
+    view = wandb_overview.build_view("team", "project")._to_model().model_dump(by_alias=True)
+    section = view["spec"]["section"]
+    assert section["settings"]["xAxis"] == wandb_overview.STEP
+    *charted, samples = section["panelBankConfig"]["sections"]
+    assert [part["name"] for part in charted] == list(wandb_overview.SECTIONS)
+    for part, charts in zip(charted, wandb_overview.SECTIONS.values(), strict=True):
+        assert [panel["config"]["metrics"] for panel in part["panels"]] == charts
+        assert {panel["config"]["xAxis"] for panel in part["panels"]} == {wandb_overview.STEP}
+    assert wandb_overview.TABLE in json.dumps(samples["panels"])
+
+
+def test_the_overview_names_the_package_that_it_lacks(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['wandb_workspaces'] = None\n"
+    code += "import wandb_overview; wandb_overview.main('a/b')"
+    result = python(code, tmp_path, PYTHONPATH=str(ROOT / "examples"))
+    assert result.returncode == 1
+    assert result.stderr == "This needs wandb-workspaces: pip install wandb-workspaces\n"
+
+
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_without_a_login_one_line_says_so(mode: str, tiny_model: str, tmp_path: Path) -> None:
     options = [
@@ -108,6 +147,23 @@ def test_without_a_login_one_line_says_so(mode: str, tiny_model: str, tmp_path: 
     [line] = [line for line in result.stderr.splitlines() if line.startswith("rlt: error")]
     assert ("wandb login" in line) == (mode == "online")  # else the model that there is not
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["fit", "predict", "test"])
+def test_a_logger_that_cannot_start_ends_before_sampling(verb: str, tiny_model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = {"fit": "tests/rlt.yaml", "predict": "configs/laptop/generate.yaml"}
+    models = ["pretrained"] if verb == "test" else ["teacher", "student"]
+    options = [f"--config={config.get(verb, 'configs/laptop/evaluate.yaml')}", OVERLAYS[1]]
+    options += [f"--model.{name}={tiny_model}" for name in models]
+    options += ["--data.sets={chains: null}", "--data.max_rows=2"] if verb == "test" else []
+    folder = tmp_path / "run"
+    result = rlt(
+        verb, *options, f"--trainer.logger.save_dir={tmp_path / 'file'}/logs", f"--output_dir={folder}"
+    )
+    assert result.returncode not in (0, None)
+    assert not [*folder.glob("*.jsonl"), *folder.glob("metrics.csv")]
+    assert str(tmp_path / "file") in result.stderr
 
 
 def test_a_run_leaves_nothing_in_the_home_folder_and_tells_nothing_of_the_machine(resumed: Path) -> None:
