@@ -8,7 +8,11 @@ export SLURM_JOB_NAME=interactive
 [[ $run == [/.]* ]] || run=./$run
 quote() { printf "'%s'" "${1//\'/\'\'}"; }
 
+# SIGTERM goes to all processes of a job: bash waits until the running stage has written its checkpoint, then ends.
+trap 'terminated=true' TERM
+
 stage() {  # stage NAME RESULT COMMAND...: run the command unless its result exists
+    [ -z "${terminated:-}" ] || { echo "== terminated, before $1"; exit 143; }
     [ "${last_stage:-}" != "${UNTIL:-none}" ] || { echo "== stopped after $UNTIL, before $1"; exit 0; }
     local name=$1 result=$2 begin=$SECONDS status=0
     shift 2

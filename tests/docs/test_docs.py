@@ -21,7 +21,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,8 @@ def check_sbatch(arguments: list[str], files: Path) -> None:
     words = [
         word for word in (wrapped[0].split() if wrapped else arguments) if "=" not in word or word[0] == "-"
     ]
+    if words[0] == "srun":
+        words = [*dropwhile(lambda word: word == "srun" or word[0] == "-", words)]
     if words[0] != ".venv/bin/rlt":
         check_script(words[:1], files)
     if not wrapped:

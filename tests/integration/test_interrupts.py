@@ -225,3 +225,34 @@ def test_sigterm_does_not_wait_for_workers_that_ended(
     assert "this run was terminated" in log.read_text()
     assert max(metrics(folder)) == 2
     assert (folder / "checkpoints" / "step=000002.ckpt").is_dir()
+
+
+STAGES = f"""
+run={{run}}
+source {ROOT}/examples/stage.sh
+stage first model/config.json {sys.executable} {{child}}
+stage second model/config.json touch {{run}}/too_late
+"""
+CHILD = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+def save(*_):
+    time.sleep(0.5)
+    (folder / "checkpoint").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+folder.mkdir(parents=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_a_pipeline_waits_for_the_checkpoint_of_its_stage(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    script = STAGES.format(run=tmp_path / "run", child=tmp_path / "child.py")
+    job = subprocess.Popen(["bash", "-euo", "pipefail", "-c", script], start_new_session=True)
+    wait_until((tmp_path / "run" / "first").exists)
+    os.killpg(job.pid, signal.SIGTERM)  # as SLURM sends it to a job step, and timeout to its group
+    assert job.wait(60) == 143
+    assert (tmp_path / "run" / "first" / "checkpoint").exists()
+    assert not (tmp_path / "run" / "too_late").exists()
