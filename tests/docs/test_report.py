@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +12,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+import run_page
 from browser import chromium, completion, synthetic_run, tokens, write_metrics, write_rows
+from commands import ROOT
 
 from rlt_lightning.commands.report import KL_LEVELS, MARKER, render_heat, write_report
 from rlt_lightning.types import InputError
@@ -154,3 +157,13 @@ def test_only_a_report_is_overwritten(tmp_path: Path) -> None:
     write_report(run, path)
     write_report(run, path)
     assert path.read_text().startswith(MARKER)
+
+
+def test_the_example_run_s_pages_are_those_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / run_page.KEPT, tmp_path / run_page.KEPT)
+    monkeypatch.chdir(tmp_path)
+    run_page.write_pages()
+    for page in (run_page.PAGE, run_page.KEPT / "report.html"):
+        assert page.read_text() == (ROOT / page).read_text(), f"run scripts/run_page.py: {page}"
