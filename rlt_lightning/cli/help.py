@@ -65,7 +65,7 @@ Other options: those of rlt fit.
 
 Other options: those of rlt fit for run, machine and sampling.
 """,
-    "plan": """Predict the memory that a run would need; nothing is loaded.
+    "plan": """Predict memory, disk and hours of a run; nothing is loaded.
 
   rlt plan --config recipe_7b/rlt --config hardware/zero3_8gpu
 

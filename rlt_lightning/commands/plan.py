@@ -65,6 +65,11 @@ DRAW_BYTES = 32  # per row and word while HFEngine draws a token: logits, weight
 # Lightning's defaults of reduce_bucket_size and sub_group_size.
 LIVE_NUMEL, SENT_NUMEL = 10**9 + 5 * 10**7, 5 * 10**8
 REDUCE_BUCKET, SUB_GROUP = 200_000_000, 10**12
+# Rates of the line on time (docs/costs.md). Measured on an H100: FLOP/s through weights, 231e12 at 0.5B,
+# 322e12 at 1.5B, 467e12 at 7B; a token step of HFEngine. Stated: a vLLM worker's; the mean length of texts.
+FLOP_S, HF_STEP_S = 300e12, 0.04
+VLLM_STEP_S, VLLM_TOKENS_S, VLLM_WEIGHTS = 0.01, 10_000, 4.5e9  # above so many weights, in proportion slower
+MEAN_FRAC = 1 / 3  # of the longest
 
 Sizes = dict[str, float]  # part -> bytes on one device
 
@@ -227,6 +232,7 @@ class Plan:
         self.runtime = resident_bytes() or GIB / 2 if self.on_cpu else RUNTIME
         self.offload_frozen = False
         self.hf_sequences = 0  # completions that the trainer's processes sample at once
+        self.num_workers = 0  # of vLLM
         self.worker_bytes = self.sleeping_bytes = 0.0  # of a vLLM worker on one of the trainer's GPUs
         samples = isinstance(module, OnPolicyModule) and not given
         if isinstance(module, OnPolicyModule):
@@ -253,6 +259,8 @@ class Plan:
             room = max(longest, module.micro_batch_tokens)
             self.row_tokens = longest if module.layout == "single" else min(room, tokens)  # the largest row
             self.step_tokens = self.num_sequences * mean if mean else tokens
+            self.mean_tokens = self.step_tokens if mean else MEAN_FRAC * tokens
+            self.num_steps = self.count_steps(trainer, data)
             callbacks = " ".join(str(callback.class_path) for callback in trainer.callbacks or [])
             self.read_models(module, precision == "bf16-mixed", "ReferenceSync" in callbacks, Path(scratch))
 
@@ -260,6 +268,8 @@ class Plan:
         """Read what sampling takes of the trainer's devices."""
         if isinstance(engine, HFEngine):
             self.hf_sequences = engine.max_sequences
+        if isinstance(engine, VLLMEngine):
+            self.num_workers = len(engine.fleet.workers)
         launch = engine.fleet.launch if isinstance(engine, VLLMEngine) else None
         if launch is None or self.on_cpu:
             return
@@ -285,6 +295,7 @@ class Plan:
             The mean tokens of a row's example; 0 if not known.
         """
         missing, mean, self.scored_prompt = find_missing(data, scratch), 0, 0
+        self.num_rows: int | None = None  # if the rows are read
         if options.prompt_length is None and missing is None:
             source, data = "of the rows", copy.copy(data)
             data.output_dir, data.val_sources, data.val_rows = None, [], 0  # held-out rows may be elsewhere
@@ -293,6 +304,7 @@ class Plan:
                 data.reader_name = str(find_folder(data.reader_name, scratch))
             data.setup("fit" if self.trains else "predict")
             items = data.all_items
+            self.num_rows = len(items)
             if items.is_examples:
                 prompts, tokens = items.sum_columns("num_prompt"), items.sum_columns("token_ids")
                 mean, prompt = max(1, round(tokens.mean())), int(prompts.max())
@@ -539,6 +551,40 @@ class Plan:
             phases["step"] = lasting | {"step workspace": self.count_workspace_bytes()}
         return phases
 
+    def count_steps(self, trainer: Any, data: StratosDataModule) -> int | None:
+        """Return the steps of a training or the batches of a prediction; None if unknown rows decide."""
+        rows = data.reader.max_rows if self.num_rows is None else self.num_rows
+        if not self.trains:
+            return rows and -(-rows // (data.val_batch_size * self.num_processes))
+        limits = [trainer.max_steps] if trainer.max_steps not in (None, -1) else []
+        if rows and trainer.max_epochs not in (None, -1):
+            limits.append(trainer.max_epochs * (rows // data.prompts_per_step))
+        return min(limits, default=None)
+
+    def format_time(self) -> str:
+        """Return the lines on tokens and time, an estimate: docs/costs.md has the formula."""
+        step_s, rate = HF_STEP_S, self.hf_sequences * self.num_processes / HF_STEP_S
+        if self.num_workers:
+            speed = min(1.0, VLLM_WEIGHTS / self.policy.weights)
+            step_s, rate = VLLM_STEP_S, self.num_workers * VLLM_TOKENS_S * speed
+        sampled = (
+            MEAN_FRAC * self.num_sequences * self.num_processes * self.completion_length if rate else 0.0
+        )
+        seconds = sampled / rate + self.completion_length * step_s if rate else 0.0
+        # A backward is two passes, through frozen weights under an adapter one.
+        passes = self.trains * self.policy.weights * (3 if self.policy.trained == self.policy.weights else 2)
+        passes += sum(model.weights for model, _ in self.scorers)
+        seconds += 2 * self.mean_tokens * passes / FLOP_S
+        unit, total = "step" if self.trains else "batch", ""
+        if self.num_steps:
+            hours = self.num_steps * seconds / 3600
+            total = f", {hours:,.{2 if hours < 1 else 1}f} hours for {self.num_steps:,}"
+        read = self.mean_tokens * self.num_processes
+        return (
+            f"tokens of a {unit}: {sampled:,.0f} sampled, {read:,.0f} read (texts of a third of limits).\n"
+            f"time: {seconds:,.1f} s a {unit}{total}, by stated rates of H100s (docs/costs.md)."
+        )
+
     def format_disk(self, checkpoint: Checkpoint) -> str:
         """Return the line on what a training run writes: checkpoints, the model, a reference that moves."""
         policy = self.policy
@@ -598,6 +644,8 @@ def print_plan(
     print("fits:" if fits else "does not fit:", verdict)
     if plan.trains:
         print(plan.format_disk(checkpoint))
+    if not plan.on_cpu:
+        print(plan.format_time())
     return int(not fits)
 
 

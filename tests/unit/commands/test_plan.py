@@ -176,6 +176,25 @@ def test_disk_holds_checkpoints_model_and_moving_reference() -> None:
     assert f"with 2 checkpoints {2 * size + model:,.1f} GiB." in pages[2]
 
 
+def test_time_is_tokens_by_stated_rates() -> None:
+    weights, prompts = 1_543_714_304, "--plan.prompt_length=512"
+    train, traces = planned(
+        [
+            [*OWN, prompts],
+            ["--config=own_rows/generate", "--data.max_rows=4000", "--rollouts.num_traces=4", prompts],
+        ]
+    )
+    # 16 problems with 16 texts of at most 1,024 tokens; HFEngine samples 64 at a time, a token in 40 ms.
+    # Weights are read five times: by reference and student, once forward and twice backward.
+    sampled, read = 256 * 1024 / 3, (16 * 512 + 256 * 1024) / 3
+    seconds = (sampled / 64 + 1024) * 0.04 + 2 * read * 5 * weights / 300e12
+    assert f"{sampled:,.0f} sampled, {read:,.0f} read (" in train["page"]
+    assert f"time: {seconds:,.1f} s a step, {seconds / 36:.1f} hours for 100, by" in train["page"]
+    # A worker: 10,000 tokens/s, then 10 ms a token of the longest. Teacher and student score.
+    seconds = sampled / 10_000 + 10.24 + 2 * (64 * 512 / 3 + sampled) * 2 * weights / 300e12
+    assert f"time: {seconds:,.1f} s a batch, {63 * seconds / 3600:.2f} hours for 63, by" in traces["page"]
+
+
 @contextmanager
 def counting_saved(model: torch.nn.Module) -> Iterator[dict[int, int]]:
     """Yield the bytes that autograd keeps inside the block, by storage, without the model's own tensors."""
