@@ -27,8 +27,8 @@ from rlt_lightning.datamodules.token_cache import (
     StoredItems,
     build_table,
     describe_format,
-    hash_code,
     hash_value,
+    list_versions,
     read_reports,
 )
 from rlt_lightning.models.format import ModelFormat
@@ -294,7 +294,7 @@ class StratosDataModule(LightningDataModule, ItemMaker):
         rows = [reader.fingerprint(source) for source in sources]
         if None in rows or not type(self).__module__.startswith("rlt_lightning."):
             return None
-        settings = {"code": hash_code(), **self.describe()}
+        settings = {"versions": list_versions(), **self.describe()}
         settings["format"] = describe_format(self.format)
         return hash_value([settings, rows])
 

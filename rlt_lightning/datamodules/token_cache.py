@@ -4,8 +4,8 @@
     a batch asks for items[7] ◀─ SFTExample or Problem ◀─ StoredItems ◀────────────┘
 
 A table holds token ids as int32: 4 bytes a token, where Python lists take 37 to 57. `datasets` writes it in
-one process, while the others wait. Its name is a hash of rows, tokenizer, format, settings, and of the code
-that makes items.
+one process, while the others wait. Its name is a hash of rows, tokenizer, format, settings, and of the
+versions of what makes items.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import cache
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
 from typing import Any, cast, overload
 
 import numpy as np
@@ -33,6 +31,7 @@ from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.sources import shorten_error
 from rlt_lightning.models.embedded import cache_folder
+from rlt_lightning.run import __version__
 from rlt_lightning.types import (
     BadRowError,
     BadRowReason,
@@ -250,17 +249,8 @@ def read_reports(table: Any, sources: Sequence[str]) -> list[BadRowReport]:
 
 # The key of a table: a change of anything that decides its items makes another key
 
-PACKAGE = Path(__file__).parents[1]
-# The code that makes items; an entry of another version of it is not used.
-CODE = (
-    "datamodules/*.py",
-    "tasks/*.py",
-    "judging/*.py",
-    "models/format.py",
-    "models/template.py",
-    "tags.py",
-    "types.py",
-)
+# Raise it when the same rows and settings give other items than before, or the table has other columns.
+VERSION = 1
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "math-verify")
 QUESTION = "What is 1 + 1?"
 
@@ -271,11 +261,9 @@ def hash_value(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-@cache
-def hash_code() -> str:
-    """Return a hash of the code and the libraries that make items."""
-    files = [path for pattern in CODE for path in sorted(PACKAGE.glob(pattern))]
-    return hash_value([[path.read_text(encoding="utf-8") for path in files], list(map(version, LIBRARIES))])
+def list_versions() -> list[Any]:
+    """Return the versions of the items, of this package and of the libraries that make them."""
+    return [VERSION, __version__, *map(version, LIBRARIES)]
 
 
 def describe_format(chat_format: ChatFormat) -> dict[str, Any]:
