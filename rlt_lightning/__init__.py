@@ -60,7 +60,7 @@ __all__ = [
 # In a notebook, tqdm asks for widgets when it is imported; our bars need none.
 warnings.filterwarnings("ignore", ".*IProgress not found.*")
 
-PLACES = {
+EXPORTS = {
     "callbacks": ("ResponseCallback", "RolloutCallback"),
     "datamodules": (
         *("EvaluationDataModule", "ScoringData", "StratosDataModule", "StudentLikelihoodData"),
@@ -77,10 +77,10 @@ PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Import what a script asks for."""
-    for place, names in PLACES.items():
+    for module, names in EXPORTS.items():
         if name in names:
             grow_segments(os.environ)
-            value = getattr(import_module(f"{__name__}.{place}"), name)
+            value = getattr(import_module(f"{__name__}.{module}"), name)
             globals()[name] = value
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

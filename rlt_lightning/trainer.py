@@ -46,7 +46,7 @@ from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.modules.checks import require_strategy
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.run.ranks import find_global_rank, join_nodes, require_processes
-from rlt_lightning.types import InputError, as_list
+from rlt_lightning.types import InputError, as_list, naming_full_disk
 
 # The callbacks of every run, by the names of their settings: of `rlt test`, and of other verbs.
 TESTING: dict[str, type[Callback]] = {"rollouts": ResponseCallback, "records": EvaluationWriter}
@@ -66,7 +66,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": False,  # our loader distributes the rows itself
 }
 # Warnings of other packages that say nothing about the user's run.
-STRAY = (
+IGNORED_WARNINGS = (
     # Our loaders make batches of lists and want no workers.
     ".*does not have many workers.*",
     # Our checkpoint callback saves at the end of a step.
@@ -100,7 +100,7 @@ def quiet_third_parties() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     # It tells of a kernel that it has not found, even where nothing is quantised.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    for pattern in STRAY:
+    for pattern in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", pattern)
 
 
@@ -190,7 +190,8 @@ class Trainer(lightning.pytorch.Trainer):
         names = name_wandb_run(Path(self.default_root_dir))
         os.environ.update(names)
         try:
-            yield path
+            with naming_full_disk(Path(self.default_root_dir)):
+                yield path
         finally:
             for name in names:
                 os.environ.pop(name, None)

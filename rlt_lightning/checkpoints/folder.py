@@ -48,6 +48,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlt_lightning.run.digests import require_digests, write_digests
@@ -61,16 +62,8 @@ STATE, WEIGHTS = "state.pt", "weights"
 DAMAGED = "Resume from another checkpoint (--ckpt_path), or restore this one from a copy."
 
 
-class OneProcess:
-    """The part of a strategy that writing needs, for a single process."""
-
-    global_rank, world_size = 0, 1
-
-    def barrier(self) -> None:
-        """Return at once, since there is nobody to wait for."""
-
-
-ONE_PROCESS = OneProcess()
+# The part of a strategy that writing needs, for a single process.
+ONE_PROCESS = SimpleNamespace(global_rank=0, world_size=1, barrier=lambda: None)
 
 
 def write_checkpoint(

@@ -52,7 +52,9 @@ class FolderCheckpointIO(TorchCheckpointIO):
         weights: dict[str, Tensor] = state.pop("state_dict")
         first: dict[int, str] = {}
         aliases = {name: first.setdefault(tensor.data_ptr(), name) for name, tensor in weights.items()}
-        tensors = {WEIGHTS: [(pretrained_name(n), t) for n, t in weights.items() if aliases[n] == n]}
+        tensors = {
+            WEIGHTS: [(n.removeprefix(MODULE_PREFIX), weights[n]) for n, o in aliases.items() if n == o]
+        }
         state["aliases"] = {name: other for name, other in aliases.items() if name != other}
         [optimizer] = state.pop("optimizer_states", None) or [None]
         if optimizer is not None:
@@ -127,11 +129,6 @@ def map_numbers_to_names(groups: list[dict[str, Any]]) -> dict[int, str]:
     """Return the names of an optimizer's parameters by their numbers in its state."""
     pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
     return dict(pair for group in pairs for pair in group)
-
-
-def pretrained_name(name: str) -> str:
-    """Return the name under which from_pretrained knows a weight of the LightningModule."""
-    return name.removeprefix(MODULE_PREFIX)
 
 
 def module_name(name: str) -> str:

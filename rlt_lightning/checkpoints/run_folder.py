@@ -45,6 +45,7 @@ RUN_ENTRIES = {
     *("checkpoints", "model", "model.tmp", "model.old", "reference", "weights", "workers"),
     *("validate", "predict", "test", "wandb", "tensorboard", "lightning_logs"),
 }
+RUN_ENTRIES |= {f"{Path(name).stem}.tmp" for name in RUN_ENTRIES}  # half written
 
 lock: int | None = None  # descriptor of the run folder, which is locked until the process ends
 
@@ -99,8 +100,8 @@ def choose_run_folder(
         raise InputError("--resume true and --ckpt_path last need --output_dir, the folder of the run.")
     folder = Path(output_dir or default)
     if is_fit and resume:
-        if own := list_checkpoints(folder / "checkpoints"):
-            ckpt_path = str(own[-1])
+        if checkpoints := list_checkpoints(folder / "checkpoints"):
+            ckpt_path = str(checkpoints[-1])
         elif ckpt_path == "last":
             ckpt_path = None
     if ckpt_path == "last":
@@ -212,7 +213,7 @@ def open_run_folder(choice: RunFolder) -> None:
             f"--output_dir must be empty or new, but {folder} is not. Choose another folder, replace what is "
             "there (--overwrite true), or resume it (--resume true)."
         )
-    elif strangers := [entry.name for entry in entries if not is_of_a_run(entry.name)]:
+    elif strangers := [entry.name for entry in entries if entry.name not in RUN_ENTRIES]:
         raise InputError(
             f"--overwrite replaces a run and nothing else, but {folder} also holds "
             f"{', '.join(strangers[:5])}. Choose another folder or move them away."
@@ -222,11 +223,6 @@ def open_run_folder(choice: RunFolder) -> None:
             if entry.name == "config.yaml":
                 continue  # the command line may name it; ranks that are started later read it again
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-
-
-def is_of_a_run(name: str) -> bool:
-    """Return whether a run writes an entry of this name, or leaves it half written."""
-    return name in RUN_ENTRIES or any(name == f"{Path(known).stem}.tmp" for known in RUN_ENTRIES)
 
 
 def lock_folder(folder: Path) -> None:

@@ -40,7 +40,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "explain": explain,
 }
 # The option that a first word without dashes stands for.
-BARE = {"report": "run_dir", "explain": "teacher"}
+POSITIONAL = {"report": "run_dir", "explain": "teacher"}
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -51,8 +51,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_while_imported()
         if verb in COMMANDS:
-            if verb in BARE and words and not words[0].startswith("-"):
-                words[0] = f"--{BARE[verb]}={words[0]}"
+            if verb in POSITIONAL and words and not words[0].startswith("-"):
+                words[0] = f"--{POSITIONAL[verb]}={words[0]}"
             options: dict[str, Any] = {"as_positional": False, "parser_class": ConfigParser}
             auto_cli(COMMANDS[verb], args=words, prog=f"rlt {verb}", **options)
             return 0

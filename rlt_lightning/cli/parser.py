@@ -44,14 +44,19 @@ yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, value: dumper.represe
 register_type(torch.device)
 
 
-def replace_config_names(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with its file in place of a shipped config's name."""
-    files, replaced = list_shipped_configs(), list(words)
-    for place, word in enumerate(words):
+def replace_names(words: Sequence[str]) -> list[str]:
+    """Return a command line with files for shipped configs' names, and PyTorch's optimizers for theirs.
+
+    bitsandbytes has optimizers of the same names, so that jsonargparse would ask which is meant.
+    """
+    files: dict[str, Any] = list_shipped_configs()
+    optimizers = {name: f"torch.optim.{name}" for name in dir(torch.optim)}
+    names, replaced = {"--config": files, "-c": files, "--optimizer": optimizers}, list(words)
+    for index, word in enumerate(words):
         option, _, value = word.rpartition("=")
-        before = words[place - 1] if place and not option else option
-        if before in ("--config", "-c") and value in files:
-            replaced[place] = f"{option}={files[value]}" if option else str(files[value])
+        before = words[index - 1] if index and not option else option
+        if found := names.get(before, {}).get(value):
+            replaced[index] = f"{option}={found}" if option else str(found)
     return replaced
 
 
@@ -66,7 +71,7 @@ class ConfigParser(LightningArgumentParser):
         self, args: Sequence[str] | None = None, *others: Any, **options: Any
     ) -> Namespace:
         """Parse a command line."""
-        words = replace_config_names(sys.argv[1:] if args is None else args)
+        words = replace_names(sys.argv[1:] if args is None else args)
         words = ["--help" if word == "--help-all" else word for word in words]
         return super().parse_args(words, *others, **options)
 

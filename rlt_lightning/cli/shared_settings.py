@@ -7,8 +7,10 @@ rlt check      commands/check.py does the work
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from rlt_lightning.cli.stages import RLTCommandLine
@@ -19,6 +21,9 @@ from rlt_lightning.datamodules.stratos import find_models
 
 class SettingsCommandLine(RLTCommandLine):
     """`rlt plan` and `rlt check`. The parser is that of `rlt fit`, with further options."""
+
+    # LightningCLI looks its methods up, and calls none.
+    trainer: Any = Trainer
 
     def __init__(self, args: Sequence[str]) -> None:
         self.options, self.run = COMMANDS[args[0]]
@@ -44,11 +49,17 @@ class SettingsCommandLine(RLTCommandLine):
 
     def instantiate_classes(self) -> None:
         """Make module, data and engine, but no trainer: a command makes its own, if any."""
-        self.made = self.parser.instantiate_classes(self.config)["fit"]
-        self.made.data.tokenizer_name, self.made.data.reader_name = find_models(self.made.model)
+        self.config_init = self.parser.instantiate(self.config)
+        made = self.config_init["fit"]
+        self.model, self.datamodule = made.model, made.data
+        made.data.tokenizer_name, made.data.reader_name = find_models(made.model)
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        self.status = self.run(self.made, self.trainer_settings)
+    def fit(self, **options: Any) -> None:
+        """Run the command, in place of Lightning's method."""
+        self.status = self.run(self.config_init["fit"], self.trainer_settings)
+
+    def after_fit(self) -> None:
+        """Print nothing more."""
 
 
 def run_plan(made: Namespace, trainer: Namespace) -> int:

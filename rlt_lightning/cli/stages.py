@@ -28,10 +28,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
+    LRSchedulerTypeTuple,
     SaveConfigCallback,
     instantiate_class,
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.optim import Optimizer
 
 from rlt_lightning.checkpoints.run_folder import (
     RunFolder,
@@ -51,11 +53,11 @@ from rlt_lightning.run.ranks import find_global_rank
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.run.shipped import read_next_command
 from rlt_lightning.trainer import TESTING, TRAINER_DEFAULTS, TRAINING, Trainer
-from rlt_lightning.types import InputError, as_list, first_line, naming_full_disk
+from rlt_lightning.types import InputError, as_list, first_line
 
 TRAINER_VERBS = LightningCLI.subcommands()
 # Settings of the data that the run sets from those of its module or engine; with their defaults.
-FOLLOWING = {"tokenizer": None, "student_tokenizer": None, "teacher_tokenizer": None, "num_samples": 1}
+DERIVED_SETTINGS = {"tokenizer": None, "student_tokenizer": None, "teacher_tokenizer": None, "num_samples": 1}
 SEEDS = ("seed_everything", "data.init_args.seed", "model.init_args.seed", "rollouts.seed")
 # The first process names the run folder in this environment variable for the processes that it starts.
 RUN_FOLDER = "RLT_RUN_FOLDER"
@@ -136,7 +138,7 @@ class RLTCommandLine(LightningCLI):
             parser_class=ConfigParser,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            auto_configure_optimizers=not is_test,
+            auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             args=None if args is None else [*args],
         )
@@ -168,6 +170,9 @@ class RLTCommandLine(LightningCLI):
         )
         for name, kind in self.run_callbacks.items():
             parser.add_lightning_class_args(kind, name)
+        if self.typed_verb != "test":
+            parser.add_optimizer_args((Optimizer,))
+            parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line, and let --seed set the other seeds."""
@@ -180,7 +185,7 @@ class RLTCommandLine(LightningCLI):
         self.config = parser.parse_args([*self.subcommands(), *self.words])
         config = self.config[self.config.subcommand]
         self.spread_seed(config)
-        for name, default in FOLLOWING.items():
+        for name, default in DERIVED_SETTINGS.items():
             if config.data.init_args.get(name, default) != default:
                 raise InputError(f"data.{name} follows from model or rollouts. Remove it.")
 
@@ -207,7 +212,7 @@ class RLTCommandLine(LightningCLI):
         config.overwrite = choice.overwrite
         if find_global_rank() == 0:
             if choice.resume:
-                settings = yaml.safe_load(self._parser(verb).dump(config, skip_validation=True))
+                settings = yaml.safe_load(self.parser.dump(self.config, skip_validation=True))[verb]
                 compare_settings(folder, settings, verb)
             open_run_folder(choice)
         # The config.yaml of a run names its folder here and as the save_dir of its loggers.
@@ -227,14 +232,16 @@ class RLTCommandLine(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.pytorch.Trainer:
         """Build this package's Trainer, which adds what every run has and no config needs to name."""
-        del self._get(self.config_init, "trainer")["default_root_dir"]  # the run folder
+        self.use_optimizer()
+        del self.config_init[self.subcommand].trainer["default_root_dir"]  # the run folder
         # Until here it was Lightning's, its base class, whose settings the parser shows.
         self.trainer_class = Trainer
         return super().instantiate_trainer(output_dir=self.choice, **kwargs)
 
-    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+    def use_optimizer(self) -> None:
         """Let --optimizer replace AdamW; Lightning would build it now, before there are weights."""
-        optimizer, schedule = (self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler"))
+        settings = self.config_init[self.subcommand]
+        optimizer, schedule = settings.get("optimizer"), settings.get("lr_scheduler")
         if schedule and (not optimizer or schedule["class_path"].endswith(".ReduceLROnPlateau")):
             raise InputError(
                 "lr_scheduler must be one of torch.optim.lr_scheduler that follows steps and not a metric, "
@@ -245,11 +252,6 @@ class RLTCommandLine(LightningCLI):
             module: Any = self.model
             module.optimizer_name = optimizer["class_path"]
             module.configure_optimizers = partial(build_named, module, optimizer, schedule)
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run the verb; a disk that is full ends it in one line."""
-        with naming_full_disk(self.choice.folder):
-            super()._run_subcommand(subcommand)
 
     def _parse_ckpt_path(self) -> None:
         """Do not let a checkpoint's hyper-parameters override the command line, as Lightning would."""

@@ -34,7 +34,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
+from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow, get_attention, set_attention
 from rlt_lightning.models.packed import (
     FORWARD_ERRORS,
     find_longest_reach,
@@ -43,7 +43,6 @@ from rlt_lightning.models.packed import (
     known_fault,
     list_own_attentions,
     require_fixed_positions,
-    set_attention,
 )
 from rlt_lightning.numerics.attention import Segments, merge_
 from rlt_lightning.numerics.transfers import upload
@@ -230,7 +229,7 @@ def choose_decoder(model: Any, call: Call) -> str:
     def compute_logits(token_ids: list[int]) -> Tensor:
         return call(input_ids=upload([token_ids], device), use_cache=False).logits[0, -1]
 
-    if model.config._attn_implementation == SEGMENT_ATTENTION:
+    if get_attention(model) == SEGMENT_ATTENTION:
         try:
             compute_logits(prompts[0])
         except FORWARD_ERRORS:

@@ -117,6 +117,23 @@ def packed_attention(
     return output.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
+def supports_sdpa(model_class: Any) -> bool:
+    """Return whether transformers can compute a model's attention by PyTorch's function."""
+    return bool(model_class._supports_sdpa)
+
+
+def get_attention(model: Any) -> str:
+    """Return the name of the function by which a model computes attention; transformers has no public way."""
+    name: str = model.config._attn_implementation
+    return name
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Let a model compute attention by another function."""
+    if get_attention(model) != name:
+        model.set_attn_implementation(name)
+
+
 def has_window(module: nn.Module) -> bool:
     """Return whether an attention layer sees only a window, as far as its configuration says."""
     config: Any = getattr(module, "config", None)

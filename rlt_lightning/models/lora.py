@@ -13,7 +13,6 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,8 @@ from rlt_lightning.types import InputError, first_line, require_limits
 # peft's name for an adapter that is the only one.
 ADAPTER = "default"
 ADAPTER_FILE = "adapter_model.safetensors"
+# Types of models with Mamba's layers, as peft lists them.
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 # The prefix of names in adapter files.
 PEFT_PREFIX = "base_model.model."
 
@@ -172,18 +173,10 @@ def inject_layers(model: Any, lora: LoRA, empty: bool) -> None:
 
 def list_linear_layers(model: Any) -> list[str]:
     """Return the names of a model's linear layers, but the head and those that peft cannot adapt."""
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-
     head = model.get_output_embeddings()
-    names = []
-    for name, layer in model.named_modules():
-        if is_linear(layer) and layer is not head:
-            # Mamba's kernels read the weight of its last layer themselves, so that an adapter there is idle.
-            with suppress(ValueError):
-                _check_lora_target_modules_mamba(LoraConfig(), model, name.rpartition(".")[2])
-                names.append(name)
-    return names
+    # Mamba's kernels read the weight of its last layer themselves, so that an adapter there is idle.
+    idle = ".out_proj" if model.config.model_type in MAMBA else "none"
+    return [n for n, m in model.named_modules() if is_linear(m) and m is not head and not n.endswith(idle)]
 
 
 def is_linear(layer: nn.Module) -> bool:

@@ -11,7 +11,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow
+from rlt_lightning.models.attention import (
+    SEGMENT_ATTENTION,
+    PackedRow,
+    get_attention,
+    set_attention,
+    supports_sdpa,
+)
 from rlt_lightning.numerics.divergence import Divergence, linear_divergence
 from rlt_lightning.numerics.head import Head, LogitScale
 from rlt_lightning.numerics.log_probs import linear_log_probs
@@ -46,7 +52,7 @@ def scored_hidden_states(model: Any, packed: PackedSequences) -> Tensor:
     if len(packed.segments.boundaries) > 2:
         # No cache: with one, transformers attends across packed sequences.
         options["position_ids"] = packed.position_ids
-        if model.config._attn_implementation == SEGMENT_ATTENTION:
+        if get_attention(model) == SEGMENT_ATTENTION:
             # transformers takes a mask of four dimensions as it is, and nobody reads this one: without it,
             # transformers would build a dense L x L mask from the positions.
             no_mask = torch.empty(1, 1, 1, 0, device=packed.input_ids.device)
@@ -236,7 +242,7 @@ def verify_layout(run: Callable[..., Any], name: str, wanted: Layout) -> Layout:
             `require_fixed_positions`.
     """
     call_model(run, require_fixed_positions)
-    architecture, attention = run(lambda model: (type(model).__name__, model.config._attn_implementation))
+    architecture, attention = run(lambda model: (type(model).__name__, get_attention(model)))
     candidates: list[tuple[str, Layout]] = [(attention, wanted)]
     if wanted != "shared_prefix":
         own = [attention] if attention != SEGMENT_ATTENTION else []
@@ -262,21 +268,15 @@ def verify_layout(run: Callable[..., Any], name: str, wanted: Layout) -> Layout:
 
 def list_own_attentions(model: Any) -> list[str]:
     """Return the names of the model's own attentions that compute any mask, the fastest first."""
-    return ["sdpa", "eager"] if getattr(type(model), "_supports_sdpa", False) else ["eager"]
-
-
-def set_attention(model: Any, name: str) -> None:
-    """Let a model compute attention by another function."""
-    if model.config._attn_implementation != name:
-        model.set_attn_implementation(name)
+    return ["sdpa", "eager"] if supports_sdpa(type(model)) else ["eager"]
 
 
 def known_fault(model: Any, layout: Layout) -> str | None:
     """Return a known fault of a layout that no short sequence shows, or None."""
     if layout == "single":
         return None
-    if model.config._attn_implementation != SEGMENT_ATTENTION:
-        return f"its attention ('{model.config._attn_implementation}') would mix sequences of a row"
+    if get_attention(model) != SEGMENT_ATTENTION:
+        return f"its attention ('{get_attention(model)}') would mix sequences of a row"
     return find_position_fault(model)
 
 
@@ -335,7 +335,7 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
         ScoredSequence(prefix, rest, [False] + [True] * last)
         for rest, last in zip(rests, scored, strict=True)
     ]
-    attention = model.config._attn_implementation
+    attention = get_attention(model)
 
     def own(token_ids: list[int], last: int) -> Tensor:
         """Return the log-probs of the last tokens by transformers' plainest attention."""

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlt_lightning.models.embedded import resolve
+from rlt_lightning.models.embedded import find_file, resolve
 from rlt_lightning.types import InputError, first_line
 
 # A parameter's name, and the parameter, which may be sharded over ranks.
@@ -31,6 +31,11 @@ GROUP_NUMEL = 2**27
 def full_shape(tensor: Any) -> tuple[int, ...]:
     """Return the shape of the whole tensor, however it is sharded; nothing is gathered."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def count_bytes(tensor: Any) -> int:
+    """Return the bytes of the whole tensor."""
+    return torch.Size(full_shape(tensor)).numel() * int(tensor.element_size())
 
 
 @dataclass
@@ -74,7 +79,7 @@ def gather_in_groups(named_tensors: list[NamedTensor], group_bytes: int) -> Iter
     group: list[Tensor] = []
     size = 0
     for _, tensor in named_tensors:
-        num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
+        num_bytes = count_bytes(tensor)
         if group and size + num_bytes > group_bytes:
             yield from gather_and_release(group)
             group, size = [], 0
@@ -131,12 +136,9 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def stored_once(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; tied ones only under their first name."""
-    once: dict[str, Tensor] = dict(model.named_parameters())
-    for name, module in model.named_modules():
-        for key, buffer in module.named_buffers(name, recurse=False):
-            if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                once.setdefault(key, buffer)
-    return once
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
 
 
 def write_weights(
@@ -161,32 +163,28 @@ def write_weights(
     Returns:
         The files that this rank has written.
     """
-    files: list[list[NamedTensor]] = [[]]
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    tensors: dict[str, Any] = dict(named_tensors)
+    files = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=count_bytes,
+        filename_pattern=file_name.replace(".", "{suffix}.", 1),
+        max_shard_size=FILE_BYTES,
+    )
     written: list[Path] = []
-    size = 0
-    for name, tensor in named_tensors:
-        num_bytes = torch.Size(full_shape(tensor)).numel() * tensor.element_size()
-        if files[-1] and size + num_bytes > FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append((name, tensor))
-        size += num_bytes
-    places: dict[str, str] = {}
-    for number, file in enumerate(files):
-        if len(files) > 1:
-            file_name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        places |= {name: file_name for name, _ in file}
-        own = {}
-        for name, tensor in file:
-            with whole_tensors([tensor]) as [whole]:
+    for number, (file, names) in enumerate(files.filename_to_tensors.items()):
+        on_rank = {}
+        for name in names:
+            with whole_tensors([tensors[name]]) as [whole]:
                 if number % world_size == rank:
-                    own[name] = whole.detach().to("cpu", copy=True).contiguous()
-        if own:
-            save_file(own, folder / file_name, metadata={"format": "pt"})
-            written.append(folder / file_name)
-    if len(files) > 1 and rank == 0:
+                    on_rank[name] = whole.detach().to("cpu", copy=True).contiguous()
+        if on_rank:
+            save_file(on_rank, folder / file, metadata={"format": "pt"})
+            written.append(folder / file)
+    if files.is_sharded and rank == 0:
         written.append(folder / SAFETENSORS_INDEX)
-        written[-1].write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        written[-1].write_text(json.dumps({"metadata": {}, "weight_map": files.tensor_to_filename}))
     for path in written:
         with open(path, "rb") as handle:
             os.fsync(handle.fileno())
@@ -196,10 +194,10 @@ def write_weights(
 @torch.no_grad()
 def move_towards(ours: nn.Module, theirs: dict[str, Any], alpha: float) -> None:
     """Set ours to alpha * theirs + (1 - alpha) * ours, parameter by parameter, however they are sharded."""
-    for name, own in ours.named_parameters():
-        with whole_tensors([own, theirs[name]]) as [whole, other]:
-            moved = torch.lerp(whole, other.to(whole), alpha)
-        set_whole(own, moved)
+    for name, parameter in ours.named_parameters():
+        with whole_tensors([parameter, theirs[name]]) as [our_whole, their_whole]:
+            moved = torch.lerp(our_whole, their_whole.to(our_whole), alpha)
+        set_whole(parameter, moved)
 
 
 class WeightFiles:
@@ -213,17 +211,15 @@ class WeightFiles:
 
     def __init__(self, name: str) -> None:
         from safetensors import SafetensorError, safe_open
-        from transformers.utils.hub import cached_file
+        from transformers.utils import cached_file
 
         self.name = name
         try:
-            index = cached_file(resolve(name), SAFETENSORS_INDEX, _raise_exceptions_for_missing_entries=False)
-            names = [SAFETENSORS]
-            if index is not None:
-                names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+            index = find_file(name, SAFETENSORS_INDEX)
+            names = json.loads(index.read_text())["weight_map"].values() if index else [SAFETENSORS]
             self.file_of: dict[str, str] = {}
             self.shapes: dict[str, list[int]] = {}
-            for path in (str(cached_file(resolve(name), file)) for file in names):
+            for path in (str(cached_file(resolve(name), file)) for file in sorted(set(names))):
                 with safe_open(path, framework="pt") as file:
                     self.file_of |= dict.fromkeys(file.keys(), path)
                     self.shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118

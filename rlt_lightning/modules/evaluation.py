@@ -17,7 +17,7 @@ from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_m
 from rlt_lightning.modules.responses import Sample, judge_responses
 from rlt_lightning.run.interrupt import Interrupt
 from rlt_lightning.run.ranks import meet
-from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
+from rlt_lightning.strategies.sharding import ModelEntry, Unsharded, WeightLayout, get_sharding
 from rlt_lightning.types import InputError
 
 
@@ -52,7 +52,7 @@ class EvaluationModule(LightningModule):
         self.needs_model = False
         # configure_model sets both: the way into the model, and how its weights are stored.
         self.entry: ModelEntry | None = None
-        self.sharding = Unsharded(None)
+        self.sharding: WeightLayout = Unsharded(None)
         self.judge: Judge | None = None
         self.answers: AnswerFigures | None = None
         # Once all are judged, by set: figures and pass@k.
@@ -83,7 +83,7 @@ class EvaluationModule(LightningModule):
             return
         options = (self.pretrained, self.dtype_name, self.attn_implementation, self.trust_remote_code)
         self.sharding = get_sharding(self.trainer.strategy)
-        if isinstance(self.sharding, Sharded):
+        if self.sharding.sharded:
             announce_model(self.pretrained, self.dtype_name)
             self.entry = self.sharding.fill(*empty_model(*options))
         else:

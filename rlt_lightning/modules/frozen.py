@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rlt_lightning.strategies.sharding import ModelEntry, Unsharded
+from rlt_lightning.strategies.sharding import ModelEntry, WeightLayout
 
 # run(function, *arguments) is function(model, *arguments).
 RunModel = Callable[..., Any]
@@ -39,7 +39,7 @@ class Model:
         """Return a model with weights of its own, which nobody trains."""
         return cls(entry, entry.model.eval().requires_grad_(False), offload)
 
-    def place(self, device: torch.device, sharding: Unsharded) -> None:
+    def place(self, device: torch.device, sharding: WeightLayout) -> None:
         """Move the weights to a device or, when offloading to a GPU, pin them in host memory."""
         if not self.is_placed:  # a second verb of a trainer would give it to a second engine
             self.run = sharding.freeze(self.run)

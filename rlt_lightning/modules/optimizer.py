@@ -97,7 +97,6 @@ def resume_schedule(schedule: Any) -> None:
         rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
         for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        schedule._last_lr = rates
 
 
 def states_8bit_bytes(sizes: Iterable[int]) -> int:

@@ -54,7 +54,7 @@ from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rollouts.step import POLICY
 from rlt_lightning.run.interrupt import Interrupt
 from rlt_lightning.run.ranks import meet
-from rlt_lightning.strategies.sharding import ModelEntry, Sharded, Unsharded, get_sharding
+from rlt_lightning.strategies.sharding import ModelEntry, Unsharded, WeightLayout, get_sharding
 from rlt_lightning.types import InputError, as_list
 
 # The progress bar shows these figures of a step.
@@ -140,7 +140,7 @@ class PolicyModule(LightningModule):
         self.held_out = HeldOutFigures()
         # configure_model sets both: the way into the trained model, and how its weights are stored.
         self.entry: ModelEntry | None = None
-        self.sharding = Unsharded(None)
+        self.sharding: WeightLayout = Unsharded(None)
         self.is_configured = False
         # Token ids that may be sampled; `setup` counts them.
         self.num_ids: int | None = None
@@ -212,7 +212,7 @@ class PolicyModule(LightningModule):
             self.sharding = get_sharding(self.trainer.strategy)
         if self.entry is None:
             self.load_policy()
-        elif isinstance(self.sharding, Sharded):
+        elif self.sharding.sharded:
             raise InputError(
                 "A module of load_from_checkpoint has its weights whole, but trainer.strategy shards them. "
                 "Make the module anew, and give the checkpoint as ckpt_path."
@@ -239,7 +239,7 @@ class PolicyModule(LightningModule):
         `role` says in the announcement what the model is for.
         """
         options = name, dtype, self.attn_implementation, self.trust_remote_code
-        if isinstance(self.sharding, Sharded):
+        if self.sharding.sharded:
             model, read = empty_model(*options)
             if lora is not None:
                 read = add_adapter(model, lora, self.seed, read)

@@ -55,9 +55,9 @@ def require_digests(folder: Path, remedy: str, names: list[str] | None = None) -
     """
     digests = read_digests(folder)
     if names is None:
-        files = (path for path in folder.rglob("*") if path.is_file())
-        own = [path for path in files if path.suffix != SUFFIX and path.name[0] != "."]
-        names = sorted({*digests, *(path.relative_to(folder).as_posix() for path in own)}) or ["any file"]
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        files = [path for path in files if path.suffix != SUFFIX and path.name[0] != "."]
+        names = sorted({*digests, *(path.relative_to(folder).as_posix() for path in files)}) or ["any file"]
     for name in names:
         path = folder / name
         if not path.is_file():

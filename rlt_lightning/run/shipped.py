@@ -19,7 +19,7 @@ from pathlib import Path
 from rlt_lightning.types import InputError
 
 # A wheel holds them in the package, a checkout beside it.
-PLACES = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
+CONFIG_FOLDERS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "configs")
 
 # Experiments lie in the first three, overlays in the others.
 FOLDERS = {
@@ -35,9 +35,9 @@ NEXT = "# Next: "
 
 def list_shipped_configs() -> dict[str, Path]:
     """Return the shipped configs, file by name, in the order of FOLDERS."""
-    place = next(place for place in PLACES if place.is_dir())
-    files = [path for folder in FOLDERS for path in sorted((place / folder).glob("*.yaml"))]
-    return {path.relative_to(place).with_suffix("").as_posix(): path for path in files}
+    root = next(root for root in CONFIG_FOLDERS if root.is_dir())
+    files = [path for folder in FOLDERS for path in sorted((root / folder).glob("*.yaml"))]
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in files}
 
 
 def find_config(name: str) -> Path:

@@ -23,7 +23,6 @@ When gradients of all ranks are added up:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -58,16 +57,24 @@ class ModelEntry(nn.Module):
         return function(self.model, *arguments)
 
 
-class Unsharded:
-    """Every process holds all weights: a single process, or DDP."""
+class WeightLayout:
+    """What the processes of a run hold of a model's weights; a strategy decides it.
 
-    # Whether all ranks must run a forward together.
+    Args:
+        strategy: Lightning's strategy.
+    """
+
+    # Whether every process holds a part of each weight, so that all ranks must run a forward together.
     sharded = False
     # Whether the optimizer keeps its states, and steps, in main memory.
     steps_on_cpu = False
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
+
+    def fill(self, model: nn.Module, read: Read) -> ModelEntry:
+        """Fill an empty model with its weights, in shards, where `sharded`."""
+        raise NotImplementedError
 
     def freeze(self, entry: Any) -> Callable[..., Any]:
         """Prepare a model that is not trained, and return the function that calls it."""
@@ -77,9 +84,8 @@ class Unsharded:
         """Choose by free memory, alike on all ranks, once all weights are loaded."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for a micro-batch: ranks exchange gradients only in a step's last backward."""
-        model = self.strategy.model
-        return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+        """Return a context for a micro-batch; `last` is whether it is the last of an update."""
+        return nullcontext()
 
     def step(
         self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float, counts: bool = True
@@ -99,19 +105,19 @@ class Unsharded:
         return norm
 
 
-class Sharded(ABC):
-    """Every process holds a part of each weight."""
+class Unsharded(WeightLayout):
+    """Every process holds all weights: a single process, or DDP."""
 
-    sharded = True
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Let ranks exchange gradients only in a step's last backward."""
+        model = self.strategy.model
+        return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
-    @abstractmethod
-    def fill(self, model: nn.Module, read: Read) -> ModelEntry:
-        """Fill an empty model with its weights, in shards."""
 
-
-class FullyShard(Sharded, Unsharded):
+class FullyShard(WeightLayout):
     """PyTorch's FSDP2: every transformer block is sharded by itself, and then the rest of the model."""
 
+    sharded = True
     # Whether gradients of all ranks are added up in every micro-batch.
     reduces_every = True
 
@@ -159,7 +165,7 @@ class FullyShard(Sharded, Unsharded):
         return nullcontext()
 
 
-class DeepSpeedZeRO(Unsharded):
+class DeepSpeedZeRO(WeightLayout):
     """DeepSpeed ZeRO-1 and ZeRO-2: optimizer states are sharded, and with ZeRO-2 gradients."""
 
     @property
@@ -194,8 +200,10 @@ class DeepSpeedZeRO(Unsharded):
         return torch.tensor(norm if norm >= 0 else torch.nan, device=self.strategy.root_device)
 
 
-class ZeRO3(Sharded, DeepSpeedZeRO):
+class ZeRO3(DeepSpeedZeRO):
     """DeepSpeed ZeRO-3: weights are sharded too."""
+
+    sharded = True
 
     def fill(self, model: nn.Module, read: Read) -> ModelEntry:
         """Let rank 0 read the tensors in groups; DeepSpeed broadcasts and shards each group."""
@@ -249,7 +257,7 @@ class ZeRO3(Sharded, DeepSpeedZeRO):
         return module
 
 
-def get_sharding(strategy: Any) -> Unsharded:
+def get_sharding(strategy: Any) -> WeightLayout:
     """Return how the trainer's strategy stores weights."""
     if isinstance(strategy, DeepSpeedStrategy):
         return (ZeRO3 if strategy.zero_stage_3 else DeepSpeedZeRO)(strategy)

@@ -49,6 +49,16 @@ FLAT_WEIGHTS = (
 )
 
 
+def call_module(verb: str, context: str) -> Any:
+    """Return a step of the strategy without the engine's forward: that is for one of its micro-batches."""
+
+    def step(self: DeepSpeed, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, f"{context}_step_context")():
+            return getattr(self.lightning_module, f"{verb}_step")(*args, **kwargs)
+
+    return step
+
+
 class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     """DeepSpeed ZeRO-1, 2 or 3, on GPUs and, by gloo, on CPUs.
 
@@ -151,7 +161,8 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
     def moments(self, policy: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        states = self.flat_states()
+        # Of each flat tensor of this rank that the optimizer has stepped.
+        states = [state for state in self.optimizers[0].optimizer.state.values() if state]
         if not states:
             return
         self.link_moments()
@@ -171,10 +182,6 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         if not self.zero_stage_3:
             self.optimizers[0]._hp_optimizer_states_linked = False
             self.optimizers[0]._lazy_init_hp_params_optimizer_state()
-
-    def flat_states(self) -> list[dict[str, Any]]:
-        """Return the state of each flat tensor of this rank that the optimizer has stepped."""
-        return [state for state in self.optimizers[0].optimizer.state.values() if state]
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -203,27 +210,9 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
             for key, file in files.items():
                 set_state(parameter, file(name), key)
 
-    # The engine's forward is for a micro-batch; a step runs several of them.
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self.lightning_module.training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self.lightning_module.validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self.lightning_module.test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self.lightning_module.predict_step(*args, **kwargs)
+    training_step, validation_step, test_step, predict_step = map(
+        call_module, ("training", "validation", "test", "predict"), ("train", "val", "test", "predict")
+    )
 
 
 def fp32_state(parameter: Tensor, full_tensor: Callable[[], Tensor]) -> Deferred:
@@ -253,8 +242,8 @@ def set_state(parameter: Any, whole: Tensor, key: str | None) -> None:
     flat = nn.functional.pad(
         whole.flatten(), (0, max(0, size * torch.distributed.get_world_size() - whole.numel()))
     )
-    own = flat[start : start + size]
+    shard = flat[start : start + size]
     if key is None:
-        safe_set_local_fp32_param(parameter, own)
+        safe_set_local_fp32_param(parameter, shard)
     else:
-        safe_set_local_optimizer_state(parameter, own, key)
+        safe_set_local_optimizer_state(parameter, shard, key)

@@ -9,9 +9,12 @@ The layers, from low to high; a module may import from its own layer and those b
 
 from __future__ import annotations
 
+import ast
+import inspect
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
+from pkgutil import resolve_name
 
 import pytest
 from commands import ROOT
@@ -42,6 +45,82 @@ WRAPPERS = {
     "deepspeed": {"models/weights.py", "strategies/sharding.py", "strategies/zero.py"},
     "wandb": {"trainer.py"},  # asks for the login before a run; Lightning's logger does the rest
 }
+# Names that a library calls private and that have no public way, by file: which object has them.
+PRIVATE = {
+    "callbacks/checkpoint.py": {
+        "lightning.pytorch.callbacks:ModelCheckpoint": "_every_n_train_steps _last_global_step_saved "
+        "_last_time_checked _monitor_candidates _save_checkpoint _save_topk_checkpoint "
+        "_should_skip_saving_checkpoint _train_time_interval"
+    },
+    "cli/parser.py": {
+        "jsonargparse": "_typehints",
+        "jsonargparse._typehints": "ActionTypeHint discard_init_args_on_class_path_change",
+    },
+    "cli/stages.py": {"lightning.pytorch.cli:LightningCLI": "_parse_ckpt_path"},
+    "datamodules/sources.py": {"datasets:Dataset": "_fingerprint"},
+    "engines/slots.py": {
+        "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu",
+        "transformers:GenerationMixin": "_prepare_cache_for_generation _supports_logits_to_keep "
+        "_update_model_kwargs_for_generation",
+    },
+    "models/attention.py": {
+        "transformers:PreTrainedConfig": "_attn_implementation",
+        "transformers:PreTrainedModel": "_supports_sdpa",
+    },
+    "models/file_names.py": {"transformers.core_model_loading": "_weight_conversions"},
+    "models/kernels.py": {"transformers:PreTrainedModel": "_no_split_modules"},
+    "models/lora.py": {"peft.tuners.lora:LoraLayer": "_cast_input_dtype _disable_adapters"},
+    "modules/policy.py": {"lightning.pytorch:LightningModule": "_trainer"},
+    "numerics/attention.py": {
+        "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention_for_cpu_backward"
+    },
+    "numerics/head.py": {"torch.utils": "_pytree"},
+    "numerics/varlen.py": {
+        "torch.ops:aten": "_flash_attention_backward _flash_attention_forward",
+        "flash_attn.flash_attn_interface": "_wrapped_flash_attn_varlen_backward "
+        "_wrapped_flash_attn_varlen_forward",
+    },
+    "run/interrupt.py": {
+        "lightning.pytorch.trainer.connectors.signal_connector": "_SignalConnector _original_handlers "
+        "_register_signal _sigterm_notifier_fn _slurm_sigusr_handler_fn",
+        "lightning.pytorch:Trainer": "_signal_connector",
+    },
+    "strategies/fsdp2.py": {
+        "lightning.pytorch.strategies:ModelParallelStrategy": "_data_parallel_size _tensor_parallel_size"
+    },
+    "strategies/zero.py": {
+        "lightning.pytorch.strategies:DeepSpeedStrategy": "_init_config_if_needed _init_optimizers",
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": "_hp_optimizer_states_linked "
+        "_lazy_init_hp_params_optimizer_state",
+    },
+    "trainer.py": {
+        "lightning.pytorch:Trainer": "_default_root_dir",
+        "lightning.pytorch.loggers:WandbLogger": "_log_model _offline",
+    },
+    "worker/gloo.py": {
+        "torch.distributed:ProcessGroupGloo": "_Options",
+        "torch.distributed:ProcessGroupGloo._Options": "_devices _timeout",
+    },
+    "worker/ipc.py": {
+        "torch": "_C",
+        "torch:_C": "_accelerator_getAllocatorSettings _accelerator_setAllocatorSettings",
+        "torch:UntypedStorage": "_new_shared_cuda _share_cuda_",
+    },
+}
+
+
+def list_private(tree: ast.Module) -> set[str]:
+    """Names with an underscore that a file uses and does not define."""
+    nodes = list(ast.walk(tree))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    defined |= {a.attr for a in attributes if isinstance(a.ctx, ast.Store) and ast.unparse(a.value) == "self"}
+    used = {a.attr for a in attributes} - defined
+    used |= {a.attr for a in attributes if ast.unparse(a.value) == "super()"}
+    used |= {part for name in imported(tree) for part in name.split(".")}
+    public = {"_exit", "_replace"}  # of os and of named tuples
+    return {name for name in used if name[0] == "_" and name[:2] != "__"} - public
 
 
 def folder_of(module: str) -> str:
@@ -93,3 +172,27 @@ def test_only_wrappers_import_heavy_packages() -> None:
             if package in {name.split(".")[0] for name in imported(trees()[module_name(path)])}
         }
         assert found == wrappers, package
+
+
+def test_private_names_of_libraries_are_listed() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        listed = " ".join(PRIVATE.get(str(path.relative_to(PACKAGE)), {}).values()).split()
+        assert list_private(trees()[module_name(path)]) <= set(listed), path
+        assert all(name in path.read_text() for name in listed), path
+
+
+@pytest.mark.parametrize("file", PRIVATE)
+def test_libraries_still_have_their_private_names(file: str) -> None:
+    for owner, names in PRIVATE[file].items():
+        pytest.importorskip(owner.partition(":")[0].partition(".")[0])
+        found = resolve_name(owner)
+        source = read_source(found)
+        missing = [name for name in names.split() if not hasattr(found, name) and name not in source]
+        assert missing == [], f"{owner} has lost names that {file} uses"
+
+
+def read_source(found: object) -> str:
+    try:
+        return inspect.getsource(found)  # type: ignore[arg-type]
+    except (OSError, TypeError):  # it is compiled
+        return ""

@@ -228,7 +228,7 @@ def test_a_named_optimizer_trains_and_resumes_exactly(tmp_path: Path) -> None:
     assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))
     state = tmp_path / "part" / "checkpoints" / "step=000003.ckpt"
     assert (state / "momentum_buffer").is_dir()  # Muon's
-    other = ["--optimizer=torch.optim.SGD", "--optimizer.lr=1e-3", "--trainer.max_steps=4", "--resume=true"]
+    other = ["--optimizer=SGD", "--optimizer.lr=1e-3", "--trainer.max_steps=4", "--resume=true"]
     refused = rlt("fit", *options[:2], *options[6:], *other, f"--output_dir={tmp_path / 'part'}")
     assert refused.returncode == 2
     assert "must have the same optimizer" in refused.stderr

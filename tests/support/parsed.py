@@ -46,8 +46,8 @@ def check_rlt(arguments: list[str], files: Path) -> None:
     options = [str(files / option) if (files / option).is_file() else option for option in options]
     assert verb in VERBS, f"rlt has no verb {verb}"
     options = [STANDS_FOR.get(option, option) for option in options]
-    if verb in cli.BARE and not options[0].startswith("-"):
-        options[0] = f"--{cli.BARE[verb]}={options[0]}"
+    if verb in cli.POSITIONAL and not options[0].startswith("-"):
+        options[0] = f"--{cli.POSITIONAL[verb]}={options[0]}"
     settings_verb = "fit" if verb in shared_settings.COMMANDS else verb
     words = options if verb in cli.COMMANDS else [settings_verb, *options]
     before, sys.argv = sys.argv, ["rlt", verb]

@@ -161,6 +161,6 @@ def liger(monkeypatch: pytest.MonkeyPatch, error: float = 0.0) -> None:
         assert not fused_linear_cross_entropy
         model.model.norm.weight.data *= 1 + error
 
-    package._apply_liger_kernel_to_instance = apply
+    package.apply_liger_kernel_to_qwen2 = apply
     install(monkeypatch, "liger_kernel")
     install(monkeypatch, "liger_kernel.transformers", package)
