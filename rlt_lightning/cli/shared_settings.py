@@ -62,11 +62,6 @@ class SettingsCommandLine(RLTCommandLine):
         """Print nothing more."""
 
 
-def run_plan(made: Namespace, trainer: Namespace) -> int:
-    """Print the memory that a run would need, and return the exit status."""
-    return print_plan(trainer, made.model, made.data, made.rollouts, made.checkpoint, made.plan)
-
-
 def run_check(made: Namespace, trainer: Namespace) -> int:
     """Make the checks, print each as soon as it is made, and return 1 if one fails."""
     lengths = {name: trainer[name] for name in ("max_steps", "max_epochs", "limit_train_batches")}
@@ -81,6 +76,6 @@ def run_check(made: Namespace, trainer: Namespace) -> int:
 
 # Command -> the class of its own options, and what it does.
 COMMANDS: dict[str, tuple[type, Callable[[Namespace, Namespace], int]]] = {
-    "plan": (PlanOptions, run_plan),
+    "plan": (PlanOptions, print_plan),
     "check": (CheckOptions, run_check),
 }

@@ -2,8 +2,14 @@
 
     settings ─▶ Plan, with a Model for each that the run holds ─ list_phases ─▶ parts of each phase ─▶ table
 
-Each phase adds up the parts that exist at the same time; the largest phase is the predicted peak. The
-formulas follow what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes. Weights are
+    phase      what it adds to the parts that last (weights, optimizer states, gradients, a worker)
+    generate   a cache of keys and values, or the worker awake
+    score      a forward of each model that only reads, one at a time
+    train      forward and backward: in the head or in the last block
+    step       what the optimizer needs for its own duration
+
+A phase has moments, of which the largest counts; the largest phase is the predicted peak. The formulas follow
+what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes. Weights are
 counted on the meta device; what a transformer block allocates is a formula of its widths. Nothing is
 downloaded: a model's configuration comes from this machine, and rows that are not on it are assumed to be as
 long as the settings allow.
@@ -13,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +29,7 @@ from typing import Any
 
 import torch
 import yaml
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
@@ -48,6 +54,7 @@ from rlt_lightning.modules.phases import list_heads, resident_bytes
 from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.strategies import NAMED
+from rlt_lightning.strategies.fsdp2 import measure_free_bytes
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.types import InputError
 
@@ -70,6 +77,16 @@ REDUCE_BUCKET, SUB_GROUP = 200_000_000, 10**12
 FLOP_S, HF_STEP_S = 300e12, 0.04
 VLLM_STEP_S, VLLM_TOKENS_S, VLLM_WEIGHTS = 0.01, 10_000, 4.5e9  # above so many weights, in proportion slower
 MEAN_FRAC = 1 / 3  # of the longest
+
+# What each way of sharding divides among the processes.
+DIVIDED = {
+    "whole": (),
+    "ddp": (),
+    "zero1": ("states",),
+    "zero2": ("states", "gradients"),
+    "zero3": ("states", "gradients", "weights"),
+    "fsdp2": ("states", "gradients", "weights"),
+}
 
 Sizes = dict[str, float]  # part -> bytes on one device
 
@@ -221,12 +238,11 @@ class Plan:
         self.num_processes = len(self.gpus) * int(trainer.num_nodes)
         self.sharding, self.strategy = read_sharding(trainer.strategy, self.num_processes)
         self.is_deepspeed = self.sharding.startswith("zero")
-        self.shards = self.num_processes if self.sharding in ("fsdp2", "zero3") else 1  # of weights
-        whole = self.sharding in ("whole", "ddp")
-        self.state_shards = 1 if whole else self.num_processes
+        self.shards = self.count_shards("weights")
+        whole = not DIVIDED[self.sharding]
         require_settings(module.lora, module.optimizer_config, whole, installed=False)
-        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(self.gpus)
-        device = machine if self.on_cpu else GIB * H100_GIB
+        on_host = measure_free_bytes(torch.device("cpu"), len(self.gpus))
+        device = on_host if self.on_cpu else GIB * H100_GIB
         self.memory = GIB * options.device_gib if options.device_gib else device  # that one process may use
         # Measured on a CPU, so before what follows takes more memory.
         self.runtime = resident_bytes() or GIB / 2 if self.on_cpu else RUNTIME
@@ -374,6 +390,10 @@ class Plan:
 
     # Plain arithmetic
 
+    def count_shards(self, what: str) -> int:
+        """Return into how many shards the strategy divides `weights`, `gradients` or `states`."""
+        return self.num_processes if what in DIVIDED[self.sharding] else 1
+
     def offloads(self, what: str) -> bool:
         """Return whether DeepSpeed keeps its `optimizer` or `parameters` in main memory, not on a GPU."""
         return bool(self.strategy.get(f"offload_{what}")) and not self.on_cpu
@@ -389,19 +409,19 @@ class Plan:
         if policy.states_8bit is not None:
             return policy.states_8bit
         other = policy.weight_bytes != self.master_bytes or self.sharding != "zero3"
-        return policy.trained * (2 + (self.is_deepspeed and other)) * self.master_bytes / self.state_shards
+        numbers = policy.trained * (2 + (self.is_deepspeed and other))
+        return numbers * self.master_bytes / self.count_shards("states")
 
     def count_gradient_bytes(self) -> float:
-        """Return the gradients of all trained weights: in shards, except under DDP and stage 1.
+        """Return the gradients of all trained weights, whole or in shards.
 
-        Stage 1 keeps them whole until the last row of a step, and so does FSDP2 if it is told to add them up
-        once an update; by itself it does so only where they fit.
+        FSDP2 keeps them whole if it is told to add them up once an update; by itself it does so only where
+        they fit.
         """
         if self.offloads("optimizer") and self.sharding != "zero1":
             return 0.0
         once = self.sharding == "fsdp2" and self.strategy.get("reduce_every_micro_batch") is False
-        whole = once or self.sharding in ("whole", "ddp", "zero1")
-        return self.policy.trained * self.grad_bytes / (1 if whole else self.num_processes)
+        return self.policy.trained * self.grad_bytes / (1 if once else self.count_shards("gradients"))
 
     def count_bucket_bytes(self) -> float:
         """Return the buffers in which gradients travel between processes.
@@ -429,7 +449,7 @@ class Plan:
         stage 3 one per `sub_group_size`, and also copies the gradients into a flat tensor. States in 8 bits
         are stepped in place, those in main memory there; on a CPU AdamW goes tensor by tensor.
         """
-        stepped = self.policy.trained / self.state_shards
+        stepped = self.policy.trained / self.count_shards("states")
         if self.offloads("optimizer") or self.policy.states_8bit is not None:
             return 0.0
         if self.is_deepspeed:
@@ -484,12 +504,12 @@ class Plan:
             parts["gradients"] = self.count_gradient_bytes()
         return parts | {"vLLM worker": self.sleeping_bytes}
 
-    def list_generate_parts(self) -> Sizes:
+    def list_generate_moments(self) -> list[Sizes]:
         """Return what sampling needs: in the trainer's own processes, or of a GPU that a worker shares."""
         if not self.hf_sequences:
-            return {"vLLM worker": self.worker_bytes} if self.worker_bytes else {}
+            return [{"vLLM worker": self.worker_bytes}] if self.worker_bytes else []
         gathered = self.count_gathered_bytes(self.policy, backward=False)
-        return {"kv cache": self.count_kv_bytes(), "gathered": gathered}
+        return [{"kv cache": self.count_kv_bytes(), "gathered": gathered}]
 
     def count_scored_tokens(self, row_tokens: int) -> int:
         """Return the tokens of a row that the head scores: all but one prompt."""
@@ -506,50 +526,44 @@ class Plan:
             "gathered": self.count_gathered_bytes(model, backward=False),
         }
 
-    def list_train_parts(self) -> Sizes:
-        """Return what forward and backward need at their worst moment, in the head or in the last block.
+    def list_train_moments(self) -> list[Sizes]:
+        """Return what forward and backward need in the head and in the last block, of two rows of a step.
 
-        The first row of a step is the largest, and PyTorch makes the gradients in its backward. For the
-        second, which may be smaller, they exist already.
+        The first row is the largest, and PyTorch makes the gradients in its backward. For the second, which
+        may be smaller, they exist already.
         """
         policy, grads = self.policy, self.count_gradient_bytes()
         kept = policy.num_blocks * (policy.residual_bytes if self.checkpointing else policy.kept)
-        block = policy.backward + (policy.kept if self.checkpointing else 0)
-        states = self.count_scored_tokens(self.row_tokens) * 4
-        tiles = (PAIR_TILES if self.pair_hidden else BACKWARD_TILES) * self.logits_bytes
+        in_block = kept + policy.backward + (policy.kept if self.checkpointing else 0)
+        in_head = (PAIR_TILES if self.pair_hidden else BACKWARD_TILES) * self.logits_bytes + policy.head_grad
+        passing = {
+            "half-precision copies": float(policy.cast_bytes),
+            "gathered": self.count_gathered_bytes(policy, backward=True),
+        }
         second = max(0.0, min(1.0, self.step_tokens / self.row_tokens - 1))
         moments: list[Sizes] = []
-        for part, exist in ((1.0, self.sharding == "zero3"), (second, True)):
-            tokens, head = part * self.row_tokens, part * states * (2 * policy.hidden + self.pair_hidden)
-            moments += [
-                {
-                    "gradients": grads if exist else 0.0,
-                    "activations": tokens * kept,
-                    "head": head + tiles + policy.head_grad,
-                },
-                {
-                    "gradients": grads if exist else min(grads, policy.head_grad),
-                    "activations": tokens * (kept + block),
-                    "head": part * states * policy.hidden,
-                },
-            ]
-        gathered = self.count_gathered_bytes(policy, backward=True)
-        return find_largest(moments) | {
-            "half-precision copies": float(policy.cast_bytes),
-            "gathered": gathered,
-        }
+        for part, made in ((1.0, grads if self.sharding == "zero3" else 0.0), (second, grads)):
+            tokens, states = part * self.row_tokens, part * self.count_scored_tokens(self.row_tokens) * 4
+            head = states * (2 * policy.hidden + self.pair_hidden) + in_head
+            moments.append({"gradients": made, "activations": tokens * kept, "head": head} | passing)
+            made, head = max(made, min(grads, policy.head_grad)), states * policy.hidden
+            moments.append({"gradients": made, "activations": tokens * in_block, "head": head} | passing)
+        return moments
 
     def list_phases(self) -> dict[str, Sizes]:
         """Return the parts of every phase of a step, when moments and gradients exist."""
-        lasting, phases = self.list_lasting_parts(), {}
-        if parts := self.list_generate_parts():
-            phases["generate"] = lasting | parts
-        if forwards := [lasting | self.list_score_parts(*scorer) for scorer in self.scorers]:
-            phases["score"] = find_largest(forwards)
-        if self.trains:
-            phases["train"] = lasting | self.list_train_parts()
-            phases["step"] = lasting | {"step workspace": self.count_workspace_bytes()}
-        return phases
+        lasting = self.list_lasting_parts()
+        phases = {
+            "generate": self.list_generate_moments(),
+            "score": [self.list_score_parts(*scorer) for scorer in self.scorers],
+            "train": self.list_train_moments() if self.trains else [],
+            "step": [{"step workspace": self.count_workspace_bytes()}] if self.trains else [],
+        }
+        return {
+            name: lasting | max(moments, key=lambda parts: sum(parts.values()))
+            for name, moments in phases.items()
+            if moments
+        }
 
     def count_steps(self, trainer: Any, data: StratosDataModule) -> int | None:
         """Return the steps of a training or the batches of a prediction; None if unknown rows decide."""
@@ -601,11 +615,6 @@ class Plan:
         return f"{text}: with {number} checkpoints {(number * size + model) / GIB:,.1f} GiB."
 
 
-def find_largest(moments: list[Sizes]) -> Sizes:
-    """Return the parts with the largest sum."""
-    return max(moments, key=lambda parts: sum(parts.values()))
-
-
 def format_memory(phases: dict[str, Sizes]) -> list[str]:
     """Return a table of parts by phases, with the peak marked."""
     order = dict.fromkeys(name for parts in phases.values() for name in parts)
@@ -624,16 +633,14 @@ def format_memory(phases: dict[str, Sizes]) -> list[str]:
     ]
 
 
-def print_plan(
-    trainer: Any,
-    module: PolicyModule,
-    data: StratosDataModule,
-    rollouts: RolloutCallback,
-    checkpoint: Checkpoint,
-    options: PlanOptions,
-) -> int:
-    """Print what a run would need; return the exit status: 1 if it does not fit. See `Plan`."""
-    plan = Plan(trainer, module, data, rollouts, options)
+def print_plan(run: Namespace, trainer: Namespace) -> int:
+    """Print what a run would need; return the exit status: 1 if it does not fit.
+
+    Args:
+        run: Its module, data and callbacks, by the names of the settings.
+        trainer: The settings of the trainer, parsed and not instantiated.
+    """
+    plan = Plan(trainer, run.model, run.data, run.rollouts, run.plan)
     phases = plan.list_phases()
     totals = {name: sum(parts.values()) for name, parts in phases.items()}
     name = max(totals, key=totals.__getitem__)
@@ -643,7 +650,7 @@ def print_plan(
     verdict = f"{totals[name] / GIB:.1f} GiB of {plan.memory / GIB:.1f}, in {name}."
     print("fits:" if fits else "does not fit:", verdict)
     if plan.trains:
-        print(plan.format_disk(checkpoint))
+        print(plan.format_disk(run.checkpoint))
     if not plan.on_cpu:
         print(plan.format_time())
     return int(not fits)
