@@ -30,7 +30,7 @@ import torch
 import yaml
 from side_by_side import CPU, alternate, benchmark_parser, finish, measure, read_options
 
-from rlt_lightning.engines import HFEngine, Launch, NoPush, SampleRequest, Sampling, VLLMEngine, sample_all
+from rlt_lightning.engines import HFEngine, Launch, NoPush, SampleRequest, Sampling, VLLMEngine
 from rlt_lightning.models.embedded import DEFAULT_MODEL, resolve
 from rlt_lightning.models.load import load_model, load_tokenizer
 
@@ -80,8 +80,8 @@ class Sides:
         """Let an engine sample."""
         sampling = Sampling(**SAMPLING, max_completion_length=self.length)
         requests = [SampleRequest(self.prompt, seed=0, num_completions=sequences)]
-        [group] = sample_all(self.engines[name], requests, sampling, stop="")
-        return [completion.token_ids for completion in group]
+        found = dict(self.engines[name].sample(requests, sampling, stop=""))
+        return [found[number].token_ids for number in range(sequences)]
 
     def transformers(self, sequences: int) -> list[list[int]]:
         """Let transformers' `generate` sample."""

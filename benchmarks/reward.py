@@ -20,7 +20,7 @@ import torch
 from side_by_side import alternate, bars, benchmark_parser, finish, measure, read_options
 from torch import Tensor
 
-from rlt_lightning.engines import HFEngine, SampleRequest, Sampling, sample_all
+from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.kernels import Kernels, fuse_blocks, prepare_model
 from rlt_lightning.models.load import load_model, load_tokenizer
@@ -71,7 +71,7 @@ def one_group(model: Any, tokenizer: Any, num_completions: int, length: int, dra
         engine.start(model, tokenizer, Path())
         sampling = Sampling(temperature=TEMPERATURE, max_completion_length=length)
         requests = [SampleRequest(problem.teacher_prompt, seed=0, num_completions=num_completions)]
-        [completions] = sample_all(engine, requests, sampling, "</never>")
+        completions = [completion for _, completion in engine.sample(requests, sampling, "</never>")]
     rollouts = [
         Rollout(problem, c, "text", True, (ModelView(problem, c, c.token_ids[:length], length, length),))
         for c in completions

@@ -20,7 +20,7 @@ from common import DEVICE, HALF, ON_CPU, OUT, TINY, Finding, attempt, find_vllm,
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlt_lightning.engines import IPCPush, Launch, SampleRequest, Sampling, VLLMEngine, sample_all
+from rlt_lightning.engines import IPCPush, Launch, SampleRequest, Sampling, VLLMEngine
 from rlt_lightning.engines.threads import run_coroutine
 from rlt_lightning.models.packed import sequence_log_probs
 
@@ -98,8 +98,8 @@ class Meeting:
 
     def sample(self, prompt: list[int], rows: int, length: int) -> list[Any]:
         request = [SampleRequest(prompt, seed=7, num_completions=rows)]
-        [completions] = sample_all(self.engine, request, Sampling(max_completion_length=length), "</never>")
-        return completions
+        found = self.engine.sample(request, Sampling(max_completion_length=length), "</never>")
+        return [completion for _, completion in sorted(found, key=lambda pair: pair[0])]
 
     def throughput(self, rows: int) -> Finding:
         prompt = torch.randint(60, (512,)).tolist()

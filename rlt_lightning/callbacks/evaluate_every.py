@@ -12,7 +12,7 @@ An evaluation runs after the optimizer step and before the step's checkpoint:
       callback_metrics ─▶ Checkpoint (which comes after this callback)
       metrics.csv and the other loggers
 
-modules/responses.py has what this shares with `rlt test`; rollouts/sampler.py says how ranks share an engine.
+It asks as `rlt test` does: `AnswerSampler` of rollouts/sampler.py, with the dispatcher of RolloutCallback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.evaluation_results import format_accuracy
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import require_gathering
+from rlt_lightning.callbacks.rollout_checks import require_gathering, require_responses_fit
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule, Response
 from rlt_lightning.datamodules.evaluation_sets import SetSettings
 from rlt_lightning.datamodules.formats import ChatFormat
@@ -39,14 +39,9 @@ from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import name_figures
 from rlt_lightning.models.load import context_length
+from rlt_lightning.modules.evaluation import judge_responses
 from rlt_lightning.modules.policy import PolicyModule
-from rlt_lightning.modules.responses import (
-    build_response,
-    judge_responses,
-    require_responses_fit,
-    response_seed,
-)
-from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest
+from rlt_lightning.rollouts.sampler import AnswerSampler
 from rlt_lightning.run.ranks import Collectives
 from rlt_lightning.types import InputError
 
@@ -95,9 +90,8 @@ class EvaluateEvery(Callback):
         self.judge_deadline_s = judge_deadline_s
         self.deadline_s = deadline_s
         self.collectives = Collectives(deadline_s)
-        # Each fit sets these three.
+        # Each fit sets both.
         self.questions = self._build_questions()
-        self.dispatcher: Dispatcher | None = None
         self.judge: Judge | None = None
 
     # Lightning's hooks
@@ -114,11 +108,12 @@ class EvaluateEvery(Callback):
         context = context_length(module.pretrained, module.trust_remote_code)
         advice = "Lower EvaluateEvery's sampling.max_completion_length."
         require_responses_fit(self.questions.problems, self.sampling, context, advice)
-        self.dispatcher = None
         if trainer.is_global_zero:
             self.judge = Judge(self.questions.tags, self.judge_deadline_s)
             self.judge.start()
-        require_gathering(RolloutCallback.of(trainer).engine, trainer)
+        rollouts = RolloutCallback.of(trainer)
+        require_gathering(rollouts.engine, trainer)
+        rollouts.dispatcher.bind(trainer, module)
 
     @override
     def on_train_batch_start(
@@ -137,8 +132,6 @@ class EvaluateEvery(Callback):
             return
         figures = self.evaluate(trainer, pl_module)
         pl_module.log_dict(figures, logger=False, on_step=True, on_epoch=False, batch_size=1)
-        # These go into the checkpoint.
-        pl_module.step_metrics = {**pl_module.step_metrics, **figures}  # type: ignore[dict-item, assignment]
         self._log(trainer, figures)
 
     @override
@@ -157,7 +150,7 @@ class EvaluateEvery(Callback):
         """Return the figures of the current weights by name, the same on all ranks; all ranks call this."""
         begin = time.monotonic()
         with isolate_rng():
-            responses = self._sample_responses(trainer, module)
+            responses = self._sample_responses(trainer)
             figures = self.collectives.on_rank_zero(
                 trainer,
                 lambda: self._judge_responses(responses) | {SECONDS: time.monotonic() - begin},
@@ -166,50 +159,26 @@ class EvaluateEvery(Callback):
         module.phase.lap()
         return figures
 
-    def _sample_responses(self, trainer: Trainer, module: PolicyModule) -> dict[int, list[Response]]:
-        """Sample all answers; return them by the number of their problem, on every rank."""
-        problems, tokenizer = self.questions.problems, self.questions.chat_format.tokenizer
-        dispatcher = self._prepare_dispatcher(trainer, module, [problem.prompt for problem in problems])
-        # In process each rank samples a block of rows; no rank gets all of the hardest set.
-        size = trainer.world_size
-        rows = [number for rank in range(size) for number in range(rank, len(problems), size)]
-        request = RolloutRequest(
-            rows,
-            [problems[number].prompt for number in rows],
-            [response_seed(self.seed, problems[number]) for number in rows],
-            module.global_step,
-            self.sampling,
-            self.num_samples,
-            stop="",
-        )
-        request.asked = dispatcher.list_asked(len(rows))
-        dispatcher.complete(request)
-        responses: dict[int, list[Response]] = {number: [] for number in rows}
-        for number, completion in sorted(request.completions.items()):
-            response = build_response(tokenizer, completion.token_ids, completion.finish_reason)
-            responses[rows[number // self.num_samples]].append(response)
-        return responses
-
-    def _prepare_dispatcher(
-        self, trainer: Trainer, module: PolicyModule, prompts: list[list[int]]
-    ) -> Dispatcher:
-        """Return a function that asks the engine, which is started and samples nothing else."""
-        rollouts = RolloutCallback.of(trainer)
-        if self.dispatcher is None:
-            self.dispatcher = rollouts.dispatcher
-            longest = max(map(len, prompts)) + self.sampling.max_completion_length
-            self.dispatcher.start(trainer, module, prompts[0], longest)
+    def _sample_responses(self, trainer: Trainer) -> list[list[Response]]:
+        """Sample the answers to each problem; every rank gets all of them."""
+        rollouts, problems = RolloutCallback.of(trainer), self.questions.problems
         rollouts.sampler.wait()
-        return self.dispatcher
+        tokenizer, prompts = self.questions.chat_format.tokenizer, [problem.prompt for problem in problems]
+        longest = max(map(len, prompts)) + self.sampling.max_completion_length
+        rollouts.dispatcher.start(tokenizer, prompts[0], longest)
+        # No rank gets all of the hardest set.
+        rank, size = trainer.global_rank, trainer.world_size
+        answers = AnswerSampler(rollouts.dispatcher, self).answer(problems[rank::size], tokenizer)
+        parts = self.collectives.gather(trainer, answers)
+        return [parts[number % size][number // size] for number in range(len(problems))]
 
-    def _judge_responses(self, responses: dict[int, list[Response]]) -> dict[str, float]:
+    def _judge_responses(self, responses: list[list[Response]]) -> dict[str, float]:
         """Judge all answers and return their figures by name, except figures that are not finite."""
         assert self.judge is not None
         problems = self.questions.problems
-        given = [responses[number] for number in range(len(problems))]
         set_of = {problem.id: problem.set_name for problem in problems}
         answers = AnswerFigures(set_of, sync_on_compute=False)  # rank 0 has all records
-        answers.update(judge_responses(self.judge, problems, given))
+        answers.update(judge_responses(self.judge, problems, responses))
         figures, _ = answers.compute()
         return {name: value for name, value in name_figures(figures).items() if math.isfinite(value)}
 
@@ -221,13 +190,10 @@ class EvaluateEvery(Callback):
             logger.log_metrics(figures, step=step)
             logger.save()
         if trainer.is_global_zero:
-            found = {name: value for name, value in figures.items() if name.endswith("/pass_at_1")}
             parts = []
-            for name, value in found.items():
-                error = figures.get(name.replace("pass_at_1", "standard_error"))
-                parts.append(
-                    f"{name.split('/')[1]} {format_accuracy({'pass_at_1': value, 'standard_error': error})} %"
-                )
+            for name in [name.split("/")[1] for name in figures if name.endswith("/pass_at_1")]:
+                found = {f: figures.get(f"eval/{name}/{f}") for f in ("pass_at_1", "standard_error")}
+                parts.append(f"{name} {format_accuracy(found)} %")
             text = f"accuracy after iteration {step}: {', '.join(parts)} ({figures[SECONDS]:.1f} s)"
             tqdm.write(text, file=sys.stderr)
 

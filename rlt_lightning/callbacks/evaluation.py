@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,21 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from rlt_lightning.callbacks.evaluation_results import render
+from rlt_lightning.callbacks.rollout_checks import require_responses_fit
 from rlt_lightning.datamodules.evaluation import (
     EvaluationBatch,
     EvaluationDataModule,
-    Response,
     get_evaluation_data,
 )
-from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
-from rlt_lightning.engines.base import (
-    PROBE_TOKENS,
-    Engine,
-    Placement,
-    Sampling,
-    push_until_current,
-    require_context,
-)
-from rlt_lightning.engines.choice import choose_engine, find_gpus
-from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.engines.base import Engine, Sampling
+from rlt_lightning.engines.choice import find_gpus
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.metrics.answers import OVERALL
-from rlt_lightning.models.file_names import to_file_names
-from rlt_lightning.models.load import context_length, count_ids
-from rlt_lightning.models.packed import sequence_log_probs
+from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.evaluation import EvaluationModule
-from rlt_lightning.modules.responses import CalledTogether, require_responses_fit, sample_responses
-from rlt_lightning.run.console import announce, waiting_for
+from rlt_lightning.rollouts.dispatcher import Dispatcher
+from rlt_lightning.rollouts.sampler import AnswerSampler
+from rlt_lightning.run.console import announce
 from rlt_lightning.run.jsonl import keep_rows, rewrite
 from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError
@@ -70,13 +59,12 @@ class ResponseCallback(Callback):
     ) -> None:
         if num_samples < 1:
             raise InputError(f"rollouts.num_samples must be at least 1, not {num_samples}.")
-        self.is_engine_chosen = engine is not None
-        self.engine: Engine = HFEngine() if engine is None else engine
+        self.dispatcher = Dispatcher(engine)
+        self.sampler = AnswerSampler(self.dispatcher, self)
         self.sampling = sampling
         self.num_samples = num_samples
         self.seed = seed
         self.fit_context = fit_context
-        self.context = sys.maxsize  # tokens of prompt and response, as far as they are known
 
     def settings(self) -> dict[str, Any]:
         """Return everything that a response depends on besides the model and the question."""
@@ -85,7 +73,7 @@ class ResponseCallback(Callback):
             "num_samples": self.num_samples,
             "seed": self.seed,
             "fit_context": self.fit_context,
-            "engine": type(self.engine).__name__,
+            "engine": type(self.dispatcher.engine).__name__,
         }
 
     @override
@@ -94,31 +82,24 @@ class ResponseCallback(Callback):
         if stage != "test" or not isinstance(pl_module, EvaluationModule):
             return
         data = get_evaluation_data(trainer)
-        self.context = sys.maxsize
-        if not self.is_engine_chosen:
-            self.is_engine_chosen = True
-            gpus = find_gpus(trainer) * trainer.num_nodes  # of all processes
-            self.engine, reason = choose_engine(gpus, pl_module.pretrained, pushes=False)
-            if reason and trainer.is_global_zero:
-                announce(reason)
-        if trainer.world_size > 1 and self.engine.placement is Placement.SERVER:
+        gpus = find_gpus(trainer) * trainer.num_nodes  # of all processes
+        reason = self.dispatcher.choose_engine(gpus, pl_module.pretrained, pushes=False)
+        if reason and trainer.is_global_zero:
+            announce(reason)
+        if trainer.world_size > 1 and self.dispatcher.is_server:
             raise InputError(
                 f"vLLM workers answer one process, but trainer.devices makes {trainer.world_size}. Set "
                 "trainer.devices to 1: the workers use the GPUs (docs/evaluate.md)."
             )
-        pl_module.sample = partial(self.sample, trainer, pl_module)
-        if self.engine.load_own_model(pl_module.pretrained):
+        self.dispatcher.bind(trainer, pl_module)
+        self.sampler.context = sys.maxsize
+        self.sampler.needs_model = not self.dispatcher.engine.load_own_model(pl_module.pretrained)
+        pl_module.attach(self.sampler)
+        if not self.sampler.needs_model:
             return
-        pl_module.needs_model = bool(data.left)
-        self.engine.num_ids = count_ids(
-            pl_module.pretrained,
-            data.chat_format.tokenizer,
-            lambda: max(max(problem.prompt) for problem in data.problems),
-            pl_module.trust_remote_code,
-        )
         context = context_length(pl_module.pretrained, pl_module.trust_remote_code)
         if self.fit_context:
-            self._fit_context(trainer, context)
+            self._fit_context(data, context)
             return
         advice = "Lower rollouts.sampling.max_completion_length, or set rollouts.fit_context."
         require_responses_fit(data.problems, self.sampling, context, advice)
@@ -128,85 +109,34 @@ class ResponseCallback(Callback):
         data = get_evaluation_data(trainer)
         if not isinstance(pl_module, EvaluationModule) or not data.left:
             return
-        self.engine.start(pl_module.policy, data.chat_format.tokenizer, Path(trainer.default_root_dir))
-        if pl_module.sharding.sharded:
-            self.engine.use_sharded_model(pl_module.run, pl_module.on_any_rank)
+        longest = max(len(problem.prompt) for problem in data.problems) + self.sampling.max_completion_length
+        prompt = data.problems[0].prompt
+        self.dispatcher.start(data.chat_format.tokenizer, prompt, 0 if self.fit_context else longest)
         if self.fit_context:
-            self._fit_context(trainer, self.engine.max_model_len)
-        else:
-            longest = max(len(problem.prompt) for problem in data.problems)
-            require_context(longest + self.sampling.max_completion_length, self.engine.max_model_len)
-        self._push(trainer, pl_module)
+            self._fit_context(data, self.dispatcher.engine.max_model_len)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.engine.close()
+        self.dispatcher.close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.engine.close()
+        self.dispatcher.close()
 
-    def sample(
-        self, trainer: Trainer, module: EvaluationModule, problems: list[EvaluationProblem]
-    ) -> list[list[Response]]:
-        """Sample `num_samples` responses to each problem; push again to workers that come back.
-
-        Ranks with weights in shards call this together, also one without problems.
-        """
-        chat_format, limits = get_evaluation_data(trainer).chat_format, self._limits(trainer, problems)
-        engine: Any = self.engine
-        if module.sharding.sharded:
-            engine = CalledTogether(self.engine, module.on_any_rank)
-        with waiting_for(f"responses to {len(problems)} questions"):
-            responses = sample_responses(
-                engine,
-                problems,
-                chat_format,
-                self.sampling,
-                self.num_samples,
-                self.seed,
-                limits,
-                recover=partial(self._push, trainer, module),
-            )
-            if isinstance(engine, CalledTogether):
-                engine.finish(self.sampling)
-        return responses
-
-    # Helpers
-
-    def _fit_context(self, trainer: Trainer, context: int) -> None:
-        """Take over a context, in tokens, of the model or its workers.
+    def _fit_context(self, data: EvaluationDataModule, context: int) -> None:
+        """Cut responses to a context, in tokens, of the model or its workers.
 
         Raises:
-            InputError: If it leaves no response behind the longest question,
+            InputError: If it leaves no response behind the longest question.
         """
-        data = get_evaluation_data(trainer)
-        self.context = min(self.context, context)
-        shortest = min(self._limits(trainer, data.problems))
-        if shortest < 1:
-            longest = max(data.problems, key=lambda problem: len(problem.prompt))
+        self.sampler.context = min(self.sampler.context, context)
+        longest = max(data.problems, key=lambda problem: len(problem.prompt))
+        if self.sampler.limit(longest) < 1:
             raise InputError(
-                f"Every question must leave room for a response in the context of {self.context} tokens, but "
-                f"{longest.id} takes {len(longest.prompt)}. Leave it out, or "
-                "use a model or workers with a longer context."
+                f"Every question must leave room for a response in the context of {self.sampler.context} "
+                f"tokens, but {longest.id} takes {len(longest.prompt)}. Leave it out, or use a model or "
+                "workers with a longer context."
             )
-
-    def _limits(self, trainer: Trainer, problems: list[EvaluationProblem]) -> list[int]:
-        """Return the tokens that a response to each problem may have."""
-        longest = self.sampling.max_completion_length
-        if not self.fit_context:
-            return [longest] * len(problems)
-        return [min(longest, self.context - len(problem.prompt)) for problem in problems]
-
-    def _push(self, trainer: Trainer, module: EvaluationModule) -> None:
-        """Push the weights to workers, unless they serve their own or the engine has the trainer's."""
-        if self.engine.placement is Placement.SHARED_WEIGHTS or module.policy is None:
-            self.engine.health()
-            return
-        policy = module.policy
-        push_until_current(self.engine, lambda: to_file_names(policy, [*policy.named_parameters()]), 0)
-        text = get_evaluation_data(trainer).problems[0].prompt[:PROBE_TOKENS]
-        self.engine.verify(text, {0: module.run(sequence_log_probs, text).tolist()})
 
 
 class EvaluationWriter(Callback):

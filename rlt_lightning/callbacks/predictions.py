@@ -23,7 +23,7 @@ from rlt_lightning.checkpoints.card import CARD, write_data_card
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, find_tag, keep_columns
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
-from rlt_lightning.datamodules.stratos import get_stratos_data
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.rollout_rows import (
     build_token_columns,
@@ -72,27 +72,26 @@ class DistillationWriter(Callback):
         self.min_reward = min_reward
         self.per_token = per_token
         self.path: Path | None = None  # of the rows, if this run writes any
+        self.num_finished = 0  # items that an interrupted prediction has finished; the datamodule asks for it
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished; rows are in order, a problem's traces together."""
-        self.path = None
+        self.path, self.num_finished = None, 0
         if stage != "predict" or not isinstance(data := get_stratos_data(trainer), WRITTEN):
             return
         name = "scores.jsonl" if isinstance(data, ScoringData) else "traces.jsonl"
         self.path = Path(trainer.default_root_dir) / name
-        num_traces, is_of = 1, is_trace_of
+        num_traces = 1
         if isinstance(data, ScoringData):
             self._require_scores(pl_module)
-            is_of = partial(is_scored_row_of, trace_columns=data.trace_columns)
         else:
             num_traces = RolloutCallback.of(trainer).num_traces
-        if isinstance(data, StudentRLData):
-            is_of = is_answer_to
-            if isinstance(pl_module, RLTModule):
-                require_verdicts(pl_module)
+        if isinstance(data, StudentRLData) and isinstance(pl_module, RLTModule):
+            require_verdicts(pl_module)
+        is_of = partial(is_row_of, data=data)
         problems, writes = data.problems[: len(data.items)], trainer.is_global_zero
-        data.num_finished = resume_rows(self.path, problems, is_of, num_traces, data.val_batch_size, writes)
+        self.num_finished = resume_rows(self.path, problems, is_of, num_traces, data.val_batch_size, writes)
         if isinstance(data, ScoringData):
             warn_of_foreign_traces(data.items, pl_module)
 
@@ -187,14 +186,19 @@ class DistillationWriter(Callback):
         return traces[: self.per_problem]
 
 
-def is_scored_row_of(row: Row, problem: Problem, trace_columns: Sequence[str]) -> bool:
-    """Return whether a scored row has the texts of a problem's row; other columns may have been corrected."""
-    names = (*QUESTION_COLUMNS, "solution", "conversations", "system", "completion", "trace_column")
-    return has_columns(row, {name: problem.columns.get(name) for name in (*names, *trace_columns)})
+def is_row_of(row: Row, problem: Problem, data: StratosDataModule) -> bool:
+    """Return whether a row of the file was written for a problem.
 
-
-def has_columns(row: Row, columns: Row) -> bool:
-    """Return whether a row that was read from a file has these columns, as the file holds them."""
+    A scored row has the texts of the problem's row; other columns may have been corrected.
+    """
+    if isinstance(data, ScoringData):
+        texts = ("solution", "conversations", "system", "completion", "trace_column", *data.trace_columns)
+        columns = {name: problem.columns.get(name) for name in (*QUESTION_COLUMNS, *texts)}
+    else:
+        is_answer = isinstance(data, StudentRLData)
+        expected = read_reference(problem) if is_answer else {"solution": problem.solution.strip()}
+        columns = {"row": problem.row, "question": problem.question, **expected}
+    # As the file holds them.
     return format_line({name: row.get(name) for name in columns}) == format_line(columns)
 
 
@@ -227,20 +231,6 @@ def require_verdicts(module: RLTModule) -> None:
             "`rlt predict` keeps right answers, so with StudentRLData model.reward must be "
             f"CorrectnessReward, but is {type(module.reward).__name__}. Set it, and model.student to null."
         )
-
-
-def is_trace_of(row: Row, problem: Problem) -> bool:
-    """Return whether a trace was written for a problem."""
-    return (row["row"], row["question"], row["solution"]) == (
-        problem.row,
-        problem.question,
-        problem.solution.strip(),
-    )
-
-
-def is_answer_to(row: Row, problem: Problem) -> bool:
-    """Return whether an answer was written for a problem with the same question and reference."""
-    return has_columns(row, {"row": problem.row, "question": problem.question, **read_reference(problem)})
 
 
 def is_readable(data: TeacherRLData, row: Row) -> bool:

@@ -12,7 +12,6 @@ from rlt_lightning.checkpoints.folder import replace_folder
 from rlt_lightning.models.lora import merge_weights, unadapted_name
 from rlt_lightning.models.quantised import dequantised_weights
 from rlt_lightning.models.weights import WeightFiles, fill_in_place, move_towards, stored_once, write_weights
-from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.run.digests import require_digests, write_digests
 from rlt_lightning.types import InputError
 
@@ -28,6 +27,8 @@ class ReferenceSync(Callback):
         alpha: Weight of the policy, in (0, 1].
     """
 
+    moves_reference = True  # the module asks for it
+
     def __init__(self, every_n_steps: int = 32, alpha: float = 0.9) -> None:
         if not 0 < alpha <= 1 or every_n_steps < 1:
             raise InputError(
@@ -38,12 +39,6 @@ class ReferenceSync(Callback):
         self.alpha = alpha
         # Optimizer step of the last sync; 0: the reference is still the initial teacher.
         self.synced_at = 0
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Tell the module that the reference needs separate weights, even for a LoRA."""
-        if isinstance(pl_module, OnPolicyModule):
-            pl_module.reference_moves = True
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -60,18 +55,18 @@ class ReferenceSync(Callback):
         if not self.synced_at:
             start_at_base(pl_module.reference.model, pl_module.policy)  # type: ignore[union-attr]
             return
-        own = self._folder(trainer)
-        folder = own if own.is_dir() else self._find_folder(Path(str(trainer.ckpt_path)).parents[1])
+        here = self._folder(trainer)
+        folder = here if here.is_dir() else self._find_folder(Path(str(trainer.ckpt_path)).parents[1])
         if not folder.is_dir():
             raise InputError(
-                f"Resuming needs the reference of step {self.synced_at} in {own}, or in {folder}, but it is "
+                f"Resuming needs the reference of step {self.synced_at} in {here}, or in {folder}, but it is "
                 "gone. Restore it."
             )
         require_digests(folder, "Restore it from a copy, or resume from another checkpoint.")
         fill_in_place(stored_once(pl_module.reference.model), WeightFiles(str(folder)))  # type: ignore[union-attr, arg-type]
         # After this, a run that starts from another run's checkpoint does not need that run's folder.
-        if folder != own:
-            save_folder(pl_module.reference.model, own, trainer.strategy)  # type: ignore[union-attr]
+        if folder != here:
+            save_folder(pl_module.reference.model, here, trainer.strategy)  # type: ignore[union-attr]
 
     @override
     def on_train_batch_end(
@@ -96,8 +91,8 @@ class ReferenceSync(Callback):
 def start_at_base(reference: Any, policy: Any) -> None:
     """Give a separate reference the values of a base in 4 bits, from which the policy starts."""
     start = {unadapted_name(name): weight for name, weight in dequantised_weights(policy).items()}
-    own = stored_once(reference)
-    fill_in_place({name: own[name] for name in start}, lambda name: start[name].full_tensor())
+    weights = stored_once(reference)
+    fill_in_place({name: weights[name] for name in start}, lambda name: start[name].full_tensor())
 
 
 def save_folder(model: Any, folder: Path, strategy: Any) -> None:

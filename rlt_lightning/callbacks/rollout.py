@@ -2,15 +2,14 @@
 
     rollouts section of the config
       └ RolloutCallback      settings, checks, the engine's start and end, what a checkpoint keeps
-          ├ Dispatcher       weights to the engine, completions from it   (both in rollouts/sampler.py)
-          └ Sampler ───────▶ module.sampler: the only part that RLTModule and OPDModule use
+          ├ Dispatcher       weights to the engine, completions from it (rollouts/dispatcher.py)
+          └ Sampler ───────▶ module.attach(sampler): all that RLTModule and OPDModule know of sampling
 
 Completions are sampled inside training_step, validation_step and predict_step, when the module asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,7 +18,7 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout_checks import (
     FIXED_PIECES,
-    choose_weights,
+    announce_weights,
     list_model_contexts,
     require_comparable,
     require_even,
@@ -30,13 +29,14 @@ from rlt_lightning.callbacks.rollout_checks import (
 )
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData
 from rlt_lightning.datamodules.stratos import get_stratos_data
-from rlt_lightning.engines.base import Engine, EngineError, Placement, Sampling
-from rlt_lightning.engines.choice import choose_engine, find_gpus
-from rlt_lightning.engines.hf import HFEngine
+from rlt_lightning.engines.base import Engine, EngineError, Sampling
+from rlt_lightning.engines.choice import find_gpus
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
-from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
+from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.run.console import announce
 from rlt_lightning.types import InputError
 
@@ -82,21 +82,18 @@ class RolloutCallback(Callback):
         deadline_s: float = 14400.0,
         seed: int = 0,
     ) -> None:
-        self.is_engine_chosen = engine is not None
-        self.engine: Engine = HFEngine() if engine is None else engine
+        self.dispatcher = Dispatcher(engine, verify_every_n_steps, deadline_s)
+        self.sampler = Sampler(self.dispatcher, self)
         self.sampling = sampling
         self.val_sampling = val_sampling or sampling
         self.val_completions = val_completions
         self.num_traces = num_traces
         self.max_resamples = max_resamples
         self.asynchronous = asynchronous
-        is_server = self.engine.placement is Placement.SERVER
+        is_server = self.dispatcher.is_server
         self.score_early = score_early and is_server and not self.engine.takes_turns
         self.dynamic_sampling = dynamic_sampling
         self.seed = seed
-        self.verify_every_n_steps, self.deadline_s = verify_every_n_steps, deadline_s
-        self.dispatcher = Dispatcher(self.engine, verify_every_n_steps, deadline_s)
-        self.sampler = Sampler(self.dispatcher, self)
         alike = sampling.temperature == 0 and (num_traces > 1 or max_resamples > 0)
         if num_traces < 1 or max_resamples < 0 or alike:
             raise InputError(
@@ -114,6 +111,11 @@ class RolloutCallback(Callback):
                 f"rlt_lightning.engines.VLLMEngine, but got {type(self.engine).__name__}. Set "
                 "rollouts.engine."
             )
+
+    @property
+    def engine(self) -> Engine:
+        """Return where completions come from."""
+        return self.dispatcher.engine
 
     @staticmethod
     def find(trainer: Trainer) -> RolloutCallback | None:
@@ -135,21 +137,6 @@ class RolloutCallback(Callback):
             "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
         )
 
-    def choose_engine(
-        self, gpus: Sequence[int], module: OnPolicyModule, installed: bool | None = None
-    ) -> str | None:
-        """Take the engine that suits the machine if none is set; return why, if that is worth a line.
-
-        See `rlt_lightning.engines.choice.choose_engine`.
-        """
-        if self.is_engine_chosen:
-            return None
-        self.is_engine_chosen = True
-        self.engine, reason = choose_engine(gpus, module.pretrained, pushes=True, installed=installed)
-        self.dispatcher = Dispatcher(self.engine, self.verify_every_n_steps, self.deadline_s)
-        self.sampler.dispatcher = self.dispatcher
-        return reason
-
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
@@ -158,20 +145,20 @@ class RolloutCallback(Callback):
         data = get_stratos_data(trainer)
         pl_module.require_data(data)
         self.sampler.bind(trainer, pl_module)
-        pl_module.sampler = self.sampler
+        pl_module.attach(self.sampler)
         if stage == "predict" and isinstance(data, StudentRLData) and self.max_resamples:
             raise InputError(
                 "With StudentRLData rollouts.max_resamples must be 0, since pass_rate counts every "
                 f"answer, but is {self.max_resamples}. Set it to 0, and raise rollouts.num_traces instead."
             )
         if not (stage == "predict" and isinstance(data, ScoringData)):  # which uses no engine
-            reason = None if self.is_engine_chosen else self.choose_engine(find_gpus(trainer), pl_module)
+            reason = self.dispatcher.choose_engine(find_gpus(trainer), pl_module.pretrained, pushes=True)
             if reason and trainer.is_global_zero:
                 announce(reason)
             require_gathering(self.engine, trainer)
         if stage == "fit":
             require_rewarded(self.dynamic_sampling, pl_module)
-            require_trainable(self.sampling, self.engine, self.asynchronous, pl_module)
+            require_trainable(self.sampler, pl_module)
         if stage in ("fit", "validate"):
             require_comparable(self.val_completions, trainer, pl_module)
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
@@ -182,7 +169,7 @@ class RolloutCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_engine(trainer, pl_module)
         if isinstance(pl_module, OnPolicyModule):
-            choose_weights(self.sampling, self.engine, self.asynchronous, pl_module)
+            announce_weights(self.sampler, pl_module)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -216,12 +203,12 @@ class RolloutCallback(Callback):
         problem = self.dispatcher.call(collect)
         if problem is not None:
             rank_zero_warn(f"The checkpoint holds no completions for the next step: {problem}")
-        return {"order": request.to_plain()}
+        return {"request": request.to_plain()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        is_saved = self.asynchronous and "order" in state_dict
-        self.sampler.pending = RolloutRequest.from_plain(state_dict["order"]) if is_saved else None
+        is_saved = self.asynchronous and "request" in state_dict
+        self.sampler.pending = RolloutRequest.from_plain(state_dict["request"]) if is_saved else None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -250,4 +237,4 @@ class RolloutCallback(Callback):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             data = get_stratos_data(trainer)
             longest += int(data.all_items.sum_columns(*FIXED_PIECES["teacher"]).max())
-            self.dispatcher.start(trainer, pl_module, data.problems[0].teacher_prompt, longest)
+            self.dispatcher.start(data.format.tokenizer, data.problems[0].teacher_prompt, longest)

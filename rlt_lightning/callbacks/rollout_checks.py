@@ -9,6 +9,7 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Placement, Sampling
@@ -16,7 +17,7 @@ from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.opd import OPDModule
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.numerics.importance import TruncatedImportanceSampling
+from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.run.console import announce
 from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError, Problem
@@ -41,12 +42,13 @@ def require_rewarded(dynamic_sampling: object, module: OnPolicyModule) -> None:
         )
 
 
-def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, module: OnPolicyModule) -> None:
+def require_trainable(sampler: Sampler, module: OnPolicyModule) -> None:
     """Check that the module can train on completions that are sampled in this way.
 
     Raises:
         InputError: If it would learn nothing, refuse them as stale, or have a biased gradient.
     """
+    sampling, asynchronous = sampler.settings.sampling, sampler.settings.asynchronous
     if sampling.temperature == 0:
         raise InputError(
             "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
@@ -71,10 +73,10 @@ def require_trainable(sampling: Sampling, engine: Engine, asynchronous: bool, mo
             f"{module.max_staleness}. Set it to 1."
         )
     weighted = module.importance_sampling not in (None, "auto") or module.max_staleness > 0
-    if weighted and not knows_log_probs(sampling, engine):
+    if weighted and not sampler.knows_log_probs:
         raise InputError(
             "Importance sampling and stale rollouts need the log-probs that tokens were sampled with, "
-            f"but {sampling} and {type(engine).__name__} do not give them: a truncated "
+            f"but {sampling} and {type(sampler.dispatcher.engine).__name__} do not give them: a truncated "
             "distribution is not the policy's. Set top_p 1, top_k 0, min_p 0, repetition_penalty 1 and "
             "the engine's log_probs to worker; or set model.importance_sampling to null and "
             "model.max_staleness to 0."
@@ -96,30 +98,17 @@ def require_comparable(val_completions: int, trainer: Trainer, module: OnPolicyM
         )
 
 
-def knows_log_probs(sampling: Sampling, engine: Engine) -> bool:
-    """Return whether completions come with the policy's log-probs, as the engine computes them."""
-    return engine.reports_log_probs and not sampling.truncates
-
-
-def choose_weights(sampling: Sampling, engine: Engine, asynchronous: bool, module: OnPolicyModule) -> None:
-    """Choose the module's importance weights if its setting is "auto", and say so.
-
-    the trainer's weights               none: the model that trains samples, in the same precision
-    a copy, rollouts asynchronous       none: the loss clips the ratio to the engine's log-probs instead
-    a copy, log-probs not known         none, with a warning
-    a copy                              of tokens, cap 2: other kernels, often another data type
-    """
-    if module.importance_sampling != "auto":
+def announce_weights(sampler: Sampler, module: OnPolicyModule) -> None:
+    """Say which importance weights the setting "auto" stands for; see `Sampler.importance_weights`."""
+    engine, sampling = sampler.dispatcher.engine, sampler.settings.sampling
+    if module.importance_sampling != "auto" or engine.placement is Placement.SHARED_WEIGHTS:
         return
-    module.importance_weights = None
-    if engine.placement is Placement.SHARED_WEIGHTS:
-        return
-    kind, known = type(engine).__name__, knows_log_probs(sampling, engine)
-    if known and not asynchronous:
-        module.importance_weights = TruncatedImportanceSampling("token", cap=2.0)
-        chosen = f"{module.importance_weights}, since {kind} samples with a copy of the weights"
-        announce(f"model.importance_sampling auto: {chosen}")
-    elif known:
+    kind = type(engine).__name__
+    if weights := sampler.importance_weights:
+        announce(
+            f"model.importance_sampling auto: {weights}, since {kind} samples with a copy of the weights"
+        )
+    elif sampler.knows_log_probs:
         announce("model.importance_sampling auto: none, since rollouts are asynchronous")
     else:
         rank_zero_warn(
@@ -209,16 +198,16 @@ def require_room(problems: StoredItems, model: ModelContext, max_completion_leng
     """
     given, role, context = problems.sum_columns("completion_ids"), model.role, model.context
     needed = model.fixed + np.where(given > 0, given, max_completion_length)
-    for place in np.flatnonzero(needed > context)[:1]:
-        row = problems.rows[place]
-        if given[place]:
+    for index in np.flatnonzero(needed > context)[:1]:
+        row = problems.rows[index]
+        if given[index]:
             raise InputError(
                 f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
-                f"{row} needs {needed[place]}. Lower data.max_length: longer rows are counted and left out."
+                f"{row} needs {needed[index]}. Lower data.max_length: longer rows are counted and left out."
             )
         raise InputError(
             f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row {row} "
-            f"needs {model.fixed[place]} + max_completion_length {max_completion_length}. Lower "
+            f"needs {model.fixed[index]} + max_completion_length {max_completion_length}. Lower "
             "rollouts.sampling.max_completion_length or data.max_prompt_length."
         )
 
@@ -226,3 +215,26 @@ def require_room(problems: StoredItems, model: ModelContext, max_completion_leng
 def count_fixed_tokens(problem: Problem, role: str) -> int:
     """Return the tokens of the teacher's or student's sequence besides those of the completion."""
     return sum(len(getattr(problem, name)) for name in FIXED_PIECES[role])
+
+
+def require_responses_fit(
+    problems: list[EvaluationProblem], sampling: Sampling, context: int, advice: str
+) -> None:
+    """Check that each question and a response of full length fit into a context, in tokens.
+
+    Args:
+        problems: The problems.
+        sampling: Limits the response.
+        context: The model's context.
+        advice: The remedy if they do not fit.
+
+    Raises:
+        InputError: Naming the longest question, the lengths and the advice.
+    """
+    longest = max(problems, key=lambda problem: len(problem.prompt))
+    if len(longest.prompt) + sampling.max_completion_length > context:
+        raise InputError(
+            f"Question and response must fit into the model's context of {context} tokens, but "
+            f"{longest.id} needs {len(longest.prompt)} + max_completion_length "
+            f"{sampling.max_completion_length}. {advice}"
+        )

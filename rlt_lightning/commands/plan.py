@@ -254,7 +254,9 @@ class Plan:
         if isinstance(module, OnPolicyModule):
             require_whole_models(module.offload_frozen, self.shards > 1)
             self.offload_frozen = module.offload_frozen and not self.on_cpu
-            rollouts.choose_engine([] if self.on_cpu else self.gpus, module, installed=True)
+            rollouts.dispatcher.choose_engine(
+                [] if self.on_cpu else self.gpus, module.pretrained, pushes=True, installed=True
+            )
             self.group_size = module.group_size if self.trains else rollouts.num_traces
         if samples:
             self.read_engine(rollouts.engine)

@@ -1,6 +1,6 @@
 """The datamodule of `rlt test`: the problems of evaluation sets.
 
-modules/responses.py asks a model these problems and judges its responses.
+modules/evaluation.py asks a model these problems and judges its responses.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from rlt_lightning.datamodules.token_cache import (
 )
 from rlt_lightning.models.format import ModelFormat
 from rlt_lightning.models.load import count_ids, require_model_name
+from rlt_lightning.run.ranks import ask_callbacks
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, Problem, PromptBatch, SFTBatch
 
@@ -81,7 +82,6 @@ class StratosDataModule(LightningDataModule, ItemMaker):
         val_items: The held-out ones.
     """
 
-    num_finished = 0  # items that an interrupted prediction has finished
     _prepared_for: tuple[Any, ...] | None = None  # stage, tokenizers
 
     def __init__(
@@ -202,7 +202,7 @@ class StratosDataModule(LightningDataModule, ItemMaker):
     def predict_dataloader(self) -> DealtLoader[Item, PromptBatch | SFTBatch]:
         """Return all rows of the source that are not finished, in its order."""
         self.chosen.warn_of_guesses(self.system_prompts)
-        left = self.items[self.num_finished :]
+        left = self.items[ask_callbacks(self.trainer, "num_finished") or 0 :]
         return DealtLoader(left, self.val_batch_size, self.collate, self._rank(), self._world_size())
 
     def collate(self, items: list[Any]) -> PromptBatch | SFTBatch:

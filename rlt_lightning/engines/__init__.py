@@ -7,8 +7,6 @@ from rlt_lightning.engines.base import (
     SampleRequest,
     Sampling,
     WorkersLost,
-    build_requests,
-    sample_all,
 )
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.engines.launch import Launch
@@ -29,6 +27,4 @@ __all__ = [
     "VLLMEngine",
     "WeightPush",
     "WorkersLost",
-    "build_requests",
-    "sample_all",
 ]

@@ -12,10 +12,9 @@ health and update_weights are repeated until `policy_version` is the current ste
 that cannot get there must raise in health. verify follows a push: the first, every `verify_every_n_steps`,
 and whenever the engine says that it is `unverified`. put_to_sleep is called if the engine `takes_turns`.
 `sample` yields each completion as soon as it is finished, so that completions are scored while others are
-sampled; `sample_all` collects them for callers that need all at once.
+sampled.
 
-rollouts/sampler.py makes these calls from `start` on, both for the completions of a run and for the
-evaluations of callbacks/evaluate_every.py. callbacks/evaluation.py makes them for `rlt test`.
+rollouts/dispatcher.py makes all calls from `start` on, for training, evaluation and commands alike.
 
     call                  SHARED_WEIGHTS    PER_RANK      SERVER: rank 0            SERVER: other ranks
     start, health         every rank        every rank    yes                       -
@@ -127,20 +126,6 @@ class SampleRequest:
     def limit(self, sampling: Sampling) -> int:
         """Return the tokens that each completion may have."""
         return sampling.max_completion_length if self.max_tokens is None else self.max_tokens
-
-
-def build_requests(
-    prompts: Sequence[list[int]],
-    seeds: Sequence[int],
-    num_completions: int,
-    limits: Sequence[int] | None = None,
-) -> list[SampleRequest]:
-    """Build one request for each prompt, with its seed and, if any, its limit in tokens."""
-    limit_of_each: Sequence[int | None] = limits or [None] * len(prompts)
-    return [
-        SampleRequest(prompt, seed, num_completions, limit)
-        for prompt, seed, limit in zip(prompts, seeds, limit_of_each, strict=True)
-    ]
 
 
 def require_context(num_tokens: int, max_model_len: int) -> None:
@@ -316,42 +301,6 @@ def stream_completions(
         )
 
 
-def sample_all(
-    engine: Engine,
-    requests: Sequence[SampleRequest],
-    sampling: Sampling,
-    stop: str,
-    recover: Callable[[], None] | None = None,
-) -> list[list[Completion]]:
-    """Collect the completions of each request; wait for lost workers and ask again for missing ones.
-
-    Args:
-        engine: Started, with the weights that are to sample.
-        requests: The prompts.
-        sampling: Temperature and limits.
-        stop: The end tag; see `Engine.sample`.
-        recover: Brings lost workers back with these weights; None: they must bring them along.
-
-    Raises:
-        WorkersLost: If workers came back without the current weights, and nothing brings these.
-    """
-    groups: list[dict[int, Completion]] = [{} for _ in requests]
-    missing = list(range(len(requests)))
-    while missing:
-        asked = [requests[i] for i in missing]
-        places = [(i, number) for i in missing for number in range(requests[i].num_completions)]
-        try:
-            for index, completion in stream_completions(engine, asked, sampling, stop):
-                i, number = places[index]
-                groups[i].setdefault(number, completion)
-        except WorkersLost:
-            (recover or engine.health)()
-            if engine.policy_version < 0:
-                raise
-        missing = [i for i in missing if len(groups[i]) < requests[i].num_completions]
-    return [[group[number] for number in range(len(group))] for group in groups]
-
-
 def find_disagreement(scores: list[float], log_probs: dict[int, list[float]], bound: float) -> str | None:
     """Say how a worker's log-probs differ from the trainer's of the latest version; None if they agree.
 
@@ -384,11 +333,3 @@ def find_disagreement(scores: list[float], log_probs: dict[int, list[float]], bo
 def mean_distance(a: list[float], b: list[float]) -> float:
     """Return the mean absolute difference."""
     return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
-
-
-def push_until_current(engine: Engine, weights: Callable[[], list[NamedTensor]], step: int) -> None:
-    """Push the weights of a step until an engine that only this process calls samples with them."""
-    engine.health()
-    while engine.policy_version != step:
-        engine.update_weights(weights(), step)
-        engine.health()

@@ -92,16 +92,16 @@ class WorkerClient:
         url: Address of the server, such as http://127.0.0.1:8000.
         model: The name that it serves; None: the first that it lists.
         api_key: Sent as a bearer token, if any.
-        own_weights: Whether it may lack the routes of VLLM_SERVER_DEV_MODE, as it serves weights of its own.
+        keeps_weights: Whether it serves weights of its own, and may lack the routes of VLLM_SERVER_DEV_MODE.
     """
 
     def __init__(
-        self, url: str, model: str | None = None, api_key: str | None = None, own_weights: bool = False
+        self, url: str, model: str | None = None, api_key: str | None = None, keeps_weights: bool = False
     ) -> None:
         self.url = url.rstrip("/")
         self.model = model
         self.api_key = api_key
-        self.own_weights = own_weights
+        self.keeps_weights = keeps_weights
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
         # Whether a worker with weights of its own reports log-probs at the sampling temperature.
@@ -120,31 +120,31 @@ class WorkerClient:
             WorkerError: On a refused or broken connection, a missed deadline, an error status, or an answer
                 that is no JSON object.
         """
-        place = f"vLLM worker {self.url}: {method} {path}"
+        name = f"vLLM worker {self.url}: {method} {path}"
         try:
             async with asyncio.timeout(deadline_s), self._http() as http:
                 response = await http.request(method, self.url + path, json=body)
         except TimeoutError as error:
             raise WorkerError(
-                f"{place} must be answered within {deadline_s:g} s, but was not. Look at the worker's log; "
+                f"{name} must be answered within {deadline_s:g} s, but was not. Look at the worker's log; "
                 "raise the deadline if it is only slow.",
                 retryable=True,
             ) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise WorkerError(
-                f"{place} failed ({type(error).__name__}: {error}). Check that the worker runs and that its "
+                f"{name} failed ({type(error).__name__}: {error}). Check that the worker runs and that its "
                 "address is right.",
                 retryable=True,
             ) from error
         if response.status_code >= 400:
-            raise build_refusal(place, response.status_code, response.text)
+            raise build_refusal(name, response.status_code, response.text)
         try:
             answer = response.json() if response.content else {}
         except ValueError:
             answer = response.text
         if not isinstance(answer, dict):
             raise WorkerError(
-                f"{place} must answer with a JSON object, but sent {reprlib.repr(answer)}.", retryable=True
+                f"{name} must answer with a JSON object, but sent {reprlib.repr(answer)}.", retryable=True
             )
         return answer
 
@@ -158,7 +158,7 @@ class WorkerClient:
         A worker with weights of its own is asked only for its health. It does not tell a version, so None is
         returned.
         """
-        if self.own_weights:
+        if self.keeps_weights:
             await self.call("GET", "/health", None, deadline_s)
             return None
         _, _, answer = await asyncio.gather(
@@ -192,7 +192,7 @@ class WorkerClient:
         Raises:
             WorkerError: Also if the worker is to sleep, but would keep its memory.
         """
-        if self.own_weights:
+        if self.keeps_weights:
             self.dtype = "unknown"
             self.exact = await self.reports_sampled_log_probs(0, deadline_s)
             return
@@ -325,12 +325,12 @@ def require(condition: bool, what_came: str) -> None:
         raise ValueError(what_came)
 
 
-def build_refusal(place: str, status: int, reason: str) -> WorkerError:
+def build_refusal(name: str, status: int, reason: str) -> WorkerError:
     """Return the error of a status: 5xx and overload may pass, anything else is the request's fault."""
     minors = " or ".join(VLLM_MINORS)
     advice = f" Start vLLM {minors} with VLLM_SERVER_DEV_MODE=1 in its environment." if status == 404 else ""
     return WorkerError(
-        f"{place} was refused with status {status} ({reason.strip()[:300]}).{advice}",
+        f"{name} was refused with status {status} ({reason.strip()[:300]}).{advice}",
         retryable=status >= 500 or status in (408, 429),
         refused=True,
     )

@@ -198,7 +198,7 @@ class Fleet:
         if key := worker.api_key:
             # Not on the command line, where every user of the machine could read it.
             environment["VLLM_API_KEY"] = key
-        environment["VLLM_SERVER_DEV_MODE"] = "0" if worker.own_weights else "1"
+        environment["VLLM_SERVER_DEV_MODE"] = "0" if worker.keeps_weights else "1"
         return start_server(command, environment, self._log_of(index))
 
     def _log_of(self, index: int) -> Path:
@@ -224,7 +224,7 @@ class Fleet:
             is_well = True
             max_model_len = await worker.fetch_context(self.call_timeout_s)
             await worker.describe(self.call_timeout_s, self.sleeps)
-            if not worker.own_weights:
+            if not worker.keeps_weights:
                 await self._wake(worker)  # another run may have left it asleep
         except WorkerError as error:
             if not error.retryable or (is_well and error.refused and not self.started):
@@ -357,7 +357,7 @@ async def verify_worker(
     if fault := find_disagreement(scores, log_probs, bound):
         advice = (
             "It serves another model: let it serve the one that is loaded here."
-            if worker.own_weights
+            if worker.keeps_weights
             else "Its weights are stale, or a part of them, such as a tied output head; check its "
             f"--weight-transfer-config and that it runs our {EXTENSION}."
         )

@@ -250,8 +250,8 @@ class ContinuousBatch:
             chosen.append(self.waiting.popleft())
         self.continues(True)
         logits = self.decoder.prefill([group.prompt for group in chosen])
-        for group, own in zip(chosen, logits, strict=True):
-            group.logits = own
+        for group, group_logits in zip(chosen, logits, strict=True):
+            group.logits = group_logits
         self.begun += chosen
 
     def _begin(self, fresh: list[tuple[int, Draft]]) -> None:

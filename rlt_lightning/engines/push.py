@@ -178,9 +178,9 @@ class BucketPush(WeightPush):
             num_bytes = piece.numel() * dtype.itemsize
             if self.filled + num_bytes > self.bucket_bytes:
                 self.send_all(workers)
-            place = self.buffer.tensor[self.filled : self.filled + num_bytes]
-            place.view(dtype).copy_(piece)
-            self.parts.append(facts | {"begin": begin, "place": self.filled, "num_bytes": num_bytes})
+            target = self.buffer.tensor[self.filled : self.filled + num_bytes]
+            target.view(dtype).copy_(piece)
+            self.parts.append(facts | {"begin": begin, "offset": self.filled, "num_bytes": num_bytes})
             begin += num_bytes
             self.filled += -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -292,7 +292,7 @@ class GlooPush(BucketPush):
 
     def send(self, parts: list[JSON], workers: list[WorkerClient]) -> None:
         """See `BucketPush.send`."""
-        num_bytes = parts[-1]["place"] + parts[-1]["num_bytes"]
+        num_bytes = parts[-1]["offset"] + parts[-1]["num_bytes"]
         content, group = self.buffer.tensor[:num_bytes], self.group
         body = {"update_info": {"parts": parts, "num_bytes": num_bytes}}
         calls: list[Callable[[], Any]] = [

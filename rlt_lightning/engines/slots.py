@@ -391,8 +391,8 @@ class SlotCache:
         self.max_rows = max_rows
         self.longest = longest
         self.device = device
-        self.own: dict[int, Slots] = {}  # by layer
-        self.shared: dict[int, Slots] = {}
+        self.row_slots: dict[int, Slots] = {}  # by layer
+        self.prompt_slots: dict[int, Slots] = {}
         self.row_lengths: list[int] = []
         self.prompt_of: list[int] = []  # slot of each row's prompt
         self.prompt_lengths: list[int] = []
@@ -411,7 +411,7 @@ class SlotCache:
         """Remove a row; the last row moves into its place."""
         last = len(self.row_lengths) - 1
         if row < last and self.row_lengths[last]:
-            for slots in self.own.values():
+            for slots in self.row_slots.values():
                 slots.move(last, row, self.row_lengths[last])
         for numbers in (self.row_lengths, self.prompt_of):
             numbers[row] = numbers[last]
@@ -422,7 +422,7 @@ class SlotCache:
         """Remove a prompt that no row continues; the last prompt moves into its place."""
         last = len(self.prompt_lengths) - 1
         if prompt < last:
-            for slots in self.shared.values():
+            for slots in self.prompt_slots.values():
                 slots.move(last, prompt, self.prompt_lengths[last])
         self.prompt_lengths[prompt] = self.prompt_lengths[last]
         self.prompt_lengths.pop()
@@ -455,19 +455,19 @@ class SlotCache:
         self.lengths = self.prompts = None
 
     def _build_prompts(self) -> Prompts:
-        """Give each row a place among the rows of its prompt."""
+        """Number each row among the rows of its prompt."""
         counts = [0] * len(self.prompt_lengths)
         members = []
         for prompt in self.prompt_of:
             members.append(counts[prompt])
             counts[prompt] += 1
         most = max(counts)
-        places = [p * most + m for p, m in zip(self.prompt_of, members, strict=True)]
+        indices = [p * most + m for p, m in zip(self.prompt_of, members, strict=True)]
         bias = None
         if len(set(self.prompt_lengths)) > 1:
             lengths = upload(self.prompt_lengths, self.device)
             bias = build_ending_bias(lengths, max(self.prompt_lengths))
-        return Prompts(upload(places, self.device), most, bias)
+        return Prompts(upload(indices, self.device), most, bias)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0, as transformers' empty caches do: positions are always given."""
@@ -486,36 +486,36 @@ class SlotCache:
 
     def _store_prompts(self, work: Prefill, key: Tensor, value: Tensor, layer: int) -> None:
         size = len(self.prompt_lengths), max(self.prompt_lengths)
-        slots = self.shared.get(layer) or allocate_slots(key, value, *size)
-        self.shared[layer] = slots = slots.grow(*size)
+        slots = self.prompt_slots.get(layer) or allocate_slots(key, value, *size)
+        self.prompt_slots[layer] = slots = slots.grow(*size)
         for slot, (start, end) in enumerate(pairwise(work.boundaries), work.first_slot):
             slots.keys[slot, :, : end - start] = key[0, :, start:end]
             slots.values[slot, :, : end - start] = value[0, :, start:end]
 
     def _store_tokens(self, work: Step, key: Tensor, value: Tensor, layer: int) -> None:
-        slots = self.own.get(layer)
+        slots = self.row_slots.get(layer)
         if slots is None:
             capacity = min(max(FIRST_CAPACITY, work.used), self.longest)
             slots = allocate_slots(key, value, self.max_rows, capacity)
         elif work.used > slots.keys.shape[2]:
             slots = slots.grow(self.max_rows, min(2 * slots.keys.shape[2], self.longest))
-        self.own[layer] = slots
+        self.row_slots[layer] = slots
         rows, heads = key.shape[:2]
         lines = torch.arange(rows * heads, device=key.device).view(rows, heads) * slots.keys.shape[2]
-        places = (lines + work.lengths[:, None]).flatten()
+        indices = (lines + work.lengths[:, None]).flatten()
         for states, new in zip(slots, (key, value), strict=True):
-            states.view(-1, states.shape[3]).index_copy_(0, places, new.reshape(rows * heads, -1))
+            states.view(-1, states.shape[3]).index_copy_(0, indices, new.reshape(rows * heads, -1))
 
     def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
         """Return the attention of each row's new token, (n, 1, A, D), from queries (n, A, 1, D)."""
         assert isinstance(self.work, Step)
         step, rows, prompts = self.work, len(self.row_lengths), len(self.prompt_lengths)
         longest = max(self.prompt_lengths)
-        own_keys, own_values = (t[:rows, :, : step.used] for t in self.own[layer])
-        keys, values = (t[:prompts, :, :longest] for t in self.shared[layer])
+        row_keys, row_values = (t[:rows, :, : step.used] for t in self.row_slots[layer])
+        keys, values = (t[:prompts, :, :longest] for t in self.prompt_slots[layer])
         query = cast_to_autocast(query)[:, :, 0]
         found = decode_attention(
-            query, (own_keys, own_values, step.bias), (keys, values, step.prompts), scale
+            query, (row_keys, row_values, step.bias), (keys, values, step.prompts), scale
         )
         return found.unsqueeze(1)
 
@@ -527,10 +527,10 @@ def cast_to_autocast(states: Tensor) -> Tensor:
 
 
 def build_ending_bias(lengths: Tensor, width: int) -> Tensor:
-    """Return (n, 1, 1, width), fp32: 0 on the first `lengths` places of each row, -inf behind them."""
-    places = torch.arange(width, device=lengths.device)
+    """Return (n, 1, 1, width), fp32: 0 on the first `lengths` columns of each row, -inf behind them."""
+    columns = torch.arange(width, device=lengths.device)
     bias = torch.zeros(len(lengths), width, device=lengths.device)
-    return bias.masked_fill_(places >= lengths[:, None], -torch.inf)[:, None, None]
+    return bias.masked_fill_(columns >= lengths[:, None], -torch.inf)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -538,39 +538,39 @@ class Prompts:
     """The prompts that the rows continue.
 
     Args:
-        places: (n,): prompt * members + member of each row.
+        indices: (n,): prompt * members + member of each row.
         members: Rows of the prompt that has most.
         bias: (P, 1, 1, L): 0 on a prompt's tokens, -inf behind its end; None: all have L tokens.
     """
 
-    places: Tensor
+    indices: Tensor
     members: int
     bias: Tensor | None
 
 
 def decode_attention(
     query: Tensor,
-    own: tuple[Tensor, Tensor, Tensor],
-    shared: tuple[Tensor, Tensor, Prompts],
+    of_rows: tuple[Tensor, Tensor, Tensor],
+    of_prompts: tuple[Tensor, Tensor, Prompts],
     scale: float,
 ) -> Tensor:
     """Return the attention of every row's new token.
 
     Args:
         query: (n, A, D): A heads of each row.
-        own: Keys and values of each row, (n, B, T, D), where A is a multiple of B, its new token included,
+        of_rows: Keys and values of each row, new token included, (n, B, T, D), where A is a multiple of B,
             and their bias, (n, 1, 1, T): 0 on tokens, -inf behind the last.
-        shared: Keys and values of each prompt, (P, B, L, D), and which rows continue it.
+        of_prompts: Keys and values of each prompt, (P, B, L, D), and which rows continue it.
         scale: Multiplies the products of queries and keys.
 
     Returns:
         (n, A, D of the values).
     """
-    keys, values, bias = own
+    keys, values, bias = of_rows
     rows, heads = keys.shape[:2]
     query = query.reshape(rows, heads, -1, query.shape[-1])  # (n, B, A / B, D)
     output, lse = attend(query, keys, values, bias, scale)
-    keys, values, prompts = shared
+    keys, values, prompts = of_prompts
     asked = group_by_prompt(query, prompts, len(keys))  # (P, B, members * A / B, D)
     found, found_lse = attend(asked, keys, values, prompts.bias, scale)
     merge_(
@@ -585,13 +585,13 @@ def decode_attention(
 def group_by_prompt(query: Tensor, prompts: Prompts, num_prompts: int) -> Tensor:
     """Gather the queries of each prompt's rows: (n, B, r, D) -> (P, B, members * r, D)."""
     room = query.new_zeros(num_prompts * prompts.members, *query.shape[1:])
-    grouped = room.index_copy_(0, prompts.places, query).unflatten(0, (num_prompts, prompts.members))
+    grouped = room.index_copy_(0, prompts.indices, query).unflatten(0, (num_prompts, prompts.members))
     return grouped.transpose(1, 2).flatten(2, 3)
 
 
 def split_by_row(found: Tensor, prompts: Prompts) -> Tensor:
     """Undo `group_by_prompt`: (P, B, members * r, D) -> (n, B, r, D)."""
-    return found.unflatten(2, (prompts.members, -1)).transpose(1, 2).flatten(0, 1)[prompts.places]
+    return found.unflatten(2, (prompts.members, -1)).transpose(1, 2).flatten(0, 1)[prompts.indices]
 
 
 def attend(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import Future, wait
-from queue import SimpleQueue
+from concurrent.futures import Future
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -36,27 +34,12 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     return run_in_background(lambda: asyncio.run(work)).result()
 
 
-def iterate_in_thread(items: AsyncIterator[T]) -> Iterator[T]:
-    """Yield the items of an async iterator. It runs in a thread, also while the caller is busy."""
-    arrived: SimpleQueue[T | None] = SimpleQueue()  # None: no more come
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
+def iterate(items: AsyncIterator[T]) -> Iterator[T]:
+    """Yield the items of an async iterator, which goes on only while the next item is awaited."""
 
-    async def forward() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        begun.set_result((asyncio.get_running_loop(), task))
-        async for item in items:
-            arrived.put(item)
+    async def take() -> T | None:
+        return await anext(items, None)
 
-    thread = run_in_background(lambda: asyncio.run(forward()))
-    thread.add_done_callback(lambda _: arrived.put(None))
-    try:
-        while (item := arrived.get()) is not None:
+    with asyncio.Runner() as runner:  # whose end cancels what still runs
+        while (item := runner.run(take())) is not None:
             yield item
-        thread.result()
-    finally:
-        if not thread.done():  # the caller wants no more
-            loop, task = begun.result()
-            with contextlib.suppress(RuntimeError):  # it has just ended
-                loop.call_soon_threadsafe(task.cancel)
-            wait([thread])

@@ -1,10 +1,10 @@
 """Sample with `vllm serve` workers over HTTP. What happens to a step's requests:
 
-    sample       requests ──▶ queue ──▶ a worker with a free place ──▶ the completion is yielded
+    sample       requests ──▶ queue ──▶ a worker with room ──▶ the completion is yielded
                  a worker is lost (dead, hung, late, garbage): WorkersLost; what was yielded stays valid, and
                  the caller pushes the weights and asks for the rest
 
-A request to a worker is for one completion: when it is finished it is scored, and its place reused, while the
+A request to a worker is for one completion: when it is finished it is scored, and another follows, while the
 rest of its group is sampled. Greedy completions of a prompt are all alike, so one request brings them all.
 
 fleet.py draws the states of the workers, client.py makes the calls, launch.py starts workers.
@@ -35,7 +35,7 @@ from rlt_lightning.engines.client import ADDRESS, CompletionRequest, WorkerError
 from rlt_lightning.engines.fleet import Fleet, Worker
 from rlt_lightning.engines.launch import Launch, find_free_port
 from rlt_lightning.engines.push import GlooPush, IPCPush, WeightPush
-from rlt_lightning.engines.threads import iterate_in_thread
+from rlt_lightning.engines.threads import iterate
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.models.weights import gather_in_groups
@@ -90,8 +90,8 @@ class VLLMEngine(Engine):
     ) -> None:
         on_gpus = launch is not None and torch.cuda.is_available()
         self.push = push or (IPCPush() if on_gpus else GlooPush())
-        self.own_weights = self.push.backend is None  # workers serve weights of their own
-        if self.own_weights and sleep:
+        self.keeps_weights = self.push.backend is None  # workers serve weights of their own
+        if self.keeps_weights and sleep:
             raise InputError(
                 "The engine's sleep needs workers that are pushed weights, but its push is NoPush. Set sleep "
                 "to false."
@@ -113,7 +113,7 @@ class VLLMEngine(Engine):
             # A name of this run, so that no other server on the port is taken for ours.
             served_model = f"teacher-{run_id}"
         api_key = read_api_key(api_key_env)
-        workers = [Worker(url, served_model, api_key, self.own_weights) for url in urls or []]
+        workers = [Worker(url, served_model, api_key, self.keeps_weights) for url in urls or []]
         self.fleet = Fleet(workers, self.push, run_id, launch, sleep, call_timeout_s, recovery_timeout_s)
         self.takes_turns = sleep
         self.reports_log_probs = log_probs == "worker"
@@ -144,9 +144,9 @@ class VLLMEngine(Engine):
     def load_own_model(self, name: str) -> bool:
         """Let launched workers load the model `name`, unless the launch names one; with NoPush only."""
         launch = self.fleet.launch
-        if self.own_weights and launch is not None and launch.model is None:
+        if self.keeps_weights and launch is not None and launch.model is None:
             self.fleet.launch = replace(launch, model=resolve(name))
-        return self.own_weights
+        return self.keeps_weights
 
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Start the workers that are to be launched, and wait until every worker answers.
@@ -180,7 +180,7 @@ class VLLMEngine(Engine):
 
     def _serve_without_trainer(self) -> None:
         """Get ready to take the workers' own weights as they are."""
-        assert self.own_weights
+        assert self.keeps_weights
         self.fleet.without_trainer = True
         # The worker's model may end with another special token than the tokenizer's, and its vocabulary be
         # rounded up.
@@ -208,7 +208,7 @@ class VLLMEngine(Engine):
 
     def gather_weights(self, named_tensors: list[NamedTensor]) -> None:
         """Gather in step with rank 0, if it gathers anything."""
-        if self.own_weights:
+        if self.keeps_weights:
             return
         for _ in gather_in_groups(named_tensors, self.push.bucket_bytes):
             pass
@@ -255,7 +255,7 @@ class VLLMEngine(Engine):
         if self.policy_version < 0:
             raise WorkersLost("The vLLM workers need a push before they sample.")
         try:
-            for call, completion in iterate_in_thread(self._complete_all(calls)):
+            for call, completion in iterate(self._complete_all(calls)):
                 for index in brings[call]:
                     yield index, completion
         except WorkerError as error:
@@ -283,8 +283,8 @@ class VLLMEngine(Engine):
                 arrived.put_nowait(error)
 
         workers = self.fleet.workers
-        places = min(self.max_sequences, -(-len(requests) // len(workers)))
-        works = [serve(worker) for _ in range(places) for worker in workers]  # they take requests in turn
+        num_calls = min(self.max_sequences, -(-len(requests) // len(workers)))
+        works = [serve(worker) for _ in range(num_calls) for worker in workers]  # they take requests in turn
         tasks = [asyncio.create_task(report(work)) for work in (*works, self.fleet.watch())]
         try:
             for _ in requests:

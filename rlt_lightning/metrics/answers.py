@@ -1,6 +1,6 @@
 """How often answers are right: pass@1 with its standard error, pass@k and maj@k, as functions and a Metric.
 
-A record is a row of `responses.jsonl`, one judged response: see `judge_responses` in modules/responses.py.
+A record is a row of `responses.jsonl`, one judged response: see `judge_responses` in modules/evaluation.py.
 The records of a problem have the same id and follow each other.
 """
 

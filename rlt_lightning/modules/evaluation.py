@@ -1,21 +1,34 @@
-"""The LightningModule of `rlt test`: it asks a model, judges the responses and logs the figures."""
+"""The LightningModule of `rlt test`: it asks a model, judges the responses and logs the figures.
+
+EvaluateEvery asks and judges alike: with the same seed and weights both report the same figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from rlt_lightning.datamodules.evaluation import EvaluationBatch, EvaluationDataModule, get_evaluation_data
+from rlt_lightning.datamodules.evaluation import (
+    EvaluationBatch,
+    EvaluationDataModule,
+    Response,
+    get_evaluation_data,
+)
+from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
+from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import Figures, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
-from rlt_lightning.modules.responses import Sample, judge_responses
+from rlt_lightning.models.load import Dtype, announce_model, count_ids, empty_model, load_model
+from rlt_lightning.modules.phases import PhaseTimer
+from rlt_lightning.rollouts.sampler import AnswerSampler
+from rlt_lightning.run.console import waiting_for
 from rlt_lightning.run.interrupt import Interrupt
+from rlt_lightning.run.jsonl import Row
 from rlt_lightning.run.ranks import meet
 from rlt_lightning.strategies.sharding import ModelEntry, Unsharded, WeightLayout, get_sharding
 from rlt_lightning.types import InputError
@@ -47,9 +60,9 @@ class EvaluationModule(LightningModule):
         self.attn_implementation = attn_implementation
         self.trust_remote_code = trust_remote_code
         self.judge_deadline_s = judge_deadline_s
-        # ResponseCallback sets both, the second if it samples with the model.
-        self.sample: Sample | None = None
-        self.needs_model = False
+        self.sampler: AnswerSampler | None = None
+        self.num_ids: int | None = None  # token ids that may be sampled; `setup` counts them
+        self.phase = PhaseTimer()
         # configure_model sets both: the way into the model, and how its weights are stored.
         self.entry: ModelEntry | None = None
         self.sharding: WeightLayout = Unsharded(None)
@@ -63,6 +76,15 @@ class EvaluationModule(LightningModule):
         """Refuse launches that do not work; let a signal to one rank stop all."""
         meet(self.trainer)
         return [Interrupt(self.trainer)]
+
+    def attach(self, sampler: AnswerSampler) -> None:
+        """Ask this sampler for responses from now on; ResponseCallback calls it before a model is loaded."""
+        self.sampler = sampler
+
+    @property
+    def needs_model(self) -> bool:
+        """Return whether responses are sampled with a model that is loaded here."""
+        return self.sampler is not None and self.sampler.needs_model
 
     @property
     def policy(self) -> Any:
@@ -79,7 +101,8 @@ class EvaluationModule(LightningModule):
 
     def configure_model(self) -> None:
         """Load the weights if they are needed, once the data are checked, as the strategy stores them."""
-        if not self.needs_model or self.entry is not None:
+        left = get_evaluation_data(self.trainer).left
+        if not self.needs_model or not left or self.entry is not None:
             return
         options = (self.pretrained, self.dtype_name, self.attn_implementation, self.trust_remote_code)
         self.sharding = get_sharding(self.trainer.strategy)
@@ -105,8 +128,15 @@ class EvaluationModule(LightningModule):
         return bool(self.trainer.strategy.reduce(on_rank, reduce_op="max"))
 
     def setup(self, stage: str) -> None:
-        """Start the judge's processes, before anything is loaded and sampled."""
+        """Count the token ids, and start the judge's processes, before anything is loaded and sampled."""
         data = get_evaluation_data(self.trainer)
+        if self.needs_model:
+            self.num_ids = count_ids(
+                self.pretrained,
+                data.chat_format.tokenizer,
+                lambda: max(max(problem.prompt) for problem in data.problems),
+                self.trust_remote_code,
+            )
         self.judge = Judge(data.tags, self.judge_deadline_s)
         if data.left:
             self.judge.start()
@@ -123,11 +153,13 @@ class EvaluationModule(LightningModule):
 
         Each rank asks its part of the batch, which may be empty; a callback writes the records of all ranks.
         """
-        if self.sample is None:
+        if self.sampler is None:
             raise InputError("An evaluation needs responses: add ResponseCallback to the trainer.")
         assert self.judge is not None
         assert self.answers is not None
-        batch.records = judge_responses(self.judge, batch.problems, self.sample(batch.problems))
+        tokenizer = get_evaluation_data(self.trainer).chat_format.tokenizer
+        responses = self.sampler.answer(batch.problems, tokenizer)
+        batch.records = judge_responses(self.judge, batch.problems, responses)
         self.answers.update(batch.records)
 
     def on_test_epoch_end(self) -> None:
@@ -146,3 +178,36 @@ class EvaluationModule(LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Keep batches as they are: they hold text and lists of token ids."""
         return batch
+
+
+def judge_responses(
+    judge: Judge, problems: Sequence[EvaluationProblem], responses: Sequence[Sequence[Response]]
+) -> list[Row]:
+    """Judge the responses to each problem, and return one record of each response."""
+    pairs = [
+        (response.text, problem.reference)
+        for problem, samples in zip(problems, responses, strict=True)
+        for response in samples
+    ]
+    with waiting_for(f"the judge of {len(pairs)} responses"):
+        verdicts = iter(judge.judge_all(pairs))
+    records: list[Row] = []
+    for problem, samples in zip(problems, responses, strict=True):
+        judged = [next(verdicts) for _ in samples]
+        answers = judge.same_answers(judged, problem.reference["kind"])
+        for number, (response, verdict, answer) in enumerate(zip(samples, judged, answers, strict=True)):
+            records.append(
+                {
+                    "id": problem.id,
+                    "set": problem.set_name,
+                    "problem": problem.fingerprint,
+                    "sample": number,
+                    **({} if problem.private else {"response": response.text}),
+                    **vars(verdict),
+                    "same_answer": answer,
+                    "num_tokens": response.num_tokens,
+                    "finish_reason": response.finish_reason,
+                    "judge": JUDGE_VERSION,
+                }
+            )
+    return records

@@ -57,7 +57,7 @@ class LossTerm(ABC):
     with_entropy = False
 
     @property
-    def maker(self) -> object:
+    def source(self) -> object:
         """Return the object whose class an error names if the loss is not finite."""
         return self
 
@@ -116,8 +116,8 @@ class PolicyGradient(LossTerm):
         self.credit = credit
 
     @property
-    def maker(self) -> object:
-        """See `LossTerm.maker`."""
+    def source(self) -> object:
+        """See `LossTerm.source`."""
         return self.policy_loss
 
     def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:

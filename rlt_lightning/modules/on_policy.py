@@ -19,6 +19,7 @@ from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.step import Shards, StepBatch
+from rlt_lightning.run.ranks import ask_callbacks
 from rlt_lightning.types import InputError, Rollouts
 
 
@@ -51,19 +52,27 @@ class OnPolicyModule(PolicyModule):
     ) -> None:
         super().__init__(**options)
         self.group_size = group_size
-        self.importance_sampling = importance_sampling
-        # RolloutCallback chooses for "auto", once it knows the engine.
-        self.importance_weights = None if importance_sampling == "auto" else importance_sampling
+        self.importance_sampling: TruncatedImportanceSampling | Literal["auto"] | None = importance_sampling
         self.mismatch_limit = mismatch_limit
         self.max_staleness = max_staleness
         self.offload_frozen = offload_frozen
         # Another copy of the initial model, which ReferenceSync moves towards the policy if it is used.
         self.reference: Model | None = None
-        self.reference_moves = False
         # The frozen models that read completions, by name.
         self.models: dict[str, Model] = {}
-        # RolloutCallback sets it.
         self.sampler: Sampler | None = None
+
+    @property
+    def reference_moves(self) -> bool:
+        """Return whether a callback moves the reference, which then needs its own weights even for a LoRA."""
+        return bool(ask_callbacks(self.trainer, "moves_reference"))
+
+    @property
+    def importance_weights(self) -> TruncatedImportanceSampling | None:
+        """Return the weights pi_trainer / pi_engine; for "auto" those that suit the engine."""
+        if self.importance_sampling == "auto":
+            return self.require_sampler().importance_weights
+        return self.importance_sampling
 
     def load_frozen_models(self) -> None:
         """Refuse to move shards of frozen models."""
@@ -82,6 +91,10 @@ class OnPolicyModule(PolicyModule):
         get_frozen_ready(self, self.models)
 
     # Completions
+
+    def attach(self, sampler: Sampler) -> None:
+        """Ask this sampler for completions from now on; RolloutCallback calls it before a model is loaded."""
+        self.sampler = sampler
 
     def require_sampler(self) -> Sampler:
         """Return the sampler, or raise an error that names the callback that should have provided it."""

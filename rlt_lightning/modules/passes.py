@@ -530,12 +530,12 @@ def score_groups(step: StepBatch, reward: Reward) -> None:
         NonFiniteError: If a reward is NaN or infinite; it names a term that is, and the class.
     """
     step.set_scores(reward.score(step.table, step.group_size))
-    rows, maker = [step.row_number(row) for row in range(len(step))], type(reward).__name__
+    rows, source = [step.row_number(row) for row in range(len(step))], type(reward).__name__
     try:
-        require_finite(step.rewards, f"reward of {maker}", rows, choose_remedy(reward))
+        require_finite(step.rewards, f"reward of {source}", rows, choose_remedy(reward))
     except NonFiniteError:
         for name, values in columns_of(step.table, "term").items():
-            require_finite(values, f"term '{name}' of {maker}", rows, choose_remedy(reward))
+            require_finite(values, f"term '{name}' of {source}", rows, choose_remedy(reward))
         raise
 
 

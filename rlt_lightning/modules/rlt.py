@@ -62,7 +62,7 @@ from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.explanations import require_scorable, require_student
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.sampler import RolloutRequest
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
 from rlt_lightning.run.jsonl import Row
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
@@ -231,7 +231,7 @@ class RLTModule(OnPolicyModule):
             others = sampler.request_others(step.find_flat_groups())
             if others is None:
                 break
-            step.replace(self.collect(runner, others), others.places)
+            step.replace(self.collect(runner, others), others.slots)
         sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
         updates = [step.shard]
         if self.divides_again:
@@ -241,7 +241,7 @@ class RLTModule(OnPolicyModule):
                 step.share_tokens(self.credit.columns, self.ranks.sum_tensor)
         with self.phase("train") as stats:
             step.advantages = self.advantages(step.rewards, self.group_size)  # (N,), alike on every rank
-            step.check_made(step.advantages, "advantage", self.advantages, range(len(step)))
+            step.check_finite(step.advantages, "advantage", self.advantages, range(len(step)))
             metrics = []
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
                 self.optimizers().zero_grad()  # type: ignore[union-attr]

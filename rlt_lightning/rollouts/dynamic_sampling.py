@@ -1,13 +1,13 @@
 """Replace groups whose rewards are all equal by other problems (DAPO, arXiv:2503.14476, section 3.2).
 
-Such a group has advantage 0 and teaches nothing. A step has a place for each of its problems, counted over
+Such a group has advantage 0 and teaches nothing. A step has a slot for each of its problems, counted over
 all ranks; `RLTModule.training_step` has the loop:
 
-    sample ─▶ score ─▶ which places have equal rewards? ─▶ none, or no round is left ─▶ train
+    sample ─▶ score ─▶ which slots have equal rewards? ──▶ none, or no round is left ─▶ train
       ▲                              │
       └─── one problem for each ◀────┘  the next ones of the training order
 
-Every rank knows all rewards and all problems, so all ranks decide alike. A place whose rewards are still
+Every rank knows all rewards and all problems, so all ranks decide alike. A slot whose rewards are still
 equal after the last round keeps its group, so a step always has its usual size.
 """
 

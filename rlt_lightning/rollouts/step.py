@@ -41,7 +41,7 @@ from rlt_lightning.numerics.packing import ScoredSequence, to_padded
 from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError, choose_remedy
 from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
-from rlt_lightning.rollouts.sampler import RolloutRequest
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # The models that are no frozen ones by name: the weights that train, and the initial ones.
@@ -155,8 +155,8 @@ class Shards:
         numbers = sorted(lengths)
         tokens = [self._count(*lengths[number]) for number in numbers]
         families: dict[int, list[int]] = {}
-        for place, number in enumerate(numbers):
-            families.setdefault(number // self.group_size, []).append(place)
+        for index, number in enumerate(numbers):
+            families.setdefault(number // self.group_size, []).append(index)
         parts = balance_shards(list(families.values()), tokens, self.world_size, self.loads)
         for rank, part in enumerate(parts):
             self.loads[rank] += sum(tokens[i] for i in part)
@@ -315,7 +315,7 @@ class StepBatch:
         lengths: list[int] = []
         self.shard = []
         for i in range(number):
-            first, end = (place * num_groups // number * self.group_size for place in (i, i + 1))
+            first, end = (part * num_groups // number * self.group_size for part in (i, i + 1))
             self.shards = build_shards()
             parts.append(self.divide(range(first, end)))
             lengths = self.shards.lengths = lengths + self.shards.lengths
@@ -352,12 +352,12 @@ class StepBatch:
 
         Later mini-batches are divided otherwise: a row is recorded by the rank that read it for its score.
         """
-        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
+        rows_on = cache(lambda device: upload(list(rows), device))  # once for all columns
         for name, column in values.items():
             if name not in self.table:
                 self.table[name] = column.new_zeros(len(self))
             if rows:
-                self.table[name] = self.table[name].index_copy(0, place_on(column.device), column)
+                self.table[name] = self.table[name].index_copy(0, rows_on(column.device), column)
         if not self.scored:
             self.measured = sorted({*self.measured, *rows})
 
@@ -400,21 +400,21 @@ class StepBatch:
         """Let all ranks have token columns that `put_tokens` has kept, for rows that are divided again."""
         lengths = [len(self.token_ids(row)) for row in range(len(self))]
         for name in names:
-            own = {row: self.tokens[name][row].double().cpu() for row in self.measured}
+            measured = {row: self.tokens[name][row].double().cpu() for row in self.measured}
             nothing = torch.zeros(max(lengths), dtype=torch.float64, device="cpu")
-            parts = [own.get(row, nothing[:length]) for row, length in enumerate(lengths)]
+            parts = [measured.get(row, nothing[:length]) for row, length in enumerate(lengths)]
             self.tokens[name] = dict(enumerate(sum_over_ranks(torch.cat(parts)).split(lengths)))
 
-    def check_made(self, values: Tensor, what: str, maker: object, rows: Sequence[int]) -> None:
+    def check_finite(self, values: Tensor, what: str, source: object, rows: Sequence[int]) -> None:
         """Let all ranks check together an object's values of n rows, (n,)."""
-        numbers, what = [self.row_number(row) for row in rows], f"{what} of {type(maker).__name__}"
-        self.checks.add(values, [1] * len(rows), what, numbers, choose_remedy(maker))
+        numbers, what = [self.row_number(row) for row in rows], f"{what} of {type(source).__name__}"
+        self.checks.add(values, [1] * len(rows), what, numbers, choose_remedy(source))
 
     def bring_to_host(self, rows: Sequence[int]) -> None:
         """Move the token columns of these rows to main memory; the host waits for the device once."""
-        places = [(column, row) for column in self.tokens.values() for row in rows if row in column]
-        moved = download([column[row] for column, row in places])
-        for (column, row), values in zip(places, moved, strict=True):
+        entries = [(column, row) for column in self.tokens.values() for row in rows if row in column]
+        moved = download([column[row] for column, row in entries])
+        for (column, row), values in zip(entries, moved, strict=True):
             column[row] = values
 
     # Rewards
@@ -440,8 +440,8 @@ class StepBatch:
 
     def choose(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Return the table of some rows, in this order."""
-        place_on = cache(lambda device: upload(list(rows), device))  # once for all columns
-        return {name: values[place_on(values.device)] for name, values in self.table.items()}
+        rows_on = cache(lambda device: upload(list(rows), device))  # once for all columns
+        return {name: values[rows_on(values.device)] for name, values in self.table.items()}
 
     # The update
 
@@ -456,7 +456,7 @@ class StepBatch:
         counts, [what] = [scoring.num_scored for scoring in micro.passes], micro.passes[0].scored
         numbers = [self.row_number(row) for row in micro.rows]
         self.checks.add(values, counts, micro.passes[0].describe(what), numbers)
-        self.check_made(output.loss.expand(len(micro.rows)), "loss", micro.term.maker, micro.rows)
+        self.check_finite(output.loss.expand(len(micro.rows)), "loss", micro.term.source, micro.rows)
         for name, value in output.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value
         for worker, mismatch in output.mismatch.items() if micro.scale else ():
@@ -466,14 +466,14 @@ class StepBatch:
     # Dynamic sampling
 
     def find_flat_groups(self) -> list[int]:
-        """Return the places of the groups whose rewards are all equal."""
+        """Return the slots of the groups whose rewards are all equal."""
         flat = zero_std_groups(self.rewards, self.group_size)
-        return [place for place, is_flat in enumerate(flat.tolist()) if is_flat]
+        return [slot for slot, is_flat in enumerate(flat.tolist()) if is_flat]
 
-    def replace(self, others: StepBatch, places: Sequence[int]) -> None:
-        """Put the groups of another step into these places; how many there are stays the same."""
+    def replace(self, others: StepBatch, slots: Sequence[int]) -> None:
+        """Put the groups of another step into these slots; how many there are stays the same."""
         size = self.group_size
-        target = [place * size + i for place in places for i in range(size)]
+        target = [slot * size + i for slot in slots for i in range(size)]
         self.replaced += [self.sources[row] for row in target]
         self.counts.dropped_tokens += sum(len(self.token_ids(row)) for row in target)
         for row, source in zip(target, others.sources, strict=True):
@@ -488,7 +488,7 @@ class StepBatch:
         for name, values in self.table.items():
             self.table[name] = values.index_copy(0, upload(target, values.device), others.table[name])
         self.counts.rounds += 1
-        self.counts.dropped_groups += len(places)
+        self.counts.dropped_groups += len(slots)
 
 
 def name_column(kind: Kind, name: str) -> str:

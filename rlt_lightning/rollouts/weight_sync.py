@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 
-from rlt_lightning.engines.base import PROBE_TOKENS, Engine, NamedTensor, Placement, push_until_current
+from rlt_lightning.engines.base import PROBE_TOKENS, Engine, NamedTensor, Placement
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.lora import merge_weights
 from rlt_lightning.models.packed import sequence_log_probs
@@ -29,7 +29,7 @@ class Policy(Protocol):
 
     @property
     def policy(self) -> Any:
-        """Return the model; its weights are pushed."""
+        """Return the model, whose weights are pushed; None: workers serve weights of their own."""
 
     @property
     def global_step(self) -> int:
@@ -62,16 +62,12 @@ class WeightSync:
     """Brings weights to an engine.
 
     Args:
-        engine: The engine.
         verify_every_n_steps: Optimizer steps between two verifications of workers; 0: only after the first
             push to a worker.
         call: Calls a function where the engine is; see `Dispatcher.call`.
     """
 
-    def __init__(
-        self, engine: Engine, verify_every_n_steps: int, call: Callable[[Callable[[], Any]], Any]
-    ) -> None:
-        self.engine = engine
+    def __init__(self, verify_every_n_steps: int, call: Callable[[Callable[[], Any]], Any]) -> None:
         self.verify_every_n_steps = verify_every_n_steps
         self.call = call
         # The text by which workers are verified; always the same, so that earlier log-probs can be compared.
@@ -88,49 +84,46 @@ class WeightSync:
         """Verify again after the next push."""
         self.probe, self.verified_at, self.probe_log_probs = [], None, {}
 
-    def make_current(self, trainer: Trainer, module: Policy) -> None:
-        """Push until all workers hold the weights; then verify."""
+    def make_current(self, engine: Engine, trainer: Trainer, module: Policy) -> None:
+        """Push until all workers hold the weights; then verify. Without a policy, only look after workers."""
         step, pushed = module.global_step, False
-        if self.engine.placement is Placement.SHARED_WEIGHTS:
-            parameters = list(module.policy.named_parameters())
-            push_until_current(self.engine, lambda: parameters, step)
-            return
+        is_shared = engine.placement is Placement.SHARED_WEIGHTS
+        gathers = engine.placement is Placement.SERVER and not trainer.is_global_zero
+        pushes_together = engine.placement is Placement.PER_RANK and module.sharding.sharded
 
-        is_server = self.engine.placement is Placement.SERVER
+        def agree(flag: bool) -> bool:
+            """Return a flag for all ranks where they gather together and each asked its engine."""
+            return module.on_any_rank(flag) if pushes_together else flag
 
         def needs_push() -> bool:
-            self.engine.health()
-            return self.engine.policy_version != step
+            engine.health()
+            return module.policy is not None and engine.policy_version != step
 
-        while self._agree(module, self.call(needs_push)):
-            named_tensors = self._list_weights(module.policy)
-            if is_server and not trainer.is_global_zero:
-                self.engine.gather_weights(named_tensors)
+        while agree(self.call(needs_push)):
+            parameters = list(module.policy.named_parameters())
+            named_tensors = parameters if is_shared else list_weights(module.policy)
+            if gathers:
+                engine.gather_weights(named_tensors)
 
             def push(named_tensors: list[NamedTensor] = named_tensors) -> None:
-                self.engine.update_weights(named_tensors, step)
+                engine.update_weights(named_tensors, step)
 
             self.call(push)
-            pushed = True
+            pushed = not is_shared
         due = self.verified_at is None or 0 < self.verify_every_n_steps <= step - self.verified_at
-        if pushed and (due or self._agree(module, self.call(lambda: self.engine.unverified))):
-            self._verify(module)
+        if pushed and (due or agree(self.call(lambda: engine.unverified))):
+            self._verify(engine, module)
 
-    def _agree(self, module: Policy, flag: bool) -> bool:
-        """Return a flag for all ranks where they gather together and each asked an engine of its own."""
-        if self.engine.placement is Placement.PER_RANK and module.sharding.sharded:
-            return module.on_any_rank(flag)
-        return flag
-
-    def _list_weights(self, policy: Any) -> list[NamedTensor]:
-        """Return the weights for the engine, with a LoRA merged in."""
-        return to_file_names(policy, merge_weights(policy, dict(policy.named_parameters())))
-
-    def _verify(self, module: Policy) -> None:
+    def _verify(self, engine: Engine, module: Policy) -> None:
         """Let the engine compare the workers' log-probs of a text with the trainer's."""
         with torch.no_grad():
             log_probs = module.run(sequence_log_probs, self.probe)
         self.verified_at = module.global_step
         latest = list(self.probe_log_probs.items())[-1:]
         self.probe_log_probs = dict(latest) | {module.global_step: log_probs.tolist()}
-        self.call(lambda: self.engine.verify(self.probe, self.probe_log_probs))
+        self.call(lambda: engine.verify(self.probe, self.probe_log_probs))
+
+
+def list_weights(policy: Any) -> list[NamedTensor]:
+    """Return the weights for an engine, with a LoRA merged in."""
+    return to_file_names(policy, merge_weights(policy, dict(policy.named_parameters())))

@@ -170,6 +170,12 @@ class Collectives:
             self.group = distributed.new_group(backend="gloo", timeout=timeout)
 
 
+def ask_callbacks(trainer: Any, name: str) -> Any:
+    """Return what the first callback that has this attribute says; None without such a callback."""
+    callbacks = [] if trainer is None else trainer.callbacks
+    return next((getattr(callback, name) for callback in callbacks if hasattr(callback, name)), None)
+
+
 def raise_from_ranks(trainer: Trainer, error: Exception | None) -> NoReturn:
     """Raise on all ranks the exception of the first one that has one; all ranks call this together.
 

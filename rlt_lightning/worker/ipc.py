@@ -99,16 +99,16 @@ class TensorReader:
         Args:
             content: The buffer's bytes.
             parts: What lies in it: name, dtype and shape of the tensor, bytes before the part in the tensor
-                (begin) and in the buffer (place), and its size (num_bytes).
+                (begin) and in the buffer (offset), and its size (num_bytes).
         """
         for part in parts:
-            begin, place, num_bytes = part["begin"], part["place"], part["num_bytes"]
+            begin, offset, num_bytes = part["begin"], part["offset"], part["num_bytes"]
             if begin == 0:
                 dtype = getattr(torch, part["dtype"])
                 self.tensor = torch.empty(part["shape"], dtype=dtype, device=self.device)
             assert self.tensor is not None
             target = self.tensor.view(-1).view(torch.uint8)
-            target[begin : begin + num_bytes].copy_(content[place : place + num_bytes])
+            target[begin : begin + num_bytes].copy_(content[offset : offset + num_bytes])
             if begin + num_bytes == len(target):
                 whole, self.tensor = self.tensor, None
                 yield part["name"], whole

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from threading import Thread
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from lightning.pytorch import Trainer
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import EngineError, Sampling, VLLMEngine
 from rlt_lightning.models.load import load_model
+from rlt_lightning.modules import RLTModule
 from rlt_lightning.numerics import TruncatedImportanceSampling
-from rlt_lightning.rollouts.sampler import RolloutRequest
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import Completion, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -111,15 +113,12 @@ def test_a_request_survives_a_checkpoint(tmp_path: Path) -> None:
     done = {1: Completion([3, 4], [-0.1, -0.25], "stop", seed=2**62 + 1, worker="http://w")}
     request = RolloutRequest([5, 6], [[1, 2], [3]], [2**63 - 1, 8], 4, SAMPLING, 1, "</end>", done)
     callback, other = (RolloutCallback(VLLMEngine(["http://w"]), asynchronous=True) for _ in range(2))
+    for each in (callback, other):
+        each.sampler.bind(SimpleNamespace(world_size=1), RLTModule())  # type: ignore[arg-type]
     callback.sampler.pending = request
     torch.save(callback.state_dict(), tmp_path / "state.pt")
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    found = other.sampler.pending
-    assert found is not None
-    [completion] = found.completions.values()
-    assert completion.log_probs == pytest.approx([-0.1, -0.25], abs=1e-7)
-    found.completions = done
-    assert found == request
+    assert other.sampler.pending == request
     callback.sampler.pending = None
     other.load_state_dict(callback.state_dict())
     assert other.sampler.pending is None

@@ -34,8 +34,8 @@ from rlt_lightning.engines import (
     SampleRequest,
     Sampling,
     VLLMEngine,
-    sample_all,
 )
+from rlt_lightning.engines.base import stream_completions
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.rewards import RLTReward
@@ -267,7 +267,7 @@ def test_an_engine_that_loses_completions_is_named() -> None:
     with pytest.raises(
         EngineError, match=r"FourMethods.sample must yield every completion .* 2 did not come"
     ):
-        sample_all(FourMethods(), [SampleRequest([5], 0, 2)], Sampling(), "")
+        list(stream_completions(FourMethods(), [SampleRequest([5], 0, 2)], Sampling(), ""))
 
 
 def test_sharded_weights_need_an_engine_that_gathers() -> None:

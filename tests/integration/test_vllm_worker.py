@@ -36,8 +36,6 @@ from rlt_lightning.engines import (
     Sampling,
     VLLMEngine,
     WeightPush,
-    build_requests,
-    sample_all,
 )
 from rlt_lightning.engines.launch import FLOAT32_LOGITS, find_free_port, start_server, stop_server
 from rlt_lightning.models.load import load_model, load_tokenizer
@@ -590,7 +588,7 @@ def test_a_plain_server_completes_for_whoever_asks_and_for_the_trainer_whose_mod
     sampling = Sampling(temperature=0.7, max_completion_length=16)
     engine = VLLMEngine(urls=[plain_server], push=NoPush())
     engine.start(None, trainer.tokenizer, trainer.folder)
-    alone = sample_all(engine, build_requests(prompts, [1, 2], 3, [4, 16]), sampling, "")
+    alone = sample_groups(engine, prompts, sampling, 3, "", [1, 2], [4, 16])
     engine.close()
     assert [{len(c.token_ids) for c in group} for group in alone] == [{4}, {16}]
     assert {completion.log_probs for group in alone for completion in group} == {None}

@@ -20,7 +20,7 @@ from fake_worker import (
     fake_vllm,
     made_up,
 )
-from sampling import sample_groups
+from sampling import build_requests, sample_groups
 from transformers import LlamaConfig
 
 from rlt_lightning.engines import (
@@ -29,7 +29,6 @@ from rlt_lightning.engines import (
     Sampling,
     VLLMEngine,
     WorkersLost,
-    build_requests,
 )
 from rlt_lightning.types import Completion
 

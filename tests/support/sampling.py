@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from rlt_lightning.engines import Engine, Sampling, build_requests
+from rlt_lightning.engines import Engine, SampleRequest, Sampling
 from rlt_lightning.types import Completion
+
+
+def build_requests(
+    prompts: Sequence[list[int]], seeds: Sequence[int], number: int, limits: Sequence[int] | None = None
+) -> list[SampleRequest]:
+    """A request for each prompt, with its seed and, if any, its limit in tokens."""
+    limit_of_each: Sequence[int | None] = limits or [None] * len(prompts)
+    rows = zip(prompts, seeds, limit_of_each, strict=True)
+    return [SampleRequest(prompt, seed, number, limit) for prompt, seed, limit in rows]
 
 
 def sample_groups(
@@ -17,7 +26,7 @@ def sample_groups(
     seeds: list[int],
     limits: list[int] | None = None,
 ) -> list[list[Completion]]:
-    """The completions of every prompt; unlike `sample_all`, it does not wait for lost workers."""
+    """The completions of every prompt."""
     found = dict(engine.sample(build_requests(prompts, seeds, number, limits), sampling, stop))
     assert sorted(found) == list(range(len(prompts) * number))
     return [[found[i * number + j] for j in range(number)] for i in range(len(prompts))]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -224,7 +225,10 @@ def evaluation() -> Setup:
     for row in map(json.loads, (FOLDER / "recorded" / "responses.jsonl").read_text().splitlines()):
         responses.setdefault(f"arithmetic/{row['id']}", []).append(Response(row["response"], None, None))
     module = EvaluationModule(STUDENT)
-    module.sample = lambda problems: [responses[problem.id] for problem in problems]
+    sampler: Any = SimpleNamespace(
+        needs_model=False, answer=lambda problems, _: [responses[problem.id] for problem in problems]
+    )
+    module.attach(sampler)
     sets: dict[str, Any] = {"arithmetic": str(FOLDER / "recorded" / "arithmetic.jsonl")}
     return Setup(
         module,

@@ -32,7 +32,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
-from rlt_lightning.rollouts.sampler import Dispatcher, RolloutRequest, Sampler
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
 
@@ -95,18 +95,15 @@ def test_at_least_one_round_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_other_problems_take_places_and_belong_to_the_ranks_of_those(rank: int) -> None:
+def test_other_problems_take_slots_and_belong_to_the_ranks_of_those(rank: int) -> None:
     problems = [Problem(row, "q", "s", [row], [], [], [], []) for row in range(1, 9)]
     loader: Any = StepLoader(problems, 4, PromptBatch, rank=rank, world_size=2)
     batch = next(iter(loader))
     data = SimpleNamespace(stop="", build_rollout=None)
-    places = {"global_rank": rank, "world_size": 2, "datamodule": data, "train_dataloader": loader}
     callback = RolloutCallback(sampling=Sampling(max_completion_length=4))
-    dispatcher = Dispatcher(HFEngine(), 1, 1.0)
-    trainer: Any = SimpleNamespace(**places)
+    trainer: Any = SimpleNamespace(global_rank=rank, world_size=2, datamodule=data, train_dataloader=loader)
     module: Any = SimpleNamespace(group_size=2, global_step=3)
-    dispatcher.trainer = trainer
-    sampler = Sampler(dispatcher, callback)
+    sampler = callback.sampler
     sampler.bind(trainer, module)
     sampler.problems_per_rank = len(batch.problems)
     position = loader.position
@@ -117,13 +114,13 @@ def test_other_problems_take_places_and_belong_to_the_ranks_of_those(rank: int) 
     assert request is not None
     order = [problems[i].row for i in loader.list_epoch(0)]
     assert request.rows == order[4:7]  # those that follow the step's four, alike on both ranks
-    assert (request.places, request.policy_version, request.num_completions) == ([1, 2, 3], 3, 2)
-    # The step's places 0 and 1 are rank 0's, 2 and 3 rank 1's. Each asks its engine for two of three.
+    assert (request.slots, request.policy_version, request.num_completions) == ([1, 2, 3], 3, 2)
+    # The step's slots 0 and 1 are rank 0's, 2 and 3 rank 1's. Each asks its engine for two of three.
     assert request.logged == ([0], [1, 2])[rank]
     assert request.asked == ([0, 1], [2, 0])[rank]
     last = sampler.request_others([0, 1])
     assert last is not None
-    assert (last.rows, last.places) == (order[7:], [0])  # fewer than places
+    assert (last.rows, last.slots) == (order[7:], [0])  # fewer than slots
     assert sampler.request_others([0]) is None
 
 

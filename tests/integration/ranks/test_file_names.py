@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ModelExporter
 from rlt_lightning.datamodules import StudentSFTData
-from rlt_lightning.engines import IPCPush, VLLMEngine
+from rlt_lightning.engines import IPCPush
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.load import empty_model, load_model
@@ -37,7 +37,7 @@ from rlt_lightning.models.weights import (
 )
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.rollouts.weight_sync import WeightSync
+from rlt_lightning.rollouts.weight_sync import list_weights
 from rlt_lightning.types import InputError
 
 BASE: dict[str, Any] = {
@@ -137,12 +137,10 @@ def test_a_stacked_weight_is_gathered_once(folders: dict[str, str]) -> None:
 
 def test_workers_are_pushed_the_names_of_files(folders: dict[str, str]) -> None:
     model = load_model(folders["qwen3_moe"])
-    engine = VLLMEngine(["http://127.0.0.1:1"])
     add_adapter(model, LoRA(rank=4), seed=0)
     with FakeWorker() as worker:
         push = IPCPush(bucket_mib=1)
-        named_tensors = WeightSync(engine, 1, lambda function: function())._list_weights(model)
-        push.push(named_tensors, [WorkerClient(worker.url)], VERSION)
+        push.push(list_weights(model), [WorkerClient(worker.url)], VERSION)
     require_pushed(folders["qwen3_moe"], worker)  # B is still 0
 
 

@@ -29,7 +29,7 @@ from rlt_lightning.callbacks.evaluation import ResponseCallback
 from rlt_lightning.callbacks.predictions import DistillationWriter
 from rlt_lightning.callbacks.rollout_checks import require_trainable
 from rlt_lightning.checkpoints.run_folder import choose_run_folder
-from rlt_lightning.engines import GlooPush, HFEngine, Launch, NoPush, Sampling, VLLMEngine
+from rlt_lightning.engines import GlooPush, Launch, NoPush, Sampling, VLLMEngine
 from rlt_lightning.models.load import require_model_name
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions
@@ -120,7 +120,8 @@ def launch(**options: Any) -> Any:
 
 
 def check(sampling: Sampling = Sampling(), asynchronous: bool = False, **options: Any) -> None:  # noqa: B008
-    require_trainable(sampling, HFEngine(), asynchronous, make_module(**options))
+    rollouts = RolloutCallback(VLLMEngine(URLS), sampling, asynchronous=asynchronous)
+    require_trainable(rollouts.sampler, make_module(**options))
 
 
 def launched(**environment: str) -> None:

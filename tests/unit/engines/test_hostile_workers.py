@@ -17,9 +17,10 @@ from commands import rlt
 from fake_worker import END, EOS, TAG, FakeTokenizer, FakeWorker, worker_of
 from fits import small_fit
 from fleets import WEIGHTS, start_engine
+from sampling import build_requests
 from tiny import CHAINS
 
-from rlt_lightning.engines import EngineError, IPCPush, NoPush, Sampling, VLLMEngine, build_requests
+from rlt_lightning.engines import EngineError, IPCPush, NoPush, Sampling, VLLMEngine
 from rlt_lightning.modules.step_metrics import require_agreement
 from rlt_lightning.numerics.importance import Mismatch
 from rlt_lightning.types import Completion

@@ -60,8 +60,6 @@ from rlt_lightning.engines import (
     VLLMEngine,
     WeightPush,
     WorkersLost,
-    build_requests,
-    sample_all,
 )
 from rlt_lightning.engines.base import find_disagreement
 from rlt_lightning.engines.launch import start_server, stop_server
@@ -602,9 +600,10 @@ def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
         assert not [word for word in process.args if "transfer" in word or "extension" in word]
         assert token_ids(generate(engine)) == undisturbed()
         os.killpg(process.pid, signal.SIGKILL)
-        assert (
-            token_ids(sample_all(engine, build_requests(PROMPTS, SEEDS, 2), SAMPLING, END)) == undisturbed()
-        )
+        with pytest.raises(WorkersLost):
+            generate(engine)
+        engine.health()  # starts it again
+        assert token_ids(generate(engine)) == undisturbed()
     finally:
         engine.close()
 

@@ -23,7 +23,7 @@ from rlt_lightning.modules.rollout_rows import rollout_rows
 from rlt_lightning.modules.step_metrics import reward_metrics
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward
-from rlt_lightning.rollouts.sampler import RolloutRequest
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.tags import R1, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlt_lightning.callbacks.rollout_checks import choose_weights
+from rlt_lightning.callbacks import RolloutCallback
+from rlt_lightning.callbacks.rollout_checks import announce_weights
 from rlt_lightning.engines import Engine, HFEngine, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.credits import pad_engine_log_probs
@@ -258,6 +259,12 @@ def test_weighing_by_the_ratio_to_the_sampler_is_reinforce_of_the_trainer_in_the
 OUTSIDE = VLLMEngine(["http://127.0.0.1:9"])
 
 
+def attached(rlt: RLTModule, engine: Engine, *settings: Any, **options: Any) -> RLTModule:
+    """A module whose completions come from this engine."""
+    rlt.attach(RolloutCallback(engine, *settings, **options).sampler)
+    return rlt
+
+
 @pytest.mark.parametrize(
     ("engine", "asynchronous", "expected"),
     [(HFEngine(), False, None), (OUTSIDE, False, "level token, cap 2"), (OUTSIDE, True, None)],
@@ -265,12 +272,9 @@ OUTSIDE = VLLMEngine(["http://127.0.0.1:9"])
 def test_auto_weighs_what_another_process_samples(
     engine: Engine, asynchronous: bool, expected: str | None
 ) -> None:
-    rlt = RLTModule()
-    for _ in range(2):  # a second fit chooses again
-        choose_weights(Sampling(), engine, asynchronous, rlt)
-        found = None if rlt.importance_weights is None else str(rlt.importance_weights)
-        assert found == expected
-        rlt.importance_weights = TruncatedImportanceSampling("sequence")
+    rlt = attached(RLTModule(), engine, asynchronous=asynchronous)
+    found = None if rlt.importance_weights is None else str(rlt.importance_weights)
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -278,15 +282,15 @@ def test_auto_weighs_what_another_process_samples(
     [(Sampling(top_p=0.9), OUTSIDE), (Sampling(), VLLMEngine(["http://127.0.0.1:9"], log_probs="trainer"))],
 )
 def test_auto_warns_where_it_cannot_weigh(sampling: Sampling, engine: Engine) -> None:
-    rlt = RLTModule()
+    rlt = attached(RLTModule(), engine, sampling)
+    assert rlt.sampler is not None
     with pytest.warns(UserWarning, match="auto: none, since VLLMEngine does not report the log-probs"):
-        choose_weights(sampling, engine, False, rlt)
+        announce_weights(rlt.sampler, rlt)
     assert rlt.importance_weights is None
 
 
 def test_an_explicit_setting_wins_over_the_engine() -> None:
     for setting in (None, TruncatedImportanceSampling("sequence", cap=4.0)):
         for engine in (HFEngine(), OUTSIDE):
-            rlt = RLTModule(importance_sampling=setting)
-            choose_weights(Sampling(top_p=0.9), engine, False, rlt)
+            rlt = attached(RLTModule(importance_sampling=setting), engine)
             assert rlt.importance_weights is setting

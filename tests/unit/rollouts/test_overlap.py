@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from fleets import (
 from fleets import token_ids as ids
 from grpo import Witness, data, module
 from outside import Outside, Waiting, scored  # noqa: F401
+from sampling import build_requests
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import RolloutCallback
@@ -35,15 +37,15 @@ from rlt_lightning.engines import (
     SampleRequest,
     Sampling,
     WorkersLost,
-    build_requests,
 )
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.rollouts.sampler import RolloutRequest
+from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import Completion
 
 __all__ = ["start"]  # a fixture
+ONE_RANK: Any = SimpleNamespace(world_size=1)
 TEN = Sampling(temperature=0.7, max_completion_length=10)
 
 
@@ -159,14 +161,14 @@ def test_a_chunk_has_at_least_its_tokens_and_all_that_is_there() -> None:
     asked = Asked(request)
     asked.bring((2, completion(7, 8)), (1, completion(7, 8)), (0, completion(7, 8)))
     chunk = request.next_chunk(min_tokens=4)
-    assert (sorted(chunk.completions), chunk.complete, chunk.sampling) == ([0, 1, 2], False, True)
+    assert (sorted(chunk.completions), chunk.complete, request.is_sampling) == ([0, 1, 2], False, True)
     request.deliver(chunk)
     asked.bring((3, completion(7, 8)))
     asked.end()
     chunk = request.next_chunk(min_tokens=4)
-    assert (list(chunk.completions), chunk.complete, chunk.sampling) == ([3], True, False)
+    assert (list(chunk.completions), chunk.complete, request.is_sampling) == ([3], True, False)
     request.deliver(chunk)
-    assert request.next_chunk(4)[:2] == ({}, True)
+    assert request.next_chunk(4) == ({}, True)
 
 
 def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
@@ -175,7 +177,7 @@ def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
     asked.bring((2, completion(3)), (0, completion(1)), (1, completion(2)))
     asked.end(WorkersLost("lost"))
     chunk = request.next_chunk(100)
-    assert (sorted(chunk.completions), chunk.complete, chunk.sampling) == ([0, 1, 2], False, False)
+    assert (sorted(chunk.completions), chunk.complete, request.needs_sampling) == ([0, 1, 2], False, True)
     request.deliver(chunk)
     again = Asked(request)
     assert again.prompts == [[2]]  # only the group that is not whole is asked for again
@@ -192,7 +194,7 @@ def test_all_at_once_waits_for_what_lost_workers_have_left() -> None:
     asked = Asked(request)
     asked.bring((0, completion(1)))
     asked.end(WorkersLost("lost"))
-    assert request.next_chunk(math.inf)[:3] == ({}, False, False)
+    assert (request.next_chunk(math.inf), request.needs_sampling) == (({}, False), True)
     again = Asked(request)
     again.bring(*((number, completion(number)) for number in range(4)))
     again.end()
@@ -207,7 +209,7 @@ def test_a_failure_is_told_once_and_then_asked_for_again() -> None:
     with pytest.raises(EngineError, match="broken"):
         request.next_chunk(100)
     chunk = run_in_background(lambda: request.next_chunk(100)).result(timeout=10)
-    assert (chunk.complete, chunk.sampling) == (False, False)
+    assert (chunk.complete, request.needs_sampling) == (False, True)
     assert Asked(request).prompts == [[1], [2]]
 
 
@@ -238,12 +240,13 @@ def test_a_fit_after_one_that_failed_samples_anew(tiny_model: str, tmp_path: Pat
 def test_a_checkpoint_waits_only_for_what_it_keeps() -> None:
     for asynchronous in (False, True):
         callback = RolloutCallback(Outside(), asynchronous=asynchronous)
+        callback.sampler.bind(ONE_RANK, module("miniature"))
         request = callback.sampler.pending = build_request(1)
         asked = Asked(request)
         if asynchronous:
             asked.bring((0, completion(0)), (1, completion(1)))
             asked.end()
-        assert list(callback.state_dict()) == (["order"] if asynchronous else [])
+        assert list(callback.state_dict()) == (["request"] if asynchronous else [])
 
 
 def test_an_engine_yields_each_completion_as_it_comes(start: Any) -> None:
