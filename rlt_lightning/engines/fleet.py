@@ -286,12 +286,33 @@ class Fleet:
             token_ids: The text.
             log_probs: The trainer's log-probs of it, by policy version; see `Engine.verify`.
             needs_log_probs: Whether workers must report log-probs at the sampling temperature.
+
+        Raises:
+            EngineError: If the log-probs differ, or are those of another temperature.
         """
 
         async def verify(worker: Worker) -> None:
+            scores = await worker.score(token_ids, self.call_timeout_s)
+            exact = await worker.reports_sampled_log_probs(token_ids[0], self.call_timeout_s)
             dtypes = {worker.dtype, *self.trainer_dtypes}
             bound = max(AGREEMENT.get(dtype, AGREEMENT["bfloat16"]) for dtype in dtypes)
-            await verify_worker(worker, token_ids, log_probs, bound, needs_log_probs, self.call_timeout_s)
+            if fault := find_disagreement(scores, log_probs, bound):
+                advice = (
+                    "It serves another model: let it serve the one that is loaded here."
+                    if worker.keeps_weights
+                    else "Its weights are stale, or a part of them, such as a tied output head; check its "
+                    f"--weight-transfer-config and that it runs our {EXTENSION}."
+                )
+                raise EngineError(
+                    f"vLLM worker {worker.url} must hold the trainer's weights of step {max(log_probs)}, but "
+                    f"{fault} {advice}"
+                )
+            if needs_log_probs and not exact:
+                raise EngineError(
+                    f"vLLM worker {worker.url} must report log-probs at the sampling temperature, but "
+                    "reports raw ones. Start it with --logprobs-mode processed_logprobs, or set the engine's "
+                    "log_probs to trainer."
+                )
 
         with waiting_for(f"vLLM worker {self.urls} to score a text"), self._losing():
             self._call_all(verify)
@@ -328,46 +349,3 @@ class Fleet:
             await asyncio.gather(*map(function, self.workers))
 
         run_coroutine(call())
-
-
-async def verify_worker(
-    worker: WorkerClient,
-    token_ids: list[int],
-    log_probs: dict[int, list[float]],
-    bound: float,
-    needs_log_probs: bool,
-    deadline_s: float,
-) -> None:
-    """Compare a vLLM worker's log-probs of a text with the trainer's.
-
-    Args:
-        worker: The worker that is asked.
-        token_ids: The text.
-        log_probs: The trainer's log-probs of it, nats, by policy version; see `Engine.verify`.
-        bound: The largest mean difference that rounding explains, nats.
-        needs_log_probs: Whether the worker must report log-probs at the sampling temperature.
-        deadline_s: Deadline of each call.
-
-    Raises:
-        EngineError: If the log-probs differ, or are those of another temperature.
-        WorkerError: If the worker does not answer.
-    """
-    scores = await worker.score(token_ids, deadline_s)
-    exact = await worker.reports_sampled_log_probs(token_ids[0], deadline_s)
-    if fault := find_disagreement(scores, log_probs, bound):
-        advice = (
-            "It serves another model: let it serve the one that is loaded here."
-            if worker.keeps_weights
-            else "Its weights are stale, or a part of them, such as a tied output head; check its "
-            f"--weight-transfer-config and that it runs our {EXTENSION}."
-        )
-        raise EngineError(
-            f"vLLM worker {worker.url} must hold the trainer's weights of step {max(log_probs)}, but "
-            f"{fault} {advice}"
-        )
-    if needs_log_probs and not exact:
-        raise EngineError(
-            f"vLLM worker {worker.url} must report log-probs at the sampling temperature, but reports "
-            "raw ones. Start it with --logprobs-mode processed_logprobs, or set the engine's log_probs "
-            "to trainer."
-        )

@@ -135,10 +135,9 @@ class RolloutRequest:
         self.arrivals, self.is_sampling = SimpleQueue(), True
         missing, size = self.missing, self.num_completions
         numbers = [i * size + j for i in missing for j in range(size)]
+        limits: Sequence[int | None] = self.limits or [None] * len(self.prompts)
         requests = [
-            SampleRequest(
-                self.prompts[i], self.seeds[i], size, self.limits and self.limits[i], self.step, self.rows[i]
-            )
+            SampleRequest(self.prompts[i], self.seeds[i], size, limits[i], self.step, self.rows[i])
             for i in missing
         ]
         return requests, numbers
