@@ -41,7 +41,8 @@ from rlt_lightning.engines import (
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import NonFiniteError
-from rlt_lightning.rollouts.request import RolloutRequest
+from rlt_lightning.rollouts.dispatcher import Dispatcher
+from rlt_lightning.rollouts.request import Chunk, RolloutRequest
 from rlt_lightning.types import Completion
 
 __all__ = ["start"]  # a fixture
@@ -97,6 +98,19 @@ def test_without_it_nothing_is_scored_meanwhile(fit: Any, scored: Any) -> None:
 def test_an_engine_that_brings_all_at_the_end_is_scored(fit: Any) -> None:
     _, seen = fit(Outside())
     assert len(rows(seen)) == 16
+
+
+def test_no_chunk_of_a_fresh_request_is_empty(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, stream = [], Dispatcher.stream
+
+    def watched(self: Dispatcher, request: RolloutRequest, *limits: float) -> Iterator[Chunk]:
+        for chunk in stream(self, request, *limits):
+            sizes.append(len(chunk.completions))
+            yield chunk
+
+    monkeypatch.setattr(Dispatcher, "stream", watched)
+    fit(HFEngine())
+    assert sizes == [8, 8]  # it is submitted, and then awaited
 
 
 def test_a_reward_that_is_not_finite_stops_the_run_while_others_are_sampled(
