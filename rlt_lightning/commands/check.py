@@ -44,7 +44,10 @@ MIN_STEPS = 20
 TOGETHER = 4  # problems that are sampled at once
 # Where to begin (docs/task.md has the settings that these come from).
 FILLER = "Let us read the question carefully. We think about it step by step and so we find the solution."
-MARGIN = 0.2  # nats above filler, stage 0's: less is no useful explanation
+# A useful explanation gains so many nats over filler, as stage 0 asks, and that part of what filler lacks to
+# 0, the best reward: a sure student, no KL. A leap costs KL; after an explanation that breaks off
+# a student guesses.
+MARGIN, PART = 0.2, 0.5
 GROUP = 8  # own answers of a problem
 # The first way whose least shares of right own answers and of useful explanations are reached.
 WAYS = (
@@ -157,8 +160,7 @@ def check_run(
     if not any(row.get(TRACE_COLUMN) or row.get("conversations") for row in (p.columns for p in problems)):
         yield check_stage_0(fits, options.completions)
     if isinstance(module.reward, RLTReward):
-        rewards = [float(value) for step in scored for value in step.rewards]
-        useful = [fit and reward >= MARGIN for fit, reward in zip(fits, rewards, strict=True)]
+        useful = [good and fit for good, fit in zip(find_useful(module.reward, scored), fits, strict=True)]
         yield advise(judge_own_answers(module, data, problems, rollouts, **trainer), useful)
 
 
@@ -273,6 +275,15 @@ def measure_gain(reward: RLTReward, data: StratosDataModule) -> RLTReward:
     return reward if foreign else replace(reward, kl_estimator="exact")
 
 
+def find_useful(reward: RLTReward, scored: Sequence[StepBatch]) -> list[bool]:
+    """Return which explanations are useful; the rewards are gains over filler."""
+    gains = [float(value) for step in scored for value in step.rewards]
+    filler = [
+        float(value) * reward.solution_weight for step in scored for value in step.table["level/baseline"]
+    ]
+    return [gain >= max(MARGIN, -PART * value) for gain, value in zip(gains, filler, strict=True)]
+
+
 def judge_own_answers(
     module: RLTModule,
     data: StratosDataModule,
@@ -329,7 +340,7 @@ def advise(right: Sequence[Sequence[bool]], useful: Sequence[bool]) -> Check:
 
     Args:
         right: Of each problem, which of the student's own answers are right; empty if none can be judged.
-        useful: Which explanations of the teacher are worth more than filler.
+        useful: Which explanations of the teacher are useful.
     """
     answers, share = [answer for group in right for answer in group], fmean(useful)
     if answers:
@@ -342,10 +353,9 @@ def advise(right: Sequence[Sequence[bool]], useful: Sequence[bool]) -> Check:
         own = 0.0
         figure = "these rows have no answer that can be judged: nothing says how often the student is right"
     way = next(way for least, useful_least, way in WAYS if own >= least and share >= useful_least)
-    beat = (
-        f"{show_part(share, len(useful))} of {len(useful)} explanations earn {MARGIN:g} nats more than filler"
-    )
-    return Check("begin", "pass", f"{figure}; {beat}: {way}")
+    halfway = "explanations bring the student at least half the way from filler to the solution"
+    figure += f"; {show_part(share, len(useful))} of {len(useful)} {halfway}"
+    return Check("begin", "pass", f"{figure}: {way}")
 
 
 def show_part(part: float, number: int) -> str:

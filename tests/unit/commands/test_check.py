@@ -73,7 +73,15 @@ def test_a_stage_with_a_reward_gets_all_checks() -> None:
     assert re.match(
         r"the student is right in \d+ ± \d+ % of its own samples, in \d of 4 groups of 8 not", begin
     )
-    assert "of 8 explanations earn 0.2 nats more than filler: " in begin
+    assert "of 8 explanations bring the student at least half the way from filler to the solution: " in begin
+
+
+def test_leaps_and_filler_are_not_called_useful() -> None:
+    # 22 % of the warm-up teacher's explanations have all steps right; 54 % gain 0.2 nats over filler.
+    begin = read_checks(rlt("check", "--config=laptop/rlt", "--check.rows=12"))["begin"][1]
+    useful = re.search(r"(\d+) ± \d+ % of 48 explanations bring", begin)
+    assert useful is not None
+    assert 10 <= int(useful[1]) <= 40
 
 
 # Figures of 16 groups of 8 answers, of which so many are right in the first groups, and of 64 explanations.
