@@ -47,7 +47,7 @@ FILLER = "Let us read the question carefully. We think about it step by step and
 # A useful explanation gains so many nats over filler, as stage 0 asks, and that part of what filler lacks to
 # 0, the best reward: a sure student, no KL. A leap costs KL; after an explanation that breaks off
 # a student guesses.
-MARGIN, PART = 0.2, 0.5
+MARGIN, PART = 0.2, 0.6
 GROUP = 8  # own answers of a problem
 # The first way whose least shares of right own answers and of useful explanations are reached.
 WAYS = (
@@ -353,8 +353,8 @@ def advise(right: Sequence[Sequence[bool]], useful: Sequence[bool]) -> Check:
         own = 0.0
         figure = "these rows have no answer that can be judged: nothing says how often the student is right"
     way = next(way for least, useful_least, way in WAYS if own >= least and share >= useful_least)
-    halfway = "explanations bring the student at least half the way from filler to the solution"
-    figure += f"; {show_part(share, len(useful))} of {len(useful)} {halfway}"
+    way_gone = f"explanations bring the student {100 * PART:g} % of the way from filler to the solution"
+    figure += f"; {show_part(share, len(useful))} of {len(useful)} {way_gone}"
     return Check("begin", "pass", f"{figure}: {way}")
 
 

@@ -73,7 +73,7 @@ def test_a_stage_with_a_reward_gets_all_checks() -> None:
     assert re.match(
         r"the student is right in \d+ ± \d+ % of its own samples, in \d of 4 groups of 8 not", begin
     )
-    assert "of 8 explanations bring the student at least half the way from filler to the solution: " in begin
+    assert "of 8 explanations bring the student 60 % of the way from filler to the solution: " in begin
 
 
 def test_leaps_and_filler_are_not_called_useful() -> None:
