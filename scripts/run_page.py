@@ -57,7 +57,7 @@ at yours in the same order. (`python scripts/run_page.py` trains this run and wr
 
 ![The reward rises from {{first:.2f}} to {{last:.2f}}, and three other curves](example_run/curves.svg)
 
-| metric | healthy | step 1 | mean of steps 2 to 10 | 11 to 20 | 31 to 40 |
+| metric | step 1 | mean of steps 2 to 10 | 11 to 20 | 31 to 40 | healthy |
 |---|---|---|---|---|---|
 """
 COMPLETIONS = """
@@ -67,7 +67,7 @@ The reward is the sum of three terms: how probable the student finds the solutio
 explanation is to it, minus a penalty for a wrong format ([the terms](method.md#the-reward)). Of each problem
 you see the best and the worst of eight completions; in the last step they are alike.
 
-| step | question | explanation | reward | solution | KL | format |
+| step | reward | solution | KL | format | question | explanation |
 |---|---|---|---|---|---|---|
 """
 
@@ -110,13 +110,13 @@ def build_page(curves: dict[str, Curve], rows: Sequence[Row]) -> str:
     for name, healthy in CURVES.items():
         values = [value for value in curves[name][1] if value is not None]
         means = [show(fmean(part)) for part in (values[:1], values[1:10], values[10:20], values[30:])]
-        page += f"| `{name}` | {healthy} | {' | '.join(means)} |\n"
+        page += f"| `{name}` | {' | '.join(means)} | {healthy} |\n"
     page += COMPLETIONS
     for end, number in SHOWN:
         for row in [row for row in rows if row["step"] == rows[end]["step"]][:number]:
             figures = [show(row["reward"]), *(show(row[f"{term}_reward"]) for term in TERMS)]
             texts = [clean(row["question"]), clean(row["explanation"])]
-            page += f"| {' | '.join([str(row['step']), *texts, *figures])} |\n"
+            page += f"| {' | '.join([str(row['step']), *figures, *texts])} |\n"
     return page
 
 
