@@ -704,7 +704,7 @@ def find_missing(data: StratosDataModule, scratch: Path) -> str | None:
     """Return a source or tokenizer that decides lengths and is not on this machine; None if all are."""
     for path in (source for source in data.sources if isinstance(source, str) and source not in EMBEDDED):
         # A configuration's name may follow a file or a folder.
-        if not any(Path(place).expanduser().exists() for place in (path, path.partition(":")[0])):
+        if not any(Path(name).expanduser().exists() for name in (path, path.partition(":")[0])):
             return path
     for name in filter(None, (data.tokenizer_name, data.reader_name)):
         if not (find_folder(name, scratch) / "tokenizer.json").is_file():
@@ -727,15 +727,15 @@ def find_folder(name: str, scratch: Path) -> Path:
 
     if name in MINIATURES:
         return MINIATURES[name]
-    places = [Path(name).expanduser()]
+    folders = [Path(name).expanduser()]
     if name == DEFAULT_MODEL:
-        places = [cache_folder() / f"{DEFAULT_MODEL}-{WHEEL_SHA256[:12]}"]
+        folders = [cache_folder() / f"{DEFAULT_MODEL}-{WHEEL_SHA256[:12]}"]
     with suppress(HFValidationError):  # a path, no hub id
         cached = try_to_load_from_cache(name, "config.json")
-        places += [Path(cached).parent] if isinstance(cached, str) else []
-    for place in places:
-        if (place / "config.json").is_file():
-            return place
+        folders += [Path(cached).parent] if isinstance(cached, str) else []
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return folder
     config = read_known_configs().get(name)
     if config is None:
         raise InputError(

@@ -245,9 +245,9 @@ def verify_layout(run: Callable[..., Any], name: str, wanted: Layout) -> Layout:
     architecture, attention = run(lambda model: (type(model).__name__, get_attention(model)))
     candidates: list[tuple[str, Layout]] = [(attention, wanted)]
     if wanted != "shared_prefix":
-        own = [attention] if attention != SEGMENT_ATTENTION else []
-        own += call_model(run, list_own_attentions)
-        candidates += [(other, "single") for other in dict.fromkeys(own)]
+        theirs = [attention] if attention != SEGMENT_ATTENTION else []
+        theirs += call_model(run, list_own_attentions)
+        candidates += [(other, "single") for other in dict.fromkeys(theirs)]
     faults: list[str] = []
     for attention, layout in candidates:
         call_model(run, set_attention, attention)
@@ -337,7 +337,7 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
     ]
     attention = get_attention(model)
 
-    def own(token_ids: list[int], last: int) -> Tensor:
+    def score_plainly(token_ids: list[int], last: int) -> Tensor:
         """Return the log-probs of the last tokens by transformers' plainest attention."""
         ids = torch.tensor([token_ids], device=device)
         set_attention(model, "eager")
@@ -355,9 +355,9 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
         return torch.cat([compute_log_probs(model, row)[0] for row in packed])
 
     try:
-        theirs = [own(prefix + rest, last) for rest, last in zip(rests, scored, strict=True)]
-        again = own(prefix + rests[0], scored[0])
-        changed = own([*prefix, *rests[0][:-1], (rests[0][-1] + 1) % num_words], scored[0])
+        theirs = [score_plainly(prefix + rest, last) for rest, last in zip(rests, scored, strict=True)]
+        again = score_plainly(prefix + rests[0], scored[0])
+        changed = score_plainly([*prefix, *rests[0][:-1], (rests[0][-1] + 1) % num_words], scored[0])
         singly = ours(*[(family,) for family in apart])
         packed = singly if layout == "single" else ours(together)
         # The first sequence has other tokens; the rows are equally long, so nothing is rounded differently.
@@ -370,7 +370,7 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
     differences = {
         "again": theirs[0] - again,
         "later": theirs[0][:-1] - changed[:-1],
-        "own": singly - torch.cat(theirs),
+        "plain": singly - torch.cat(theirs),
         "neighbour": (packed - beside_others)[len(theirs[0]) :],
         "packed": packed - singly,
     }
@@ -381,7 +381,7 @@ def find_difference(differences: dict[str, Tensor], exact: bool) -> str | None:
     """Return the first difference that is no rounding, or None.
 
     In half precision single log-probs differ by rounding, most where the model's own head rounds, so means
-    are compared. How much a model rounds shows in `own`, whose two sides compute the same in two ways;
+    are compared. How much a model rounds shows in `plain`, whose two sides compute the same in two ways;
     `packed` may be rounded as much, up to 0.1 nats: a wrong prefix shows only there. Rounding does not show
     in `neighbour`: only a leak between sequences changes it.
     """
@@ -393,9 +393,9 @@ def find_difference(differences: dict[str, Tensor], exact: bool) -> str | None:
             "its own change by {:.2g} nats from one forward to the next: it draws random numbers in training",
         ),
         "later": (0.05, "its own change by {:.2g} nats with a token that comes later"),
-        "own": (0.2, "they differ by {:.2g} nats even one by one"),
+        "plain": (0.2, "they differ by {:.2g} nats even one by one"),
         "neighbour": (0.005, "they change by {:.2g} nats with the tokens of another sequence"),
-        "packed": (min(max(0.03, 2 * sizes["own"]), 0.1), "they differ by {:.2g} nats"),
+        "packed": (min(max(0.03, 2 * sizes["plain"]), 0.1), "they differ by {:.2g} nats"),
     }
     for name, (bound, text) in faults.items():
         if not sizes[name] <= (1e-3 if exact else bound):  # NaN is a fault too
