@@ -342,7 +342,8 @@ class ScoreCollector(Callback):
     @override
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
         data = get_stratos_data(trainer)
-        if isinstance(data, TeacherRLData) and len(data.items) == 1:
+        is_asked = data.samples == "explanations" and not data.brings_completions
+        if is_asked and len(data.items) == 1:
             fit_context(trainer, cast(RLTModule, pl_module))
 
     @override

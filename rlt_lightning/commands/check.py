@@ -20,7 +20,7 @@ from typing import Any, Literal
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
-from rlt_lightning.datamodules.stages import StudentRLData, TeacherRLData
+from rlt_lightning.datamodules.stages import StudentRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.checks import count_steps
@@ -153,7 +153,7 @@ def check_run(
     scored = score_problems(module, asked, rollouts, **trainer)
     yield check_closed(scored, rollouts.sampling.max_completion_length)
     yield check_spread(scored, options.completions)
-    if not isinstance(asked, TeacherRLData):
+    if asked.samples != "explanations":
         return
     sampled = [rollout for step in scored for rollout in step.rollouts(step.shard)]
     fits = [asked.fits_student(rollout) for rollout in sampled]
