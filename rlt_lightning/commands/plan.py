@@ -34,12 +34,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import count_student_tokens
-from rlt_lightning.datamodules import (
-    ScoringData,
-    StratosDataModule,
-    StudentLikelihoodData,
-    StudentOPDData,
-)
+from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, VLLMEngine
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
 from rlt_lightning.models.kernels import find_blocks
@@ -226,7 +221,7 @@ class Plan:
         rollouts: RolloutCallback,
         options: PlanOptions,
     ) -> None:
-        given = isinstance(data, ScoringData)  # rows bring their completions
+        given = data.brings_completions
         # Settings that only `rlt predict` reads.
         predicts = given or data.student_context is not None
         self.trains = not predicts and rollouts.num_traces == 1 and rollouts.max_resamples == 0
@@ -330,15 +325,15 @@ class Plan:
             else:
                 prompt = int(items.sum_columns("teacher_prefix", "think_prefix").max())
                 completion = limit or int(items.sum_columns("completion_ids").max())
-            if isinstance(data, StudentOPDData):
+            if data.teacher_reads:
                 self.scored_prompt = int(items.sum_columns("teacher_view").max())
-            elif isinstance(data, StudentLikelihoodData):
+            elif data.samples == "thoughts":
                 self.scored_prompt = int(count_student_tokens(data).max())
         else:
             source = "given" if options.prompt_length else f"limits, for {missing} is not on this machine"
             prompt = options.prompt_length or (0 if limit is None else data.max_prompt_length)
             completion = limit or max(1, data.max_length - prompt)
-            if isinstance(data, StudentOPDData | StudentLikelihoodData):
+            if data.teacher_reads or data.samples == "thoughts":
                 self.scored_prompt = prompt
         self.prompt_length, self.completion_length = prompt, completion
         self.note = f"prompts of up to {prompt} tokens ({source}), completions of {self.completion_length}"

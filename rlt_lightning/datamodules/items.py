@@ -34,6 +34,7 @@ class ItemMaker(ABC):
         brings_completions: Whether rows bring the completions: their traces, or a completion in place of one.
         solution_in_tags: Whether a model reads or writes the solution between tags.
         student_reads: Whether a student reads the completions.
+        teacher_reads: Whether a teacher does, in a context with the solution.
         chosen: The settings of `format`; set by `load_format`, like it.
         format: The contexts of the teacher and of the student.
     """
@@ -43,6 +44,7 @@ class ItemMaker(ABC):
     brings_completions: ClassVar[bool] = False
     solution_in_tags: ClassVar[bool] = True
     student_reads: ClassVar[bool] = False
+    teacher_reads: ClassVar[bool] = False
     chosen: ChosenFormat
     format: ChatFormat
     # Settings; those that not all stages have, such as `trace_columns`, have these values elsewhere.

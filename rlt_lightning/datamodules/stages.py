@@ -306,6 +306,7 @@ class StudentOPDData(StratosDataModule):
 
     role: ClassVar[Role] = "student"
     samples = "answers"
+    teacher_reads = True
     stop = ""
     views: TeacherViews
 
