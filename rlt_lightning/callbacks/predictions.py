@@ -80,24 +80,24 @@ class DistillationWriter(Callback):
         self.path, self.num_finished = None, 0
         if stage != "predict" or not isinstance(data := get_stratos_data(trainer), WRITTEN):
             return
-        name = "scores.jsonl" if isinstance(data, ScoringData) else "traces.jsonl"
+        name = "scores.jsonl" if data.brings_completions else "traces.jsonl"
         self.path = Path(trainer.default_root_dir) / name
         num_traces = 1
-        if isinstance(data, ScoringData):
+        if data.brings_completions:
             self._require_scores(pl_module)
         else:
             num_traces = RolloutCallback.of(trainer).num_traces
-        if isinstance(data, StudentRLData) and isinstance(pl_module, RLTModule):
+        if data.samples == "answers" and getattr(pl_module, "reward", None) is not None:
             require_verdicts(pl_module)
         is_of = partial(is_row_of, data=data)
         problems, writes = data.problems[: len(data.items)], trainer.is_global_zero
         self.num_finished = resume_rows(self.path, problems, is_of, num_traces, data.val_batch_size, writes)
-        if isinstance(data, ScoringData):
+        if data.brings_completions:
             warn_of_foreign_traces(data.items, pl_module)
 
     def _require_scores(self, module: Any) -> None:
         """Check that the module scores, and token by token if that is asked for."""
-        if not hasattr(module, "reward"):
+        if getattr(module, "reward", None) is None:
             raise InputError(
                 f"Scores are made by a module with a reward, but {type(module).__name__}, the model, has "
                 "none. Choose RLTModule, as in recipe_7b/score."
@@ -120,7 +120,7 @@ class DistillationWriter(Callback):
     ) -> None:
         if self.path is None:
             return
-        if self.per_token and isinstance(get_stratos_data(trainer), ScoringData):
+        if self.per_token and get_stratos_data(trainer).brings_completions:
             module: Any = pl_module
             batch.step.bring_to_host(batch.step.shard)
             for i, row in enumerate(outputs):
@@ -135,9 +135,9 @@ class DistillationWriter(Callback):
         if self.path is None or not trainer.is_global_zero:
             return
         data = get_stratos_data(trainer)
-        if isinstance(data, ScoringData):
+        if data.brings_completions:
             return
-        folder, is_answers = self.path.parent, isinstance(data, StudentRLData)
+        folder, is_answers = self.path.parent, data.samples == "answers"
         rows = list(read_json_rows(self.path))
         is_candidate = is_usable if is_answers else partial(is_readable, data)
         candidates = [row for row in rows if is_candidate(row)]
@@ -191,12 +191,13 @@ def is_row_of(row: Row, problem: Problem, data: StratosDataModule) -> bool:
 
     A scored row has the texts of the problem's row; other columns may have been corrected.
     """
-    if isinstance(data, ScoringData):
+    if data.brings_completions:
         texts = ("solution", "conversations", "system", "completion", "trace_column", *data.trace_columns)
         columns = {name: problem.columns.get(name) for name in (*QUESTION_COLUMNS, *texts)}
     else:
-        is_answer = isinstance(data, StudentRLData)
-        expected = read_reference(problem) if is_answer else {"solution": problem.solution.strip()}
+        expected = (
+            read_reference(problem) if data.samples == "answers" else {"solution": problem.solution.strip()}
+        )
         columns = {"row": problem.row, "question": problem.question, **expected}
     # As the file holds them.
     return format_line({name: row.get(name) for name in columns}) == format_line(columns)

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout_checks import (
-    FIXED_PIECES,
     announce_weights,
     list_model_contexts,
     require_comparable,
@@ -27,12 +26,11 @@ from rlt_lightning.callbacks.rollout_checks import (
     require_room,
     require_trainable,
 )
-from rlt_lightning.datamodules.stages import ScoringData, StudentRLData
+from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.choice import find_gpus
-from rlt_lightning.modules.on_policy import OnPolicyModule
-from rlt_lightning.modules.rlt import RLTModule
+from rlt_lightning.modules.on_policy import is_on_policy
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
 from rlt_lightning.rollouts.request import RolloutRequest
@@ -140,18 +138,18 @@ class RolloutCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that settings agree and that completions fit."""
-        if not isinstance(pl_module, OnPolicyModule):
+        if not is_on_policy(pl_module):
             return
         data = get_stratos_data(trainer)
         pl_module.require_data(data)
         self.sampler.bind(trainer, pl_module)
         pl_module.attach(self.sampler)
-        if stage == "predict" and isinstance(data, StudentRLData) and self.max_resamples:
+        if stage == "predict" and data.samples == "answers" and self.max_resamples:
             raise InputError(
-                "With StudentRLData rollouts.max_resamples must be 0, since pass_rate counts every "
+                f"With {type(data).__name__} rollouts.max_resamples must be 0, since pass_rate counts every "
                 f"answer, but is {self.max_resamples}. Set it to 0, and raise rollouts.num_traces instead."
             )
-        if not (stage == "predict" and isinstance(data, ScoringData)):  # which uses no engine
+        if not (stage == "predict" and data.brings_completions):  # which uses no engine
             reason = self.dispatcher.choose_engine(find_gpus(trainer), pl_module.pretrained, pushes=True)
             if reason and trainer.is_global_zero:
                 announce(reason)
@@ -168,7 +166,7 @@ class RolloutCallback(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_engine(trainer, pl_module)
-        if isinstance(pl_module, OnPolicyModule):
+        if is_on_policy(pl_module):
             announce_weights(self.sampler, pl_module)
 
     @override
@@ -178,7 +176,7 @@ class RolloutCallback(Callback):
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(get_stratos_data(trainer), ScoringData):
+        if not get_stratos_data(trainer).brings_completions:
             self._start_engine(trainer, pl_module)
 
     @override
@@ -217,8 +215,8 @@ class RolloutCallback(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.dispatcher.close()
-        if isinstance(pl_module, RLTModule):
-            pl_module.reward.close()  # Lightning tears modules down only after success
+        if (reward := getattr(pl_module, "reward", None)) is not None:
+            reward.close()  # Lightning tears modules down only after success
 
     def build_card_metadata(self) -> dict[str, Any]:
         """Return how traces are sampled, for a data card."""
@@ -233,7 +231,7 @@ class RolloutCallback(Callback):
         }
 
     def _start_engine(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(pl_module, OnPolicyModule):
+        if is_on_policy(pl_module):
             longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
             data = get_stratos_data(trainer)
             longest += int(data.all_items.sum_columns(*FIXED_PIECES["teacher"]).max())

@@ -10,23 +10,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
+from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Placement, Sampling
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.on_policy import OnPolicyModule
-from rlt_lightning.modules.opd import OPDModule
-from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.run.console import announce
 from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError, Problem
-
-# The pieces of a problem that stand around a completion in a sequence of the teacher, or of the student.
-FIXED_PIECES = {
-    "teacher": ("teacher_prefix", "think_prefix"),
-    "student": ("student_prefix", "think_prefix", "student_suffix", "solution_ids"),
-}
 
 
 def require_rewarded(dynamic_sampling: object, module: OnPolicyModule) -> None:
@@ -35,7 +28,7 @@ def require_rewarded(dynamic_sampling: object, module: OnPolicyModule) -> None:
     Raises:
         InputError: If they have none.
     """
-    if dynamic_sampling is not None and not isinstance(module, RLTModule):
+    if dynamic_sampling is not None and module.reward is None:
         raise InputError(
             "rollouts.dynamic_sampling replaces groups whose rewards are equal, but completions of "
             f"{type(module).__name__} have no reward. Set it to null."
@@ -54,15 +47,14 @@ def require_trainable(sampler: Sampler, module: OnPolicyModule) -> None:
             "rollouts.sampling.temperature must be above 0 in training, but is 0: greedy completions of "
             "a group are all alike. Set it, the released recipe uses 0.7."
         )
-    reward = module.reward if isinstance(module, RLTModule) else None
-    of_kl = None if reward is None else reward.find_kl(sampling.temperature)
+    of_kl = None if module.reward is None else module.reward.find_kl(sampling.temperature)
     if of_kl is not None and of_kl.teacher_temperature != sampling.temperature:
-        setting = "reward.teacher_temperature" if of_kl is reward else "reward.temperature"
+        setting = "reward.teacher_temperature" if of_kl is module.reward else "reward.temperature"
         rank_zero_warn(
             f"sampling.temperature is {sampling.temperature}, but {setting} is "
             f"{of_kl.teacher_temperature}: the k1 and k3 estimates of the KL are then biased."
         )
-    if asynchronous and isinstance(module, RLTModule) and module.answer_weight:
+    if asynchronous and module.answer_weight:
         raise InputError(
             "With an answer term rollouts.asynchronous must be false: the term is not corrected for "
             "completions of older weights. Set it to false, or model.answer_weight to 0."
@@ -89,8 +81,12 @@ def require_comparable(val_completions: int, trainer: Trainer, module: OnPolicyM
     Raises:
         InputError: If it gets only one.
     """
-    compares = isinstance(module, RLTModule) and module.reward.compares
-    if compares and val_completions < 2 and len(get_stratos_data(trainer).val_items):
+    if (
+        module.reward is not None
+        and module.reward.compares
+        and val_completions < 2
+        and len(get_stratos_data(trainer).val_items)
+    ):
         raise InputError(
             f"{type(module.reward).__name__} compares the completions of a problem, but "
             f"rollouts.val_completions is {val_completions}: each held-out one would be the best of its "
@@ -168,21 +164,9 @@ class ModelContext:
 
 def list_model_contexts(module: OnPolicyModule, data: StratosDataModule) -> Iterator[ModelContext]:
     """Yield the models that read, with their tokens of all problems; held-out ones are the last."""
-    items = data.all_items
-
-    def context(name: str) -> int:
-        return context_length(name, bool(module.trust_remote_code))
-
-    trained = items.sum_columns(*FIXED_PIECES["teacher"])
-    if isinstance(module, OPDModule):
-        teacher = module.teacher_name or module.pretrained
-        yield ModelContext("student", context(module.pretrained), trained)
-        yield ModelContext("teacher", context(teacher), items.sum_columns("teacher_view"))
-    if not isinstance(module, RLTModule):
-        return
-    yield ModelContext("teacher", context(module.pretrained), trained)
-    if module.student.name is not None:
-        yield ModelContext("student", context(module.student.name), count_student_tokens(data))
+    for role, name, columns in module.list_readers():
+        context = context_length(name, bool(module.trust_remote_code))
+        yield ModelContext(role, context, data.all_items.sum_columns(*columns))
 
 
 def count_student_tokens(data: StratosDataModule) -> np.ndarray:

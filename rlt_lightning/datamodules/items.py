@@ -24,6 +24,12 @@ from rlt_lightning.models.format import Role
 from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import BadRowError, BadRowReason, Completion, Problem, Rollout
 
+# The pieces of a problem that stand around a completion in a sequence of the teacher, or of the student.
+FIXED_PIECES = {
+    "teacher": ("teacher_prefix", "think_prefix"),
+    "student": ("student_prefix", "think_prefix", "student_suffix", "solution_ids"),
+}
+
 
 class ItemMaker(ABC):
     """What a stage says of its rows and of its completions.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import torch
 
@@ -38,6 +38,7 @@ class OnPolicyModule(PolicyModule):
     """
 
     is_on_policy = True
+    answer_weight = 0.0  # of the answer term, in the modules that have one
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (ReadData, StudentRLData, StudentOPDData)
 
     def __init__(
@@ -89,6 +90,10 @@ class OnPolicyModule(PolicyModule):
         """Place frozen models too: Lightning moves only the trained one."""
         super().get_ready()
         get_frozen_ready(self, self.models)
+
+    def list_readers(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Return the models that read completions: role, name and the columns of items around one."""
+        return []
 
     # Completions
 
@@ -160,6 +165,11 @@ class OnPolicyModule(PolicyModule):
         metrics |= self.optimizer_step_now(counts)
         masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
         return metrics | mismatch_metrics(by_worker, self.global_step, masks)
+
+
+def is_on_policy(module: object) -> TypeGuard[OnPolicyModule]:
+    """Return whether a module asks a sampler for completions."""
+    return getattr(module, "is_on_policy", False)
 
 
 def get_frozen_ready(module: OnPolicyModule, scoring: dict[str, Model]) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.datamodules.stages import StudentOPDData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.datamodules.views import TeacherViews
@@ -140,6 +141,14 @@ class OPDModule(OnPolicyModule):
     def frozen_names(self) -> tuple[str, ...]:
         """Return the name of the teacher, if it is another model."""
         return () if self.teacher_name is None else (self.teacher_name,)
+
+    def list_readers(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """See `OnPolicyModule.list_readers`."""
+        teacher = self.teacher_name or self.pretrained
+        return [
+            ("student", self.pretrained, FIXED_PIECES["teacher"]),
+            ("teacher", teacher, ("teacher_view",)),
+        ]
 
     def load_frozen_models(self) -> None:
         """Load the teacher, or a copy of the initial student."""

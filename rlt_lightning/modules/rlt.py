@@ -35,6 +35,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.datamodules.stages import ScoringData, StudentLikelihoodData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.engines.base import Placement
@@ -207,6 +208,13 @@ class RLTModule(OnPolicyModule):
     def frozen_names(self) -> tuple[str, ...]:
         """Return the name of the student, if it has weights of its own."""
         return self.student.frozen_names
+
+    def list_readers(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """See `OnPolicyModule.list_readers`."""
+        readers = [("teacher", self.pretrained, FIXED_PIECES["teacher"])]
+        if self.student.name is not None:
+            readers.append(("student", self.student.name, FIXED_PIECES["student"]))
+        return readers
 
     def build_card_metadata(self) -> dict[str, Any]:
         """Return the models and the reward of a prediction, for a data card."""
