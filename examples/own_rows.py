@@ -27,7 +27,7 @@ from rlt_lightning.datamodules.rows import (
     split_turns,
 )
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.run.jsonl import Row, format_line, read_json_rows, rewrite
+from rlt_lightning.run.jsonl import JsonRow, format_line, read_json_rows, rewrite
 from rlt_lightning.run.metrics_csv import read_metrics
 from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import BadRowError, InputError
@@ -142,7 +142,7 @@ def count_traces(folder: Path) -> int:
 # What a stage learns from
 
 
-def choose_rows(way: str, rows: Iterable[Row]) -> list[Row]:
+def choose_rows(way: str, rows: Iterable[JsonRow]) -> list[JsonRow]:
     """Return the rows of a file that a stage learns from.
 
     Args:
@@ -162,13 +162,13 @@ def choose_rows(way: str, rows: Iterable[Row]) -> list[Row]:
     return best if way == "best" else rank_rows(best, 4)
 
 
-def rank_rows(rows: Iterable[Row], part: int) -> list[Row]:
+def rank_rows(rows: Iterable[JsonRow], part: int) -> list[JsonRow]:
     """Return the best one of `part` of rows by their reward, at least one row."""
     ranked = sorted(rows, key=lambda row: -row["reward"])
     return ranked[: max(1, len(ranked) // part)]
 
 
-def repeat_rows(rows: Sequence[Row], number: int) -> list[Row]:
+def repeat_rows(rows: Sequence[JsonRow], number: int) -> list[JsonRow]:
     """Repeat few rows, up to about so many: a stage then takes as many steps as with all."""
     times = round(number / len(rows)) if rows else 0
     return list(rows) * min(max(1, times), MOST_REPEATS)

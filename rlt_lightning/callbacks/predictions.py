@@ -30,7 +30,7 @@ from rlt_lightning.modules.rollout_rows import (
     read_reference,
     resume_rows,
 )
-from rlt_lightning.run.jsonl import Row, format_line, read_json_rows, rewrite
+from rlt_lightning.run.jsonl import JsonRow, format_line, read_json_rows, rewrite
 from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError, Problem
 
@@ -168,12 +168,12 @@ class DistillationWriter(Callback):
         title = "A model's own right answers" if is_answers else "Explanations of a teacher"
         rewrite(folder / CARD, [write_data_card(title, metadata, SELECTED)])
 
-    def select_traces(self, rows: Iterable[Row]) -> Iterator[Row]:
+    def select_traces(self, rows: Iterable[JsonRow]) -> Iterator[JsonRow]:
         """Yield the selected traces of each problem, best first. The traces of a problem stand together."""
         for _, group in groupby(rows, key=lambda row: row["row"]):
             yield from self._select(list(group))
 
-    def _select(self, traces: list[Row]) -> list[Row]:
+    def _select(self, traces: list[JsonRow]) -> list[JsonRow]:
         if self.select == "all":
             return traces
         if self.select == "shortest":
@@ -186,7 +186,7 @@ class DistillationWriter(Callback):
         return traces[: self.per_problem]
 
 
-def is_row_of(row: Row, problem: Problem, data: StratosDataModule) -> bool:
+def is_row_of(row: JsonRow, problem: Problem, data: StratosDataModule) -> bool:
     """Return whether a row of the file was written for a problem.
 
     A scored row has the texts of the problem's row; other columns may have been corrected.
@@ -234,12 +234,12 @@ def require_verdicts(module: RLTModule) -> None:
         )
 
 
-def is_readable(data: TeacherRLData, row: Row) -> bool:
+def is_readable(data: TeacherRLData, row: JsonRow) -> bool:
     """Return whether stage 4 takes an explanation, be it cut off: it has text, and no tag in it."""
     trace, chat_format = row["reasoning_trace"], data.format
     return bool(trace.strip()) and find_tag(trace, chat_format.tags, chat_format.student_tags) is None
 
 
-def is_usable(row: Row) -> bool:
+def is_usable(row: JsonRow) -> bool:
     """Return whether an answer is right and has two parts, and a student can learn from it."""
     return bool(row["solution"]) and row["correct"] > 0 and bool(row["fits"])

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from rlt_lightning.modules.rollout_rows import build_token_columns, rollout_rows
 from rlt_lightning.rollouts.step import StepBatch
-from rlt_lightning.run.jsonl import Row, append_rows, keep_rows
+from rlt_lightning.run.jsonl import JsonRow, append_rows, keep_rows
 from rlt_lightning.run.ranks import gather_rows
 
 
@@ -61,7 +61,7 @@ class RolloutRecorder(Callback):
             append_rows(self._path(trainer), rows)
             self._show(rows, trainer)
 
-    def _show(self, rows: list[Row], trainer: Trainer) -> None:
+    def _show(self, rows: list[JsonRow], trainer: Trainer) -> None:
         """Send some of an iteration's rows to the dashboards, without the values of single tokens."""
         shown = rows[:: max(1, len(rows) // self.shown_rows)][: self.shown_rows] if self.shown_rows else []
         columns = [name for name, value in (shown or [{}])[0].items() if not isinstance(value, list)]
@@ -75,7 +75,7 @@ class RolloutRecorder(Callback):
                 # As a block of code in Markdown, which keeps the lines.
                 logger.experiment.add_text("completions", indent(text, "    "), trainer.global_step)
 
-    def _build_rows(self, number: int, step: StepBatch, module: Any) -> list[tuple[int, Row]]:
+    def _build_rows(self, number: int, step: StepBatch, module: Any) -> list[tuple[int, JsonRow]]:
         """Return the records of the completions that this rank has measured, with their rows."""
         reward, rows = getattr(module, "reward", None), []
         has_tokens = reward is not None and reward.has_tokens

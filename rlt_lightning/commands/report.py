@@ -28,7 +28,7 @@ import yaml
 from rlt_lightning.checkpoints.run_folder import read_settings
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.run import __version__
-from rlt_lightning.run.jsonl import Row, read_json_rows
+from rlt_lightning.run.jsonl import JsonRow, read_json_rows
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 from rlt_lightning.run.redaction import redact
 from rlt_lightning.types import InputError
@@ -255,7 +255,7 @@ def render_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 # Completions
 
 
-def choose_completions(run: Path) -> Iterator[tuple[str, list[Row]]]:
+def choose_completions(run: Path) -> Iterator[tuple[str, list[JsonRow]]]:
     """Yield titles and rows: the first and the last iteration, or the largest and the smallest reward."""
     first, last = read_end_iterations(run / "rollouts.jsonl")
     if first:
@@ -269,10 +269,10 @@ def choose_completions(run: Path) -> Iterator[tuple[str, list[Row]]]:
             yield f"{title}, {name}", rows
 
 
-def read_end_iterations(path: Path) -> tuple[list[Row], list[Row]]:
+def read_end_iterations(path: Path) -> tuple[list[JsonRow], list[JsonRow]]:
     """Return the rows of the first and of the last iteration of a rollouts.jsonl; empty without any."""
-    first: list[Row] = []
-    last: list[Row] = []
+    first: list[JsonRow] = []
+    last: list[JsonRow] = []
     for row in read_json_rows(path):
         if not first or row.get("step") == first[0].get("step"):
             first.append(row)
@@ -282,9 +282,9 @@ def read_end_iterations(path: Path) -> tuple[list[Row], list[Row]]:
     return first, last
 
 
-def choose_extremes(rows: list[Row]) -> list[Row]:
+def choose_extremes(rows: list[JsonRow]) -> list[JsonRow]:
     """Return the completions of largest and smallest reward of the first problems."""
-    groups: dict[tuple[object, object], list[Row]] = {}
+    groups: dict[tuple[object, object], list[JsonRow]] = {}
     for row in rows:
         groups.setdefault((row.get("row"), row.get("question")), []).append(row)
     chosen = []
@@ -295,7 +295,7 @@ def choose_extremes(rows: list[Row]) -> list[Row]:
     return chosen
 
 
-def render_completion(row: Row) -> str:
+def render_completion(row: JsonRow) -> str:
     """Return a completion with its problem, its figures and, where its tokens are recorded, their heat.
 
     Args:

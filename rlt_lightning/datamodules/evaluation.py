@@ -24,7 +24,7 @@ from rlt_lightning.datamodules.loader import OrderedLoader, find_shard
 from rlt_lightning.datamodules.stratos import find_models, require_sizes
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.models.load import load_tokenizer, require_model_name
-from rlt_lightning.run.jsonl import Row, read_whole_rows
+from rlt_lightning.run.jsonl import JsonRow, read_whole_rows
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Batch, FinishReason, InputError
 
@@ -108,7 +108,7 @@ class EvaluationDataModule(LightningDataModule):
         self.trust_remote_code = trust_remote_code
         self.chosen: ChosenFormat | None = None  # None if EvaluateEvery sets the format
         self.format: ChatFormat | None = None
-        self.finished: list[Row] = []  # records from before the run was resumed
+        self.finished: list[JsonRow] = []  # records from before the run was resumed
         self.left: list[EvaluationProblem] = []  # problems without a record
         self._prepared_for: tuple[Any, ...] | None = None  # tokenizer, folder, responses to each problem
         self._check_arguments()
@@ -197,7 +197,7 @@ class EvaluationDataModule(LightningDataModule):
         chat = self.chat_format.render_student_chat(problem.question)
         return replace(problem, prompt=encode(self.chat_format.tokenizer, chat))
 
-    def _finished_records(self) -> list[Row]:
+    def _finished_records(self) -> list[JsonRow]:
         """Return the records of problems for which an interrupted run has all responses.
 
         Raises:
@@ -207,7 +207,7 @@ class EvaluationDataModule(LightningDataModule):
         if self.output_dir is None:
             return []
         problems = {problem.id: problem for problem in self.problems}
-        records: dict[str, list[Row]] = {name: [] for name in problems}
+        records: dict[str, list[JsonRow]] = {name: [] for name in problems}
         path = Path(self.output_dir) / "responses.jsonl"
         for _, record in read_whole_rows(path):
             if (judge := record.get("judge")) != JUDGE_VERSION:

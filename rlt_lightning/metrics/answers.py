@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.jsonl import JsonRow
 
 OVERALL = "overall"  # the figures' name for the mean over sets
 # Figures of a set, as `eval/SET/NAME`.
@@ -50,7 +50,7 @@ def name_figures(figures: dict[str, Figures]) -> Figures:
     }
 
 
-def compute_set_figures(records: Sequence[Row]) -> Figures:
+def compute_set_figures(records: Sequence[JsonRow]) -> Figures:
     """Return the figures of the records of one set. All problems have equally many responses, k."""
     problems = split_by_problem(records)
     accuracies = [mean([record["correct"] for record in problem]) for problem in problems]
@@ -73,7 +73,7 @@ def compute_set_figures(records: Sequence[Row]) -> Figures:
     return figures
 
 
-def compute_pass_at(records: Sequence[Row]) -> dict[int, float]:
+def compute_pass_at(records: Sequence[JsonRow]) -> dict[int, float]:
     """Return pass@k of one set for powers of two and, last, for all responses to a problem."""
     counts = [
         (sum(record["correct"] for record in problem), len(problem)) for problem in split_by_problem(records)
@@ -117,7 +117,7 @@ def standard_error(accuracies: Sequence[float]) -> float:
     return math.sqrt(max(squares, 0.0) / (n * (n - 1)))
 
 
-def majority_accuracy(records: Sequence[Row]) -> float:
+def majority_accuracy(records: Sequence[JsonRow]) -> float:
     """Return the fraction of the most frequent answers to a problem that is right (maj@k).
 
     It is 0 or 1 or, in a tie, between. `same_answer` is equal for equivalent answers; None, for a response
@@ -151,7 +151,7 @@ def single_precision_mean(values: Sequence[float]) -> float:
 # Helpers
 
 
-def split_by_problem(records: Iterable[Row]) -> list[list[Row]]:
+def split_by_problem(records: Iterable[JsonRow]) -> list[list[JsonRow]]:
     """Return the records of each problem."""
     return [list(same) for _, same in groupby(records, key=lambda record: record["id"])]
 
@@ -181,7 +181,7 @@ class AnswerFigures(Metric):
         self.number_of = {name: number for number, name in enumerate(set_of)}
         self.add_state("rows", [], dist_reduce_fx="cat")
 
-    def update(self, records: Iterable[Row]) -> None:
+    def update(self, records: Iterable[JsonRow]) -> None:
         """Add judged responses, rows of `responses.jsonl`."""
         rows = [self._to_row(record) for record in records]
         assert isinstance(self.rows, list)
@@ -190,22 +190,22 @@ class AnswerFigures(Metric):
     def compute(self) -> tuple[dict[str, Figures], dict[str, dict[int, float]]]:
         """Return the figures by set and those of `add_overall`, and by set pass@k by k."""
         rows = self.rows if isinstance(self.rows, Tensor) else torch.cat(self.rows)
-        records: dict[str, list[Row]] = {name: [] for name in self.set_of.values()}
+        records: dict[str, list[JsonRow]] = {name: [] for name in self.set_of.values()}
         sets = list(self.set_of.values())
         for record in read_records(rows.tolist()):
             records[sets[record["id"]]].append(record)
         figures = {name: compute_set_figures(part) for name, part in records.items()}
         return add_overall(figures), {name: compute_pass_at(part) for name, part in records.items()}
 
-    def _to_row(self, record: Row) -> list[float]:
+    def _to_row(self, record: JsonRow) -> list[float]:
         """Return a record's numbers, NaN for None."""
         number = self.number_of[record["id"]]
         values = record | {"id": number, "truncated": record["finish_reason"] == "length"}
         return [math.nan if values[name] is None else float(values[name]) for name in COLUMNS]
 
 
-def read_records(rows: Iterable[list[float]]) -> Iterable[Row]:
+def read_records(rows: Iterable[list[float]]) -> Iterable[JsonRow]:
     """Yield the records of rows, in the order of the problems."""
     for row in sorted(rows, key=lambda row: row[0]):
-        record: Row = {n: None if math.isnan(v) else int(v) for n, v in zip(COLUMNS, row, strict=True)}
+        record: JsonRow = {n: None if math.isnan(v) else int(v) for n, v in zip(COLUMNS, row, strict=True)}
         yield record | {"finish_reason": "length" if record["truncated"] else None}

@@ -28,7 +28,7 @@ from rlt_lightning.modules.phases import PhaseTimer
 from rlt_lightning.rollouts.sampler import AnswerSampler
 from rlt_lightning.run.console import waiting_for
 from rlt_lightning.run.interrupt import Interrupt
-from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.jsonl import JsonRow
 from rlt_lightning.run.ranks import meet
 from rlt_lightning.strategies.sharding import ModelEntry, Unsharded, WeightLayout, get_sharding
 from rlt_lightning.types import InputError
@@ -182,7 +182,7 @@ class EvaluationModule(LightningModule):
 
 def judge_responses(
     judge: Judge, problems: Sequence[EvaluationProblem], responses: Sequence[Sequence[Response]]
-) -> list[Row]:
+) -> list[JsonRow]:
     """Judge the responses to each problem, and return one record of each response."""
     pairs = [
         (response.text, problem.reference)
@@ -191,7 +191,7 @@ def judge_responses(
     ]
     with waiting_for(f"the judge of {len(pairs)} responses"):
         verdicts = iter(judge.judge_all(pairs))
-    records: list[Row] = []
+    records: list[JsonRow] = []
     for problem, samples in zip(problems, responses, strict=True):
         judged = [next(verdicts) for _ in samples]
         answers = judge.same_answers(judged, problem.reference["kind"])

@@ -65,7 +65,7 @@ from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
-from rlt_lightning.run.jsonl import Row
+from rlt_lightning.run.jsonl import JsonRow
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
 
 
@@ -388,7 +388,7 @@ class RLTModule(OnPolicyModule):
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
         self.held_out.add(held_out_metrics(step, rollouts), len(rollouts.rollouts), largest)
 
-    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[Row]:
+    def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[JsonRow]:
         """Score completions, which may come with the data, and return a row of each; callbacks write them.
 
         A rank that has no batch left scores a spare one, of which it returns no row.

@@ -13,7 +13,7 @@ from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.rewards.base import CountedTokens
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import StepBatch, columns_of, name_column
-from rlt_lightning.run.jsonl import Row, read_whole_rows, rewrite
+from rlt_lightning.run.jsonl import JsonRow, read_whole_rows, rewrite
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, Problem, PromptBatch
 
@@ -33,7 +33,7 @@ def score_rows(step: StepBatch, rows: Sequence[int]) -> list[dict[str, float]]:
     return [dict(zip(columns, row, strict=True)) for row in values]
 
 
-def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[Row]:
+def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[JsonRow]:
     """Yield one JSON-ready row per completion."""
     for row, terms in zip(rows, score_rows(step, rows), strict=True):
         rollout = step.rollout(row)
@@ -52,7 +52,7 @@ def rollout_rows(step: StepBatch, rows: Sequence[int]) -> Iterator[Row]:
         yield dict(**columns, **terms)  # a term with a name that is taken raises an error
 
 
-def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
+def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[JsonRow]:
     """Yield one row per scored completion: the columns of its source, its text and its scores.
 
     A teacher's trace has its Bespoke-Stratos form, an answer its own thought and solution and how it was
@@ -72,7 +72,7 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
             continue
         turn = data.split_turn(rollout)
         thought, solution = turn or (rollout.text, "")
-        columns: Row = dict.fromkeys(("system", "conversations"))
+        columns: JsonRow = dict.fromkeys(("system", "conversations"))
         if turn:
             columns = data.format.build_conversation(replace(problem, solution=solution), thought)
         if data.samples == "answers":
@@ -98,7 +98,7 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[Row]:
         yield {**keep_columns(problem.columns, {*columns, *MARKS} - RENEWED), **columns}
 
 
-def read_reference(problem: Problem) -> Row:
+def read_reference(problem: Problem) -> JsonRow:
     """Return the columns by which answers to a problem are judged."""
     reference = {name: problem.columns[name] for name in REFERENCE if name in problem.columns}
     if reference.get("kind", "math") != "countdown":
@@ -106,7 +106,7 @@ def read_reference(problem: Problem) -> Row:
     return reference
 
 
-def build_token_columns(tokens: CountedTokens, student: Student) -> Row:
+def build_token_columns(tokens: CountedTokens, student: Student) -> JsonRow:
     """Return the tokens that the reward counts, each with its value before clipping and normalisation, nats.
 
     Args:
@@ -127,7 +127,7 @@ def build_token_columns(tokens: CountedTokens, student: Student) -> Row:
 def resume_rows(
     path: Path,
     problems: Sequence[Problem],
-    is_of: Callable[[Row, Problem], bool],
+    is_of: Callable[[JsonRow, Problem], bool],
     rows_per_problem: int,
     batch_size: int,
     writes: bool,

@@ -10,21 +10,21 @@ from typing import Any
 from rlt_lightning.tags import escape_half_pairs
 from rlt_lightning.types import InputError
 
-Row = dict[str, Any]
+JsonRow = dict[str, Any]
 
 
-def append_rows(path: Path, rows: Iterable[Row]) -> None:
+def append_rows(path: Path, rows: Iterable[JsonRow]) -> None:
     """Append rows in one write, so that a kill leaves at most one torn last line."""
     with open(path, "a", encoding="utf-8") as file:
         file.write("".join(map(format_line, rows)))
 
 
-def format_line(row: Row) -> str:
+def format_line(row: JsonRow) -> str:
     """Return a row as a line; values that JSON does not know become text."""
     return escape_half_pairs(json.dumps(row, ensure_ascii=False, default=str)) + "\n"
 
 
-def read_whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def read_whole_rows(path: Path) -> Iterator[tuple[str, JsonRow]]:
     """Yield every complete line and its row; nothing if there is no file.
 
     Raises:
@@ -47,13 +47,13 @@ def read_whole_rows(path: Path) -> Iterator[tuple[str, Row]]:
             yield line, row
 
 
-def read_json_rows(path: Path) -> Iterator[Row]:
+def read_json_rows(path: Path) -> Iterator[JsonRow]:
     """Yield the rows of a file, one at a time."""
     for _, row in read_whole_rows(path):
         yield row
 
 
-def keep_rows(path: Path, is_kept: Callable[[Row], bool]) -> None:
+def keep_rows(path: Path, is_kept: Callable[[JsonRow], bool]) -> None:
     """Drop rows that a resumed run repeats, and an incomplete last line; do nothing without a file."""
     if path.exists():
         rewrite(path, (line for line, row in read_whole_rows(path) if is_kept(row)))

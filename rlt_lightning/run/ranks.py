@@ -26,7 +26,7 @@ from lightning.pytorch.plugins.environments import (
 )
 from torch import distributed
 
-from rlt_lightning.run.jsonl import Row, append_rows
+from rlt_lightning.run.jsonl import JsonRow, append_rows
 from rlt_lightning.types import InputError
 from rlt_lightning.worker.gloo import LOOPBACK, LOOPBACK_INTERFACE
 
@@ -223,7 +223,7 @@ def gather_rows(trainer: Trainer, rows: list[T]) -> list[T]:
     return list(chain.from_iterable(parts)) if trainer.is_global_zero else []
 
 
-def append_from_ranks(trainer: Trainer, path: Path, rows: list[Row]) -> None:
+def append_from_ranks(trainer: Trainer, path: Path, rows: list[JsonRow]) -> None:
     """Append the rows of all ranks to a JSONL file, in rank order; rank 0 alone gets them, and writes."""
     gathered = gather_rows(trainer, rows)
     if trainer.is_global_zero:

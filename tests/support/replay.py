@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 from rlt_lightning.engines import Engine, Placement, SampleRequest, Sampling
 from rlt_lightning.models.weights import NamedTensor
 from rlt_lightning.modules.rollout_rows import rollout_rows
-from rlt_lightning.run.jsonl import Row, append_rows, read_json_rows
+from rlt_lightning.run.jsonl import JsonRow, append_rows, read_json_rows
 from rlt_lightning.types import Completion
 
 COLUMNS = (
@@ -37,7 +37,7 @@ def checksum_prompt(prompt: Sequence[int]) -> int:
     return crc32(json.dumps(list(prompt)).encode())
 
 
-def build_columns(prompt: Sequence[int], completion: Completion, temperature: float) -> Row:
+def build_columns(prompt: Sequence[int], completion: Completion, temperature: float) -> JsonRow:
     """What a row needs beside step, row and number to be replayed."""
     return {
         "token_ids": completion.token_ids,
@@ -81,7 +81,9 @@ class ReplayEngine(Engine):
 
     def __init__(self, rollouts: str, placement: Placement = Placement.SHARED_WEIGHTS) -> None:
         self.placement = placement
-        self.groups: dict[tuple[int, int], dict[int, Row]] = {}  # by step, from 0, and row; then by number
+        self.groups: dict[
+            tuple[int, int], dict[int, JsonRow]
+        ] = {}  # by step, from 0, and row; then number
         for path in (Path(rollouts), Path(rollouts).with_name("dropped.jsonl")):
             for row in read_json_rows(path):
                 group = self.groups.setdefault((row["step"] - 1, row["row"]), {})
