@@ -81,9 +81,7 @@ class ReplayEngine(Engine):
 
     def __init__(self, rollouts: str, placement: Placement = Placement.SHARED_WEIGHTS) -> None:
         self.placement = placement
-        self.groups: dict[
-            tuple[int, int], dict[int, JsonRow]
-        ] = {}  # by step, from 0, and row; then number
+        self.groups: dict[tuple[int, int], dict[int, JsonRow]] = {}  # by step, from 0, and row; then number
         for path in (Path(rollouts), Path(rollouts).with_name("dropped.jsonl")):
             for row in read_json_rows(path):
                 group = self.groups.setdefault((row["step"] - 1, row["row"]), {})
