@@ -66,8 +66,10 @@ class Meeting:
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=HALF).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         push = IPCPush(timeout_s=60)
-        deadline = {"call_timeout_s": 600.0} if ON_CPU else {}  # a busy CPU compiles in the first call
-        self.engine = VLLMEngine(launch=Launch(**settings), push=push, sleep=not ON_CPU, **deadline)
+        deadline_s = 600.0 if ON_CPU else 60.0  # a busy CPU compiles in the first call
+        self.engine = VLLMEngine(
+            launch=Launch(**settings), push=push, sleep=not ON_CPU, call_timeout_s=deadline_s
+        )
         torch.manual_seed(0)
         self.text: list[int] = torch.randint(60, (64,)).tolist()
         self.versions: dict[int, list[float]] = {}  # the trainer's log-probs of the text, by version

@@ -180,10 +180,11 @@ def write_problems(folder: Path) -> None:
 
 def list_stages() -> list[Stage]:
     """Return the stages; where several can begin, an earlier one does."""
-    stages = [
-        Stage(*head.split("; "), " ".join(command))
-        for head, *command in (text.split("\n  ") for text in re.split(r"\n(?! )", TEACHERS))
-    ]
+    stages = []
+    for text in re.split(r"\n(?! )", TEACHERS):
+        head, *command = text.split("\n  ")
+        place, needs, line = head.split("; ")
+        stages.append(Stage(place, needs, line, " ".join(command)))
     for way, (name, traces) in reversed(WAYS.items()):
         model, needs = "named-chains-student", ""
         if way != "untrained":

@@ -118,7 +118,7 @@ def read_answer(text: str) -> Parsed:
     if is_equation and (name := read_name(members)):
         value = members[0] if name == members[-1] else members[-1]
         return replace(read_answer(value), name=name)
-    if relations and "=" not in relations:
+    if relations and {"<", ">", r"\le", r"\ge", r"\ne"} >= set(relations):
         plain = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
         plain = re.sub(r"([\d.]+)%", r"\\frac{\1}{100}", plain)
         if "%" not in plain and (interval := read_set(plain)) is not None:
@@ -313,7 +313,8 @@ def read_approximation(text: str, is_reference: bool = False) -> list[Parsed]:
     if decimal is None:
         return answers
     try:
-        number = Fraction(str(evaluate(*expand_sums(formula), 0, 30)))
+        [total] = expand_sums(formula)
+        number = Fraction(str(evaluate(total, 0, 30)))
     except NO_VALUE:
         return []
     if not is_rounded(decimal, number * 100 if decimal.percent else number):
