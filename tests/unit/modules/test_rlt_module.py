@@ -574,17 +574,6 @@ def test_number_types_that_training_does_not_work_in_are_refused(
     assert rlt.policy is None
 
 
-def test_auto_weighs_nothing_that_the_trained_model_samples(tiny_model: str, tmp_path: Path) -> None:
-    weights = []
-    for options in ({}, {"importance_sampling": None}):
-        rlt = module(tiny_model, **options)
-        bare_trainer(tmp_path, rollout_callback(), steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
-        assert rlt.importance_weights is None
-        weights.append(rlt.policy.state_dict())
-    for name, tensor in weights[0].items():
-        assert torch.equal(tensor, weights[1][name]), name
-
-
 class EqualEngine(HFEngine):
     """Gives all completions of a problem the same tokens, with log-probs that rounding tells apart."""
 
