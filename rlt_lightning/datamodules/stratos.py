@@ -233,7 +233,8 @@ class StratosDataModule(LightningDataModule, ItemMaker):
 
     def list_vocabularies(self) -> list[tuple[str, Any, tuple[str, ...]]]:
         """Return the run's models, each with its tokenizer and the columns of items that it reads."""
-        vocabularies = [(require_model(self.tokenizer_name), self.format.tokenizer, TRAINED_COLUMNS)]
+        trained = require_model(self.tokenizer_name), self.format.tokenizer, TRAINED_COLUMNS
+        vocabularies: list[tuple[str, Any, tuple[str, ...]]] = [trained]
         if self.student_reads and self.reader_name is not None:
             vocabularies.append((self.reader_name, self.format.student_tokenizer, READ_COLUMNS))
         return vocabularies
