@@ -101,7 +101,8 @@ def test_an_engine_that_brings_all_at_the_end_is_scored(fit: Any) -> None:
 
 
 def test_no_chunk_of_a_fresh_request_is_empty(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, stream = [], Dispatcher.stream
+    sizes: list[int] = []
+    stream = Dispatcher.stream
 
     def watched(self: Dispatcher, request: RolloutRequest, *limits: float) -> Iterator[Chunk]:
         for chunk in stream(self, request, *limits):
