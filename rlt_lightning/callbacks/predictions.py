@@ -234,7 +234,7 @@ def require_verdicts(module: RLTModule) -> None:
         )
 
 
-def is_readable(data: TeacherRLData, row: JsonRow) -> bool:
+def is_readable(data: StratosDataModule, row: JsonRow) -> bool:
     """Return whether stage 4 takes an explanation, be it cut off: it has text, and no tag in it."""
     trace, chat_format = row["reasoning_trace"], data.format
     return bool(trace.strip()) and find_tag(trace, chat_format.tags, chat_format.student_tags) is None
