@@ -14,6 +14,8 @@ from them:
     kl_only          the same without r_SS
     shuffled         the same with advantages shuffled within each group: nothing to learn from
     lambda_N         the same with weight N of r_KL instead of the setting's
+    token_kl_N       r_KL as a credit of each token, with weight N of its own KL; token_kl_to_go_N: and of the
+                     KL of the tokens after it
     raw              traces like those of the warm-up
     oracle           traces with all steps right
     own_t0           the untrained student's own greedy answers, right or wrong: no teacher, no solution
@@ -123,6 +125,17 @@ TRAINED: dict[str, dict[str, Any]] = {  # what an arm's RLT differs in
     "kl_only": {"model__reward__solution_weight": 0},
     "shuffled": {"model__advantages": SHUFFLED},
     **{f"lambda_{weight}": {"model__reward__kl_weight": weight} for weight in (0.3, 1, 3, 10)},
+    **{
+        f"token_kl_{'to_go_' * to_go}{weight}": {
+            "model": "token_kl.TokenKLModule",
+            "model__reward": "token_kl.TokenKLReward",
+            "model__reward__kl_weight": 0,
+            "model__reward__token_weight": weight,
+            "model__reward__to_go": str(to_go).lower(),
+        }
+        for to_go in (False, True)
+        for weight in (0.3, 1, 3)
+    },
 }
 DECODED = (
     re.compile(  # how the warm-up teacher, or RLT's, writes traces, and which of a problem's is selected
