@@ -73,7 +73,7 @@ def one_group(model: Any, tokenizer: Any, num_completions: int, length: int, dra
         requests = [SampleRequest(problem.teacher_prompt, seed=0, num_completions=num_completions)]
         completions = [completion for _, completion in engine.sample(requests, sampling, "</never>")]
     rollouts = [
-        Rollout(problem, c, "text", True, (ModelView(problem, c, c.token_ids[:length], length, length),))
+        Rollout(problem, c, "text", True, ModelView(problem, c, c.token_ids[:length], length, length))
         for c in completions
     ]
     return Rollouts(rollouts, num_completions, policy_version=0, temperature=TEMPERATURE)

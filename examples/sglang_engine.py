@@ -24,7 +24,7 @@ import httpx2
 from rlt_lightning.engines import Engine, EngineError, SampleRequest, Sampling
 from rlt_lightning.engines.base import AGREEMENT, find_disagreement
 from rlt_lightning.engines.client import load_certificates
-from rlt_lightning.engines.threads import iterate_in_thread, run_coroutine
+from rlt_lightning.engines.threads import iterate, run_coroutine
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.models.weights import NamedTensor, gather_in_groups, write_weights
 from rlt_lightning.tags import StopWatcher
@@ -93,7 +93,7 @@ class SGLangEngine(Engine):
         watcher = StopWatcher(self.tokenizer, stop, self.end_token_ids)
         calls = [(request, seed) for request in requests for seed in request.seeds]
         work = [self.complete(i, *call, sampling, watcher) for i, call in enumerate(calls)]
-        yield from iterate_in_thread(run_together(work))
+        yield from iterate(run_together(work))
 
     async def complete(
         self, index: int, request: SampleRequest, seed: int, sampling: Sampling, watcher: StopWatcher

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.credits import RewardCredit, TokenCredit
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.rewards.students import Students
+from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import StepBatch
 
 
@@ -32,11 +32,10 @@ class TokenKLReward(RLTReward):
     token_weight: float = 1.0
     to_go: bool = False
 
-    def measure(self, step: StepBatch, rows: Sequence[int], students: Students) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
         """See `Reward.measure`."""
-        table = super().measure(step, rows, students)
-        [name] = [student.name("kl") for student in students]
-        step.put_tokens("token_kl", rows, [self.spread(step, row, step.tokens[name][row]) for row in rows])
+        table = super().measure(step, rows, student)
+        step.put_tokens("token_kl", rows, [self.spread(step, row, step.tokens["kl"][row]) for row in rows])
         return table
 
     def spread(self, step: StepBatch, row: int, kl: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from rlt_lightning.commands.report import choose_extremes, read_end_iterations, write_report
-from rlt_lightning.run.jsonl import Row, format_line, read_json_rows
+from rlt_lightning.run.jsonl import JsonRow, format_line, read_json_rows
 from rlt_lightning.run.metrics_csv import Curve, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +103,7 @@ def draw(curves: dict[str, Curve]) -> None:
     figure.savefig(KEPT / "curves.svg", metadata={"Date": None})
 
 
-def build_page(curves: dict[str, Curve], rows: Sequence[Row]) -> str:
+def build_page(curves: dict[str, Curve], rows: Sequence[JsonRow]) -> str:
     """Return the page: what the run left, the curves in figures, and ten completions with their terms."""
     rewards = curves["reward/mean"][1]
     page = INTRODUCTION.format(first=rewards[0], last=rewards[-1])

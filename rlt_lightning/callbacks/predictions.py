@@ -24,7 +24,6 @@ from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, find_tag, keep_columns
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.modules.rollout_rows import (
     build_token_columns,
     read_reference,
@@ -225,7 +224,7 @@ def warn_of_foreign_traces(items: Sequence[Any], module: Any) -> None:
         )
 
 
-def require_verdicts(module: RLTModule) -> None:
+def require_verdicts(module: Any) -> None:
     """Check that the reward says which answers are right."""
     if not module.reward.judges_answers:
         raise InputError(

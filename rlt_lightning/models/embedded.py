@@ -57,7 +57,8 @@ def find_file(name: str, file_name: str) -> Path | None:
     from transformers.utils import cached_file
 
     with contextlib.suppress(OSError):
-        return Path(cached_file(Path(resolve(name)).expanduser(), file_name))
+        path = cached_file(Path(resolve(name)).expanduser(), file_name)
+        return Path(path) if path else None
     return None
 
 

@@ -265,7 +265,9 @@ def can_replace_attention(config: Any) -> bool:
     if layers - {"full_attention", "sliding_attention"} or any(getattr(config, n, None) for n in limits):
         return False
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return model_class is not None and model_class.is_backend_compatible() and supports_sdpa(model_class)
+    if not isinstance(model_class, type):
+        return False
+    return bool(model_class.is_backend_compatible()) and supports_sdpa(model_class)
 
 
 def is_model_folder(folder: Path) -> bool:
