@@ -249,7 +249,7 @@ def test_a_teacher_without_a_student_explains_without_a_score() -> None:
 
 
 def test_every_name_of_the_package_can_be_imported() -> None:
-    assert sorted(name for names in rlt_lightning.PLACES.values() for name in names) == rlt_lightning.__all__
+    assert sorted(name for names in rlt_lightning.EXPORTS.values() for name in names) == rlt_lightning.__all__
     assert all(hasattr(rlt_lightning, name) for name in rlt_lightning.__all__)
     assert set(rlt_lightning.__all__) <= set(dir(rlt_lightning))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

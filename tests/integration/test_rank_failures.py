@@ -236,7 +236,7 @@ class EndedUnderTorchrun(Ended):
 @pytest.mark.parametrize(
     ("kind", "strategy", "message"),
     [
-        ("nan", "ddp", r"NonFiniteError: Every student log-prob .* must be finite, but row\(s\) \d"),
+        ("nan", "ddp", r"NonFiniteError: Every log-prob 'solution' of .* must be finite, but row\(s\) \d"),
         full("reward", "fsdp2", "KeyError: 'made in measure on rank 1'"),
         full("loss", "ddp", "KeyError: 'made in the loss on rank 1'"),
         full("engine", "ddp", "ZeroDivisionError: made in the engine on rank 0"),
