@@ -19,7 +19,7 @@ from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.run.console import announce
 from rlt_lightning.strategies.sharding import get_sharding
-from rlt_lightning.types import InputError, Problem
+from rlt_lightning.types import InputError
 
 
 def require_rewarded(dynamic_sampling: object, module: OnPolicyModule) -> None:
@@ -194,11 +194,6 @@ def require_room(problems: StoredItems, model: ModelContext, max_completion_leng
             f"needs {model.fixed[index]} + max_completion_length {max_completion_length}. Lower "
             "rollouts.sampling.max_completion_length or data.max_prompt_length."
         )
-
-
-def count_fixed_tokens(problem: Problem, role: str) -> int:
-    """Return the tokens of the teacher's or student's sequence besides those of the completion."""
-    return sum(len(getattr(problem, name)) for name in FIXED_PIECES[role])
 
 
 def require_responses_fit(

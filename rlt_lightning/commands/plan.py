@@ -358,7 +358,7 @@ class Plan:
         reference = [policy] if module.lora is None or moves else []
         longer = max(self.row_tokens, self.scored_prompt + self.completion_length)
         if isinstance(module, RLTModule):
-            copies = module.student.model == "reference" or (module.policy_loss.kl_coef and self.trains)
+            copies = module.needs_reference(self.trains)
             students = [read(name, module.student_dtype) for name in module.student.frozen_names]
             self.frozen = {"reference weights": reference if copies else [], "student weights": students}
             # A scorer that is no student's model reads thoughts with solutions, and may train on them.

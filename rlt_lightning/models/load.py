@@ -246,7 +246,7 @@ def count_ids(
 
 
 def read_context_length(config: Any) -> int:
-    """Return the same of a model's configuration."""
+    """Return how many tokens a model reads, by its configuration; sys.maxsize without a limit."""
     limit: int = getattr(config.get_text_config(), "max_position_embeddings", sys.maxsize)
     return limit
 

@@ -143,12 +143,12 @@ class OnPolicyModule(PolicyModule):
 
     # The policy update
 
-    def finish_update(self, step: StepBatch, counts: bool = True) -> dict[str, Any]:
+    def finish_update(self, step: StepBatch, is_last_update: bool = True) -> dict[str, Any]:
         """Step the optimizer; return the metrics of the update over all ranks.
 
         Args:
             step: The step.
-            counts: Whether it is the last update of the iteration; see `optimizer_step_now`.
+            is_last_update: Whether it is the last update of the iteration; see `optimizer_step_now`.
 
         Raises:
             NonFiniteError: If a log-prob or gradient is NaN or infinite.
@@ -162,7 +162,7 @@ class OnPolicyModule(PolicyModule):
             mismatch = Mismatch(*self.ranks.max(on_rank.largest), *self.ranks.sum(*on_rank.sums()))
             require_agreement(mismatch, self.mismatch_limit, self.global_step + 1, worker)
             by_worker[worker] = mismatch
-        metrics |= self.optimizer_step_now(counts)
+        metrics |= self.optimizer_step_now(is_last_update)
         masks = self.importance_weights is not None and self.importance_weights.mode == "mask"
         return metrics | mismatch_metrics(by_worker, self.global_step, masks)
 

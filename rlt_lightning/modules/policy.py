@@ -437,16 +437,16 @@ class PolicyModule(LightningModule):
         """Return the models by the names that scoring passes use."""
         return {POLICY: Model(self.run, is_policy=True)}
 
-    def optimizer_step_now(self, counts: bool = True) -> dict[str, Any]:
+    def optimizer_step_now(self, is_last_update: bool = True) -> dict[str, Any]:
         """Clip, step the optimizer and its schedules, and return gradient norm and learning rate.
 
-        `counts` is false for all but the last update of an iteration: `global_step` and the schedules count
-        iterations.
+        `is_last_update` is false for all but the last update of an iteration: `global_step` and the schedules
+        count iterations.
         """
         optimizer: Any = self.optimizers()
         lr = optimizer.param_groups[0]["lr"]
         max_norm = self.optimizer_config.max_grad_norm
-        grad_norm = self.sharding.step(optimizer, list(self.policy.parameters()), max_norm, counts)
+        grad_norm = self.sharding.step(optimizer, list(self.policy.parameters()), max_norm, is_last_update)
         if not grad_norm.isfinite():
             raise NonFiniteError(
                 f"Every gradient must be finite, but after step {self.global_step} one is not, although the "
@@ -454,7 +454,7 @@ class PolicyModule(LightningModule):
                 "from an earlier checkpoint in fp32, or start a new run from its weights (rlt export) with a "
                 "lower learning rate."
             )
-        for schedule in as_list(self.lr_schedulers()) if counts else []:
+        for schedule in as_list(self.lr_schedulers()) if is_last_update else []:
             schedule.step()
         return {"policy/grad_norm": grad_norm, "policy/lr": lr}
 

@@ -195,13 +195,12 @@ class RLTModule(OnPolicyModule):
             self.models[name] = self.load_frozen(name, self.student_dtype, "the frozen student")
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
-        if self.needs_reference and not is_base:
+        if self.needs_reference(self.trainer.training) and not is_base:
             self.reference = self.load_frozen(self.pretrained, self.dtype_name, "the reference")
 
-    @property
-    def needs_reference(self) -> bool:
+    def needs_reference(self, trains: bool) -> bool:
         """Return whether the reference, the initial model, is needed."""
-        in_loss = self.trainer.training and (self.policy_loss.kl_coef or REFERENCE in self.credit.models)
+        in_loss = trains and (self.policy_loss.kl_coef or REFERENCE in self.credit.models)
         return bool(in_loss) or self.student.model == REFERENCE
 
     @property
@@ -257,7 +256,7 @@ class RLTModule(OnPolicyModule):
                     computed = forward(self.run, micro)  # log-probs or divergences, with gradient
                     loss = compute_loss(micro, computed, self.global_step)
                     self.manual_backward(loss)
-                metrics.append(self.finish_update(step, counts=number == self.num_updates))
+                metrics.append(self.finish_update(step, is_last_update=number == self.num_updates))
         self.log_iteration(batch, step, average_metrics(metrics))
 
     @property

@@ -167,8 +167,8 @@ class Dispatcher:
         """Yield a request's completions, chunk by chunk, until none is missing.
 
         What nobody samples is submitted: all of it, or what was lost with workers. All ranks get the same
-        chunks; but of
-        a request of its own (`RolloutRequest.asked` is None) a rank with its own engine gets that.
+        chunks; but of a request of its own (`RolloutRequest.asked` is None) a rank with its own engine gets
+        that.
 
         Args:
             request: The request.

@@ -88,7 +88,7 @@ class WeightLayout:
         return nullcontext()
 
     def step(
-        self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float, counts: bool = True
+        self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float, is_last_update: bool = True
     ) -> Tensor:
         """Clip (0: never), step the optimizer, and return the gradient's norm before clipping.
 
@@ -96,12 +96,12 @@ class WeightLayout:
             optimizer: Lightning's optimizer, which counts its steps as `global_step`.
             parameters: What it trains.
             max_norm: The largest norm.
-            counts: Whether this step is counted.
+            is_last_update: Whether this step is counted.
         """
         norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm or torch.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if norm.isfinite():
-            (optimizer if counts else optimizer.optimizer).step()
+            (optimizer if is_last_update else optimizer.optimizer).step()
         return norm
 
 
@@ -191,10 +191,10 @@ class DeepSpeedZeRO(WeightLayout):
         return nullcontext()
 
     def step(
-        self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float, counts: bool = True
+        self, optimizer: Any, parameters: list[nn.Parameter], max_norm: float, is_last_update: bool = True
     ) -> Tensor:
         """Let the engine clip, to the norm in its configuration, and step."""
-        (optimizer if counts else self.strategy.model).step()
+        (optimizer if is_last_update else self.strategy.model).step()
         norm = float(self.strategy.model.get_global_grad_norm())
         # DeepSpeed reports -1 for a norm that is not finite. NCCL averages only tensors of the device.
         return torch.tensor(norm if norm >= 0 else torch.nan, device=self.strategy.root_device)

@@ -160,7 +160,7 @@ def test_half_precision_is_stored_in_half_precision(miniature: str) -> None:
         logits = model(torch.tensor([random_prompts([6], 300)[0] + completion.token_ids])).logits[0, 5:-1]
     assert engine.decoder == "slots"
     slots = [call["slots"] for call in calls.inputs if "slots" in call][-1]
-    stored = [*slots.own.values(), *slots.shared.values()]
+    stored = [*slots.row_slots.values(), *slots.prompt_slots.values()]
     assert {states.dtype for pair in stored for states in pair} == {torch.bfloat16}
     expected = (logits.float() / 0.8).log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])
     difference = (expected[:, 0] - torch.tensor(completion.log_probs)).abs()
@@ -184,7 +184,7 @@ def test_a_prompt_is_run_and_stored_once_and_places_are_filled(miniature: str) -
     assert max(widths) == 4
     # A place never stays empty while a completion waits: widths fall only at the end.
     assert widths[widths.index(4) :] == sorted(widths[widths.index(4) :], reverse=True)
-    shapes = {tuple(pair.keys.shape) for pair in steps[-1]["slots"].own.values()}
+    shapes = {tuple(pair.keys.shape) for pair in steps[-1]["slots"].row_slots.values()}
     assert {(shape[0], shape[2]) for shape in shapes} == {(4, 30)}
 
 
