@@ -41,20 +41,20 @@ def test_the_check_runs_in_the_precision_of_the_run(
 
 
 def fault(exact: bool = False, **sizes: float) -> str | None:
-    zeros = dict.fromkeys(("again", "later", "own", "neighbour", "packed"), 0.0)
+    zeros = dict.fromkeys(("again", "later", "plain", "neighbour", "packed"), 0.0)
     return find_difference({name: torch.full((9,), n) for name, n in (zeros | sizes).items()}, exact)
 
 
 def test_rounding_of_a_deep_model_is_no_fault_and_a_small_leak_is():
     # 28 layers in bf16: ours and the model's own differ by 0.06 nats already where nothing is packed.
-    assert fault(own=0.06, packed=0.05) is None
-    assert fault(own=0.01, packed=0.05) == "they differ by 0.05 nats"
-    leak = fault(own=0.06, packed=0.05, neighbour=0.01)
+    assert fault(plain=0.06, packed=0.05) is None
+    assert fault(plain=0.01, packed=0.05) == "they differ by 0.05 nats"
+    leak = fault(plain=0.06, packed=0.05, neighbour=0.01)
     assert leak == "they change by 0.01 nats with the tokens of another sequence"
-    assert fault(own=0.3) == "they differ by 0.3 nats even one by one"
+    assert fault(plain=0.3) == "they differ by 0.3 nats even one by one"
     # However much a model rounds, 0.3 nats are a wrong prefix.
-    assert fault(own=0.19, packed=0.3) == "they differ by 0.3 nats"
-    assert fault(own=0.19, packed=0.09) is None
+    assert fault(plain=0.19, packed=0.3) == "they differ by 0.3 nats"
+    assert fault(plain=0.19, packed=0.09) is None
     assert fault(exact=True, packed=0.002) == "they differ by 0.002 nats"
 
 
