@@ -51,9 +51,9 @@ MARGIN, PART = 0.2, 0.6
 GROUP = 8  # own answers of a problem
 # The first way whose least shares of right own answers and of useful explanations are reached.
 WAYS = (
-    (0.14, 0.0, "GRPO or its own right answers need no teacher"),
-    (0.0, 0.07, "select the best quarter by the reward, or train by RLT"),
-    (0.0, 0.02, "train by RLT, or by expert iteration with the threshold"),
+    (0.2, 0.0, "GRPO or its own right answers need no teacher"),
+    (0.0, 0.07, "expert iteration by the threshold; else the best quarter by the reward, or RLT"),
+    (0.0, 0.02, "expert iteration by the threshold, then RLT"),
     (0.0, 1e-9, "expert iteration by the threshold, or a warm-up on the best traces; RLT failed at so few"),
     (0.0, 0.0, "none is useful: a warm-up first, or a longer one"),
 )
