@@ -423,8 +423,10 @@ def test_sixteen_groups_by_reward_teach_students(tiny_model: str, tmp_path: Path
     runs = tmp_path / "runs"
     rows = [{"question": f"{n} + 1?", "solution": f"{n + 1}", "reasoning_trace": "So."} for n in range(32)]
     source = write_rows(runs / "rows.jsonl", rows)
-    ranked = documented("rlt predict --config recipe_7b/rank --output_dir runs/ranked", tmp_path / "calls")
-    run_rlt(ranked, ["--data.source", str(source)], runs, source, tiny_model)
+    rank = "rlt predict --config recipe_7b/rank --data.source runs/released/"
+    tiny = ["--data.source", str(source), "--model.teacher", tiny_model, "--model.student", tiny_model]
+    tiny += ["--model.dtype", "float32", "--model.student_dtype", "float32"]
+    run_rlt(documented(rank, tmp_path / "calls"), tiny, runs, source, tiny_model)
     run_block("groups.py", tmp_path, {})
     groups = [[*read_json_rows(runs / "ranked" / f"group_{n}.jsonl")] for n in range(1, 17)]
     rewards = [row["reward"] for row in read_json_rows(runs / "ranked" / "scores.jsonl")]
@@ -432,10 +434,9 @@ def test_sixteen_groups_by_reward_teach_students(tiny_model: str, tmp_path: Path
     assert in_order == pytest.approx(sorted(rewards, reverse=True))
     assert in_order[0] > in_order[-1]
     assert [len(group) for group in groups] == [2] * 16
-    fit = documented(
-        "rlt fit --config recipe_7b/sft --data.source runs/ranked/group_1.jsonl", tmp_path / "fit"
-    )
-    run_rlt(fit, [], runs, source, tiny_model)
+    sft = "rlt fit --config recipe_7b/sft --config hardware/fsdp2 --trainer.devices 8 --data.source "
+    one_process = ["--trainer.devices", "1", "--trainer.strategy", "auto"]
+    run_rlt(documented(f"{sft}runs/ranked/group_1.jsonl", tmp_path / "fit"), one_process, runs, source, tiny_model)
     assert (runs / "group_1" / "model").is_dir()
 
 
