@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The released recipe on 8 GPUs of 80 GB: Qwen2.5-7B teacher, Bespoke-Stratos-7B student, 17K problems. Beside RLT's
 # student it evaluates the base, Bespoke-Stratos-7B and two controls of the warm-up teacher, which come first. Needs the
-# extra vllm (docs/hardware.md), access to the Hugging Face hub and about 1 TB of disk. After a crash run it again: it
+# extra vllm (docs/hardware.md), access to the Hugging Face hub and 370 GiB of disk. After a crash run it again: it
 # skips finished stages and resumes the interrupted one. `rlt plan` says beforehand whether a training stage fits.
 # It trains with FSDP2; STRATEGY=zero3 trains with DeepSpeed's ZeRO-3, as the paper's code did, and FAITHFUL=1 undoes
 # our other choices where it can (docs/reproduce.md). TRAIN has options of the rlt fit of all stages, EVALUATE of rlt
