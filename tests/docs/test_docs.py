@@ -435,8 +435,9 @@ def test_sixteen_groups_by_reward_teach_students(tiny_model: str, tmp_path: Path
     assert in_order[0] > in_order[-1]
     assert [len(group) for group in groups] == [2] * 16
     sft = "rlt fit --config recipe_7b/sft --config hardware/fsdp2 --trainer.devices 8 --data.source "
+    sft += "runs/ranked/group_1.jsonl"
     one_process = ["--trainer.devices", "1", "--trainer.strategy", "auto"]
-    run_rlt(documented(f"{sft}runs/ranked/group_1.jsonl", tmp_path / "fit"), one_process, runs, source, tiny_model)
+    run_rlt(documented(sft, tmp_path / "fit"), one_process, runs, source, tiny_model)
     assert (runs / "group_1" / "model").is_dir()
 
 
