@@ -13,6 +13,7 @@ import knowledge
 import make_miniature
 import pytest
 from arms import read
+from finding import take_best
 from gates import measure_named_base
 from knowledge import KNOWLEDGE, Knowledge
 from make_miniature import Phase, words_tokenizer
@@ -26,7 +27,7 @@ from rlt_lightning.types import InputError
 def test_selection_takes_a_part_or_all_above(tmp_path: Path) -> None:
     one = Knowledge(Stages(tmp_path), KNOWLEDGE, 0)
     traces = [{"reward": reward} for reward in (-1.5, -0.3, -0.6, -3.0)]
-    assert one.take_best(traces, 1) == [{"reward": -0.3}]
+    assert take_best(traces, 1) == [{"reward": -0.3}]
     assert one.take_above(traces) == [{"reward": -0.3}, {"reward": -0.6}]
     assert one.take_above(traces[:1]) == traces[:1]  # the best one, if none is above
 
