@@ -163,7 +163,7 @@ def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path, monkeypatch: pyt
     setting = dataclasses.replace(finding.FILLER, right_traces=(0, 1), **tiny)
     selected = {"best_of_equal": 9, "majority_of_16": 16, "rlt_best_of_4": 16}
     names = ["warmup", "rlt", "warmup_t0", *selected, "own_t0", "warm_grpo", "group_kl_16"]
-    names += ["quarter", "expert_t0"]
+    names += ["expert_t0"]
     stages = Stages(tmp_path)
     found = driver.run("finding", Finding, stages, [setting], [0], names)["settings"]["filler"]["arms"]
     one = Finding(stages, setting, seed=0)
@@ -184,8 +184,9 @@ def test_each_way_of_decoding_runs_at_tiny_size(tmp_path: Path, monkeypatch: pyt
     greedy, again = (read(one.make_traces(arm)) for arm in ("warmup_t0", "warmup"))
     assert [row["reasoning_trace"] for row in greedy] != [row["reasoning_trace"] for row in again]
     assert found["group_kl_16"]["rows"] == [16]
-    assert found["quarter"]["rows"] == [8]
-    assert found["quarter"]["reward"] > found["best_of_equal"]["reward"]
+    best = [row["reward"] for row in read(one.make_traces("quarter"))]
+    assert len(best) == 8
+    assert best == sorted(best, reverse=True)
     assert len(read(one.data_file("expert"))) == 8 * 32 // 8  # one explanation of each problem is left out
     assert found["rlt"]["pass_at_k"] >= found["rlt"]["accuracy"]
     # Nats a token, of a vocabulary of some dozens; only RLT's and the warm-up's teachers are measured.

@@ -118,7 +118,7 @@ def test_every_arm_runs_at_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(found) == arms
     one = Knowledge(stages, setting, 0)
     assert setting.num_equal == 5  # 2 x 64 of the iterations and 32, of 32 rows
-    assert len(read(one.folder / "warmup/traces_5/traces.jsonl")) == 5 * 32
+    assert len(read(one.folder / "warmup/traces_5_t0.7/traces.jsonl")) == 5 * 32
     assert found["quarter"]["rows"] == [8]
     assert found["best_of_equal"]["rows"] == found["rlt_t0"]["rows"] == [32]
     assert found["quarter"]["reward"][0] >= found["best_of_equal"]["reward"][0]
