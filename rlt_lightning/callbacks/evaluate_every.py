@@ -93,6 +93,7 @@ class EvaluateEvery(Callback):
         # Each fit sets both.
         self.questions = self._build_questions()
         self.judge: Judge | None = None
+        self.is_started = False  # whether the engine knows these prompts
 
     # Lightning's hooks
 
@@ -111,7 +112,7 @@ class EvaluateEvery(Callback):
         if trainer.is_global_zero:
             self.judge = Judge(self.questions.tags, self.judge_deadline_s)
             self.judge.start()
-        rollouts = RolloutCallback.of(trainer)
+        rollouts, self.is_started = RolloutCallback.of(trainer), False
         require_gathering(rollouts.engine, trainer)
         rollouts.dispatcher.bind(trainer, module)
 
@@ -163,9 +164,12 @@ class EvaluateEvery(Callback):
         """Sample the answers to each problem; every rank gets all of them."""
         rollouts, problems = RolloutCallback.of(trainer), self.questions.problems
         rollouts.sampler.wait()
-        tokenizer, prompts = self.questions.chat_format.tokenizer, [problem.prompt for problem in problems]
-        longest = max(map(len, prompts)) + self.sampling.max_completion_length
-        rollouts.dispatcher.start(tokenizer, prompts[0], longest)
+        tokenizer = self.questions.chat_format.tokenizer
+        if not self.is_started:
+            prompts = [problem.prompt for problem in problems]
+            longest = max(map(len, prompts)) + self.sampling.max_completion_length
+            rollouts.dispatcher.start(tokenizer, prompts[0], longest)
+            self.is_started = True
         # No rank gets all of the hardest set.
         rank, size = trainer.global_rank, trainer.world_size
         answers = AnswerSampler(rollouts.dispatcher, self).answer(problems[rank::size], tokenizer)

@@ -9,6 +9,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -287,10 +288,16 @@ def test_an_evaluation_waits_for_rollouts_in_flight(tiny_model: str, tmp_path: P
     assert list(rows_of(tmp_path / "with")) == [0, 2, 4]
 
 
-def test_fine_tuning_pushes_its_weights_to_a_worker(tiny_model: str, tmp_path: Path) -> None:
+def test_fine_tuning_pushes_its_weights_to_a_worker(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = Mock(side_effect=VLLMEngine.start)
     with worker_of(tiny_model) as worker:
-        rollouts = RolloutCallback(workers_engine(worker.url))
+        engine = workers_engine(worker.url)
+        monkeypatch.setattr(VLLMEngine, "start", lambda *arguments: starts(*arguments))
+        rollouts = RolloutCallback(engine)
         fit(tiny_model, tmp_path / "run", evaluations(max_rows=3), rollouts, Checkpoint(), steps=4)
+        assert starts.call_count == 1
         # 3 problems, 3 times, each completion a request of its own.
         assert len(worker.bodies) == 18
         assert worker.tensors
