@@ -150,9 +150,7 @@ class RolloutCallback(Callback):
                 f"answer, but is {self.max_resamples}. Set it to 0, and raise rollouts.num_traces instead."
             )
         if not (stage == "predict" and data.brings_completions):  # which uses no engine
-            reason = None
-            if not self.dispatcher.is_engine_set:
-                reason = self.dispatcher.choose_engine(find_gpus(trainer), pl_module.pretrained, pushes=True)
+            reason = self.dispatcher.choose_engine(find_gpus(trainer), pl_module.pretrained, pushes=True)
             if reason and trainer.is_global_zero:
                 announce(reason)
             require_gathering(self.engine, trainer)

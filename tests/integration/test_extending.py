@@ -271,7 +271,9 @@ def test_an_engine_that_loses_completions_is_named() -> None:
 
 
 def test_sharded_weights_need_an_engine_that_gathers() -> None:
-    sharded = SimpleNamespace(world_size=2, strategy=FSDP2(), datamodule=TeacherRLData())
+    strategy = FSDP2()
+    strategy.parallel_devices = [torch.device("cpu")] * 2  # as a trainer sets them
+    sharded = SimpleNamespace(world_size=2, strategy=strategy, datamodule=TeacherRLData())
     module = RLTModule()
     with pytest.raises(InputError, match="FourMethods does not write gather_weights"):
         RolloutCallback(FourMethods()).setup(sharded, module, "validate")  # type: ignore[arg-type]
