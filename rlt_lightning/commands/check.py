@@ -353,8 +353,10 @@ def advise(right: Sequence[Sequence[bool]], useful: Sequence[bool]) -> Check:
         own = 0.0
         figure = "these rows have no answer that can be judged: nothing says how often the student is right"
     way = next(way for least, useful_least, way in WAYS if own >= least and share >= useful_least)
-    way_gone = f"explanations bring the student {100 * PART:g} % of the way from filler to the solution"
-    figure += f"; {show_part(share, len(useful))} of {len(useful)} {way_gone}"
+    figure += (
+        f"; {show_part(share, len(useful))} of {len(useful)} explanations bring the student {100 * PART:g} % "
+        "of the way from filler to the solution"
+    )
     return Check("begin", "pass", f"{figure}: {way}")
 
 

@@ -578,10 +578,10 @@ class Plan:
         if self.num_workers:
             speed = min(1.0, VLLM_WEIGHTS / self.policy.weights)
             step_s, rate = VLLM_STEP_S, self.num_workers * VLLM_TOKENS_S * speed
-        sampled = (
-            MEAN_FRAC * self.num_sequences * self.num_processes * self.completion_length if rate else 0.0
-        )
-        seconds = sampled / rate + self.completion_length * step_s if rate else 0.0
+        sampled = seconds = 0.0
+        if rate:
+            sampled = MEAN_FRAC * self.num_sequences * self.num_processes * self.completion_length
+            seconds = sampled / rate + self.completion_length * step_s
         # A backward is two passes, through frozen weights under an adapter one.
         passes = self.trains * self.policy.weights * (3 if self.policy.trained == self.policy.weights else 2)
         passes += sum(model.weights for model, _ in self.scorers)
